@@ -1,0 +1,57 @@
+"""FP8 fine-tuning for Hugging Face models: FP8 asked is FP8 given, proven, or an error.
+
+Importing this package imports no torch: each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.config import PrecisionConfig as PrecisionConfig
+    from finetune.config import RunConfig as RunConfig
+    from finetune.errors import FinetuneError as FinetuneError
+    from finetune.hook import get_receipt as get_receipt
+    from finetune.hook import (
+        setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training,
+    )
+    from finetune.hook import (
+        teardown_fp8_mixed_precision_training as teardown_fp8_mixed_precision_training,
+    )
+    from finetune.precision.convert import apply as apply
+    from finetune.precision.convert import disabled as disabled
+    from finetune.precision.convert import revert as revert
+    from finetune.precision.planner import plan as plan
+    from finetune.recipe import list_recipes as list_recipes
+    from finetune.recipe import load_recipe as load_recipe
+    from finetune.trainer import train as train
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "FinetuneError": "errors",
+    "PrecisionConfig": "config",
+    "RunConfig": "config",
+    "apply": "precision.convert",
+    "disabled": "precision.convert",
+    "list_recipes": "recipe",
+    "load_recipe": "recipe",
+    "plan": "precision.planner",
+    "get_receipt": "hook",
+    "revert": "precision.convert",
+    "setup_fp8_mixed_precision_training": "hook",
+    "teardown_fp8_mixed_precision_training": "hook",
+    "train": "trainer",
+}
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'finetune' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"finetune.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,282 @@
+"""The command line: `python -m finetune RECIPE [section.key=value ...]` and a few verbs.
+
+Listing imports neither torch nor transformers. A mistake of the user's prints what, where, why and
+what to do, and exits with 2.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from finetune import __version__
+from finetune.config import RunConfig
+from finetune.errors import ConfigError, FinetuneError
+from finetune.recipe import Recipe, find_recipe, list_recipes, load_recipe
+
+MISUSE, INTERRUPTED = 2, 130
+
+
+class _RecipeOrVerb(TyperGroup):
+    """A first word that is no verb is a recipe: `finetune X` is `finetune run X`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
+        if first is not None and args[first] not in self.commands:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_RecipeOrVerb,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value]...", help="Set a value; ~section.key unsets."),
+]
+
+
+def main() -> None:
+    """Entry point of `python -m finetune` and of the console script."""
+    try:
+        app(standalone_mode=False)
+    except FinetuneError as error:
+        _show_error(error)
+        sys.exit(MISUSE)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(MISUSE)
+    except (KeyboardInterrupt, click.Abort):
+        Console(stderr=True).print("interrupted")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # `finetune ls | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_error(error: FinetuneError) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text("error: ", style="bold red") + Text(error.what, style="bold"))
+    for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
+        if text:
+            console.print(Text(f"  {label + ':':7s}", style="cyan") + Text(text))
+
+
+def _quiet_libraries() -> None:
+    """Libraries speak through us: their progress bars and start-up notes are silenced."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torchao", "accelerate", "trl", "torch.utils._pytree", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """FP8 fine-tuning: FP8 asked is FP8 given, proven, or an error."""
+    if version:
+        print(f"finetune {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+        print("\nStart here: python -m finetune tiny_lora_fp8\nRecipes:    python -m finetune ls")
+
+
+# ------------------------------------------------------------------------------------------ train
+
+
+@app.command("run")
+def run(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe (the verb may be left out)."""
+    _quiet_libraries()
+    checked = load_recipe(recipe, overrides or ())
+    from finetune.trainer import train
+
+    report = train(checked, out=out, force=force, console=Console(stderr=True) if as_json else None)
+    if as_json:
+        print(report.to_json())
+    elif int(os.environ.get("RANK", "0")) == 0:
+        _show_report(report)
+    if report.interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _show_report(report: Any) -> None:
+    console = Console(highlight=False)
+    for sample in report.samples:
+        console.print(Text("> ", style="dim") + Text(sample.prompt, style="italic"))
+        console.print(Text(f"  {sample.answer}"))
+    console.print()
+    console.print(report.receipt)
+    facts = [f"{report.seconds:.0f} s", f"peak memory {report.peak_memory_gib:.2f} GiB"]
+    if report.first_loss is not None:
+        facts.insert(0, f"loss {report.first_loss:.3f} -> {report.final_loss:.3f}")
+    if report.eval_loss is not None:
+        facts.insert(1, f"held-out loss {report.eval_loss:.4f}")
+    if report.tokens_per_s:
+        facts.append(f"{report.tokens_per_s:,.0f} tok/s")
+    console.print(", ".join(facts))
+    if report.interrupted:
+        console.print(
+            f"interrupted; go on with train.resume_from_checkpoint={report.folder}", style="yellow"
+        )
+    console.print(f"run folder: {report.folder}")
+
+
+# ---------------------------------------------------------------------------------------- recipes
+
+
+def _row(name: str, config: RunConfig) -> dict[str, Any]:
+    lora = config.lora
+    precision = config.precision
+    fp8 = precision.compute == "fp8"
+    return {
+        "recipe": name,
+        "model": config.model.name.rpartition("/")[2],
+        "method": f"LoRA r={lora.r}" if lora else "full",
+        "precision": f"fp8 {precision.scaling}" if fp8 else precision.compute,
+        "length": str(config.train.get("max_length", "")),
+        "data": (config.data.path or config.data.name or "").rpartition("/")[2],
+    }
+
+
+@app.command("ls")
+def ls(as_json: AsJson = False) -> None:
+    """List the shipped recipes."""
+    rows = [_row(n, load_recipe(n, check_train=False).config) for n in list_recipes()]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in rows[0]:
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values(), style=None if "fp8" in row["precision"] else "dim")
+    Console().print(table)
+
+
+@app.command("cat")
+def cat(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    resolved: Annotated[bool, typer.Option(help="Complete: every default, every override.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print a recipe, as written or complete (a recipe itself)."""
+    if resolved or overrides or as_json:
+        checked = load_recipe(recipe, overrides or ())
+        if as_json:
+            print(json.dumps(checked.config.model_dump(mode="json"), indent=1))
+        else:
+            sys.stdout.write(checked.to_yaml())
+    else:
+        sys.stdout.write(find_recipe(recipe).read_text(encoding="utf-8"))
+
+
+@app.command("cp")
+def cp(
+    recipe: RecipeName,
+    destination: Annotated[Path, typer.Argument(help="File or folder to copy it to.")],
+    force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
+) -> None:
+    """Copy a recipe to edit it."""
+    source = find_recipe(recipe)
+    target = destination / source.name if destination.is_dir() else destination
+    if target.suffix not in (".yaml", ".yml"):
+        target = target.with_name(target.name + ".yaml")
+    if target.exists() and not force:
+        raise ConfigError(
+            f"{target} is there already", where=str(target.resolve()), fix="choose another, --force"
+        )
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no folder {str(target.parent)!r}", where=str(target.resolve()))
+    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    print(f"{target}\nrun it: python -m finetune {_as_argument(target)}")
+
+
+def _as_argument(path: Path) -> str:
+    return str(path) if len(path.parts) > 1 or path.suffix else f"./{path}"
+
+
+@app.command("validate")
+def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a recipe and show its precision plan, without loading weights."""
+    _quiet_libraries()
+    checked = load_recipe(recipe, overrides or ())
+    from finetune.device import resolve, this_device
+    from finetune.memory import bound, shards_of, why_too_small
+    from finetune.model import sketch
+    from finetune.precision.planner import plan
+    from finetune.trainer import processes
+
+    config, device = checked.config, this_device()
+    model = sketch(config)
+    the_plan = plan(model, config.precision)
+    need = bound(model, config.train, shards=shards_of(config, processes()))
+    try:
+        resolution = resolve(config.precision, device)
+        here = resolution.fallback or f"{resolution.label}: {resolution.reason}"
+    except FinetuneError as error:
+        here = f"not on this machine: {error.why}"
+    short = why_too_small(config, need, device)
+    if as_json:
+        layers = [
+            {"name": x.name, "shape": x.shape, "compute": x.compute, "reason": x.reason}
+            for x in the_plan.layers
+        ]
+        facts = {"recipe": checked.name, "here": here, "memory": str(need), "short": short}
+        print(json.dumps({**facts, "trainable": need.trainable, "layers": layers}, indent=1))
+        return
+    print(f"{checked.name}: valid ({_origin(checked)})\n\n{the_plan}\n")
+    print(f"parameters: {need.parameters:,}, trainable {need.trainable:,}")
+    print(f"memory:     at least {need}" + (f"; TOO SMALL HERE: {short}" if short else ""))
+    print(f"here:       {here}")
+
+
+def _origin(recipe: Recipe) -> str:
+    return recipe.source.name if recipe.source.parent.name == "recipes" else str(recipe.source)
+
+
+# ----------------------------------------------------------------------------------------- doctor
+
+
+@app.command("doctor")
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can do in FP8, and why."""
+    _quiet_libraries()
+    from finetune.doctor import examine
+
+    findings = examine()
+    if as_json:
+        print(findings.to_json())
+    else:
+        Console(highlight=False).print(findings)

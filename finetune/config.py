@@ -1,0 +1,173 @@
+"""What a run is: frozen, complete, and plain data.
+
+A `RunConfig` has five sections. Four are ours and are described field by field below; the fifth,
+`train`, is handed unchanged to `trl.SFTConfig`, whose documentation describes it. Nothing here
+imports torch, so that listing and checking recipes stays instant.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+Compute = Literal["fp8", "bf16", "fp16", "fp32"]
+BackendName = Literal["te", "torchao", "emulated"]
+Scaling = Literal["delayed", "tensorwise", "rowwise"]
+Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
+
+BUILTIN = "builtin:"
+"""Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""
+
+
+class Section(BaseModel):
+    """A frozen block of a recipe in which an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """Which model, and how its weights are held between steps."""
+
+    name: str = Field(description="hub id, local folder, or `builtin:tiny_llama`")
+    weights: Literal["pretrained", "random"] = Field(
+        "pretrained", description="`random` builds the shape only: no hub, for planning and speed"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16",
+        description="type of the stored weights; with `float32` the optimizer updates full "
+        "precision masters while matmuls run in `precision.compute`",
+    )
+    attention: str | None = Field(
+        None, description="attention implementation (`sdpa`, `flash_attention_2`, `eager`)"
+    )
+    revision: str | None = Field(None, description="hub revision (branch, tag or commit)")
+    trust_remote_code: bool = Field(False, description="allow model code from the hub to run")
+
+
+class PrecisionConfig(Section):
+    """In what precision matmuls run. Storage is another matter: see `model.dtype`."""
+
+    compute: Compute = Field("bf16", description="precision of the matmuls of linear layers")
+    backend: Literal["auto", "te", "torchao", "emulated"] = Field(
+        "auto", description="engine; `auto` takes Transformer Engine or torchao on an FP8 GPU"
+    )
+    scaling: Scaling = Field(
+        "tensorwise",
+        description="`delayed`: per tensor from an amax history; `tensorwise`: per tensor, current "
+        "amax; `rowwise`: one scale per row of each GEMM operand",
+    )
+    format: Fp8Format | None = Field(
+        None,
+        description="`hybrid`: E4M3 for activations and weights, E5M2 for gradients; `e4m3`: E4M3 "
+        "everywhere; `e5m2`: E5M2 everywhere (no engine runs it, emulation does; it is not a cure "
+        "for NaN); left out: e4m3 with rowwise scaling, hybrid otherwise",
+    )
+    margin: NonNegativeInt = Field(
+        0, le=16, description="delayed scaling: headroom, scales are divided by 2^margin"
+    )
+    amax_history_len: PositiveInt = Field(
+        1024, description="delayed scaling: micro-steps of amax history"
+    )
+    amax_compute_algo: Literal["max", "most_recent"] = Field(
+        "max", description="delayed scaling: which amax of the history sets the scale"
+    )
+    reduce_amax: bool = Field(True, description="delayed scaling: share amax over all processes")
+    fp8_params: bool = Field(
+        False, description="hold the weights in FP8 between steps (no backend offers it yet)"
+    )
+    keep: tuple[str, ...] = Field(
+        (),
+        description="patterns of layers that stay in high precision: `fnmatch` over module names "
+        "or any dotted part of them; one that matches nothing is an error",
+    )
+    eval: Literal["high", "fp8"] = Field(
+        "high", description="precision of evaluation and generation: high precision, or FP8 too"
+    )
+    emulation: Literal["forbid", "allow"] = Field(
+        "forbid", description="may FP8 be emulated where the device has none? Exact, but slow"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="`torch.compile` of each decoder layer; `auto`: with torchao on a GPU, where "
+        "casts are slow unless fused",
+    )
+    on_unsupported: Literal["error", "bf16"] = Field(
+        "error", description="where FP8 cannot be had: stop, or train in BF16 and say so loudly"
+    )
+
+    @property
+    def fp8_format(self) -> Fp8Format:
+        """The format in force: as given, or the one usual for the scaling."""
+        return self.format or ("e4m3" if self.scaling == "rowwise" else "hybrid")
+
+    @model_validator(mode="after")
+    def _known_limits(self) -> PrecisionConfig:
+        if self.fp8_params:
+            raise ValueError(
+                "fp8_params=true is not available: no backend here keeps trainable weights in FP8 "
+                "between steps yet; leave it false (weights stay in model.dtype)"
+            )
+        delayed_only = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
+        for name in delayed_only if self.scaling != "delayed" else ():
+            if getattr(self, name) != PrecisionConfig.model_fields[name].default:
+                raise ValueError(
+                    f"{name} belongs to delayed scaling and scaling is {self.scaling!r}, which has "
+                    f"no amax history; set scaling=delayed or leave {name} out"
+                )
+        return self
+
+
+class LoraSection(Section):
+    """Low-rank adapters, handed to `peft.LoraConfig`. Without this section all weights train."""
+
+    r: PositiveInt = Field(8, description="rank")
+    alpha: PositiveInt = Field(16, description="scale: adapters are multiplied by alpha / r")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout on the adapters' input")
+    target_modules: str | tuple[str, ...] = Field(
+        "all-linear", description="`all-linear`, or names of the linear layers to adapt"
+    )
+    modules_to_save: tuple[str, ...] = Field((), description="modules trained in full beside them")
+    use_rslora: bool = Field(False, description="scale by alpha / sqrt(r) instead")
+    use_dora: bool = Field(False, description="weight-decomposed adapters (DoRA)")
+    bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases train")
+
+
+class DataConfig(Section):
+    """Which rows to train on. Exactly one of `path` and `name`."""
+
+    path: str | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
+    name: str | None = Field(None, description="hub data set, or `builtin:harbour`")
+    subset: str | None = Field(None, description="hub configuration name")
+    split: str = Field("train", description="split to train on")
+    eval_path: str | None = Field(None, description="file of held-out rows")
+    eval_split: str | None = Field(None, description="hub split of held-out rows")
+    eval_fraction: float = Field(
+        0.05, ge=0.0, lt=1.0, description="share held out when no evaluation rows are named"
+    )
+    max_rows: PositiveInt | None = Field(None, description="use only the first rows")
+    prompts: tuple[str, ...] = Field(
+        (), description="questions that the trained model answers at the end of the run"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if (self.path is None) == (self.name is None):
+            given = "both are given" if self.path else "neither is given"
+            raise ValueError(f"exactly one of data.path and data.name is needed; {given}")
+        return self
+
+
+class RunConfig(Section):
+    """One run, complete. `train` is for `trl.SFTConfig`; see `finetune.recipe` for how it is checked."""
+
+    model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    lora: LoraSection | None = None
+    data: DataConfig
+    train: dict[str, Any] = {}
+
+    @property
+    def method(self) -> Literal["full", "lora"]:
+        """`lora` when adapters are trained, else `full`."""
+        return "full" if self.lora is None else "lora"

@@ -1,0 +1,245 @@
+"""What this machine can do in FP8, each answer with its reason.
+
+The only module that asks torch about GPUs. FP8 tensor cores exist from compute capability 8.9
+(Ada: RTX 4090, L40S), 9.0 (Hopper: H100, H200) and 10.0 (Blackwell: B200) on; the block formats
+MXFP8 and NVFP4 need 10.0. Source: NVIDIA CUDA C++ Programming Guide, compute capabilities.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+from finetune.config import PrecisionConfig
+from finetune.errors import MissingExtraError, PrecisionError
+
+FP8_CAPABILITY = (8, 9)
+BLOCK_CAPABILITY = (10, 0)
+GIB = 2**30
+
+INSTEAD_OF_FP8 = (
+    "train in BF16 (precision.compute=bf16, with train.optim=adamw_8bit to save memory), rehearse "
+    "FP8 numerics with precision.emulation=allow (exact but slow), or rent an FP8 GPU (RTX 4090, "
+    "L40S, H100, H200, B200)"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An answer and its reason. True in a condition when `ok`."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device a run would train on.
+
+    Attributes:
+        kind: torch device type.
+        name: marketing name as the driver gives it.
+        capability: CUDA compute capability, None where there is none.
+        memory_gib: memory of one device (host memory on CPU), in GiB.
+        count: devices of this kind.
+        is_rocm: an AMD GPU, which torch also calls `cuda`.
+    """
+
+    kind: Literal["cuda", "mps", "xpu", "cpu"]
+    name: str
+    capability: tuple[int, int] | None
+    memory_gib: float
+    count: int = 1
+    is_rocm: bool = False
+
+    @property
+    def has_fp8(self) -> Verdict:
+        """Whether this device multiplies FP8 in hardware."""
+        if self.capability is None or self.is_rocm:
+            what = {"mps": "Apple GPUs", "cpu": "CPUs"}.get(self.kind, f"{self.name} here")
+            return Verdict(False, f"{what} have no FP8 matrix units that these backends can use")
+        shown = ".".join(map(str, self.capability))
+        if self.capability < FP8_CAPABILITY:
+            return Verdict(False, f"{self.name} has compute capability {shown}; FP8 needs 8.9")
+        return Verdict(True, f"{self.name}, compute capability {shown}")
+
+    @property
+    def has_block_fp8(self) -> Verdict:
+        """Whether this device multiplies MXFP8 and NVFP4 in hardware."""
+        if not self.has_fp8:
+            return self.has_fp8
+        shown = ".".join(map(str, self.capability or ()))
+        ok = (self.capability or (0, 0)) >= BLOCK_CAPABILITY
+        return Verdict(ok, f"compute capability {shown}" + ("" if ok else "; 10.0 is needed"))
+
+
+@functools.cache
+def this_device() -> Device:
+    """The device that training on this machine would use."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Device(
+            "cuda",
+            torch.cuda.get_device_name(0),
+            torch.cuda.get_device_capability(0),
+            properties.total_memory / GIB,
+            torch.cuda.device_count(),
+            is_rocm=torch.version.hip is not None,
+        )
+    import psutil
+
+    host_gib = psutil.virtual_memory().total / GIB
+    if torch.backends.mps.is_available():
+        return Device("mps", "Apple GPU", None, host_gib)
+    if torch.xpu.is_available():
+        return Device("xpu", torch.xpu.get_device_name(0), None, host_gib, torch.xpu.device_count())
+    return Device("cpu", _cpu_name(), None, host_gib)
+
+
+def _cpu_name() -> str:
+    import platform
+
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def available_gib(device: Device) -> float:
+    """Memory that could be allocated now: free on a GPU, available on the host. GiB."""
+    if device.kind == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(0)[0] / GIB
+    import psutil
+
+    return psutil.virtual_memory().available / GIB
+
+
+def version(distribution: str) -> str | None:
+    """Installed version of a distribution, None when it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def has_transformer_engine() -> Verdict:
+    """Whether Transformer Engine with its PyTorch part is importable."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Verdict(False, "transformer-engine is not installed: pip install 'fp8-finetune[te]'")
+    # The PyPI package `transformer_engine` alone holds no binaries: its torch part is another one.
+    try:
+        import transformer_engine.pytorch as te
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return Verdict(False, f"transformer-engine is installed but does not import: {first}")
+    if not hasattr(te, "autocast"):
+        return Verdict(False, "transformer-engine is older than 2.8, the first with te.autocast")
+    return Verdict(True, f"transformer-engine {version('transformer-engine') or 'importable'}")
+
+
+def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
+    """Whether backend `name` can run `precision` on `device`, and why."""
+    scaling, fmt = precision.scaling, precision.fp8_format
+    emulate = precision.emulation == "allow"
+    if name == "emulated":
+        if emulate:
+            return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
+        return Verdict(False, "emulation is exact but slow; precision.emulation=allow permits it")
+    if name == "te":
+        if scaling == "rowwise":
+            return Verdict(False, "Transformer Engine has no rowwise scaling; torchao has")
+        if fmt == "e5m2":
+            return Verdict(False, "Transformer Engine has no pure E5M2; use format=hybrid")
+        if not device.has_fp8:
+            return device.has_fp8
+        return has_transformer_engine()
+    if scaling == "delayed":
+        return Verdict(False, "torchao has no delayed scaling; Transformer Engine has")
+    if fmt == "e5m2":
+        return Verdict(False, "torchao's GEMMs take no pair of E5M2 operands; use format=hybrid")
+    if scaling == "rowwise" and fmt != "e4m3":
+        return Verdict(False, "torchao's rowwise GEMMs take E4M3 operands only; use format=e4m3")
+    if not device.has_fp8:
+        if emulate:
+            return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
+        return device.has_fp8
+    return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
+
+
+def auto_order(precision: PrecisionConfig) -> tuple[str, ...]:
+    """Backends that `auto` tries, best first.
+
+    Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for
+    that and comes second. The emulation never precedes hardware.
+    """
+    return ("te", "torchao", "emulated")
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A precision that can be had here.
+
+    Attributes:
+        precision: concrete: backend named, or compute changed to bf16 after a fall-back.
+        asked: what the recipe asked for.
+        reason: why this backend.
+        fallback: set when FP8 was asked and BF16 will run; one line to be shown loudly.
+    """
+
+    precision: PrecisionConfig
+    asked: PrecisionConfig
+    reason: str
+    fallback: str = ""
+
+    @property
+    def label(self) -> str:
+        """Short name for a progress bar: `FP8 te/delayed`, `BF16`."""
+        p = self.precision
+        return f"FP8 {p.backend}/{p.scaling}" if p.compute == "fp8" else p.compute.upper()
+
+
+def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
+    """Choose the backend, or explain why there is none.
+
+    Raises:
+        MissingExtraError: the backend asked for by name is not installed.
+        PrecisionError: FP8 cannot be had and `on_unsupported` is `error`.
+    """
+    if precision.compute != "fp8":
+        return Resolution(precision, precision, f"{precision.compute} was asked")
+    names = auto_order(precision) if precision.backend == "auto" else (precision.backend,)
+    refused = []
+    for name in names:
+        verdict = backend_verdict(name, precision, device)
+        # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
+        hardware = bool(device.has_fp8) or name == "emulated" or precision.backend != "auto"
+        if verdict and hardware:
+            chosen = precision.model_copy(update={"backend": name})
+            return Resolution(chosen, precision, verdict.reason)
+        reason = verdict.reason if hardware else device.has_fp8.reason
+        refused.append(f"{name}: {reason}")
+    why = "; ".join(dict.fromkeys(refused))
+    if precision.on_unsupported == "bf16":
+        line = f"FP8 was asked, BF16 will run ({why})"
+        bf16 = precision.model_copy(update={"compute": "bf16", "backend": "auto"})
+        return Resolution(bf16, precision, "on_unsupported=bf16", fallback=line)
+    if precision.backend == "te" and device.has_fp8 and "not installed" in why:
+        raise MissingExtraError(
+            "precision.backend=te needs Transformer Engine",
+            why=why,
+            fix="pip install 'fp8-finetune[te]' (builds against your CUDA and torch), or "
+            "precision.backend=torchao",
+        )
+    raise PrecisionError(
+        f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
+        where=f"precision.backend={precision.backend}",
+        why=why,
+        fix=INSTEAD_OF_FP8 if not device.has_fp8 else "change the setting named above",
+    )

@@ -1,0 +1,102 @@
+"""The errors a user of finetune can meet, all with the same four parts.
+
+    FinetuneError
+    ├── ConfigError            (ValueError)         a recipe, an override or an argument is wrong
+    ├── RecipeNotFoundError    (FileNotFoundError)  no recipe of that name or path
+    ├── DataError              (ValueError)         rows that cannot be trained on
+    ├── DataNotFoundError      (FileNotFoundError)  no data file or hub data set there
+    ├── ModelNotFoundError     (FileNotFoundError)  no model folder or hub model there
+    ├── MissingExtraError      (ImportError)        an optional library is not installed
+    ├── PrecisionError         (RuntimeError)       the precision asked for cannot be had here
+    │   └── StorageNotComputeError                  a quantised model where FP8 compute was asked
+    ├── PlanError              (ValueError)         the precision plan cannot be honoured
+    ├── ConversionError        (RuntimeError)       the model does not equal its plan
+    ├── OrderError             (RuntimeError)       helper and trainer were called in the wrong order
+    ├── ProofError             (RuntimeError)       the run is not what was asked: stopped
+    └── MemoryShortError       (MemoryError)        the run cannot fit this machine
+
+Every message answers four questions: *what* is wrong, *where*, *why* it matters, and *what to do*.
+Each class also inherits the standard-library class that it stands for, so `except ValueError` works.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FinetuneError(Exception):
+    """Base of all errors that are the user's to mend.
+
+    Args:
+        what: one sentence that says what is wrong.
+        where: file and line, layer names, or the argument.
+        why: the reason it is refused rather than carried on with.
+        fix: what to type or change next.
+    """
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        parts = (("", what), ("where: ", where), ("why:   ", why), ("fix:   ", fix))
+        super().__init__("\n  ".join(label + text for label, text in parts if text))
+
+    def __str__(self) -> str:  # KeyError and OSError would otherwise print only their repr or errno
+        return str(self.args[0])
+
+
+class ConfigError(FinetuneError, ValueError):
+    """A recipe, an override or an argument is wrong."""
+
+
+class RecipeNotFoundError(FinetuneError, FileNotFoundError):
+    """There is no recipe of that name or path."""
+
+
+class DataError(FinetuneError, ValueError):
+    """The rows cannot be trained on."""
+
+
+class DataNotFoundError(FinetuneError, FileNotFoundError):
+    """There is no data file or hub data set there."""
+
+
+class ModelNotFoundError(FinetuneError, FileNotFoundError):
+    """There is no model folder or hub model there."""
+
+
+class MissingExtraError(FinetuneError, ImportError):
+    """An optional library is not installed."""
+
+
+class PrecisionError(FinetuneError, RuntimeError):
+    """The precision asked for cannot be had on this device with this backend."""
+
+
+class StorageNotComputeError(PrecisionError):
+    """A model held in quantised storage was handed to FP8 compute."""
+
+
+class PlanError(FinetuneError, ValueError):
+    """The precision plan cannot be honoured on this model."""
+
+
+class ConversionError(FinetuneError, RuntimeError):
+    """After conversion the model does not equal its plan."""
+
+
+class OrderError(FinetuneError, RuntimeError):
+    """The helper and the trainer were called in an order that would train in BF16."""
+
+
+class ProofError(FinetuneError, RuntimeError):
+    """The first steps show that the run is not what was asked."""
+
+
+class MemoryShortError(FinetuneError, MemoryError):
+    """The run cannot fit this machine."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`"did you mean 'x'?"` for the closest known word, or an empty string when none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,116 @@
+"""A lower bound of the memory a run needs, before anything is loaded.
+
+Weights, gradients and optimizer states have to be there whatever else happens; activations come on
+top. So a run whose bound exceeds the memory at hand cannot work, and is refused before it loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import RunConfig
+from finetune.device import GIB, Device, available_gib
+from finetune.errors import MemoryShortError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OPTIMIZER_BYTES = {
+    "adamw_8bit": 2.0,
+    "adamw_bnb_8bit": 2.0,
+    "lion_8bit": 1.0,
+    "lion_32bit": 4.0,
+    "adafactor": 0.1,
+    "sgd": 0.0,
+}
+"""Bytes of optimizer state per trainable parameter, where it is not two of the parameter's type."""
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """Bytes that a run holds at least, per device.
+
+    Attributes:
+        weights, gradients, optimizer: their parts, in GiB.
+        parameters, trainable: counts.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    parameters: int
+    trainable: int
+
+    @property
+    def total(self) -> float:
+        """GiB."""
+        return self.weights + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total:.1f} GiB without activations (weights {self.weights:.1f}, gradients "
+            f"{self.gradients:.1f}, optimizer {self.optimizer:.1f})"
+        )
+
+
+def bound(model: nn.Module, train: dict[str, Any], *, shards: int = 1) -> MemoryBound:
+    """The bound of a model, also on the meta device.
+
+    Args:
+        model: with its adapters attached.
+        train: the recipe's `train` section; only `optim` matters.
+        shards: processes that share one copy of everything (FSDP).
+    """
+    every = list(model.parameters())
+    training = [p for p in every if p.requires_grad]
+    name = str(train.get("optim", "adamw_torch_fused"))
+    paged = name.startswith("paged_")
+    per = OPTIMIZER_BYTES.get(name.removeprefix("paged_"))
+    states = sum(p.numel() * (2 * p.element_size() if per is None else per) for p in training)
+    return MemoryBound(
+        weights=sum(p.numel() * p.element_size() for p in every) / GIB / shards,
+        gradients=sum(p.numel() * p.element_size() for p in training) / GIB / shards,
+        optimizer=0.0 if paged else states / GIB / shards,
+        parameters=sum(p.numel() for p in every),
+        trainable=sum(p.numel() for p in training),
+    )
+
+
+def shards_of(config: RunConfig, processes: int) -> int:
+    """How many processes share one copy of the weights."""
+    return processes if config.train.get("fsdp") else 1
+
+
+def why_too_small(config: RunConfig, need: MemoryBound, device: Device) -> str:
+    """One sentence when the bound exceeds what is free, else an empty one."""
+    free = available_gib(device)
+    if need.total <= free:
+        return ""
+    return f"it needs at least {need}; {device.name} has {free:.1f} GiB free"
+
+
+def advice(config: RunConfig) -> str:
+    """What to change when a run does not fit, cheapest first."""
+    steps = []
+    if config.method == "full":
+        steps.append("train adapters instead (the recipe's _lora_ sibling)")
+        if "8bit" not in str(config.train.get("optim", "")):
+            steps.append("train.optim=adamw_8bit")
+    if config.model.dtype == "float32":
+        steps.append("model.dtype=bfloat16")
+    steps += ["shard over several GPUs (train.fsdp)", "a smaller model (`python -m finetune ls`)"]
+    steps.append("`python -m finetune tiny_lora_fp8` runs anywhere")
+    return "; ".join(steps)
+
+
+def check_fits(config: RunConfig, need: MemoryBound, device: Device) -> None:
+    """Raise `MemoryShortError` when the run cannot fit, with what it needs and what to change."""
+    short = why_too_small(config, need, device)
+    if short:
+        raise MemoryShortError(
+            f"{config.model.name} ({need.parameters / 1e9:.2f}B parameters, {config.method} "
+            "fine-tuning) does not fit here",
+            why=short,
+            fix=advice(config),
+        )

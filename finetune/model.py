@@ -1,0 +1,178 @@
+"""From `ModelConfig` to a model and its tokenizer: real, or a sketch on the meta device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import BUILTIN, LoraSection, ModelConfig, RunConfig
+from finetune.errors import ConfigError, ModelNotFoundError, nearest
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+ASSETS = Path(__file__).parent / "assets"
+SHAPES = ASSETS / "shapes"
+TINY_LLAMA = ASSETS / "tiny_llama"
+
+
+def locate(model: ModelConfig) -> str:
+    """What to hand to `from_pretrained`: a folder of the package, a local folder, or a hub id.
+
+    Raises:
+        ModelNotFoundError: an unknown `builtin:` name, or a path that is not there.
+    """
+    name = model.name
+    if name.startswith(BUILTIN):
+        folder = ASSETS / name.removeprefix(BUILTIN)
+        if (folder / "config.json").is_file():
+            return str(folder)
+        known = [BUILTIN + p.parent.name for p in ASSETS.glob("*/config.json")]
+        hint = nearest(name, known)
+        raise ModelNotFoundError(
+            f"there is no packaged model {name!r}" + (f"; {hint}" if hint else ""),
+            where="model.name",
+            fix=f"packaged models: {', '.join(known)}",
+        )
+    path = Path(name).expanduser()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
+    if looks_local and not (path / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"there is no model in {name!r}",
+            where=f"model.name: {path.resolve()}",
+            why="a model folder holds config.json" if path.is_dir() else "no such folder",
+            fix="give a folder with config.json and safetensors, or a hub id such as "
+            "meta-llama/Llama-3.2-1B-Instruct",
+        )
+    return str(path) if looks_local else name
+
+
+def shipped_shape(name: str) -> Path | None:
+    """The `config.json` of a hub model's shape, for the models of our recipes."""
+    path = SHAPES / f"{name.replace('/', '--')}.json"
+    return path if path.is_file() else None
+
+
+def load_shape(model: ModelConfig) -> PretrainedConfig:
+    """The architecture: from the package for our recipes' models, else from folder or hub.
+
+    Raises:
+        ModelNotFoundError: the hub cannot be reached or has no such model.
+    """
+    from transformers import AutoConfig
+
+    source = locate(model)
+    shipped = shipped_shape(source)
+    if shipped is not None and (model.weights == "random" or not _is_cached(source)):
+        values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        return AutoConfig.from_pretrained(
+            source, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _not_loaded(source, error) from error
+
+
+def _is_cached(source: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(source, "config.json"), str)
+
+
+def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
+    first = str(error).strip().splitlines()[0]
+    return ModelNotFoundError(
+        f"the model {source!r} could not be loaded",
+        where="model.name",
+        why=first,
+        fix="check the name and your connection, `hf auth login` for gated models, or use "
+        "model.weights=random to plan and measure without weights",
+    )
+
+
+def sketch(config: RunConfig) -> PreTrainedModel:
+    """The model with its adapters on the meta device: shapes without memory, in a second."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shape = load_shape(config.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.model.dtype))
+    if config.lora is not None:
+        from peft import get_peft_model
+
+        with torch.device("meta"):
+            model = get_peft_model(model, lora_config(config.lora))  # pyright: ignore
+    return model  # pyright: ignore[reportReturnType]
+
+
+def load_model(model: ModelConfig) -> PreTrainedModel:
+    """The model with its weights, pretrained or random, on the device where it is cheap to make.
+
+    Raises:
+        ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from finetune.device import this_device
+
+    kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
+    if model.attention is not None:
+        kwargs["attn_implementation"] = model.attention
+    if model.weights == "random":
+        shape = load_shape(model)
+        with torch.device(this_device().kind):
+            return AutoModelForCausalLM.from_config(shape, **kwargs)
+    source = locate(model)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            source, revision=model.revision, trust_remote_code=model.trust_remote_code, **kwargs
+        )
+    except (OSError, ValueError) as error:
+        raise _not_loaded(source, error) from error
+
+
+def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
+    """The model's tokenizer, and a sentence when another had to stand in.
+
+    A model of random weights needs no tokenizer of its own: where the hub is out of reach the
+    packaged byte-level one stands in, which is enough to measure speed and memory.
+
+    Raises:
+        ModelNotFoundError: it cannot be loaded, and the weights are pretrained.
+    """
+    from transformers import AutoTokenizer
+
+    source = locate(model)
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=model.revision), ""
+    except (OSError, ValueError) as error:
+        if model.weights != "random":
+            raise _not_loaded(source, error) from error
+    note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
+    return AutoTokenizer.from_pretrained(TINY_LLAMA), note
+
+
+def lora_config(lora: LoraSection) -> LoraConfig:
+    """The `peft.LoraConfig` of a recipe's `lora` section."""
+    from peft import LoraConfig
+
+    targets = lora.target_modules
+    try:
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            modules_to_save=list(lora.modules_to_save) or None,
+            use_rslora=lora.use_rslora,
+            use_dora=lora.use_dora,
+            bias=lora.bias,
+        )
+    except ValueError as error:
+        raise ConfigError(f"peft refuses these adapters: {error}", where="lora") from error

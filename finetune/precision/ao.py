@@ -1,0 +1,152 @@
+"""Backend `torchao`: `torchao.float8.Float8Linear` multiplies.
+
+Layers become subclasses of torchao's own `Float8Linear`, with a configuration derived from its
+recipes by `dataclasses.replace`. Two things differ from `convert_to_float8_training`:
+
+* A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it.
+* Under autocast on any device the input is cast to autocast's type (torchao asks CUDA only).
+
+Casts are many small kernels in eager mode; `torch.compile` fuses them, and without it torchao is
+slower than BF16. Where there is no FP8 hardware, `emulate=True` gives the same numbers slowly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.config import CastConfig, ScalingGranularity
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_scaling_utils import (
+    get_maybe_axiswise_dim,
+    hp_tensor_to_float8_dynamic,
+)
+from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
+
+from finetune.config import PrecisionConfig
+from finetune.precision.backend import Backend, Fp8Mixin, compute_dtype
+from finetune.precision.numerics import E4M3, E5M2
+from finetune.precision.planner import LayerPlan
+
+
+def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfig:
+    """torchao's configuration of a precision: its own recipe, with what was asked replaced."""
+    config = Float8LinearConfig.from_recipe_name(precision.scaling)
+    gradients = E5M2 if precision.fp8_format == "hybrid" else E4M3
+    granularity = config.cast_config_grad_output.scaling_granularity
+    return dataclasses.replace(
+        config,
+        cast_config_grad_output=CastConfig(scaling_granularity=granularity, target_dtype=gradients),
+        cast_config_grad_output_for_grad_weight=None,
+        # Tokens are contracted in wgrad; a last or packed batch need not be a multiple of 16.
+        pad_inner_dim=not emulate,
+        emulate=emulate,
+    )
+
+
+class FrozenMatmul(torch.autograd.Function):
+    """`y = x Wᵀ` with a frozen weight: fprop and dgrad in FP8, no wgrad, x not saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w_t: Tensor, mm: LinearMMConfig, config: Float8LinearConfig
+    ) -> Tensor:
+        """x [M, K], w_t [K, N] -> [M, N] in the type of `x`."""
+        ctx.save_for_backward(w_t)
+        ctx.mm, ctx.config = mm, config
+        xq = _to_float8(x, config.cast_config_input, mm, GemmInputRole.INPUT, -1, config)
+        wq = _to_float8(w_t, config.cast_config_weight, mm, GemmInputRole.WEIGHT, 0, config)
+        return torch.mm(xq, wq)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        """g [M, N] -> dx [M, K]."""
+        (w_t,) = ctx.saved_tensors
+        mm, config = ctx.mm, ctx.config
+        gq = _to_float8(g, config.cast_config_grad_output, mm, GemmInputRole.GRAD_OUTPUT, -1, config)
+        cast = config.cast_config_weight_for_grad_input
+        wq = _to_float8(w_t, cast, mm, GemmInputRole.WEIGHT, -1, config)
+        return torch.mm(gq, wq.t()), None, None, None
+
+
+def _to_float8(
+    x: Tensor,
+    cast: CastConfig,
+    mm: LinearMMConfig,
+    role: GemmInputRole,
+    axis: int,
+    config: Float8LinearConfig,
+) -> Tensor:
+    return hp_tensor_to_float8_dynamic(
+        x,
+        cast.target_dtype,
+        mm,
+        gemm_input_role=role,
+        scaling_granularity=cast.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(axis, cast.scaling_granularity),
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+
+
+class TorchaoMixin(Fp8Mixin):
+    """Forward of a linear layer that torchao multiplies."""
+
+    config: Float8LinearConfig
+    linear_mm_config: LinearMMConfig
+
+    def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = compute_dtype(x)
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        matmul = matmul_with_hp_or_float8_args if w.requires_grad else FrozenMatmul
+        y = matmul.apply(rows, w.t(), self.linear_mm_config, self.config)
+        y = y if bias is None else y + bias.to(y.dtype)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class TorchaoBackend(Backend):
+    """Makes layers run in torchao."""
+
+    name = "torchao"
+    mixin = TorchaoMixin
+
+    def __init__(self, precision: PrecisionConfig, layers: int, *, emulate: bool) -> None:
+        super().__init__(precision)
+        self.config = ao_config(precision, emulate=emulate)
+
+    def layer_class(self, module: nn.Module) -> type[nn.Module]:
+        if type(module) is nn.Linear:
+            return TorchaoLinear
+        return super().layer_class(module)
+
+    def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
+        with torch.device("meta"):
+            model = Float8Linear(1, 1, bias=False, config=self.config)
+        names = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight")
+        return {name: getattr(model, name) for name in (*names, "scaling_type_grad_output")}
+
+    def effective(self) -> dict[str, Any]:
+        config = self.config
+        tensorwise = config.cast_config_weight.scaling_granularity is ScalingGranularity.TENSORWISE
+        return {
+            "engine": "torchao.float8",
+            "scaling": "tensorwise" if tensorwise else "rowwise",
+            "x": config.cast_config_input.short_str(),
+            "w": config.cast_config_weight.short_str(),
+            "g": config.cast_config_grad_output.short_str(),
+            "round_scales_to_power_of_2": config.round_scales_to_power_of_2,
+            "emulate": config.emulate,
+        }
+
+
+class TorchaoLinear(TorchaoMixin, Float8Linear):
+    """The class of a converted `nn.Linear`: still a `Float8Linear` to torchao's own tools."""
+
+    fp8_original = nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.fp8_backend.precision.eval == "high":
+            return nn.Linear.forward(self, x)
+        return self.fp8_linear(x, self.weight, self.bias)

@@ -1,0 +1,104 @@
+"""What an FP8 engine is to the converter: a class to swap in, and a few moments of a step.
+
+A converted layer stays the *same object*: only its `__class__` changes, to a subclass of what it
+was, as FSDP2's `fully_shard` does. Everything that refers to the layer keeps referring to it: the
+parent, PEFT's `base_layer`, hooks, the parameters in the optimizer, ties, and names in the state
+dict. Reverting puts the old class back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from finetune.config import PrecisionConfig
+from finetune.precision.planner import LayerPlan, is_conv1d
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type matmuls produce here: autocast's where it is on, else that of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward here: then a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Fp8Mixin:
+    """In front of a linear layer's own class: training runs in FP8, evaluation as before.
+
+    Evaluation and generation stay in high precision unless `precision.eval=fp8`.
+    """
+
+    fp8_backend: Backend
+    training: bool
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.fp8_backend.precision.eval == "high":
+            return super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
+        weight = self.weight.t() if is_conv1d(self) else self.weight  # pyright: ignore[reportArgumentType]
+        return self.fp8_linear(x, weight, self.bias)
+
+    def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""
+        raise AssertionError("each backend's mixin defines fp8_linear")
+
+
+class Backend:
+    """An FP8 engine.
+
+    Attributes:
+        name: as in `precision.backend`.
+        mixin: put in front of the classes of converted layers.
+    """
+
+    name: ClassVar[str]
+    mixin: ClassVar[type[Fp8Mixin]]
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self.precision = precision
+
+    def layer_class(self, module: nn.Module) -> type[nn.Module]:
+        """The class a converted `module` will have: a subclass of the one it has."""
+        return _swapped_class(self.mixin, type(module))
+
+    def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
+        """Attributes, besides `fp8_backend`, that the converted module needs."""
+        return {}
+
+    def region(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around the model's forward."""
+        return contextlib.nullcontext()
+
+    def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """The gradient-checkpointing function to use instead of `checkpoint`."""
+        return checkpoint
+
+    def begin_step(self) -> None:
+        """A training forward begins (not a recomputation, not an evaluation)."""
+
+    def effective(self) -> dict[str, Any]:
+        """The recipe in force, as the engine itself reports it."""
+        raise AssertionError("each backend reports its recipe")
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Scaling state to be stored beside a checkpoint, so that resuming is exact."""
+        return {}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `state_tensors` gave."""
+
+
+@functools.cache
+def _swapped_class(mixin: type[Fp8Mixin], original: type[nn.Module]) -> type[nn.Module]:
+    name = f"{mixin.__name__.removesuffix('Mixin')}{original.__name__}"
+    return type(name, (mixin, original), {"__module__": mixin.__module__, "fp8_original": original})

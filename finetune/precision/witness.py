@@ -1,0 +1,259 @@
+"""The witness: sees every matrix multiplication of a step as it runs, and in what precision.
+
+No flag is read. A dispatch mode looks at each GEMM that PyTorch executes and takes its precision
+from the type of its *operands*: `aten._scaled_mm` and the emulated `finetune.scaled_mm` have FP8
+operands, torchao's tensors carry FP8 data. Transformer Engine calls its own library past PyTorch's
+dispatcher, so there the library's entry, `generic_gemm`, is watched.
+
+A GEMM belongs to the layer whose forward is running or whose autograd nodes are running. Within a
+layer with weight [N, K] it is fprop in forward; in backward it is dgrad when it contracts N and
+wgrad when it contracts the tokens. GEMMs outside any layer (attention scores; the output head,
+which TRL fuses with the loss) are counted too, so that shares are of the whole step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune.precision.backend import in_backward
+from finetune.precision.numerics import FP8_DTYPES
+from finetune.precision.planner import Gemm, PrecisionPlan
+
+aten = torch.ops.aten
+ATTENTION = "(attention)"
+OTHER = "(other)"
+
+# Position of the two operands in the calls that multiply matrices.
+_OPERANDS = {
+    aten.mm: (0, 1),
+    aten.bmm: (0, 1),
+    aten._scaled_mm: (0, 1),
+    aten.addmm: (1, 2),
+    aten.baddbmm: (1, 2),
+    torch.ops.finetune.scaled_mm: (0, 1),
+}
+# Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
+_ATTENTION_MATMULS = {
+    aten._scaled_dot_product_flash_attention: 2,
+    aten._scaled_dot_product_efficient_attention: 2,
+    aten._scaled_dot_product_cudnn_attention: 2,
+    aten._scaled_dot_product_flash_attention_for_cpu: 2,
+    aten._scaled_dot_product_fused_attention_overrideable: 2,
+    aten._scaled_dot_product_flash_attention_backward: 5,
+    aten._scaled_dot_product_efficient_attention_backward: 5,
+    aten._scaled_dot_product_cudnn_attention_backward: 5,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 5,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: 5,
+}
+
+
+@dataclass
+class Seen:
+    """GEMMs of one kind seen for one layer.
+
+    Attributes:
+        calls: how many.
+        flops: 2·m·n·k of all of them.
+    """
+
+    calls: int = 0
+    flops: int = 0
+
+
+def operand_precision(x: Any) -> str:
+    """`fp8`, `bf16`, `fp16`, `fp32` ... of a GEMM operand, by what it holds."""
+    data = getattr(x, "_data", None)  # torchao's Float8TrainingTensor
+    if isinstance(data, Tensor) and data.dtype in FP8_DTYPES:
+        return "fp8"
+    if getattr(x, "_fp8_dtype", None) is not None:  # Transformer Engine's quantised tensors
+        return "fp8"
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    if x.dtype in FP8_DTYPES:
+        return "fp8"
+    return names.get(x.dtype, str(x.dtype).removeprefix("torch."))
+
+
+class Witness:
+    """Watches a model under a plan. Enter `forward()` and `backward()` around what is to be seen.
+
+    Attributes:
+        seen: (layer name, gemm, precision) -> `Seen`; attention and unowned GEMMs under names in
+            parentheses.
+    """
+
+    def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
+        self.seen: dict[tuple[str, Gemm, str], Seen] = defaultdict(Seen)
+        self._plan = {layer.name: layer for layer in plan.layers}
+        self._head = next((layer for layer in plan.layers if layer.role == "head"), None)
+        self._stack: list[tuple[str, bool]] = []
+        self._handles: list[Any] = []
+        modules = dict(model.named_modules())
+        for name in self._plan:
+            module = modules[name]
+            self._handles.append(
+                module.register_forward_pre_hook(self._enter_layer(name), prepend=True)
+            )
+            self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
+            self._handles.append(module.register_forward_hook(self._watch_nodes(name)))
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is multiplied inside the block, on this thread or in its backward."""
+        with _Dispatch(self), self._watching_transformer_engine():
+            yield
+
+    # ------------------------------------------------------------------------ who is multiplying
+
+    def _enter_layer(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self._stack.append((name, False))
+
+        return hook
+
+    def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def _watch_nodes(self, name: str) -> Any:
+        """Hook every autograd node between a layer's output and its input."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not isinstance(output, Tensor) or output.grad_fn is None:
+                return
+            stop = {a.grad_fn for a in args if isinstance(a, Tensor)}
+            pending, known = [output.grad_fn], set(stop)
+            while pending:
+                node = pending.pop()
+                if node is None or node in known or type(node).__name__ == "AccumulateGrad":
+                    continue
+                known.add(node)
+                self._handles.append(node.register_prehook(self._enter_node(name)))
+                self._handles.append(node.register_hook(self._leave_node))
+                pending.extend(following for following, _ in node.next_functions)
+
+        return hook
+
+    def _enter_node(self, name: str) -> Any:
+        def hook(grads: Any) -> None:
+            self._stack.append((name, True))
+
+        return hook
+
+    def _leave_node(self, grad_inputs: Any, grad_outputs: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    # ------------------------------------------------------------------------------ what it is
+
+    def record(self, m: int, n: int, k: int, precision: str, *, batch: int = 1) -> None:
+        """Count one GEMM [m, k] x [k, n], contracting k."""
+        name, backward = self._stack[-1] if self._stack else (OTHER, in_backward())
+        if batch > 1 and name == OTHER:
+            name = ATTENTION
+        head = self._head
+        if name == OTHER and head is not None and set(head.shape) <= {m, n, k}:
+            name = head.name  # TRL multiplies by the head's weight inside its fused loss
+            backward = k != head.shape[1] or backward
+        gemm = self._which(name, backward, m, n, k, precision)
+        entry = self.seen[(name, gemm, precision)]
+        entry.calls += 1
+        entry.flops += 2 * batch * m * n * k
+
+    def record_as(self, gemm: Gemm, flops: int, precision: str) -> None:
+        """Count one GEMM of the running layer whose kind the engine names itself."""
+        name = self._stack[-1][0] if self._stack else OTHER
+        entry = self.seen[(name, gemm, precision)]
+        entry.calls += 1
+        entry.flops += flops
+
+    def _which(self, name: str, backward: bool, m: int, n: int, k: int, precision: str) -> Gemm:
+        layer = self._plan.get(name)
+        if not backward or layer is None:
+            return "dgrad" if backward else "fprop"
+        rows, columns = layer.shape
+        contracts_outputs = k == rows and columns in (m, n)
+        makes_weight = {m, n} == {rows, columns}
+        if contracts_outputs and makes_weight:
+            # As many tokens as outputs: shapes cannot tell. Every engine runs dgrad first.
+            done = sum(s.calls for (who, g, _), s in self.seen.items() if who == name and g == "dgrad")
+            also = sum(s.calls for (who, g, _), s in self.seen.items() if who == name and g == "wgrad")
+            return "wgrad" if done > also and not layer.frozen else "dgrad"
+        return "dgrad" if contracts_outputs else "wgrad"
+
+    @contextlib.contextmanager
+    def _watching_transformer_engine(self) -> Iterator[None]:
+        library = sys.modules.get("transformer_engine_torch")
+        if library is None:
+            yield
+            return
+        original = library.generic_gemm
+
+        def watched(a: Any, transpose_a: bool, b: Any, transpose_b: bool, *args: Any, **kw: Any):
+            result = original(a, transpose_a, b, transpose_b, *args, **kw)
+            # Column-major BLAS: A is the weight (fprop, dgrad) or the input (wgrad), B the other.
+            gemm: Gemm = "wgrad" if transpose_b else ("fprop" if transpose_a else "dgrad")
+            pair = {operand_precision(a), operand_precision(b)}
+            name = self._stack[-1][0] if self._stack else OTHER
+            layer = self._plan.get(name)
+            out = result[0] if isinstance(result, (tuple, list)) else result
+            n, k = layer.shape if layer is not None else (0, 0)
+            tokens = out.numel() // (n if gemm == "fprop" else k) if layer is not None else 0
+            if gemm == "wgrad":
+                tokens = _rows(b)
+            self.record_as(gemm, 2 * tokens * n * k, "fp8" if pair == {"fp8"} else min(pair))
+            return result
+
+        library.generic_gemm = watched
+        try:
+            yield
+        finally:
+            library.generic_gemm = original
+
+
+def _rows(x: Any) -> int:
+    """Tokens M of a wgrad operand [M, ...], also when TE holds only its transposed copy [..., M]."""
+    data = getattr(x, "_rowwise_data", getattr(x, "_data", x))
+    if isinstance(data, Tensor):
+        return data.numel() // data.shape[-1]
+    transposed = getattr(x, "_columnwise_data", getattr(x, "_transpose", None))
+    return int(transposed.shape[-1]) if isinstance(transposed, Tensor) else 0
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self, witness: Witness) -> None:
+        super().__init__()
+        self.witness = witness
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet in _OPERANDS:
+            a, b = (args[i] for i in _OPERANDS[packet])
+            precision = operand_precision(a)
+            if precision != operand_precision(b):
+                precision = min(precision, operand_precision(b))  # 'bf16' < 'fp8': never FP8 by half
+            batch = a.shape[0] if a.dim() == 3 else 1
+            self.witness.record(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
+        elif packet in _ATTENTION_MATMULS:
+            backward = packet.__name__.endswith("backward")
+            q, k = args[1:3] if backward else args[0:2]
+            flops = 2 * q[..., 0].numel() * k.shape[-2] * q.shape[-1] * _ATTENTION_MATMULS[packet]
+            gemm: Gemm = "dgrad" if backward else "fprop"
+            entry = self.witness.seen[(ATTENTION, gemm, operand_precision(q))]
+            entry.calls += 1
+            entry.flops += flops
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,142 @@
+"""The receipt of a run: what was asked, what ran, and on what evidence. Knows no torch.
+
+`receipt.json` is read by people and by other tools; the keys named in `Receipt` are stable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass
+class LayerReceipt:
+    """One linear layer: the precision in which each GEMM really ran, `none` where it did not.
+
+    Attributes:
+        name: dotted module name.
+        shape: (N, K).
+        role: base, head, adapter or router.
+        fprop, dgrad, wgrad: `fp8`, `bf16`, ... or `none`.
+        calls: GEMM calls of each kind in the observed micro-step.
+        flops: floating point operations of the observed micro-step.
+        reason: why this precision was planned.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    role: str
+    fprop: str
+    dgrad: str
+    wgrad: str
+    calls: dict[str, int]
+    flops: int
+    reason: str
+
+
+@dataclass
+class Receipt:
+    """What a run did.
+
+    Attributes:
+        status: `proven`, or why it is not (yet).
+        precision: `asked`, `ran`, `backend`, `scaling`, `format`, `effective` (the engine's own
+            words), `reason`, `fallback` (one loud line, or empty), `compile`.
+        fp8_flop_share: FLOPs of FP8 GEMMs over those of all matmuls of the observed micro-step,
+            attention and output head included; 0 to 1.
+        flop_share: the same for each precision.
+        trainable: parameter counts `before`, `after` (preparation), `in_optimizer`, `moved` (by
+            the second optimizer step with a learning rate above zero), `below_resolution` (updated
+            by the optimizer, but by less than their type can hold).
+        layers: every linear layer.
+        environment: versions, device, seed, processes, patches in force.
+    """
+
+    status: str
+    precision: dict[str, Any]
+    fp8_flop_share: float = 0.0
+    flop_share: dict[str, float] = field(default_factory=dict)
+    trainable: dict[str, int] = field(default_factory=dict)
+    layers: list[LayerReceipt] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The receipt as indented JSON."""
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+
+    def save(self, path: Path) -> None:
+        """Write `to_json()` so that a reader never sees half a file."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @property
+    def headline(self) -> str:
+        """One line: precision, share, engine."""
+        p = self.precision
+        if p["ran"] == "fp8":
+            share = f"{self.fp8_flop_share:.1%} of matmul FLOPs ran in FP8"
+            return f"FP8 {p['backend']}/{p['scaling']}, {self.status}: {share}"
+        return f"{p['ran'].upper()}, {self.status}: no matmul ran in FP8"
+
+    def __rich__(self) -> RenderableType:
+        """Headline, loud lines, layers by group, trainable parameters."""
+        parts: list[RenderableType] = [Text(self.headline, style="bold")]
+        if self.precision.get("fallback"):
+            parts.append(Text(f"! {self.precision['fallback']}", style="bold red"))
+        parts.append(Text(f"  compile: {self.precision.get('compile', 'off')}", style="dim"))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in ("layers", "N x K", "fprop", "dgrad", "wgrad", "FLOPs", "reason"):
+            right = column in ("FLOPs", "N x K")
+            table.add_column(column, justify="right" if right else "left", no_wrap=not right)
+        for row in group_layers(self.layers):
+            table.add_row(*row)
+        parts.append(table)
+        t = self.trainable
+        if t:
+            parts.append(
+                Text(
+                    f"trainable parameters: {t['before']:,} before, {t['after']:,} after preparation, "
+                    f"{t['in_optimizer']:,} in the optimizer, {t['moved']:,} moved"
+                )
+            )
+            if t.get("below_resolution"):
+                parts.append(
+                    Text(
+                        f"! {t['below_resolution']:,} parameters get updates smaller than their "
+                        "type can hold and stand still: model.dtype=float32 would train them",
+                        style="yellow",
+                    )
+                )
+        return Group(*parts)
+
+
+def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:
+    """Layers that differ only by their number, folded: rows of text for a table."""
+    total = sum(layer.flops for layer in layers) or 1
+    counts: Counter[tuple[Any, ...]] = Counter()
+    flops: Counter[tuple[Any, ...]] = Counter()
+    for layer in layers:
+        name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+        key = (name, layer.shape, layer.fprop, layer.dgrad, layer.wgrad, layer.reason)
+        counts[key] += 1
+        flops[key] += layer.flops
+    return [
+        (
+            f"{count} x {name}",
+            f"{shape[0]} x {shape[1]}" if shape[0] else "",
+            *(precision if precision != "none" else "-" for precision in gemms),
+            f"{flops[key] / total:.1%}",
+            reason,
+        )
+        for key, count in counts.items()
+        for name, shape, *gemms, reason in [key]
+    ]

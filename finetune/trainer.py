@@ -1,0 +1,331 @@
+"""`train(recipe)`: from a checked recipe to a run folder with weights, metrics and a receipt.
+
+The stock `trl.SFTTrainer` trains, through the same helper that a user's own script would call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from finetune import hook
+from finetune.config import RunConfig
+from finetune.data import Rows, load_data
+from finetune.device import Device, resolve, this_device
+from finetune.errors import ConfigError, PrecisionError
+from finetune.memory import MemoryBound, advice, bound, check_fits, shards_of, why_too_small
+from finetune.model import load_model, load_tokenizer, lora_config, sketch
+from finetune.receipt import Receipt
+from finetune.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import SFTConfig
+
+    from finetune.callbacks import MetricsWriter
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and what the trained model says to it (greedy)."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run leaves behind.
+
+    Attributes:
+        folder: the run folder.
+        receipt: the proof of what ran.
+        first_loss, final_loss: first and last logged training loss.
+        eval_loss: last held-out loss, None without held-out rows.
+        tokens_per_s: median over logging intervals, the first left out.
+        seconds: of training, evaluation included.
+        peak_memory_gib: peak of allocated memory.
+        samples: answers of the trained model.
+        interrupted: stopped by Ctrl-C; `checkpoints/` holds where.
+    """
+
+    folder: Path
+    receipt: Receipt
+    first_loss: float | None
+    final_loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    seconds: float
+    peak_memory_gib: float
+    samples: list[Sample] = field(default_factory=list)
+    interrupted: bool = False
+
+    def to_json(self) -> str:
+        """The report without the receipt, which has a file of its own."""
+        values = asdict(self) | {"folder": str(self.folder)}
+        del values["receipt"]
+        return json.dumps(values | {"status": self.receipt.status}, indent=1)
+
+
+def processes() -> int:
+    """Processes of this run, as torchrun and accelerate launch set it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def preflight(config: RunConfig, device: Device, *, force: bool = False) -> MemoryBound:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        PrecisionError: the precision cannot be had here.
+        MemoryShortError: weights, gradients and optimizer alone exceed the memory.
+    """
+    need = bound(sketch(config), config.train, shards=shards_of(config, processes()))
+    try:
+        resolve(config.precision, device)
+    except PrecisionError as error:
+        short = why_too_small(config, need, device)
+        if not short:
+            raise
+        raise type(error)(
+            error.what,
+            where=error.where,
+            why=f"{error.why}. Besides, {short}",
+            fix=f"an FP8 GPU with enough memory; or here: {advice(config)}",
+        ) from None
+    if not force:
+        check_fits(config, need, device)
+    return need
+
+
+def new_run_folder(out: Path, name: str) -> Path:
+    """`out/<recipe>/<time>-<short id>/`, the same on every process."""
+    from accelerate.utils import broadcast_object_list
+
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    if processes() > 1:
+        stamp = broadcast_object_list([stamp])[0]
+    return out / name / stamp
+
+
+def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any]) -> SFTConfig:
+    """`trl.SFTConfig` of a run: the `train` section unchanged, and what other sections decide.
+
+    Raises:
+        ConfigError: a combination that SFTConfig refuses.
+    """
+    from trl import SFTConfig
+
+    train = {k: v for k, v in config.train.items() if k != "resume_from_checkpoint"}
+    compute = config.precision.compute
+    try:
+        return SFTConfig(
+            output_dir=str(folder / "checkpoints"),
+            bf16=compute in ("bf16", "fp8"),
+            fp16=compute == "fp16",
+            disable_tqdm=True,
+            **{**settings, **train},
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"trl.SFTConfig refuses this combination: {str(error).strip().splitlines()[0]}",
+            where="section train",
+        ) from error
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: Path | str = "runs",
+    force: bool = False,
+    console: Console | None = None,
+) -> RunReport:
+    """Train a recipe and write its run folder.
+
+    Args:
+        recipe: from `finetune.load_recipe`.
+        out: folder of runs.
+        force: train even where the memory bound says it cannot fit.
+        console: where to show progress; a quiet one for notebooks and tests.
+
+    Raises:
+        FinetuneError: anything that is the user's to mend, see `finetune.errors`.
+    """
+    from accelerate import PartialState
+    from peft import PeftModel
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+    from trl import SFTTrainer
+
+    from finetune.callbacks import (
+        GracefulStop,
+        MetricsWriter,
+        ProgressBar,
+        ScalingStateKeeper,
+        peak_memory_gib,
+    )
+
+    config, device = recipe.config, this_device()
+    preflight(config, device, force=force)
+    main_process = PartialState().is_main_process
+    console = console or Console(quiet=not main_process)
+    folder = new_run_folder(Path(out), recipe.name)
+    tokenizer, note = load_tokenizer(config.model)
+    with PartialState().main_process_first():
+        rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
+    args = sft_config(config, folder, rows.settings)
+    resume = _resume_folder(config)
+    if main_process:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    console.print(f"[bold]{recipe.name}[/] -> {folder}", highlight=False)
+    console.print(f"data: {rows.description}", highlight=False)
+    if note:
+        console.print(f"[yellow]! {note}[/]")
+
+    with _session(config, console) as session:
+        metrics = MetricsWriter(folder / "metrics.jsonl", session.resolution.label)
+        bar, stop = ProgressBar(console, metrics), GracefulStop(console)
+        _seed(args.seed)
+        model = load_model(config.model)
+        trainer = SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=rows.train,
+            eval_dataset=rows.eval,
+            processing_class=tokenizer,
+            peft_config=lora_config(config.lora) if config.lora else None,
+            callbacks=[metrics, bar, stop, ScalingStateKeeper(session, resume)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(ProgressCallback)
+        started = time.perf_counter()
+        interrupted = False
+        try:
+            with stop:
+                trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+                interrupted = stop.asked
+                if rows.eval is not None and not interrupted and not _just_evaluated(metrics):
+                    trainer.evaluate()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            bar.close()
+            receipt = session.receipt()
+            receipt.run = {"name": recipe.name, "folder": str(folder)}
+            if main_process:
+                receipt.save(folder / "receipt.json")
+        seconds = time.perf_counter() - started
+        if not interrupted:
+            trainer.save_model(str(folder / "model"))
+        samples = []
+        if not interrupted and main_process and not config.train.get("fsdp"):
+            unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+            assert isinstance(unwrapped, (PeftModel, type(model)))
+            samples = answer(unwrapped, tokenizer, _prompts(config, rows))
+
+    losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
+    report = RunReport(
+        folder=folder,
+        receipt=receipt,
+        first_loss=losses[0] if losses else None,
+        final_loss=losses[-1] if losses else None,
+        eval_loss=next(iter(metrics.values("eval_loss")[-1:]), None),
+        tokens_per_s=speeds[len(speeds) // 2] if speeds else None,
+        seconds=seconds,
+        peak_memory_gib=peak_memory_gib(),
+        samples=samples,
+        interrupted=interrupted,
+    )
+    if main_process:
+        (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+    return report
+
+
+@contextlib.contextmanager
+def _session(config: RunConfig, console: Console) -> Iterator[hook.Session]:
+    session = hook.install(config.precision)
+    try:
+        if session.resolution.fallback:
+            console.print(f"[bold red]! {session.resolution.fallback}[/]", highlight=False)
+        yield session
+    finally:
+        hook.uninstall()
+
+
+def _seed(seed: int) -> None:
+    from transformers import set_seed
+
+    set_seed(seed)
+
+
+def _resume_folder(config: RunConfig) -> Path | None:
+    value = config.train.get("resume_from_checkpoint")
+    if not value:
+        return None
+    folder = Path(str(value)).expanduser()
+    if (folder / "checkpoints").is_dir():  # a run folder: its newest checkpoint
+        folder = folder / "checkpoints"
+    found = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+    folder = found[-1] if found else folder
+    if not (folder / "trainer_state.json").is_file():
+        raise ConfigError(
+            f"there is no checkpoint in {str(value)!r}",
+            where="train.resume_from_checkpoint",
+            why="a checkpoint folder holds trainer_state.json",
+            fix="give a run folder, its checkpoints/ folder, or one checkpoint-N folder",
+        )
+    return folder
+
+
+def _just_evaluated(metrics: MetricsWriter) -> bool:
+    steps = [row["step"] for row in metrics.rows if "eval_loss" in row]
+    return bool(steps) and steps[-1] == metrics.rows[-1]["step"]
+
+
+def _prompts(config: RunConfig, rows: Rows) -> list[str]:
+    if config.data.prompts:
+        return list(config.data.prompts)
+    held_out = rows.eval if rows.eval is not None else rows.train
+    prompts = []
+    for row in held_out.select(range(min(2, len(held_out)))):
+        turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
+        prompts.append(turns if isinstance(turns, str) else turns[0]["content"])
+    return prompts
+
+
+def answer(
+    model: PreTrainedModel | Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    max_new_tokens: int = 48,
+) -> list[Sample]:
+    """Greedy answers, in evaluation mode."""
+    import torch
+
+    model.eval()
+    samples = []
+    for prompt in prompts:
+        if tokenizer.chat_template:
+            turns = [{"role": "user", "content": prompt}]
+            inputs = tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = {
+            key: value.to(model.device)
+            for key, value in inputs.items()
+            if key in ("input_ids", "attention_mask")
+        }
+        with torch.no_grad():
+            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        said = tokens[0, inputs["input_ids"].shape[1] :]
+        samples.append(Sample(prompt, str(tokenizer.decode(said, skip_special_tokens=True)).strip()))
+    return samples
