@@ -130,9 +130,10 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     linears = list(iter_linears(model))
     kept = _match_keep(precision.keep, [name for name, _, _ in linears])
     head = _output_head(model)
+    in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
     layers = []
     for name, module, shape in linears:
-        role, why_high = _role(name, module, head)
+        role, why_high = _role(name, module, in_head)
         frozen = not module.weight.requires_grad
         compute: Compute = precision.compute
         reason = "asked"
@@ -218,13 +219,13 @@ def _output_head(model: nn.Module) -> nn.Module | None:
     return getter() if callable(getter) else None
 
 
-def _role(name: str, module: nn.Module, head: nn.Module | None) -> tuple[Role, str]:
+def _role(name: str, module: nn.Module, in_head: set[nn.Module]) -> tuple[Role, str]:
     parts = name.split(".")
     if any(part.startswith("lora_") for part in parts):
         return "adapter", "adapter: small, and what is being learned"
     if "modules_to_save" in parts:
         return "adapter", "trained in full beside the adapters (modules_to_save)"
-    if module is head or parts[-1] in ("lm_head", "score", "classifier", "embed_out"):
+    if module in in_head or parts[-1] in ("lm_head", "score", "classifier", "embed_out"):
         return "head", "output head: its rounding goes straight into the loss"
     if parts[-1] in ("router", "gate") and "mlp" in parts[:-1] or "router" in parts:
         return "router", "router: rounding would change which expert is chosen"

@@ -1,0 +1,110 @@
+"""Shared by all tests: one thread a worker, tiny models, a pretended GPU, skips with reasons."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # two threads on two busy cores are 20 to 40 times slower
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+from finetune.device import Device, this_device
+
+H100 = Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 79.6)
+A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 79.3)
+V100 = Device("cuda", "Tesla V100-SXM2-16GB", (7, 0), 15.8)
+RTX4090 = Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 23.6)
+B200 = Device("cuda", "NVIDIA B200", (10, 0), 178.0)
+APPLE = Device("mps", "Apple GPU", None, 32.0)
+CPU = Device("cpu", "x86_64", None, 16.0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are skipped with a reason where there is no FP8 GPU."""
+    device = this_device()
+    from finetune.device import has_transformer_engine
+
+    engine = has_transformer_engine() if device.has_fp8 else device.has_fp8
+    for item in items:
+        if item.get_closest_marker("gpu") and not device.has_fp8:
+            item.add_marker(pytest.mark.skip(reason=device.has_fp8.reason))
+        if item.get_closest_marker("te") and not engine:
+            item.add_marker(pytest.mark.skip(reason=engine.reason))
+
+
+@pytest.fixture(autouse=True)
+def _clean_session():
+    """No FP8 session and no accelerate state leaks from one test to the next."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from finetune import hook
+
+    hook.uninstall()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def make_llama():
+    """A factory of two-layer Llamas with seeded weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(*, tie: bool = False, seed: int = 0, **overrides):
+        torch.manual_seed(seed)
+        values = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 272,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": tie,
+            "use_cache": False,
+            "pad_token_id": 0,
+        } | overrides
+        return LlamaForCausalLM(LlamaConfig(**values)).train()
+
+    return make
+
+
+@pytest.fixture
+def te_stand_in(monkeypatch):
+    """Transformer Engine by a stand-in, on a machine that says it is an H100."""
+    import finetune.hook
+    from tests import te_stand_in as stand_in
+
+    stand_in.install(monkeypatch)
+    monkeypatch.setattr(finetune.hook, "this_device", lambda: H100)
+    return stand_in
+
+
+@pytest.fixture
+def setup_backend(request, monkeypatch):
+    """A function that sets FP8 up with a backend, TE by its stand-in."""
+    from finetune import setup_fp8_mixed_precision_training
+
+    def setup(backend: str, **kwargs):
+        if backend == "te":
+            request.getfixturevalue("te_stand_in")
+            return setup_fp8_mixed_precision_training("te", cpu=True, **kwargs)
+        return setup_fp8_mixed_precision_training(
+            backend, emulation="allow", cpu=True, **kwargs
+        )
+
+    return setup
+
+
+def batch(rows: int = 2, length: int = 32, vocab: int = 272, seed: int = 1) -> dict:
+    """Token ids [rows, length] and labels."""
+    ids = torch.randint(1, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}

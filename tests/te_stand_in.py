@@ -1,0 +1,246 @@
+"""A stand-in for Transformer Engine 2.x, with the contract of the real layer, that runs on a CPU.
+
+It keeps what our backend relies on, as read in TE 2.20's sources, and is strict about it:
+
+* `te.Linear(in_features, out_features, bias=, params_dtype=, device=)`; FP8 only inside
+  `te.autocast(enabled, recipe=)`, BF16 outside it, as in TE;
+* tokens, inputs and outputs must be multiples of 16 in FP8; weights must be contiguous;
+* all GEMMs go through `transformer_engine_torch.generic_gemm(A, transa, B, transb, ...)`, in
+  layouts TN (fprop), NN (dgrad), NT (wgrad), with A the weight or the input;
+* no wgrad for a frozen weight;
+* delayed scaling: amaxes enter row 0 of each history; leaving the outermost autocast with gradients
+  enabled rolls every forward history and sets the scales; during recomputation the scales of the
+  first forward are used.
+
+Rounding is that of `finetune.precision.numerics`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib.machinery
+import sys
+import types
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from finetune.precision.numerics import E4M3, E5M2, FP8_MAX, amax, cast, scale_from_amax, scaled_mm
+
+
+class Format(enum.Enum):
+    HYBRID = (E4M3, E5M2)
+    E4M3 = (E4M3, E4M3)
+    E5M2 = (E5M2, E5M2)
+
+
+@dataclass
+class DelayedScaling:
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    reduce_amax: bool = True
+
+    def __post_init__(self):
+        assert self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported."
+
+
+@dataclass
+class Float8CurrentScaling:
+    fp8_format: Format = Format.HYBRID
+
+    def __post_init__(self):
+        assert self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported."
+
+
+class State:
+    """What TE keeps in process-wide state."""
+
+    depth = 0
+    recipe = None
+    layers: list = []
+    updates = 0
+    region = None  # None, "first" or "again"
+
+
+class autocast:  # noqa: N801 - TE's name
+    def __init__(self, enabled=True, recipe=None):
+        self.enabled, self.recipe = enabled, recipe
+
+    def __enter__(self):
+        self.previous = State.recipe
+        State.recipe = self.recipe if self.enabled else None
+        State.depth += 1
+        return self
+
+    def __exit__(self, *exc):
+        State.recipe = self.previous
+        State.depth -= 1
+        if self.enabled and State.depth == 0 and torch.is_grad_enabled():
+            State.updates += 1
+            for layer in State.layers:
+                layer.fp8_meta["scaling_fwd"].update(self.recipe)
+
+
+class ScalingState:
+    def __init__(self, recipe, tensors, dtype):
+        self.amax_history = torch.zeros(recipe.amax_history_len, tensors)
+        self.scale = torch.ones(tensors)
+        self.dtype = dtype
+
+    def cast(self, index, x):
+        self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], amax(x))
+        scale = self.scale[index].clone()
+        return Quantised(cast(x, scale, self.dtype), scale)
+
+    def update(self, recipe):
+        algo = recipe.amax_compute_algo
+        window = self.amax_history.amax(0) if algo == "max" else self.amax_history[0]
+        new = FP8_MAX[self.dtype] / window.clamp(min=1e-30) / 2**recipe.margin
+        self.scale.copy_(torch.where(window > 0, new, self.scale))
+        self.amax_history.copy_(self.amax_history.roll(-1, 0))
+        self.amax_history[0] = 0
+
+
+class Quantised:
+    """Stands for `Float8TensorStorage`: codes and scale, recognised by `_fp8_dtype`."""
+
+    def __init__(self, codes, scale):
+        self._data, self._scale, self._fp8_dtype = codes, scale, codes.dtype
+
+
+def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):
+    """Column-major BLAS as in TE: the result is `op(B) @ op(A)` in row-major terms."""
+    if isinstance(a, Quantised):
+        left = b._data.t() if transb else b._data
+        right = a._data.t() if transa else a._data
+        return (scaled_mm(left, right, b._scale, a._scale, out_dtype),)
+    left, right = (b.t() if transb else b), (a.t() if transa else a)
+    return ((left.to(out_dtype) @ right.to(out_dtype)),)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, layer, dtype):
+        gemm = sys.modules["transformer_engine_torch"].generic_gemm
+        ctx.layer, ctx.dtype, ctx.types = layer, dtype, (x.dtype, w.dtype)
+        ctx.fp8 = State.recipe is not None
+        if not ctx.fp8:
+            xq, wq = x.to(dtype), w.to(dtype)
+        else:
+            assert not x.shape[0] % 16, f"tokens {x.shape[0]} must be a multiple of 16"
+            assert not w.shape[0] % 16, f"outputs {w.shape[0]} must be a multiple of 16"
+            assert not w.shape[1] % 16, f"inputs {w.shape[1]} must be a multiple of 16"
+            xq, wq = layer.cast("scaling_fwd", 0, x), layer.cast("scaling_fwd", 1, w)
+        ctx.operands = xq, wq
+        return gemm(wq, True, xq, False, out_dtype=dtype)[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        gemm = sys.modules["transformer_engine_torch"].generic_gemm
+        xq, wq = ctx.operands
+        gq = ctx.layer.cast("scaling_bwd", 0, g) if ctx.fp8 else g.to(ctx.dtype)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = gemm(wq, False, gq, False, out_dtype=ctx.dtype)[0].to(ctx.types[0])
+        if ctx.needs_input_grad[1]:
+            dw = gemm(xq, False, gq, True, out_dtype=ctx.dtype)[0].to(ctx.types[1])
+        return dx, dw, None, None
+
+
+class Linear(nn.Module):
+    def __init__(
+        self, in_features, out_features, bias=True, params_dtype=torch.float32, device="cuda"
+    ):
+        super().__init__()
+        empty = {"dtype": params_dtype, "device": device}
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **empty))
+        self.bias = nn.Parameter(torch.empty(out_features, **empty)) if bias else None
+        self.fp8_meta: dict = {}
+        self._stash: deque = deque()
+
+    def init_fp8_metadata(self, num_gemms=1):
+        recipe = State.recipe
+        if isinstance(recipe, DelayedScaling) and not self.fp8_meta:
+            forward, backward = recipe.fp8_format.value
+            self.fp8_meta["scaling_fwd"] = ScalingState(recipe, 3, forward)
+            self.fp8_meta["scaling_bwd"] = ScalingState(recipe, 2, backward)
+            State.layers.append(self)
+
+    def cast(self, direction, index, x):
+        if isinstance(self.recipe, DelayedScaling):
+            return self.fp8_meta[direction].cast(index, x)
+        dtype = self.recipe.fp8_format.value[direction == "scaling_bwd"]
+        scale = scale_from_amax(amax(x), dtype)
+        return Quantised(cast(x, scale, dtype), scale)
+
+    def forward(self, x):
+        assert self.weight.is_contiguous(), "TE quantises contiguous weights"
+        assert self.weight.device.type != "meta", "the parameters were not lent"
+        assert x.dim() == 2
+        self.recipe = State.recipe
+        self.init_fp8_metadata()
+        kind = x.device.type
+        on = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if on else x.dtype
+        forward = self.fp8_meta.get("scaling_fwd")
+        now = None
+        if forward is not None and State.region == "first":
+            self._stash.append((forward.amax_history.clone(), forward.scale.clone()))
+        if forward is not None and State.region == "again":
+            now = forward.amax_history.clone(), forward.scale.clone()
+            history, scale = self._stash.popleft()
+            forward.amax_history.copy_(history)
+            forward.scale.copy_(scale)
+        y = _Linear.apply(x.to(dtype), self.weight, self, dtype)
+        if now is not None:
+            forward.amax_history.copy_(now[0])
+            forward.scale.copy_(now[1])
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+@contextlib.contextmanager
+def _phase(name):
+    previous, State.region = State.region, name
+    try:
+        yield
+    finally:
+        State.region = previous
+
+
+def get_activation_recompute_contexts():
+    return _phase("first"), _phase("again")
+
+
+def install(monkeypatch) -> None:
+    """Put the stand-in where `transformer_engine` would be, for one test."""
+    State.depth, State.recipe, State.layers, State.updates, State.region = 0, None, [], 0, None
+
+    def module(name, **attributes):
+        made = types.ModuleType(name)
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        made.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    recipe = module(
+        "transformer_engine.common.recipe",
+        Format=Format,
+        DelayedScaling=DelayedScaling,
+        Float8CurrentScaling=Float8CurrentScaling,
+    )
+    common = module("transformer_engine.common", recipe=recipe)
+    distributed = module(
+        "transformer_engine.pytorch.distributed",
+        get_activation_recompute_contexts=get_activation_recompute_contexts,
+    )
+    pytorch = module(
+        "transformer_engine.pytorch", Linear=Linear, autocast=autocast, distributed=distributed
+    )
+    module("transformer_engine", common=common, pytorch=pytorch, __version__="2.20.2")
+    module("transformer_engine_torch", generic_gemm=generic_gemm)
