@@ -100,6 +100,7 @@ class ProgressBar(TrainerCallback):
                     f"step {state.global_step}/{state.max_steps} | {facts} | lr {rate:.2e} | "
                     f"norm {norm:.3f} | {self._time_left(state)} left | {self.metrics.precision}",
                     highlight=False,
+                    soft_wrap=True,
                 )
         elif "eval_loss" in row:
             self.console.print(

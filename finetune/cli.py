@@ -85,7 +85,8 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("torchao", "accelerate", "trl", "torch.utils._pytree", "torch.distributed"):
+    noisy = ("torchao", "accelerate", "trl", "bitsandbytes", "torch.utils._pytree")
+    for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -178,9 +179,10 @@ def ls(as_json: AsJson = False) -> None:
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in rows[0]:
-        table.add_column(column, no_wrap=True)
+        if column != "data":
+            table.add_column(column, no_wrap=True)
     for row in rows:
-        table.add_row(*row.values(), style=None if "fp8" in row["precision"] else "dim")
+        table.add_row(*(v for k, v in row.items() if k != "data"), style=None if "fp8" in row["precision"] else "dim")
     Console().print(table)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,9 +93,8 @@ class Receipt:
             parts.append(Text(f"! {self.precision['fallback']}", style="bold red"))
         parts.append(Text(f"  compile: {self.precision.get('compile', 'off')}", style="dim"))
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in ("layers", "N x K", "fprop", "dgrad", "wgrad", "FLOPs", "reason"):
-            right = column in ("FLOPs", "N x K")
-            table.add_column(column, justify="right" if right else "left", no_wrap=not right)
+        for column in ("layers", "", "fprop", "dgrad", "wgrad", "FLOPs", "reason"):
+            table.add_column(column, no_wrap=column not in ("", "reason"))
         for row in group_layers(self.layers):
             table.add_row(*row)
         parts.append(table)
@@ -120,23 +118,25 @@ class Receipt:
 
 
 def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:
-    """Layers that differ only by their number, folded: rows of text for a table."""
+    """Layers with the same precisions and reason, folded to one row of text for a table."""
     total = sum(layer.flops for layer in layers) or 1
-    counts: Counter[tuple[Any, ...]] = Counter()
-    flops: Counter[tuple[Any, ...]] = Counter()
+    groups: dict[tuple[str, ...], list[LayerReceipt]] = {}
     for layer in layers:
-        name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
-        key = (name, layer.shape, layer.fprop, layer.dgrad, layer.wgrad, layer.reason)
-        counts[key] += 1
-        flops[key] += layer.flops
+        key = (layer.fprop, layer.dgrad, layer.wgrad, layer.reason)
+        groups.setdefault(key, []).append(layer)
     return [
         (
-            f"{count} x {name}",
-            f"{shape[0]} x {shape[1]}" if shape[0] else "",
+            str(len(rows)),
+            " ".join(dict.fromkeys(_short(row.name) for row in rows)),
             *(precision if precision != "none" else "-" for precision in gemms),
-            f"{flops[key] / total:.1%}",
+            f"{sum(row.flops for row in rows) / total:.1%}",
             reason,
         )
-        for key, count in counts.items()
-        for name, shape, *gemms, reason in [key]
+        for (*gemms, reason), rows in groups.items()
     ]
+
+
+def _short(name: str) -> str:
+    """`model.layers.0.self_attn.q_proj.base_layer` -> `q_proj`."""
+    parts = [p for p in name.split(".") if not p.isdigit() and p not in ("base_layer", "default")]
+    return parts[-1]

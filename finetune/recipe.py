@@ -121,7 +121,7 @@ def _build(node: yaml.Node, at: Path_, lines: dict[Path_, int], file: str) -> An
         return [_build(item, (*at, str(i)), lines, file) for i, item in enumerate(node.value)]
     if node.tag == "tag:yaml.org,2002:null":
         return None
-    return _Text(node.value) if node.style is None else str(node.value)
+    return str(node.value) if node.style else _Text(node.value)
 
 
 def parse_yaml(text: str, file: str) -> tuple[Any, dict[Path_, int]]:

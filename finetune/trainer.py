@@ -130,6 +130,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any]) -> SFT
             output_dir=str(folder / "checkpoints"),
             bf16=compute in ("bf16", "fp8"),
             fp16=compute == "fp16",
+            use_cpu=this_device().kind == "cpu",  # without it SFTConfig refuses bf16 on a CPU
             disable_tqdm=True,
             **{**settings, **train},
         )

@@ -38,7 +38,9 @@ _OPERANDS = {
     aten.bmm: (0, 1),
     aten._scaled_mm: (0, 1),
     aten.addmm: (1, 2),
+    aten.addmm_: (1, 2),
     aten.baddbmm: (1, 2),
+    aten.baddbmm_: (1, 2),
     torch.ops.finetune.scaled_mm: (0, 1),
 }
 # Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
@@ -167,9 +169,12 @@ class Witness:
             name = ATTENTION
         head = self._head
         if name == OTHER and head is not None and set(head.shape) <= {m, n, k}:
-            name = head.name  # TRL multiplies by the head's weight inside its fused loss
-            backward = k != head.shape[1] or backward
-        gemm = self._which(name, backward, m, n, k, precision)
+            # TRL multiplies by the head's weight inside its fused loss, and there recomputes
+            # logits in backward: what is contracted tells the three apart.
+            name, contracted = head.name, dict(zip(head.shape, ("dgrad", "fprop"), strict=True))
+            gemm: Gemm = contracted.get(k, "wgrad")
+        else:
+            gemm = self._which(name, backward, m, n, k)
         entry = self.seen[(name, gemm, precision)]
         entry.calls += 1
         entry.flops += 2 * batch * m * n * k
@@ -181,7 +186,7 @@ class Witness:
         entry.calls += 1
         entry.flops += flops
 
-    def _which(self, name: str, backward: bool, m: int, n: int, k: int, precision: str) -> Gemm:
+    def _which(self, name: str, backward: bool, m: int, n: int, k: int) -> Gemm:
         layer = self._plan.get(name)
         if not backward or layer is None:
             return "dgrad" if backward else "fprop"
@@ -190,10 +195,12 @@ class Witness:
         makes_weight = {m, n} == {rows, columns}
         if contracts_outputs and makes_weight:
             # As many tokens as outputs: shapes cannot tell. Every engine runs dgrad first.
-            done = sum(s.calls for (who, g, _), s in self.seen.items() if who == name and g == "dgrad")
-            also = sum(s.calls for (who, g, _), s in self.seen.items() if who == name and g == "wgrad")
-            return "wgrad" if done > also and not layer.frozen else "dgrad"
+            done = {gemm: self._calls(name, gemm) for gemm in ("dgrad", "wgrad")}
+            return "wgrad" if done["dgrad"] > done["wgrad"] and not layer.frozen else "dgrad"
         return "dgrad" if contracts_outputs else "wgrad"
+
+    def _calls(self, name: str, gemm: Gemm) -> int:
+        return sum(s.calls for (who, which, _), s in self.seen.items() if (who, which) == (name, gemm))
 
     @contextlib.contextmanager
     def _watching_transformer_engine(self) -> Iterator[None]:
