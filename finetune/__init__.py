@@ -44,7 +44,7 @@ _HOME = {
     "teardown_fp8_mixed_precision_training": "hook",
     "train": "trainer",
 }
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
@@ -54,4 +54,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__"]

@@ -104,7 +104,8 @@ class ProgressBar(TrainerCallback):
                 )
         elif "eval_loss" in row:
             self.console.print(
-                f"step {state.global_step}/{state.max_steps} | held-out loss {row['eval_loss']:.4f}",
+                f"step {state.global_step}/{state.max_steps} | "
+                f"held-out loss {row['eval_loss']:.4f}",
                 highlight=False,
             )
 
@@ -176,7 +177,7 @@ class ScalingStateKeeper(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         for conversion in self.session.conversions if state.is_world_process_zero else ():
             tensors = conversion.backend.state_tensors() if conversion.backend else {}
             if tensors:

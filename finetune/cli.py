@@ -14,7 +14,6 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -27,12 +26,14 @@ from finetune.errors import ConfigError, FinetuneError
 from finetune.recipe import Recipe, find_recipe, list_recipes, load_recipe
 
 MISUSE, INTERRUPTED = 2, 130
+# Click's own errors of usage; newer typers carry a click of their own inside.
+_USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 class _RecipeOrVerb(TyperGroup):
     """A first word that is no verb is a recipe: `finetune X` is `finetune run X`."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         first = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
         if first is not None and args[first] not in self.commands:
             args = ["run", *args]
@@ -61,10 +62,10 @@ def main() -> None:
     except FinetuneError as error:
         _show_error(error)
         sys.exit(MISUSE)
-    except click.ClickException as error:
+    except _USAGE_ERRORS as error:
         error.show()
         sys.exit(MISUSE)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         Console(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # `finetune ls | head`
@@ -182,7 +183,10 @@ def ls(as_json: AsJson = False) -> None:
         if column != "data":
             table.add_column(column, no_wrap=True)
     for row in rows:
-        table.add_row(*(v for k, v in row.items() if k != "data"), style=None if "fp8" in row["precision"] else "dim")
+        table.add_row(
+            *(v for k, v in row.items() if k != "data"),
+            style=None if "fp8" in row["precision"] else "dim",
+        )
     Console().print(table)
 
 
@@ -190,7 +194,9 @@ def ls(as_json: AsJson = False) -> None:
 def cat(
     recipe: RecipeName,
     overrides: Overrides = None,
-    resolved: Annotated[bool, typer.Option(help="Complete: every default, every override.")] = False,
+    resolved: Annotated[
+        bool, typer.Option(help="Complete: every default, every override.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print a recipe, as written or complete (a recipe itself)."""

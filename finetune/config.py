@@ -31,69 +31,81 @@ class ModelConfig(Section):
 
     name: str = Field(description="hub id, local folder, or `builtin:tiny_llama`")
     weights: Literal["pretrained", "random"] = Field(
-        "pretrained", description="`random` builds the shape only: no hub, for planning and speed"
+        default="pretrained",
+        description="`random` builds the shape only: no hub, for planning and speed",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16",
+        default="bfloat16",
         description="type of the stored weights; with `float32` the optimizer updates full "
         "precision masters while matmuls run in `precision.compute`",
     )
     attention: str | None = Field(
-        None, description="attention implementation (`sdpa`, `flash_attention_2`, `eager`)"
+        default=None, description="attention implementation (`sdpa`, `flash_attention_2`, `eager`)"
     )
-    revision: str | None = Field(None, description="hub revision (branch, tag or commit)")
-    trust_remote_code: bool = Field(False, description="allow model code from the hub to run")
+    revision: str | None = Field(default=None, description="hub revision (branch, tag or commit)")
+    trust_remote_code: bool = Field(
+        default=False, description="allow model code from the hub to run"
+    )
 
 
 class PrecisionConfig(Section):
     """In what precision matmuls run. Storage is another matter: see `model.dtype`."""
 
-    compute: Compute = Field("bf16", description="precision of the matmuls of linear layers")
+    compute: Compute = Field(
+        default="bf16", description="precision of the matmuls of linear layers"
+    )
     backend: Literal["auto", "te", "torchao", "emulated"] = Field(
-        "auto", description="engine; `auto` takes Transformer Engine or torchao on an FP8 GPU"
+        default="auto",
+        description="engine; `auto` takes Transformer Engine or torchao on an FP8 GPU",
     )
     scaling: Scaling = Field(
-        "tensorwise",
+        default="tensorwise",
         description="`delayed`: per tensor from an amax history; `tensorwise`: per tensor, current "
         "amax; `rowwise`: one scale per row of each GEMM operand",
     )
     format: Fp8Format | None = Field(
-        None,
+        default=None,
         description="`hybrid`: E4M3 for activations and weights, E5M2 for gradients; `e4m3`: E4M3 "
         "everywhere; `e5m2`: E5M2 everywhere (no engine runs it, emulation does; it is not a cure "
         "for NaN); left out: e4m3 with rowwise scaling, hybrid otherwise",
     )
     margin: NonNegativeInt = Field(
-        0, le=16, description="delayed scaling: headroom, scales are divided by 2^margin"
+        default=0, le=16, description="delayed scaling: headroom, scales are divided by 2^margin"
     )
     amax_history_len: PositiveInt = Field(
-        1024, description="delayed scaling: micro-steps of amax history"
+        default=1024, description="delayed scaling: micro-steps of amax history"
     )
     amax_compute_algo: Literal["max", "most_recent"] = Field(
-        "max", description="delayed scaling: which amax of the history sets the scale"
+        default="max", description="delayed scaling: which amax of the history sets the scale"
     )
-    reduce_amax: bool = Field(True, description="delayed scaling: share amax over all processes")
+    reduce_amax: bool = Field(
+        default=True, description="delayed scaling: share amax over all processes"
+    )
     fp8_params: bool = Field(
-        False, description="hold the weights in FP8 between steps (no backend offers it yet)"
+        default=False,
+        description="hold the weights in FP8 between steps (no backend offers it yet)",
     )
     keep: tuple[str, ...] = Field(
-        (),
+        default=(),
         description="patterns of layers that stay in high precision: `fnmatch` over module names "
         "or any dotted part of them; one that matches nothing is an error",
     )
     eval: Literal["high", "fp8"] = Field(
-        "high", description="precision of evaluation and generation: high precision, or FP8 too"
+        default="high",
+        description="precision of evaluation and generation: high precision, or FP8 too",
     )
     emulation: Literal["forbid", "allow"] = Field(
-        "forbid", description="may FP8 be emulated where the device has none? Exact, but slow"
+        default="forbid",
+        description="may FP8 be emulated where the device has none? Exact, but slow",
     )
     compile: Literal["auto", "on", "off"] = Field(
-        "auto",
+        default="auto",
         description="`torch.compile` of each decoder layer; `auto`: with torchao on a GPU, where "
         "casts are slow unless fused",
     )
     on_unsupported: Literal["error", "bf16"] = Field(
-        "error", description="where FP8 cannot be had: stop, or train in BF16 and say so loudly"
+        default="error",
+        description="where FP8 cannot be had: stop, or train in BF16 and say so loudly",
     )
 
     @property
@@ -121,33 +133,41 @@ class PrecisionConfig(Section):
 class LoraSection(Section):
     """Low-rank adapters, handed to `peft.LoraConfig`. Without this section all weights train."""
 
-    r: PositiveInt = Field(8, description="rank")
-    alpha: PositiveInt = Field(16, description="scale: adapters are multiplied by alpha / r")
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout on the adapters' input")
-    target_modules: str | tuple[str, ...] = Field(
-        "all-linear", description="`all-linear`, or names of the linear layers to adapt"
+    r: PositiveInt = Field(default=8, description="rank")
+    alpha: PositiveInt = Field(
+        default=16, description="scale: adapters are multiplied by alpha / r"
     )
-    modules_to_save: tuple[str, ...] = Field((), description="modules trained in full beside them")
-    use_rslora: bool = Field(False, description="scale by alpha / sqrt(r) instead")
-    use_dora: bool = Field(False, description="weight-decomposed adapters (DoRA)")
-    bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases train")
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="dropout on the adapters' input"
+    )
+    target_modules: str | tuple[str, ...] = Field(
+        default="all-linear", description="`all-linear`, or names of the linear layers to adapt"
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        default=(), description="modules trained in full beside them"
+    )
+    use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(r) instead")
+    use_dora: bool = Field(default=False, description="weight-decomposed adapters (DoRA)")
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none", description="which biases train"
+    )
 
 
 class DataConfig(Section):
     """Which rows to train on. Exactly one of `path` and `name`."""
 
-    path: str | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
-    name: str | None = Field(None, description="hub data set, or `builtin:harbour`")
-    subset: str | None = Field(None, description="hub configuration name")
-    split: str = Field("train", description="split to train on")
-    eval_path: str | None = Field(None, description="file of held-out rows")
-    eval_split: str | None = Field(None, description="hub split of held-out rows")
+    path: str | None = Field(default=None, description="JSONL, JSON, CSV or Parquet file")
+    name: str | None = Field(default=None, description="hub data set, or `builtin:harbour`")
+    subset: str | None = Field(default=None, description="hub configuration name")
+    split: str = Field(default="train", description="split to train on")
+    eval_path: str | None = Field(default=None, description="file of held-out rows")
+    eval_split: str | None = Field(default=None, description="hub split of held-out rows")
     eval_fraction: float = Field(
-        0.05, ge=0.0, lt=1.0, description="share held out when no evaluation rows are named"
+        default=0.05, ge=0.0, lt=1.0, description="share held out when no evaluation rows are named"
     )
-    max_rows: PositiveInt | None = Field(None, description="use only the first rows")
+    max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
     prompts: tuple[str, ...] = Field(
-        (), description="questions that the trained model answers at the end of the run"
+        default=(), description="questions that the trained model answers at the end of the run"
     )
 
     @model_validator(mode="after")
@@ -159,7 +179,7 @@ class DataConfig(Section):
 
 
 class RunConfig(Section):
-    """One run, complete. `train` is for `trl.SFTConfig`; see `finetune.recipe` for how it is checked."""
+    """One run, complete. `train` is for `trl.SFTConfig`; `finetune.recipe` checks it."""
 
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()

@@ -271,5 +271,8 @@ def _convert(rows: Dataset, convert: Converter, source: str) -> Dataset:
             ) from error
 
     return rows.map(
-        with_row_number, with_indices=True, remove_columns=rows.column_names, load_from_cache_file=False
+        with_row_number,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        load_from_cache_file=False,
     )

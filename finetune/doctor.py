@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finetune.config import PrecisionConfig
+from finetune.config import PrecisionConfig, Scaling
 from finetune.device import (
     BLOCK_CAPABILITY,
     Device,
@@ -25,7 +25,7 @@ from finetune.device import (
 from finetune.errors import FinetuneError
 from finetune.hook import LIBRARIES
 
-COMBINATIONS = (
+COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
     ("te", "delayed"),
     ("te", "tensorwise"),
     ("torchao", "tensorwise"),
@@ -35,7 +35,7 @@ COMBINATIONS = (
     ("emulated", "rowwise"),
 )
 GEMM_TOLERANCE = 0.06
-"""Relative error (Frobenius) allowed of a real FP8 GEMM: E4M3 x E5M2 of normal data is about 4 %."""
+"""Relative Frobenius error allowed of a real FP8 GEMM; E4M3 x E5M2 of normal data has 4 to 5 %."""
 
 
 @dataclass
@@ -184,7 +184,9 @@ def real_gemm(size: int = 512) -> Verdict:
 def advice(device: Device) -> str:
     """What to do on this device."""
     if device.has_fp8:
-        extra = " (MXFP8 and NVFP4 too)" if (device.capability or (0, 0)) >= BLOCK_CAPABILITY else ""
+        extra = (
+            " (MXFP8 and NVFP4 too)" if (device.capability or (0, 0)) >= BLOCK_CAPABILITY else ""
+        )
         return f"FP8 in hardware{extra}: python -m finetune llama_8b_lora_fp8"
     if device.capability is not None and device.capability >= (8, 0) and not device.is_rocm:
         return (
@@ -199,7 +201,9 @@ def advice(device: Device) -> str:
             "train.optim=adamw_8bit"
         )
     if device.kind == "mps":
-        return "Apple GPU: _bf16 recipes of small models; FP8 numerics by emulation (tiny_* recipes)"
+        return (
+            "Apple GPU: _bf16 recipes of small models; FP8 numerics by emulation (tiny_* recipes)"
+        )
     return (
         "CPU: rehearse FP8 numerics with the tiny_* recipes (emulation), plan big ones with "
         "`python -m finetune validate RECIPE`, train them on an FP8 GPU"

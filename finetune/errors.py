@@ -1,22 +1,23 @@
 """The errors a user of finetune can meet, all with the same four parts.
 
     FinetuneError
-    ├── ConfigError            (ValueError)         a recipe, an override or an argument is wrong
+    ├── ConfigError            (ValueError)         a recipe, override or argument is wrong
     ├── RecipeNotFoundError    (FileNotFoundError)  no recipe of that name or path
     ├── DataError              (ValueError)         rows that cannot be trained on
     ├── DataNotFoundError      (FileNotFoundError)  no data file or hub data set there
     ├── ModelNotFoundError     (FileNotFoundError)  no model folder or hub model there
     ├── MissingExtraError      (ImportError)        an optional library is not installed
     ├── PrecisionError         (RuntimeError)       the precision asked for cannot be had here
-    │   └── StorageNotComputeError                  a quantised model where FP8 compute was asked
+    │   └── StorageNotComputeError                  FP8 compute asked of a quantised model
     ├── PlanError              (ValueError)         the precision plan cannot be honoured
     ├── ConversionError        (RuntimeError)       the model does not equal its plan
-    ├── OrderError             (RuntimeError)       helper and trainer were called in the wrong order
+    ├── OrderError             (RuntimeError)       helper and trainer called in the wrong order
     ├── ProofError             (RuntimeError)       the run is not what was asked: stopped
     └── MemoryShortError       (MemoryError)        the run cannot fit this machine
 
-Every message answers four questions: *what* is wrong, *where*, *why* it matters, and *what to do*.
-Each class also inherits the standard-library class that it stands for, so `except ValueError` works.
+Every message answers four questions: *what* is wrong, *where*, *why* it matters, and *what to
+do*. Each class also inherits the standard-library class that it stands for, so that
+`except ValueError` works.
 """
 
 from __future__ import annotations

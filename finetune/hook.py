@@ -98,7 +98,7 @@ class Session:
     def _make_init(self, original: Any) -> Any:
         session, signature = self, inspect.signature(original)
 
-        def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(accelerator, *args, **kwargs).arguments
             session._refuse_conflicts(given)
             given["mixed_precision"] = "bf16"
@@ -106,7 +106,7 @@ class Session:
             original(accelerator, **given)
             session._accelerators.add(accelerator)
 
-        return __init__
+        return init
 
     def _refuse_conflicts(self, given: dict[str, Any]) -> None:
         if str(given.get("mixed_precision")) == "fp16":
@@ -144,7 +144,7 @@ class Session:
         if self.precision.compute == "fp8" and accelerator not in self._accelerators:
             raise OrderError(
                 "this trainer was built before FP8 was set up",
-                where="Trainer(...) or Accelerator() came before setup_fp8_mixed_precision_training()",
+                where="Trainer() or Accelerator() came before setup_fp8_mixed_precision_training()",
                 why="its Accelerator was made for another precision; it would train in BF16",
                 fix="call setup_fp8_mixed_precision_training() first, then build the trainer",
             )

@@ -183,7 +183,7 @@ class Proof:
             rows.append(_row(name, (0, 0), "other", seen, reasons.get(name, "not a linear layer")))
         return rows
 
-    # ------------------------------------------------------------- 2. the trainable set, 3. movement
+    # ------------------------------------------------------------ 2. trainable set, 3. movement
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -272,7 +272,8 @@ def _row(name: str, shape: tuple[int, int], role: str, seen: Any, reason: str) -
 
     calls = {gemm: sum(s.calls for _, s in seen.get(gemm, [])) for gemm in GEMMS}
     flops = sum(s.flops for entries in seen.values() for _, s in entries)
-    return LayerReceipt(name, shape, role, *(ran(gemm) for gemm in GEMMS), calls, flops, reason)
+    gemms = {gemm: ran(gemm) for gemm in GEMMS}
+    return LayerReceipt(name, shape, role, calls=calls, flops=flops, reason=reason, **gemms)
 
 
 def _some(names: list[str]) -> str:
@@ -281,7 +282,7 @@ def _some(names: list[str]) -> str:
 
 
 def _updated_below_resolution(parameter: Tensor, optimizer: Optimizer) -> bool:
-    """A 16-bit weight for which the optimizer has gradient statistics: stepped, but rounded away."""
+    """A 16-bit weight that the optimizer stepped (it has statistics), but by less than it holds."""
     if parameter.dtype not in (torch.bfloat16, torch.float16):
         return False
     state = optimizer.state.get(parameter, {})

@@ -102,8 +102,8 @@ class Receipt:
         if t:
             parts.append(
                 Text(
-                    f"trainable parameters: {t['before']:,} before, {t['after']:,} after preparation, "
-                    f"{t['in_optimizer']:,} in the optimizer, {t['moved']:,} moved"
+                    f"trainable parameters: {t['before']:,} before, {t['after']:,} after "
+                    f"preparation, {t['in_optimizer']:,} in the optimizer, {t['moved']:,} moved"
                 )
             )
             if t.get("below_resolution"):

@@ -9,7 +9,7 @@ line, so that an error can point at it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,10 @@ def find_recipe(name: str) -> Path:
 # ------------------------------------------------------------------------------------------- read
 
 
-class _PlainLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where it was built
+
+
+class _PlainLoader(_Base):
     """YAML in which every plain scalar is text, except null."""
 
 
@@ -101,7 +104,7 @@ class _Text(str):
     """A plain (unquoted) scalar, whose type the field decides. Quoted text stays a `str`."""
 
 
-def _build(node: yaml.Node, at: Path_, lines: dict[Path_, int], file: str) -> Any:
+def _build(node: Any, at: Path_, lines: dict[Path_, int], file: str) -> Any:
     lines[at] = node.start_mark.line + 1
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
@@ -292,7 +295,7 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     if first["type"] == "missing":
         return ConfigError(f"{dotted} is missing", where=where(at[:-1]), fix=f"add {dotted}")
     if first["type"] == "literal_error":
-        expected = re.findall(r"'([^']+)'", first["ctx"]["expected"])
+        expected = re.findall(r"'([^']+)'", first.get("ctx", {})["expected"])
         hint = nearest(str(first["input"]), expected)
         return ConfigError(
             f"{dotted} cannot be {first['input']!r}" + (f"; {hint}" if hint else ""),
@@ -304,7 +307,9 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     return ConfigError(f"{dotted}: {message}{given}", where=where(at))
 
 
-def convert_train(train: dict[str, Any], where: Any = lambda at: "") -> dict[str, Any]:
+def convert_train(
+    train: dict[str, Any], where: Callable[[Path_], str] = ".".join
+) -> dict[str, Any]:
     """Check keys of the `train` section against `trl.SFTConfig` and convert values by field type.
 
     Args:

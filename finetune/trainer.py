@@ -27,7 +27,6 @@ from finetune.receipt import Receipt
 from finetune.recipe import Recipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import SFTConfig
 
     from finetune.callbacks import MetricsWriter
@@ -295,6 +294,7 @@ def _prompts(config: RunConfig, rows: Rows) -> list[str]:
         return list(config.data.prompts)
     held_out = rows.eval if rows.eval is not None else rows.train
     prompts = []
+    row: Any
     for row in held_out.select(range(min(2, len(held_out)))):
         turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
         prompts.append(turns if isinstance(turns, str) else turns[0]["content"])
@@ -302,8 +302,8 @@ def _prompts(config: RunConfig, rows: Rows) -> list[str]:
 
 
 def answer(
-    model: PreTrainedModel | Any,
-    tokenizer: PreTrainedTokenizerBase,
+    model: Any,
+    tokenizer: Any,
     prompts: list[str],
     max_new_tokens: int = 48,
 ) -> list[Sample]:
@@ -328,5 +328,7 @@ def answer(
         with torch.no_grad():
             tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         said = tokens[0, inputs["input_ids"].shape[1] :]
-        samples.append(Sample(prompt, str(tokenizer.decode(said, skip_special_tokens=True)).strip()))
+        samples.append(
+            Sample(prompt, str(tokenizer.decode(said, skip_special_tokens=True)).strip())
+        )
     return samples

@@ -97,9 +97,7 @@ def setup_backend(request, monkeypatch):
         if backend == "te":
             request.getfixturevalue("te_stand_in")
             return setup_fp8_mixed_precision_training("te", cpu=True, **kwargs)
-        return setup_fp8_mixed_precision_training(
-            backend, emulation="allow", cpu=True, **kwargs
-        )
+        return setup_fp8_mixed_precision_training(backend, emulation="allow", cpu=True, **kwargs)
 
     return setup
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from finetune.precision.numerics import E4M3, E5M2, FP8_MAX, amax, cast, scale_from_amax, scaled_mm
 
@@ -111,16 +112,21 @@ class Quantised:
 
     def __init__(self, codes, scale):
         self._data, self._scale, self._fp8_dtype = codes, scale, codes.dtype
+        self.tensors = codes, scale
 
 
 def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):
-    """Column-major BLAS as in TE: the result is `op(B) @ op(A)` in row-major terms."""
-    if isinstance(a, Quantised):
-        left = b._data.t() if transb else b._data
-        right = a._data.t() if transa else a._data
-        return (scaled_mm(left, right, b._scale, a._scale, out_dtype),)
-    left, right = (b.t() if transb else b), (a.t() if transa else a)
-    return ((left.to(out_dtype) @ right.to(out_dtype)),)
+    """Column-major BLAS as in TE: the result is `op(B) @ op(A)` in row-major terms.
+
+    TE's library works past PyTorch's dispatcher, so dispatch modes do not see inside.
+    """
+    with _disable_current_modes():
+        if isinstance(a, Quantised):
+            left = b._data.t() if transb else b._data
+            right = a._data.t() if transa else a._data
+            return (scaled_mm(left, right, b._scale, a._scale, out_dtype),)
+        left, right = (b.t() if transb else b), (a.t() if transa else a)
+        return ((left.to(out_dtype) @ right.to(out_dtype)),)
 
 
 class _Linear(torch.autograd.Function):
@@ -136,13 +142,15 @@ class _Linear(torch.autograd.Function):
             assert not w.shape[0] % 16, f"outputs {w.shape[0]} must be a multiple of 16"
             assert not w.shape[1] % 16, f"inputs {w.shape[1]} must be a multiple of 16"
             xq, wq = layer.cast("scaling_fwd", 0, x), layer.cast("scaling_fwd", 1, w)
-        ctx.operands = xq, wq
+        # As tensors, so that checkpointing drops and recomputes them, as with the real layer.
+        ctx.save_for_backward(*([xq, wq] if not ctx.fp8 else [*xq.tensors, *wq.tensors]))
         return gemm(wq, True, xq, False, out_dtype=dtype)[0]
 
     @staticmethod
     def backward(ctx, g):
         gemm = sys.modules["transformer_engine_torch"].generic_gemm
-        xq, wq = ctx.operands
+        saved = ctx.saved_tensors
+        xq, wq = saved if not ctx.fp8 else (Quantised(*saved[:2]), Quantised(*saved[2:]))
         gq = ctx.layer.cast("scaling_bwd", 0, g) if ctx.fp8 else g.to(ctx.dtype)
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -197,10 +205,12 @@ class Linear(nn.Module):
             history, scale = self._stash.popleft()
             forward.amax_history.copy_(history)
             forward.scale.copy_(scale)
-        y = _Linear.apply(x.to(dtype), self.weight, self, dtype)
-        if now is not None:
-            forward.amax_history.copy_(now[0])
-            forward.scale.copy_(now[1])
+        try:
+            y = _Linear.apply(x.to(dtype), self.weight, self, dtype)
+        finally:
+            if now is not None:
+                forward.amax_history.copy_(now[0])
+                forward.scale.copy_(now[1])
         return y if self.bias is None else y + self.bias.to(dtype)
 
 

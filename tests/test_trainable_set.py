@@ -25,7 +25,11 @@ BACKENDS = [
     ("te", "delayed"),
     ("te", "tensorwise"),
 ]
-LORA = {"lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+LORA = {
+    "lora_alpha": 16,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "task_type": "CAUSAL_LM",
+}
 METHODS = {
     "full": {},
     "full tied": {"tie": True},
@@ -90,7 +94,7 @@ def test_hand_written_loop(make_llama, setup_backend, backend, scaling, method) 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return _tokenizer()
+    return AutoTokenizer.from_pretrained(TINY_LLAMA)
 
 
 ROWS = [{"text": "The harbour is calm and the boats are home before the night falls."}] * 16

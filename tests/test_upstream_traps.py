@@ -108,9 +108,7 @@ def test_bf16_default_hides_fp8_ours(monkeypatch, tmp_path, make_llama, setup_ba
 def test_torchao_weights_do_not_train_upstream() -> None:
     model = square_stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    accelerator = Accelerator(
-        mixed_precision="fp8", cpu=True, kwargs_handlers=[AORecipeKwargs()]
-    )
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[AORecipeKwargs()])
     model, optimizer = accelerator.prepare(model, optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     one_step(accelerator, model, optimizer)
@@ -134,9 +132,7 @@ def test_torchao_weights_do_not_train_ours(setup_backend) -> None:
 def prepare_upstream(model):
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-3)
-    accelerator = Accelerator(
-        mixed_precision="fp8", cpu=True, kwargs_handlers=[TERecipeKwargs()]
-    )
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[TERecipeKwargs()])
     return accelerator.prepare(model, optimizer)
 
 
@@ -169,7 +165,9 @@ def test_frozen_base_becomes_trainable_ours(make_llama, setup_backend, rank) -> 
 @pytest.mark.parametrize(("rank", "converted"), [(8, 0), (16, 8)])
 def test_adapters_convert_by_rank_upstream(make_llama, accelerate_sees_te, rank, converted) -> None:
     model, _ = prepare_upstream(lora(make_llama(), rank))
-    found = [n for n, m in model.named_modules() if isinstance(m, accelerate_sees_te) and "lora_" in n]
+    found = [
+        n for n, m in model.named_modules() if isinstance(m, accelerate_sees_te) and "lora_" in n
+    ]
     assert len(found) == converted, "at rank 16, not at 8: 'use a low rank' is this accident"
 
 
@@ -329,9 +327,7 @@ def test_first_linear_is_left_out_ours(make_llama) -> None:
 
 def test_flags_prove_nothing_upstream() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    accelerator = Accelerator(
-        mixed_precision="fp8", cpu=True, kwargs_handlers=[AORecipeKwargs()]
-    )
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[AORecipeKwargs()])
     model = accelerator.prepare(model)
     assert accelerator.fp8_enabled, "says FP8"
     assert not [m for m in model.modules() if type(m).__name__ == "Float8Linear"], "has none"

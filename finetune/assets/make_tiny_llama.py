@@ -15,13 +15,13 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.assets import corpus
 
 if TYPE_CHECKING:
     import torch
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM
 
 PAD = "<|pad|>"
 IM_START = "<|im_start|>"
@@ -58,7 +58,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(seed: int) -> "PreTrainedTokenizerFast":
+def train_tokenizer(seed: int) -> Any:
     """Return a byte-level BPE tokenizer trained on a sample of the corpus."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -104,9 +104,7 @@ def _plain_texts(seed: int) -> Iterator[str]:
                 yield message["content"]
 
 
-def packed_rows(
-    tokenizer: "PreTrainedTokenizerFast", rows: int, length: int, seed: int
-) -> "torch.Tensor":
+def packed_rows(tokenizer: Any, rows: int, length: int, seed: int) -> "torch.Tensor":
     """Return ``rows`` rows of ``length`` token ids, corpus documents laid end to end."""
     import torch
 
@@ -126,7 +124,7 @@ def packed_rows(
     return torch.tensor(ids[:wanted]).view(rows, length)
 
 
-def build_model(tokenizer: "PreTrainedTokenizerFast") -> "LlamaForCausalLM":
+def build_model(tokenizer: Any) -> "LlamaForCausalLM":
     """Return a freshly initialised float32 model for the tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -183,9 +181,8 @@ def train(model: "LlamaForCausalLM", rows: "torch.Tensor", steps: int) -> float:
     return sum(recent) / len(recent)
 
 
-def save(model: "LlamaForCausalLM", tokenizer: "PreTrainedTokenizerFast", out: Path) -> None:
+def save(model: "LlamaForCausalLM", tokenizer: Any, out: Path) -> None:
     """Write the model in bfloat16, the tokenizer and a greedy generation config to ``out``."""
-    import torch
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig(
@@ -193,14 +190,14 @@ def save(model: "LlamaForCausalLM", tokenizer: "PreTrainedTokenizerFast", out: P
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model.to(torch.bfloat16)
+    model.bfloat16()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     # Transformers 5 names its own backend class, which version 4 and other readers of the folder
     # do not know; the older name is understood by both.
     config_path = out / "tokenizer_config.json"
     tokenizer_config = json.loads(config_path.read_text(encoding="utf-8"))
-    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    tokenizer_config["tokenizer_class"] = Any
     config_path.write_text(json.dumps(tokenizer_config, indent=2) + "\n", encoding="utf-8")
 
 

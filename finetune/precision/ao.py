@@ -66,7 +66,9 @@ class FrozenMatmul(torch.autograd.Function):
         """g [M, N] -> dx [M, K]."""
         (w_t,) = ctx.saved_tensors
         mm, config = ctx.mm, ctx.config
-        gq = _to_float8(g, config.cast_config_grad_output, mm, GemmInputRole.GRAD_OUTPUT, -1, config)
+        gq = _to_float8(
+            g, config.cast_config_grad_output, mm, GemmInputRole.GRAD_OUTPUT, -1, config
+        )
         cast = config.cast_config_weight_for_grad_input
         wq = _to_float8(w_t, cast, mm, GemmInputRole.WEIGHT, -1, config)
         return torch.mm(gq, wq.t()), None, None, None
@@ -80,6 +82,7 @@ def _to_float8(
     axis: int,
     config: Float8LinearConfig,
 ) -> Tensor:
+    assert cast.target_dtype is not None  # Float8LinearConfig fills it in
     return hp_tensor_to_float8_dynamic(
         x,
         cast.target_dtype,
@@ -146,7 +149,8 @@ class TorchaoLinear(TorchaoMixin, Float8Linear):
 
     fp8_original = nn.Linear
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if not self.training and self.fp8_backend.precision.eval == "high":
             return nn.Linear.forward(self, x)
         return self.fp8_linear(x, self.weight, self.bias)

@@ -86,7 +86,7 @@ class Conversion:
             for name in attributes:
                 module.__dict__.pop(name, None)
         for module, function in self._checkpointed:
-            module._gradient_checkpointing_func = function
+            module.__dict__["_gradient_checkpointing_func"] = function
         for hook in self._hooks:
             hook.remove()
         for module in self._compiled:
@@ -97,7 +97,9 @@ class Conversion:
     def compile_layers(self) -> int:
         """`torch.compile` each decoder layer in place; how many there are."""
         names = {
-            name for m in self.model.modules() for name in getattr(m, "_no_split_modules", None) or ()
+            name
+            for m in self.model.modules()
+            for name in getattr(m, "_no_split_modules", None) or ()
         }
         for module in self.model.modules():
             if type(module).__name__ in names:
@@ -129,7 +131,8 @@ class Conversion:
             function = module.__dict__.get("_gradient_checkpointing_func")
             if function is not None and id(module) not in wrapped:
                 self._checkpointed.append((module, function))
-                module._gradient_checkpointing_func = self.backend.wrap_checkpoint(function)
+                wrapped_function = self.backend.wrap_checkpoint(function)
+                module.__dict__["_gradient_checkpointing_func"] = wrapped_function
 
 
 def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
@@ -185,7 +188,7 @@ def conversion_of(model: nn.Module) -> Conversion | None:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Give back the plain model: original classes, no hooks. The parameters are the same objects."""
+    """Give back the plain model: original classes, no hooks, the same parameters."""
     conversion = conversion_of(model)
     if conversion is not None:
         conversion.revert()

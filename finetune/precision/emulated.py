@@ -95,7 +95,9 @@ class DelayedState:
 
     def __init__(self, layers: int, precision: PrecisionConfig) -> None:
         formats = Formats.of(precision)
-        self.fp8_max = torch.tensor([FP8_MAX[f] for f in (formats.x, formats.w, formats.g)] * layers)
+        self.fp8_max = torch.tensor(
+            [FP8_MAX[f] for f in (formats.x, formats.w, formats.g)] * layers
+        )
         self.margin = precision.margin
         self.algorithm = precision.amax_compute_algo
         self.reduce = precision.reduce_amax

@@ -115,6 +115,4 @@ def scaled_mm(
     Returns:
         [M, N] in `out_dtype`.
     """
-    return torch.ops.finetune.scaled_mm(
-        a, b, a_scale.reciprocal(), b_scale.reciprocal(), out_dtype
-    )
+    return torch.ops.finetune.scaled_mm(a, b, a_scale.reciprocal(), b_scale.reciprocal(), out_dtype)

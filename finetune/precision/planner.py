@@ -19,7 +19,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config import Compute, PrecisionConfig
 from finetune.errors import PlanError, StorageNotComputeError, nearest
@@ -94,8 +94,8 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if is_conv1d(module):
-        k, n = module.weight.shape  # GPT-2 stores its weight as [K, N]
-        return int(n), int(k)
+        weight: Any = module.weight
+        return weight.shape[1], weight.shape[0]  # GPT-2 stores its weight as [K, N]
     return None
 
 
@@ -107,7 +107,7 @@ def is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def iter_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, int]]]:
+def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
     """Name, module and (N, K) of each linear layer, shared modules once."""
     for name, module in model.named_modules():
         shape = linear_shape(module)
@@ -214,7 +214,7 @@ def _match_keep(patterns: tuple[str, ...], names: list[str]) -> dict[str, str]:
     return kept
 
 
-def _output_head(model: nn.Module) -> nn.Module | None:
+def _output_head(model: Any) -> Any:
     getter = getattr(model, "get_output_embeddings", None)
     return getter() if callable(getter) else None
 
@@ -227,14 +227,12 @@ def _role(name: str, module: nn.Module, in_head: set[nn.Module]) -> tuple[Role, 
         return "adapter", "trained in full beside the adapters (modules_to_save)"
     if module in in_head or parts[-1] in ("lm_head", "score", "classifier", "embed_out"):
         return "head", "output head: its rounding goes straight into the loss"
-    if parts[-1] in ("router", "gate") and "mlp" in parts[:-1] or "router" in parts:
+    if (parts[-1] in ("router", "gate") and "mlp" in parts[:-1]) or "router" in parts:
         return "router", "router: rounding would change which expert is chosen"
     return "base", ""
 
 
-def _why_not_fp8(
-    name: str, module: nn.Module, shape: tuple[int, int], kept: dict[str, str]
-) -> str:
+def _why_not_fp8(name: str, module: nn.Module, shape: tuple[int, int], kept: dict[str, str]) -> str:
     from torch import nn
 
     if name in kept:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from finetune.config import PrecisionConfig
 from finetune.precision.backend import Backend, Fp8Mixin, in_backward
@@ -93,7 +94,9 @@ class TransformerEngineBackend(Backend):
 
     def region_if_outside(self) -> contextlib.AbstractContextManager[None]:
         """For a layer called by itself, outside the model's forward."""
-        return contextlib.nullcontext() if self._inside else self._autocast(update=not in_backward())
+        return (
+            contextlib.nullcontext() if self._inside else self._autocast(update=not in_backward())
+        )
 
     @contextlib.contextmanager
     def _autocast(self, *, update: bool) -> Iterator[None]:
@@ -127,7 +130,10 @@ class TransformerEngineBackend(Backend):
                 with first:
                     return function(*inner, **inner_kwargs)
 
-            return checkpoint(phased, *args, **kwargs)
+            # Each scale put aside in forward must be taken back in recomputation, in order, so it
+            # may not stop early. (Early stopping concerns non-reentrant checkpointing only.)
+            with set_checkpoint_early_stop(False):
+                return checkpoint(phased, *args, **kwargs)
 
         return wrapped
 
@@ -158,4 +164,3 @@ def _delayed_states(engine: Any) -> Iterator[tuple[str, Any]]:
         state = engine.fp8_meta.get(direction)
         if state is not None and getattr(state, "amax_history", None) is not None:
             yield direction, state
-

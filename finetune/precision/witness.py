@@ -146,7 +146,7 @@ class Witness:
                 known.add(node)
                 self._handles.append(node.register_prehook(self._enter_node(name)))
                 self._handles.append(node.register_hook(self._leave_node))
-                pending.extend(following for following, _ in node.next_functions)
+                pending.extend(n for n, _ in node.next_functions if n is not None)
 
         return hook
 
@@ -200,7 +200,9 @@ class Witness:
         return "dgrad" if contracts_outputs else "wgrad"
 
     def _calls(self, name: str, gemm: Gemm) -> int:
-        return sum(s.calls for (who, which, _), s in self.seen.items() if (who, which) == (name, gemm))
+        return sum(
+            s.calls for (who, which, _), s in self.seen.items() if (who, which) == (name, gemm)
+        )
 
     @contextlib.contextmanager
     def _watching_transformer_engine(self) -> Iterator[None]:
@@ -233,7 +235,7 @@ class Witness:
 
 
 def _rows(x: Any) -> int:
-    """Tokens M of a wgrad operand [M, ...], also when TE holds only its transposed copy [..., M]."""
+    """Tokens M of a wgrad operand [M, ...], also where TE holds only its transpose [..., M]."""
     data = getattr(x, "_rowwise_data", getattr(x, "_data", x))
     if isinstance(data, Tensor):
         return data.numel() // data.shape[-1]
@@ -250,9 +252,8 @@ class _Dispatch(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in _OPERANDS:
             a, b = (args[i] for i in _OPERANDS[packet])
-            precision = operand_precision(a)
-            if precision != operand_precision(b):
-                precision = min(precision, operand_precision(b))  # 'bf16' < 'fp8': never FP8 by half
+            # Of two precisions the higher counts ('bf16' < 'fp32' < 'fp8'): never FP8 by half.
+            precision = min(operand_precision(a), operand_precision(b))
             batch = a.shape[0] if a.dim() == 3 else 1
             self.witness.record(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
         elif packet in _ATTENTION_MATMULS:
