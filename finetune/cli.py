@@ -57,6 +57,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """Entry point of `python -m finetune` and of the console script."""
+    _quiet_libraries()
     try:
         app(standalone_mode=False)
     except FinetuneError as error:
@@ -119,7 +120,6 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe (the verb may be left out)."""
-    _quiet_libraries()
     checked = load_recipe(recipe, overrides or ())
     from finetune.trainer import train
 
@@ -238,7 +238,6 @@ def _as_argument(path: Path) -> str:
 @app.command("validate")
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and show its precision plan, without loading weights."""
-    _quiet_libraries()
     checked = load_recipe(recipe, overrides or ())
     from finetune.device import resolve, this_device
     from finetune.memory import bound, shards_of, why_too_small
@@ -280,7 +279,6 @@ def _origin(recipe: Recipe) -> str:
 @app.command("doctor")
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can do in FP8, and why."""
-    _quiet_libraries()
     from finetune.doctor import examine
 
     findings = examine()

@@ -123,7 +123,16 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any]) -> SFT
     from trl import SFTConfig
 
     train = {k: v for k, v in config.train.items() if k != "resume_from_checkpoint"}
+    if train.get("fsdp") and this_device().kind == "cpu":
+        raise ConfigError(
+            "train.fsdp was asked on a CPU",
+            where="train.fsdp",
+            why="accelerate shards on GPUs only, and would run plain data parallelism silently",
+            fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",
+        )
     compute = config.precision.compute
+    # Every parameter of a causal language model takes part; looking for idle ones costs a traversal.
+    settings = {"ddp_find_unused_parameters": False, **settings}
     try:
         return SFTConfig(
             output_dir=str(folder / "checkpoints"),
@@ -173,11 +182,12 @@ def train(
 
     config, device = recipe.config, this_device()
     preflight(config, device, force=force)
-    main_process = PartialState().is_main_process
+    state = PartialState(cpu=device.kind == "cpu")
+    main_process = state.is_main_process
     console = console or Console(quiet=not main_process)
     folder = new_run_folder(Path(out), recipe.name)
     tokenizer, note = load_tokenizer(config.model)
-    with PartialState().main_process_first():
+    with state.main_process_first():
         rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
     args = sft_config(config, folder, rows.settings)
     resume = _resume_folder(config)

@@ -1,0 +1,76 @@
+"""Run under torchrun by `test_distributed.py`: trains two processes and reports what each saw.
+
+    torchrun --nproc_per_node=2 -m tests.distributed_worker OUT MODE
+
+MODE is `ddp`, `fsdp`, or `local` (DDP with reduce_amax off). Each process writes OUT/RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from accelerate import DistributedType, PartialState
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from finetune import get_receipt, setup_fp8_mixed_precision_training
+from finetune.precision.convert import conversion_of
+
+
+def rows(rank: int) -> list[dict]:
+    """Different lengths of different tokens, so that amaxes differ between processes."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(1, 272, (16, 32), generator=generator).tolist()
+    return [{"input_ids": x, "labels": x} for x in ids]
+
+
+def main(out: Path, mode: str) -> None:
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=272, use_cache=False, pad_token_id=0,
+        )
+    )  # fmt: skip
+    setup_fp8_mixed_precision_training(
+        "emulated", scaling="delayed", amax_history_len=4, emulation="allow", cpu=True,
+        reduce_amax=mode != "local",
+    )  # fmt: skip
+    sharded = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+    args = TrainingArguments(
+        output_dir=str(out / "run"), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
+        bf16=True, learning_rate=1e-2, report_to="none", disable_tqdm=True, save_strategy="no",
+        ddp_find_unused_parameters=False, **(sharded if mode == "fsdp" else {}),
+    )  # fmt: skip
+    if mode == "fsdp":
+        # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
+        PartialState().distributed_type = DistributedType.MULTI_GPU
+    trainer = Trainer(model=model, args=args, train_dataset=rows(rank))
+    trainer.train()
+    receipt = get_receipt()
+    conversion = conversion_of(trainer.model_wrapped)
+    assert conversion is not None
+    assert conversion.backend is not None
+    state = conversion.backend.state_tensors()
+    facts = {
+        "status": receipt.status,
+        "share": receipt.fp8_flop_share,
+        "trainable": receipt.trainable,
+        "processes": receipt.environment["processes"],
+        "sharded": sum(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        "scale": state["scale"].tolist(),
+        "history": state["history"].tolist(),
+    }
+    (out / f"{rank}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,47 @@
+"""Two processes over gloo: DDP and FSDP2 train in FP8, and `reduce_amax` keeps scales together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def launch(out: Path, mode: str) -> list[dict]:
+    port = 29500 + os.getpid() % 2000
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+        f"--master_port={port}", "-m", "tests.distributed_worker", str(out), mode,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_two_processes_train_in_fp8(tmp_path, mode) -> None:
+    first, second = launch(tmp_path, mode)
+    for facts in (first, second):
+        t = facts["trainable"]
+        assert facts["status"] == "proven"
+        assert facts["processes"] == 2
+        assert facts["share"] > 0.5
+        assert t["before"] == t["after"] == t["in_optimizer"] == t["moved"]
+        assert (facts["sharded"] > 0) == (mode == "fsdp"), "parameters are DTensors under FSDP2"
+    assert first["scale"] == second["scale"], "reduce_amax keeps scales identical"
+    assert first["history"] == second["history"]
+
+
+def test_without_reduce_amax_scales_differ(tmp_path) -> None:
+    first, second = launch(tmp_path, "local")
+    assert first["status"] == second["status"] == "proven"
+    assert first["scale"] != second["scale"], "each process saw other tokens"

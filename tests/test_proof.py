@@ -1,0 +1,233 @@
+"""What is not what was asked is stopped in its first steps, with the layers named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from finetune import (
+    get_receipt,
+    setup_fp8_mixed_precision_training,
+    teardown_fp8_mixed_precision_training,
+)
+from finetune.config import PrecisionConfig
+from finetune.errors import ConversionError, OrderError, PrecisionError, ProofError
+from finetune.precision import convert, planner
+from finetune.precision.backend import Fp8Mixin
+from finetune.precision.witness import Witness
+from tests.conftest import batch
+
+
+def step(accelerator, model, optimizer, seed: int = 0) -> None:
+    accelerator.backward(model(**batch(seed=seed)).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def prepared(model, setup_backend, parameters=None, lr: float = 1e-2, **kwargs):
+    accelerator = setup_backend("emulated", **kwargs)
+    optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=lr)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def test_trainable_weight_outside_the_optimizer(make_llama, setup_backend) -> None:
+    model = make_llama()
+    some = [p for n, p in model.named_parameters() if "mlp" not in n]
+    accelerator, model, optimizer = prepared(model, setup_backend, some)
+    with pytest.raises(ProofError, match=r"not in the optimizer[\s\S]*mlp.gate_proj.weight"):
+        step(accelerator, model, optimizer)
+
+
+def test_frozen_weight_that_became_trainable(make_llama, setup_backend) -> None:
+    model = make_llama()
+    frozen = model.model.layers[1].mlp.up_proj.weight
+    frozen.requires_grad_(False)
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    frozen.requires_grad_(True)
+    with pytest.raises(ProofError, match=r"which parameters train[\s\S]*1.mlp.up_proj.weight"):
+        step(accelerator, model, optimizer)
+
+
+def test_weight_that_does_not_move(make_llama, setup_backend) -> None:
+    model = make_llama()
+    model.unused = nn.Linear(32, 32)
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    step(accelerator, model, optimizer)
+    with pytest.raises(ProofError, match=r"2 trainable parameters do not train[\s\S]*unused"):
+        step(accelerator, model, optimizer)
+    assert get_receipt().status.startswith("stopped")
+
+
+def test_steps_without_learning_rate_prove_nothing(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend, lr=0.0)
+    for seed in range(4):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "not proven: weights have not been seen to move"
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    step(accelerator, model, optimizer)
+    assert get_receipt().status != "proven"
+    step(accelerator, model, optimizer)
+    assert get_receipt().status == "proven"
+
+
+def test_bf16_weights_below_resolution_are_told(make_llama, setup_backend) -> None:
+    """Norm weights are 1.0: in BF16 an update of 1e-5 is rounded away, and that is said."""
+    model = make_llama().bfloat16()
+    accelerator, model, optimizer = prepared(model, setup_backend, lr=1e-5)
+    optimizer.optimizer.param_groups[0]["weight_decay"] = 0.0
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    receipt = get_receipt()
+    norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
+    assert receipt.status == "proven"
+    assert receipt.trainable["below_resolution"] == norms
+    assert receipt.trainable["moved"] == receipt.trainable["after"] - norms
+
+
+def test_layer_switched_back_to_high_precision(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    layer = model.model.layers[0].mlp.down_proj
+    layer.__class__ = nn.Linear
+    with pytest.raises(ProofError, match=r"did not run[\s\S]*0.mlp.down_proj fprop=bf16"):
+        step(accelerator, model, optimizer)
+
+
+def test_fp8_disabled_in_the_step(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    with pytest.raises(ProofError, match=r"0\.0% ran in FP8"), convert.disabled(model):
+        step(accelerator, model, optimizer)
+
+
+def test_trainer_built_before_the_helper(make_llama, tmp_path) -> None:
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    rows = Dataset.from_list([{k: v[0].tolist() for k, v in batch(1).items()}] * 4)
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)
+    setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True)
+    with pytest.raises(OrderError, match="built before FP8 was set up"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("flag", ["is_loaded_in_4bit", "is_loaded_in_8bit"])
+def test_quantised_model_is_refused(make_llama, setup_backend, flag) -> None:
+    model = make_llama()
+    setattr(model, flag, True)
+    accelerator = setup_backend("emulated")
+    with pytest.raises(PrecisionError, match=r"storage[\s\S]*compute"):
+        accelerator.prepare(model)
+
+
+def test_fp8_storage_is_refused(make_llama, setup_backend) -> None:
+    model = make_llama().requires_grad_(False)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(PrecisionError, match=r"quantised[\s\S]*mlp.up_proj"):
+        setup_backend("emulated").prepare(model)
+
+
+def test_fp16_and_doubled_recipes_are_refused(setup_backend) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import AORecipeKwargs
+
+    setup_backend("emulated")
+    with pytest.raises(PrecisionError, match="asks for FP16"):
+        Accelerator(mixed_precision="fp16", cpu=True)
+    with pytest.raises(PrecisionError, match="set up twice"):
+        Accelerator(cpu=True, kwargs_handlers=[AORecipeKwargs()])
+
+
+def test_no_gpu_and_no_emulation_is_an_error() -> None:
+    with pytest.raises(PrecisionError, match="precision.emulation=allow"):
+        setup_fp8_mixed_precision_training()
+
+
+def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
+    with pytest.warns(UserWarning, match="FP8 was asked, BF16 will run"):
+        accelerator = setup_fp8_mixed_precision_training(on_unsupported="bf16", cpu=True)
+    model = make_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    precision = get_receipt().precision
+    assert precision["asked"] == "fp8"
+    assert precision["ran"] != "fp8"
+    assert "BF16 will run" in precision["fallback"]
+
+
+def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
+    from accelerate import Accelerator
+
+    before = Accelerator.__init__, Accelerator.prepare, torch.Tensor.backward
+    model = make_llama()
+    accelerator = setup_backend("emulated")
+    patched = get_receipt().environment["patches"]
+    assert patched == [
+        "accelerate.accelerator.Accelerator.__init__",
+        "accelerate.accelerator.Accelerator.prepare",
+    ]
+    model = accelerator.prepare(model)
+    model(**batch())  # the witness waits for a backward
+    assert any(isinstance(m, Fp8Mixin) for m in model.modules())
+    teardown_fp8_mixed_precision_training()
+    assert (Accelerator.__init__, Accelerator.prepare, torch.Tensor.backward) == before
+    assert not any(isinstance(m, Fp8Mixin) for m in model.modules())
+    with pytest.raises(OrderError, match="no receipt"):
+        get_receipt()
+    teardown_fp8_mixed_precision_training()  # harmless
+
+
+def test_second_setup_replaces_the_first(make_llama, setup_backend) -> None:
+    first = make_llama()
+    setup_backend("emulated", scaling="tensorwise").prepare(first)
+    second = make_llama()
+    setup_backend("torchao", scaling="rowwise").prepare(second)
+    assert not any(isinstance(m, Fp8Mixin) for m in first.modules())
+    assert get_receipt().precision["scaling"] == "rowwise"
+    assert len(get_receipt().environment["patches"]) == 2
+
+
+def test_bf16_training_after_fp8_in_one_process(make_llama, setup_backend) -> None:
+    """A notebook: FP8, teardown, then BF16 on the same model."""
+    from accelerate import Accelerator
+
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    step(accelerator, model, optimizer)
+    teardown_fp8_mixed_precision_training()
+    plain = planner.plan(model, PrecisionConfig(compute="bf16"))
+    witness = Witness(model, plain)
+    with witness.watching():
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        accelerator.backward(model(**batch()).loss)
+    witness.close()
+    assert {precision for _, _, precision in witness.seen} <= {"bf16", "fp32"}
+
+
+def test_replaced_layer_is_a_conversion_error(make_llama) -> None:
+    model = make_llama()
+    precision = PrecisionConfig(compute="fp8", backend="emulated", emulation="allow")
+    conversion = convert.apply(model, planner.plan(model, precision))
+    model.model.layers[0].mlp.up_proj = nn.Linear(64, 128, bias=False)
+    with pytest.raises(ConversionError, match=r"layers.0.mlp.up_proj"):
+        conversion.check()
+
+
+@pytest.mark.parametrize("tokens", [64, 24])
+def test_witness_counts_three_gemms_a_layer(make_llama, tokens) -> None:
+    """Also where tokens equal outputs (64), so that shapes alone cannot tell dgrad from wgrad."""
+    model = make_llama()
+    plain = planner.plan(model, PrecisionConfig(compute="bf16"))
+    witness = Witness(model, plain)
+    with witness.watching():
+        model(**batch(1, tokens)).loss.backward()
+    witness.close()
+    counted = {(name, gemm): seen.calls for (name, gemm, _), seen in witness.seen.items()}
+    for layer in plain.layers:
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            assert counted[layer.name, gemm] == 1
+    n, k = plain.layers[0].shape
+    assert witness.seen[plain.layers[0].name, "fprop", "fp32"].flops == 2 * tokens * n * k

@@ -1,0 +1,147 @@
+"""Every recipe trains; FP8 ends within 2 % of BF16; a run folder is complete and can be resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from finetune import load_recipe, train
+from finetune.model import TINY_LLAMA
+from finetune.recipe import list_recipes
+
+QUIET = Console(quiet=True)
+SMALL = (
+    "data.name=builtin:harbour",
+    "data.max_rows=48",
+    "data.prompts=[hello]",
+    "precision.emulation=allow",
+    "train.max_steps=3",
+    "train.warmup_steps=0",
+    "train.per_device_train_batch_size=2",
+    "train.gradient_accumulation_steps=1",
+    "train.max_length=128",
+    "train.save_strategy=no",
+    "~train.fsdp",
+    "~train.fsdp_config",
+    "~train.pad_token",
+    "~data.eval_split",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(tmp_path_factory) -> str:
+    """A folder with a two-layer GPT-2 shape and the packaged tokenizer."""
+    from transformers import AutoTokenizer, GPT2Config
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    tokenizer.save_pretrained(folder)
+    GPT2Config(
+        n_embd=64, n_layer=2, n_head=2, n_positions=128, vocab_size=len(tokenizer),
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
+    """The recipe as it stands, on a small model and a few rows."""
+    model = tiny_gpt2 if name.startswith("gpt2") else "builtin:tiny_llama"
+    overrides = [*SMALL, f"model.name={model}"]
+    if name.endswith("_bf16"):
+        overrides.remove("precision.emulation=allow")
+    report = train(load_recipe(name, overrides), out=tmp_path, console=QUIET)
+    receipt = json.loads((report.folder / "receipt.json").read_text())
+    fp8 = name.endswith("_fp8")
+    assert receipt["status"] == "proven"
+    assert receipt["precision"]["asked"] == ("fp8" if fp8 else "bf16")
+    assert receipt["precision"]["ran"] == receipt["precision"]["asked"]
+    assert (receipt["fp8_flop_share"] > 0.3) == fp8
+    t = receipt["trainable"]
+    assert t["before"] == t["after"] == t["in_optimizer"] == t["moved"] + t["below_resolution"]
+    assert (report.folder / "model").is_dir()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
+    """The shipped pair, whole: same seed, same data; the loss falls and the style is learnt."""
+    reports = {}
+    for precision in ("fp8", "bf16"):
+        recipe = load_recipe(f"tiny_{method}_{precision}")
+        reports[precision] = train(recipe, out=tmp_path, console=QUIET)
+    fp8, bf16 = reports["fp8"], reports["bf16"]
+    assert fp8.eval_loss == pytest.approx(bf16.eval_loss, rel=0.02)
+    assert fp8.folder.parent != bf16.folder.parent, "never the same folder"
+    for report in reports.values():
+        assert report.final_loss < 0.5 * report.first_loss
+        assert all(s.answer.startswith("Ahoy!") for s in report.samples)
+        assert all(s.answer.endswith("Fair winds.") for s in report.samples)
+
+
+def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
+    """Delayed scaling state is stored beside the checkpoint: resuming changes no bit."""
+    overrides = [
+        "train.max_steps=8", "train.save_strategy=steps", "train.save_steps=4",
+        "train.logging_steps=1",
+    ]  # fmt: skip
+    whole = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    checkpoint = whole.folder / "checkpoints" / "checkpoint-4"
+    assert (checkpoint / "fp8_scaling.safetensors").is_file()
+    overrides.append(f"train.resume_from_checkpoint={checkpoint}")
+    resumed = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    assert resumed.receipt.status == "proven"
+    a, b = (load_file(r.folder / "model" / "model.safetensors") for r in (whole, resumed))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    rows = [json.loads(x) for x in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert {"loss", "learning_rate", "grad_norm", "tokens_per_s", "precision"} <= rows[2].keys()
+    expected = {"config.yaml", "metrics.jsonl", "receipt.json", "report.json", "model"}
+    assert expected <= {p.name for p in whole.folder.iterdir()}
+    again = load_recipe(str(whole.folder / "config.yaml"))
+    assert again.name == "tiny_full_fp8"
+    assert again.config == load_recipe("tiny_full_fp8", overrides[:-1]).config
+
+
+def test_saved_weights_are_plain_hugging_face_weights(tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    recipe = load_recipe("tiny_full_fp8", ["train.max_steps=2", "train.warmup_steps=0"])
+    report = train(recipe, out=tmp_path, console=QUIET)
+    base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        report.folder / "model", output_loading_info=True
+    )
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert model.state_dict().keys() == base.state_dict().keys()
+
+
+def test_own_data_file(tmp_path) -> None:
+    file = tmp_path / "mine.jsonl"
+    rows = [{"question": f"What is {i}?", "answer": f"It is number {i}."} for i in range(24)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    overrides = [f"data.path={file}", "train.max_steps=3", "train.warmup_steps=0"]
+    report = train(load_recipe("tiny_lora_fp8", overrides), out=tmp_path / "runs", console=QUIET)
+    assert report.receipt.status == "proven"
+    adapter = Path(report.folder / "model" / "adapter_model.safetensors")
+    assert adapter.is_file()
+    assert all(not key.endswith("_extra_state") for key in load_file(adapter))
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_packing_and_checkpointing(fp8, tmp_path) -> None:
+    overrides = [
+        "train.packing=true", "train.gradient_checkpointing=true", "train.max_steps=3",
+        "train.warmup_steps=0",
+    ]  # fmt: skip
+    recipe = load_recipe(f"tiny_lora_{'fp8' if fp8 else 'bf16'}", overrides)
+    report = train(recipe, out=tmp_path, console=QUIET)
+    assert report.receipt.status == "proven"
+    base = [row for row in report.receipt.layers if row.role == "base"]
+    assert all(row.calls["fprop"] == 2 for row in base)
