@@ -131,7 +131,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any]) -> SFT
             fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",
         )
     compute = config.precision.compute
-    # Every parameter of a causal language model takes part; looking for idle ones costs a traversal.
+    # Every parameter of a causal language model takes part; looking for idle ones costs time.
     settings = {"ddp_find_unused_parameters": False, **settings}
     try:
         return SFTConfig(

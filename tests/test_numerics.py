@@ -137,7 +137,7 @@ def test_emulation_equals_torchao(scaling, fmt, frozen) -> None:
 @pytest.mark.parametrize("fmt", ["hybrid", "e4m3", "e5m2"])
 @pytest.mark.parametrize("scaling", ["delayed", "tensorwise", "rowwise"])
 def test_error_against_float32_is_that_of_the_format(scaling, fmt) -> None:
-    """An FP8 layer is wrong by a few percent: not by less (it is FP8), not by more (it is right)."""
+    """An FP8 layer is wrong by some percent: not by less (it is FP8), nor by more (it is right)."""
     torch.manual_seed(0)
     linear = nn.Linear(64, 48, bias=False)
     x = torch.randn(48, 64)

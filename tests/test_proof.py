@@ -141,7 +141,7 @@ def test_fp16_and_doubled_recipes_are_refused(setup_backend) -> None:
 
 
 def test_no_gpu_and_no_emulation_is_an_error() -> None:
-    with pytest.raises(PrecisionError, match="precision.emulation=allow"):
+    with pytest.raises(PrecisionError, match=r"precision\.emulation=allow"):
         setup_fp8_mixed_precision_training()
 
 

@@ -86,7 +86,7 @@ def test_every_recipe_is_one_of_a_pair():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
-    config = load_recipe(name).config
+    config = load_recipe(name, ["~train.fsdp", "~train.fsdp_config"]).config  # needs GPUs
     args = sft_config(config, tmp_path, {})
     for key in ("learning_rate", "max_length", "per_device_train_batch_size", "seed"):
         assert getattr(args, key) == config.train[key]
