@@ -43,6 +43,9 @@ LIBRARIES = (
     "triton",
 )
 
+AUTOCAST = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}
+"""What Accelerate's mixed precision shall be: around FP8 GEMMs everything runs in BF16."""
+
 
 class Session:
     """One precision in force, from `install` to `uninstall`.
@@ -71,11 +74,10 @@ class Session:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        if self.precision.compute == "fp8":
-            # A notebook may have trained without mixed precision before: that choice is remembered
-            # in a process-wide state, which would refuse BF16.
-            AcceleratorState._reset_state()
-            self._patch(Accelerator, "__init__", self._make_init)
+        # A notebook may have trained in another precision before: that choice is remembered in a
+        # process-wide state, which would refuse this one.
+        AcceleratorState._reset_state()
+        self._patch(Accelerator, "__init__", self._make_init)
         self._patch(Accelerator, "prepare", self._make_prepare)
 
     def uninstall(self) -> None:
@@ -101,7 +103,7 @@ class Session:
         def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(accelerator, *args, **kwargs).arguments
             session._refuse_conflicts(given)
-            given["mixed_precision"] = "bf16"
+            given["mixed_precision"] = AUTOCAST[session.precision.compute]
             del given["self"]
             original(accelerator, **given)
             session._accelerators.add(accelerator)
@@ -109,7 +111,7 @@ class Session:
         return init
 
     def _refuse_conflicts(self, given: dict[str, Any]) -> None:
-        if str(given.get("mixed_precision")) == "fp16":
+        if self.precision.compute == "fp8" and str(given.get("mixed_precision")) == "fp16":
             raise PrecisionError(
                 "FP8 was set up, and this trainer asks for FP16",
                 where="fp16=True or mixed_precision='fp16'",
@@ -141,9 +143,9 @@ class Session:
         return prepare
 
     def _check_order(self, accelerator: Any) -> None:
-        if self.precision.compute == "fp8" and accelerator not in self._accelerators:
+        if accelerator not in self._accelerators:
             raise OrderError(
-                "this trainer was built before FP8 was set up",
+                f"this trainer was built before {self.resolution.asked.compute.upper()} was set up",
                 where="Trainer() or Accelerator() came before setup_fp8_mixed_precision_training()",
                 why="its Accelerator was made for another precision; it would train in BF16",
                 fix="call setup_fp8_mixed_precision_training() first, then build the trainer",

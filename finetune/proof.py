@@ -149,24 +149,25 @@ class Proof:
         self.flop_share = dict(sorted(shares.items()))
         self.layers = self._layer_receipts(witness)
         plan = self.conversion.plan
+        asked = plan.precision.compute
         self.status = "not proven: weights have not been seen to move"
-        if plan.precision.compute != "fp8":
-            return
-        planned = {layer.name for layer in plan.fp8_layers}
-        high = [
+        planned = {x.name for x in plan.layers if x.compute == asked and x.role == "base"}
+        other = [
             f"{row.name} {gemm}={getattr(row, gemm)}"
             for row in self.layers
             if row.name in planned
             for gemm in GEMMS
-            if getattr(row, gemm) not in ("fp8", "none")
+            if getattr(row, gemm) not in (asked, "none")
         ]
-        if high or not shares.get("fp8"):
+        if other or not shares.get(asked):
             self._fail(
-                "FP8 was asked and did not run",
-                where=", ".join(high[:6]) or "all layers",
-                why=f"of the matmul FLOPs of the first step {shares.get('fp8', 0):.1%} ran in FP8",
+                f"{asked.upper()} was asked and did not run",
+                where=", ".join(other[:6]) or "all layers",
+                why=f"of the matmul FLOPs of the first step {shares.get(asked, 0):.1%} ran in "
+                f"{asked.upper()}",
                 fix="look at the plan with `python -m finetune validate RECIPE`; a layer called "
-                "outside the model's forward, or replaced after preparation, is not converted",
+                "outside the model's forward, or replaced after preparation, is not converted"
+                + ("; FP32 needs model.dtype=float32" if asked == "fp32" else ""),
             )
 
     def _layer_receipts(self, witness: Witness) -> list[LayerReceipt]:

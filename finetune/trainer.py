@@ -21,6 +21,7 @@ from finetune.config import RunConfig
 from finetune.data import Rows, load_data
 from finetune.device import Device, resolve, this_device
 from finetune.errors import ConfigError, PrecisionError
+from finetune.extras import check_extras
 from finetune.memory import MemoryBound, advice, bound, check_fits, shards_of, why_too_small
 from finetune.model import load_model, load_tokenizer, lora_config, sketch
 from finetune.receipt import Receipt
@@ -85,7 +86,9 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Memo
     Raises:
         PrecisionError: the precision cannot be had here.
         MemoryShortError: weights, gradients and optimizer alone exceed the memory.
+        MissingExtraError: a setting's optional library is not installed.
     """
+    check_extras(config)
     need = bound(sketch(config), config.train, shards=shards_of(config, processes()))
     try:
         resolve(config.precision, device)

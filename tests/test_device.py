@@ -248,14 +248,24 @@ def test_no_fallback_where_fp8_can_be_had():
     assert (resolution.precision.compute, resolution.fallback) == ("fp8", "")
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
-@named([H100, CPU])
+@pytest.mark.parametrize(
+    ("device", "compute"),
+    [(H100, "bf16"), (V100, "fp16"), (H100, "fp32"), (CPU, "bf16"), (CPU, "fp32")],
+    ids=lambda value: value.kind if isinstance(value, Device) else value,
+)
 def test_other_precisions_resolve_to_themselves(device, compute):
     precision = PrecisionConfig(compute=compute)
     resolution = resolve(precision, device)
     assert resolution.precision == resolution.asked == precision
     assert resolution.label == compute.upper()
     assert not resolution.fallback
+
+
+def test_fp16_on_a_cpu_is_refused_since_it_would_be_fp32():
+    with pytest.raises(PrecisionError, match="FP16 training was asked on a CPU") as caught:
+        resolve(PrecisionConfig(compute="fp16"), CPU)
+    assert caught.value.where == "precision.compute=fp16"
+    assert "precision.compute=bf16" in caught.value.fix
 
 
 # ---------------------------------------------------------------------------------------- doctor

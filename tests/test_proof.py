@@ -155,7 +155,7 @@ def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
         step(accelerator, model, optimizer, seed)
     precision = get_receipt().precision
     assert precision["asked"] == "fp8"
-    assert precision["ran"] != "fp8"
+    assert precision["ran"] == "bf16"
     assert "BF16 will run" in precision["fallback"]
 
 
@@ -231,3 +231,30 @@ def test_witness_counts_three_gemms_a_layer(make_llama, tokens) -> None:
             assert counted[layer.name, gemm] == 1
     n, k = plain.layers[0].shape
     assert witness.seen[plain.layers[0].name, "fprop", "fp32"].flops == 2 * tokens * n * k
+
+
+def test_other_precisions_are_proven_too(make_llama) -> None:
+    """FP32 asked of BF16 weights would run in BF16: that is an error as well."""
+    from accelerate import Accelerator
+
+    from finetune import hook
+
+    def run(model):
+        hook.install(PrecisionConfig(compute="fp32"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for seed in range(2):
+            step(accelerator, model, optimizer, seed)
+
+    run(make_llama())
+    assert get_receipt().precision["ran"] == "fp32"
+    with pytest.raises(ProofError, match=r"FP32 was asked and did not run[\s\S]*model.dtype"):
+        run(make_llama().bfloat16())
+
+
+def test_fp16_on_a_cpu_is_refused() -> None:
+    from finetune import hook
+
+    with pytest.raises(PrecisionError, match="FP16 training was asked on a CPU"):
+        hook.install(PrecisionConfig(compute="fp16"))

@@ -145,3 +145,68 @@ def test_packing_and_checkpointing(fp8, tmp_path) -> None:
     assert report.receipt.status == "proven"
     base = [row for row in report.receipt.layers if row.role == "base"]
     assert all(row.calls["fprop"] == 2 for row in base)
+
+
+@pytest.mark.parametrize(
+    ("setting", "module", "extra"),
+    [
+        ("train.report_to=wandb", "wandb", "tracking"),
+        ("train.report_to=[tensorboard]", "tensorboard", "tracking"),
+        ("train.optim=adamw_8bit", "bitsandbytes", "bnb"),
+        ("train.optim=paged_adamw_8bit", "bitsandbytes", "bnb"),
+        ("train.use_liger_kernel=true", "liger_kernel", "liger"),
+    ],
+)
+def test_missing_extra(setting, module, extra, tmp_path, monkeypatch) -> None:
+    import importlib.util
+
+    from finetune.errors import MissingExtraError
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a)
+    )
+    with pytest.raises(MissingExtraError, match=rf"pip install 'fp8-finetune\[{extra}\]'"):
+        train(load_recipe("tiny_lora_bf16", [setting]), out=tmp_path, console=QUIET)
+    assert not list(tmp_path.iterdir()), "nothing was written"
+
+
+def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
+    import io
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    recipe = load_recipe("tiny_lora_fp8", ["train.max_steps=4", "train.logging_steps=1"])
+    train(recipe, out=tmp_path, console=console)
+    shown = screen.getvalue()
+    assert "step 4/4" in shown
+    assert "FP8 emulated/delayed" in shown
+    assert "tok/s" in shown
+
+
+def test_first_interrupt_saves_and_stops(tmp_path, monkeypatch) -> None:
+    """Ctrl-C in step 3: the step ends, a checkpoint is there, and the run goes on from it."""
+    import os
+    import signal
+
+    from finetune import callbacks
+
+    plain = callbacks.MetricsWriter.on_log
+
+    def on_log(self, args, state, control, **kwargs):
+        plain(self, args, state, control, **kwargs)
+        if state.global_step == 3 and not kwargs["logs"].get("eval_loss"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(callbacks.MetricsWriter, "on_log", on_log)
+    overrides = ["train.max_steps=8", "train.logging_steps=1", "train.warmup_steps=0"]
+    report = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    assert report.interrupted
+    assert (report.folder / "receipt.json").is_file()
+    (checkpoint,) = (report.folder / "checkpoints").glob("checkpoint-*")
+    monkeypatch.undo()
+    overrides.append(f"train.resume_from_checkpoint={report.folder}")
+    resumed = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    assert not resumed.interrupted
+    first = json.loads((resumed.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == int(checkpoint.name.rpartition("-")[2]) + 1

@@ -64,7 +64,7 @@ def ratio_of_steps(steps: int, hidden: int, layers: int) -> list[float]:
     convert_to_float8_training(
         by_hand_model,
         config=ao_config(precision, emulate=cpu),
-        module_filter_fn=lambda module, name: name != "lm_head",
+        module_filter_fn=lambda _, name: name != "lm_head",
     )
     by_hand = stepper(Accelerator(mixed_precision="bf16", cpu=cpu), by_hand_model)
     accelerator = setup_fp8_mixed_precision_training(
