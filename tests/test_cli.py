@@ -277,6 +277,7 @@ RECIPE = (
     ("words", "said"),
     [
         (["tiny_lora_fp9"], ["'tiny_lora_fp9'", "did you mean 'tiny_lora_fp8'?"]),
+        (["--out", "x", "tiny_lora_fp9"], ["'tiny_lora_fp9'", "did you mean 'tiny_lora_fp8'?"]),
         (["validte", "tiny_lora_fp8"], ["validte", "did you mean 'validate'?"]),
         (["doctr"], ["doctr", "did you mean 'doctor'?"]),
         (["nothing.yaml"], ["there is no recipe file 'nothing.yaml'"]),
