@@ -22,8 +22,15 @@ from typer.core import TyperGroup
 
 from finetune import __version__
 from finetune.config import RunConfig
-from finetune.errors import ConfigError, FinetuneError
-from finetune.recipe import Recipe, find_recipe, list_recipes, load_recipe
+from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, nearest
+from finetune.recipe import (
+    Recipe,
+    find_recipe,
+    is_path,
+    list_recipes,
+    load_recipe,
+    read_text,
+)
 
 MISUSE, INTERRUPTED = 2, 130
 # Click's own errors of usage; newer typers carry a click of their own inside.
@@ -36,6 +43,14 @@ class _RecipeOrVerb(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         first = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
         if first is not None and args[first] not in self.commands:
+            word = args[first]
+            if first == 0 and not is_path(word) and word not in list_recipes():
+                hint = nearest(word, [*self.commands, *list_recipes()])
+                raise RecipeNotFoundError(
+                    f"there is no recipe or verb {word!r}" + (f"; {hint}" if hint else ""),
+                    fix="`python -m finetune ls` lists the recipes, --help the verbs; a path to a "
+                    "YAML file works too",
+                )
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -69,8 +84,6 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         Console(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # `finetune ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_error(error: FinetuneError) -> None:
@@ -207,7 +220,7 @@ def cat(
         else:
             sys.stdout.write(checked.to_yaml())
     else:
-        sys.stdout.write(find_recipe(recipe).read_text(encoding="utf-8"))
+        sys.stdout.write(read_text(find_recipe(recipe)))
 
 
 @app.command("cp")
@@ -227,7 +240,7 @@ def cp(
         )
     if not target.parent.is_dir():
         raise ConfigError(f"there is no folder {str(target.parent)!r}", where=str(target.resolve()))
-    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    target.write_text(read_text(source), encoding="utf-8")
     print(f"{target}\nrun it: python -m finetune {_as_argument(target)}")
 
 

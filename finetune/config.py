@@ -23,7 +23,7 @@ BUILTIN = "builtin:"
 class Section(BaseModel):
     """A frozen block of a recipe in which an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class ModelConfig(Section):
@@ -41,6 +41,11 @@ class ModelConfig(Section):
     )
     attention: str | None = Field(
         default=None, description="attention implementation (`sdpa`, `flash_attention_2`, `eager`)"
+    )
+    pad_token: str | None = Field(
+        default=None,
+        description="padding token of the tokenizer; one that is not its end-of-text token keeps "
+        "models from learning never to stop",
     )
     revision: str | None = Field(default=None, description="hub revision (branch, tag or commit)")
     trust_remote_code: bool = Field(

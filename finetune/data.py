@@ -56,17 +56,20 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         DataNotFoundError: no such file or hub data set.
         DataError: no rows, an unknown format, or a malformed row; with file and line.
     """
-    rows = _load(data, data.path, data.split)
+    rows = _load(data, data.path, data.split, "data.path")
     held_out = None
+    _refuse_hub_settings(data)
     if data.eval_path or data.eval_split:
-        held_out = _load(data, data.eval_path, data.eval_split or data.split)
+        held_out = _load(data, data.eval_path, data.eval_split or data.split, "data.eval_path")
     if data.max_rows is not None:
         rows = rows.select(range(min(data.max_rows, len(rows))))
     source = data.path or data.name or ""
     kind, convert = _recognise(rows, bool(tokenizer.chat_template), source)
     rows = _convert(rows, convert, source)
     if held_out is not None:
-        held_out = _convert(held_out, convert, data.eval_path or source)
+        held_source = data.eval_path or source
+        _, convert = _recognise(held_out, bool(tokenizer.chat_template), held_source)
+        held_out = _convert(held_out, convert, held_source)
     elif data.eval_fraction > 0 and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
         split = rows.train_test_split(test_size=count, seed=seed)
@@ -80,6 +83,19 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         on = "the assistant's turns" if settings["assistant_only_loss"] else "every token"
         description += f", loss on {on}"
     return Rows(rows, held_out, description, settings)
+
+
+def _refuse_hub_settings(data: DataConfig) -> None:
+    """Splits and subsets exist on the hub only; with a file they would be ignored silently."""
+    if data.path is None and not str(data.name).startswith(BUILTIN):
+        return
+    for key in ("eval_split", "subset", "split"):
+        if getattr(data, key) != DataConfig.model_fields[key].default:
+            raise DataError(
+                f"data.{key} is about a hub data set, and these rows are a file",
+                where=f"data.{key}",
+                fix=f"~data.{key}; held-out rows come from data.eval_path or data.eval_fraction",
+            )
 
 
 def _can_mask_assistant(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -96,9 +112,9 @@ def _can_mask_assistant(tokenizer: PreTrainedTokenizerBase) -> bool:
 # ------------------------------------------------------------------------------------------- load
 
 
-def _load(data: DataConfig, path: str | None, split: str) -> Dataset:
+def _load(data: DataConfig, path: str | None, split: str, where: str) -> Dataset:
     if path is not None:
-        return _load_file(Path(path).expanduser(), "data.path")
+        return _load_file(Path(path).expanduser(), where)
     assert data.name is not None
     if data.name.startswith(BUILTIN):
         file = ASSETS / "data" / f"{data.name.removeprefix(BUILTIN)}.jsonl"
@@ -136,12 +152,29 @@ def _load_file(path: Path, where: str) -> Dataset:
     if path.stat().st_size == 0:
         raise DataError(f"{path.name} is empty", where=f"{where}: {path}", fix="add rows")
     try:
-        rows = load_dataset(loader, data_files=str(path), split="train")
+        options = _csv_as_text(path) if loader == "csv" else {}
+        rows = load_dataset(loader, data_files=str(path), split="train", **options)
     except (DatasetGenerationError, ValueError, OSError) as error:
+        if "corresponds to no data" in str(error):
+            raise DataError(
+                f"{path.name} has no rows", where=f"{where}: {path}", fix="add rows"
+            ) from None
         raise _unreadable(path, error) from error
     if len(rows) == 0:
         raise DataError(f"{path.name} has no rows", where=f"{where}: {path}", fix="add rows")
     return rows  # pyright: ignore[reportReturnType]
+
+
+def _csv_as_text(path: Path) -> dict[str, Any]:
+    """Options that read every cell as it stands: `007` stays text, and `NA` is not missing."""
+    import csv
+
+    from datasets import Features, Value
+
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header = next(csv.reader(file), [])
+    features = Features({column: Value("string") for column in header})
+    return {"features": features, "keep_default_na": False} if header else {}
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
@@ -221,14 +254,18 @@ class _BadRowError(ValueError):
 def _text(row: dict[str, Any], column: str) -> str:
     value = row[column]
     if not isinstance(value, str) or not value.strip():
-        raise _BadRowError(f"{column!r} is {'empty' if not value else type(value).__name__}")
+        empty = value is None or isinstance(value, str)
+        raise _BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
     return value
 
 
 def _messages(column: str) -> Converter:
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         turns = []
-        for turn in row[column] or ():
+        given = row[column] or ()
+        for turn in given if isinstance(given, list | tuple) else (given,):
+            if not isinstance(turn, dict):
+                raise _BadRowError(f"a turn needs role and content, this one is {turn!r}")
             role = turn.get("role") or SHAREGPT_ROLES.get(turn.get("from", ""), turn.get("from"))
             content = turn.get("content") if turn.get("content") is not None else turn.get("value")
             if not role or not isinstance(content, str):
@@ -244,6 +281,8 @@ def _messages(column: str) -> Converter:
 def _pair(ask: str, answer: str, chat: bool, extra: str | None) -> Converter:
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         if isinstance(row[ask], list):  # TRL's conversational prompt-completion
+            if not row[ask] or not row[answer]:
+                raise _BadRowError(f"{ask if not row[ask] else answer!r} is empty")
             return {"prompt": row[ask], "completion": row[answer]}
         prompt, completion = _text(row, ask), _text(row, answer)
         if extra and row.get(extra):
@@ -270,9 +309,14 @@ def _convert(rows: Dataset, convert: Converter, source: str) -> Dataset:
                 fix="mend or remove that row",
             ) from error
 
-    return rows.map(
-        with_row_number,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        load_from_cache_file=False,
-    )
+    try:
+        return rows.map(
+            with_row_number,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            load_from_cache_file=False,
+        )
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} is not UTF-8 text", where=source, why=str(error), fix="save it as UTF-8"
+        ) from error

@@ -62,8 +62,9 @@ class Device:
     def has_fp8(self) -> Verdict:
         """Whether this device multiplies FP8 in hardware."""
         if self.capability is None or self.is_rocm:
-            what = {"mps": "Apple GPUs", "cpu": "CPUs"}.get(self.kind, f"{self.name} here")
-            return Verdict(False, f"{what} have no FP8 matrix units that these backends can use")
+            kinds = {"mps": "Apple GPUs have", "cpu": "CPUs have"}
+            what = kinds.get(self.kind, f"{self.name} has")
+            return Verdict(False, f"{what} no FP8 matrix units that these backends can use")
         shown = ".".join(map(str, self.capability))
         if self.capability < FP8_CAPABILITY:
             return Verdict(False, f"{self.name} has compute capability {shown}; FP8 needs 8.9")
@@ -205,6 +206,14 @@ class Resolution:
         return f"FP8 {p.backend}/{p.scaling}" if p.compute == "fp8" else p.compute.upper()
 
 
+def _instead_of_fp8(device: Device) -> str:
+    if device.capability is not None and device.capability < (8, 0):  # no BF16 either
+        return INSTEAD_OF_FP8.replace(
+            "BF16 (precision.compute=bf16", "FP16 (precision.compute=fp16"
+        )
+    return INSTEAD_OF_FP8
+
+
 def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
     """Choose the backend, or explain why there is none.
 
@@ -248,5 +257,5 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
         f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
         where=f"precision.backend={precision.backend}",
         why=why,
-        fix=INSTEAD_OF_FP8 if not device.has_fp8 else "change the setting named above",
+        fix=_instead_of_fp8(device) if not device.has_fp8 else "change the setting named above",
     )

@@ -144,17 +144,35 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
 
     Raises:
         ModelNotFoundError: it cannot be loaded, and the weights are pretrained.
+        ConfigError: `model.pad_token` is not in its vocabulary.
     """
     from transformers import AutoTokenizer
 
     source = locate(model)
     try:
-        return AutoTokenizer.from_pretrained(source, revision=model.revision), ""
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
     except (OSError, ValueError) as error:
         if model.weights != "random":
             raise _not_loaded(source, error) from error
+    else:
+        if model.pad_token is not None:
+            _set_pad_token(tokenizer, model.pad_token)
+        return tokenizer, ""
     note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
     return AutoTokenizer.from_pretrained(TINY_LLAMA), note
+
+
+def _set_pad_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary:
+        hint = nearest(token, [t for t in vocabulary if "pad" in t])
+        raise ConfigError(
+            f"the tokenizer has no token {token!r}" + (f"; {hint}" if hint else ""),
+            where="model.pad_token",
+            why="a new token would have no trained embedding",
+            fix="~model.pad_token uses the tokenizer's own",
+        )
+    tokenizer.pad_token = token
 
 
 def lora_config(lora: LoraSection) -> LoraConfig:

@@ -59,6 +59,12 @@ def list_recipes() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
+def is_path(name: str) -> bool:
+    """Whether a recipe argument means a file rather than a shipped recipe."""
+    path = Path(name)
+    return path.suffix in (".yaml", ".yml") or len(path.parts) > 1
+
+
 def find_recipe(name: str) -> Path:
     """The YAML file of a recipe given by name or by path.
 
@@ -66,7 +72,7 @@ def find_recipe(name: str) -> Path:
         RecipeNotFoundError: neither a shipped recipe nor a file; names the nearest.
     """
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+    if is_path(name):
         if path.is_file():
             return path
         raise RecipeNotFoundError(
@@ -104,8 +110,21 @@ class _Text(str):
     """A plain (unquoted) scalar, whose type the field decides. Quoted text stays a `str`."""
 
 
-def _build(node: Any, at: Path_, lines: dict[Path_, int], file: str) -> Any:
+def _build(
+    node: Any,
+    at: Path_,
+    lines: dict[Path_, int],
+    file: str,
+    above: tuple[Any, ...] = (),
+) -> Any:
     lines[at] = node.start_mark.line + 1
+    if any(node is parent for parent in above):
+        raise ConfigError(
+            f"{'.'.join(at)} contains itself",
+            where=f"{file}:{lines[at]}",
+            fix="write the values out instead of the alias",
+        )
+    above = (*above, node)
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -117,14 +136,32 @@ def _build(node: Any, at: Path_, lines: dict[Path_, int], file: str) -> Any:
                     why="only one of the two values would be used",
                     fix="remove one of them",
                 )
-            result[key] = _build(value_node, (*at, key), lines, file)
+            result[key] = _build(value_node, (*at, key), lines, file, above)
             lines[(*at, key)] = key_node.start_mark.line + 1
         return result
     if isinstance(node, yaml.SequenceNode):
-        return [_build(item, (*at, str(i)), lines, file) for i, item in enumerate(node.value)]
+        return [
+            _build(item, (*at, str(i)), lines, file, above) for i, item in enumerate(node.value)
+        ]
     if node.tag == "tag:yaml.org,2002:null":
         return None
     return str(node.value) if node.style else _Text(node.value)
+
+
+def read_text(source: Path) -> str:
+    """The text of a recipe file.
+
+    Raises:
+        ConfigError: the file is not UTF-8; with file and line.
+    """
+    content = source.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            "the recipe is not UTF-8 text", where=f"{_shown(source)}:{line}", fix="save it as UTF-8"
+        ) from None
 
 
 def parse_yaml(text: str, file: str) -> tuple[Any, dict[Path_, int]]:
@@ -176,7 +213,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 fix=f"sections are {', '.join(SECTIONS)}",
             )
         parsed = parse_yaml(value, f"override {item!r}")[0] if equals else None
-        if equals and value and parsed == {}:
+        if equals and value and parsed == {} and not value.lstrip().startswith("{"):
             parsed = value
         _set(data, path, None if value in ("", "null", "~") else parsed, remove=not equals)
     _replace_data_source(data, overrides)
@@ -229,7 +266,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     """
     source = find_recipe(name)
     file = _shown(source)
-    data, lines = parse_yaml(source.read_text(encoding="utf-8"), file)
+    data, lines = parse_yaml(read_text(source), file)
     if not isinstance(data, dict):
         raise ConfigError(
             "a recipe is a mapping of sections", where=file, fix=f"start from {', '.join(SECTIONS)}"
@@ -252,7 +289,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     except ValidationError as error:
         raise _first_problem(error, where) from None
     train = convert_train(config.train, where) if check_train else config.train
-    name = source.stem if source.name != "config.yaml" else _run_name(source)
+    name = _run_name(source) if (source.parent / "receipt.json").is_file() else source.stem
     return Recipe(name, source, config.model_copy(update={"train": train}))
 
 
@@ -279,9 +316,11 @@ def _section_fields(at: Path_) -> Iterable[str]:
 
 
 def _first_problem(error: ValidationError, where: Any) -> ConfigError:
-    first = error.errors()[0]
+    problems = error.errors()
+    # A misspelt key comes before the complaint that the right one is missing.
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     at = tuple(str(part) for part in first["loc"])
-    dotted = ".".join(at)
+    dotted = ".".join(at[:2])  # what follows are list indices and members of unions
     if first["type"] == "extra_forbidden":
         known = list(_section_fields(at[:-1]))
         hint = nearest(at[-1], known)
@@ -363,17 +402,24 @@ def _scalar(value: Any) -> Any:
         return value == "true"
     for kind in (int, float):
         try:
-            return kind(value)
+            return kind(_SPECIAL.get(value, value))
         except ValueError:
             continue
     return str(value)
 
 
+_SPECIAL = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+"""How YAML writes what Python's float reads."""
+
+
 def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
-    if not isinstance(value, str) or not isinstance(value, _Text):
-        return value
     kinds = _members(annotation)
-    text = str(value)
+    if not isinstance(value, _Text):
+        if value is not None and type(value) not in kinds:
+            names = " or ".join(sorted(k.__name__ for k in kinds & _YAML_KINDS))
+            raise ConfigError(f"train.{key} must be {names}, not {value!r}", where=where)
+        return value
+    text = _SPECIAL.get(value, str(value)) if float in kinds else str(value)
     if text in ("true", "false") and bool not in kinds:
         return text == "true"  # fields such as `fsdp: str | None` take a truth value too
     if str in kinds and not kinds & {int, float, bool}:
@@ -390,15 +436,39 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
     raise ConfigError(f"train.{key} must be {names}, not {text!r}", where=where)
 
 
+_YAML_KINDS = {bool, int, float, str, list, dict}
+
+
 def _members(annotation: Any) -> set[type]:
     args = getattr(annotation, "__args__", None)
-    if args and getattr(annotation, "__origin__", None) not in (list, dict, tuple):
+    origin = getattr(annotation, "__origin__", None)
+    if origin in (list, dict, tuple):
+        return {origin}
+    if args:
         return set().union(*(_members(a) for a in args))
     return {annotation} if isinstance(annotation, type) else set()
 
 
 def dump_yaml(config: RunConfig) -> str:
     """A configuration as YAML that reads back equal (see `parse_yaml` for how text is kept)."""
-    return yaml.safe_dump(
-        config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
+    return yaml.dump(
+        config.model_dump(mode="json"),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=100,
     )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_scalar` would read as a number: YAML 1.1 leaves `2e-5` and `09` plain."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # Double quotes also escape the line breaks that other styles would fold into spaces.
+    plain = isinstance(_scalar(_Text(text)), str) and not re.search("[\r\x85\u2028\u2029]", text)
+    style = None if plain else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)

@@ -195,7 +195,14 @@ def train(
     args = sft_config(config, folder, rows.settings)
     resume = _resume_folder(config)
     if main_process:
-        folder.mkdir(parents=True)
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {str(folder)!r} cannot be made: {error.strerror}",
+                where=f"--out {out}",
+                fix="choose another folder with --out",
+            ) from None
         (folder / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     console.print(f"[bold]{recipe.name}[/] -> {folder}", highlight=False)
     console.print(f"data: {rows.description}", highlight=False)

@@ -423,3 +423,7 @@ def test_a_hub_split_of_a_file_is_refused_rather_than_training_rows_held_out(loa
     write("rows.jsonl", [MESSAGES])
     with pytest.raises(ValueError, match="eval_split"):
         load(**source, eval_split="test")
+    with pytest.raises(ValueError, match="subset is about a hub data set"):
+        load(**source, subset="main")
+    with pytest.raises(ValueError, match="split is about a hub data set"):
+        load(**source, split="test")

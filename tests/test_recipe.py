@@ -126,7 +126,9 @@ def test_the_config_of_a_run_folder_keeps_the_name_of_its_recipe(tmp_path):
     folder = tmp_path / "runs" / "tiny_full_fp8" / "20260101-000000-abcd"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(BASE, encoding="utf-8")
-    assert load_recipe(str(folder / "config.yaml")).name == "tiny_full_fp8"
+    assert load_recipe(str(folder / "config.yaml")).name == "config", "a file of that name"
+    (folder / "receipt.json").write_text("{}", encoding="utf-8")
+    assert load_recipe(str(folder / "config.yaml")).name == "tiny_full_fp8", "a run folder's"
 
 
 # ------------------------------------------------------------------------------- how values read

@@ -28,7 +28,7 @@ SMALL = (
     "train.save_strategy=no",
     "~train.fsdp",
     "~train.fsdp_config",
-    "~train.pad_token",
+    "~model.pad_token",
     "~data.eval_split",
 )
 
