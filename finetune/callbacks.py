@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from finetune.hook import Session
+from finetune.session import Session
 
 SCALING_STATE = "fp8_scaling.safetensors"
 

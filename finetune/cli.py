@@ -23,14 +23,8 @@ from typer.core import TyperGroup
 from finetune import __version__
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, nearest
-from finetune.recipe import (
-    Recipe,
-    find_recipe,
-    is_path,
-    list_recipes,
-    load_recipe,
-    read_text,
-)
+from finetune.plain_yaml import read_text
+from finetune.recipe import Recipe, find_recipe, is_path, list_recipes, load_recipe
 
 MISUSE, INTERRUPTED = 2, 130
 # Click's own errors of usage; newer typers carry a click of their own inside.
@@ -256,7 +250,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     from finetune.memory import bound, shards_of, why_too_small
     from finetune.model import sketch
     from finetune.precision.planner import plan
-    from finetune.trainer import processes
+    from finetune.preflight import processes
 
     config, device = checked.config, this_device()
     model = sketch(config)

@@ -23,7 +23,7 @@ from finetune.device import (
     version,
 )
 from finetune.errors import FinetuneError
-from finetune.hook import LIBRARIES
+from finetune.session import LIBRARIES
 
 COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
     ("te", "delayed"),

@@ -1,277 +1,19 @@
 """The helper: Accelerate, and so `Trainer`, `SFTTrainer` or a hand-written loop, trains in FP8.
 
-Accelerate's own FP8 path is not used at all (what it does is told in FP8_FINDINGS.md). Instead the
-accelerator runs in BF16 mixed precision, which is what everything outside FP8 GEMMs shall have,
-and `Accelerator.prepare` first converts the model by our plan. Two methods of `Accelerator` are
-patched while a session is active; the receipt lists them and `teardown` takes them away.
+Three functions for a user's own script; what they put in force is a `finetune.session.Session`.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import platform
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import nn
-
+from finetune import session
 from finetune.config import Fp8Format, PrecisionConfig, Scaling
-from finetune.device import Device, Resolution, resolve, this_device, version
-from finetune.errors import OrderError, PrecisionError
-from finetune.precision import convert
-from finetune.precision.planner import iter_linears, plan, refuse_quantised
-from finetune.proof import Proof, named_trainable
 from finetune.receipt import Receipt
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "trl",
-    "peft",
-    "accelerate",
-    "datasets",
-    "torchao",
-    "transformer-engine",
-    "bitsandbytes",
-    "liger-kernel",
-    "triton",
-)
-
-AUTOCAST = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}
-"""What Accelerate's mixed precision shall be: around FP8 GEMMs everything runs in BF16."""
-
-
-class Session:
-    """One precision in force, from `install` to `uninstall`.
-
-    Attributes:
-        resolution: the concrete precision and why.
-        conversions: the models that were prepared under it.
-        proofs: one for each of them that trains.
-        patches: dotted names of what is patched.
-    """
-
-    def __init__(self, resolution: Resolution, device: Device) -> None:
-        self.resolution, self.device = resolution, device
-        self.precision = resolution.precision
-        self.conversions: list[convert.Conversion] = []
-        self.proofs: list[Proof] = []
-        self.patches: list[str] = []
-        self.compiled = "off"
-        self._accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._undo: list[Callable[[], None]] = []
-
-    # ------------------------------------------------------------------------------------ patches
-
-    def install(self) -> None:
-        """Patch `Accelerator` so that what is prepared from now on follows this session."""
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
-
-        # A notebook may have trained in another precision before: that choice is remembered in a
-        # process-wide state, which would refuse this one.
-        AcceleratorState._reset_state()
-        self._patch(Accelerator, "__init__", self._make_init)
-        self._patch(Accelerator, "prepare", self._make_prepare)
-
-    def uninstall(self) -> None:
-        """Take patches away and give every model its plain layers back."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self.patches.clear()
-        for proof in self.proofs:
-            proof.close()
-        for conversion in self.conversions:
-            conversion.revert()
-
-    def _patch(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(make(original)))
-        self._undo.append(lambda: setattr(owner, name, original))
-        self.patches.append(f"{owner.__module__}.{owner.__qualname__}.{name}")
-
-    def _make_init(self, original: Any) -> Any:
-        session, signature = self, inspect.signature(original)
-
-        def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-            given = signature.bind(accelerator, *args, **kwargs).arguments
-            session._refuse_conflicts(given)
-            given["mixed_precision"] = AUTOCAST[session.precision.compute]
-            del given["self"]
-            original(accelerator, **given)
-            session._accelerators.add(accelerator)
-
-        return init
-
-    def _refuse_conflicts(self, given: dict[str, Any]) -> None:
-        if self.precision.compute == "fp8" and str(given.get("mixed_precision")) == "fp16":
-            raise PrecisionError(
-                "FP8 was set up, and this trainer asks for FP16",
-                where="fp16=True or mixed_precision='fp16'",
-                why="FP8 training keeps everything else in BF16; FP16 needs loss scaling, which "
-                "delayed and current FP8 scales would see as exploding gradients",
-                fix="leave fp16 out, or call teardown_fp8_mixed_precision_training() first",
-            )
-        names = {type(handler).__name__ for handler in given.get("kwargs_handlers") or ()}
-        clash = names & {"TERecipeKwargs", "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs"}
-        if clash:
-            raise PrecisionError(
-                "FP8 was set up twice: by the helper and by Accelerate's own recipe handlers",
-                where=f"kwargs_handlers={sorted(clash)}",
-                why="both would convert the model",
-                fix="pass those settings to setup_fp8_mixed_precision_training instead",
-            )
-
-    def _make_prepare(self, original: Any) -> Any:
-        session = self
-
-        def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-            models = [a for a in args if isinstance(a, nn.Module) and _has_linears(a)]
-            if models:
-                session._check_order(accelerator)
-            for model in models:
-                session.prepare_model(model)
-            return original(accelerator, *args, **kwargs)
-
-        return prepare
-
-    def _check_order(self, accelerator: Any) -> None:
-        if accelerator not in self._accelerators:
-            raise OrderError(
-                f"this trainer was built before {self.resolution.asked.compute.upper()} was set up",
-                where="Trainer() or Accelerator() came before setup_fp8_mixed_precision_training()",
-                why="its Accelerator was made for another precision; it would train in BF16",
-                fix="call setup_fp8_mixed_precision_training() first, then build the trainer",
-            )
-        if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "MEGATRON_LM"):
-            raise PrecisionError(
-                "FP8 with DeepSpeed or Megatron-LM is not supported",
-                where=f"distributed_type={accelerator.distributed_type}",
-                why="their engines replace forward and optimizer, past what can be proven here",
-                fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
-            )
-
-    # -------------------------------------------------------------------------------- preparation
-
-    def prepare_model(self, model: nn.Module) -> convert.Conversion:
-        """Plan and convert `model` (once a session), and start its proof if it trains."""
-        known = convert.conversion_of(model)
-        if known is not None and known in self.conversions:
-            return known
-        if self.precision.compute == "fp8":
-            refuse_quantised(model)
-        before = {name: p.numel() for name, p in named_trainable(model).items()}
-        the_plan = plan(model, self.precision)
-        conversion = convert.apply(model, the_plan, hardware=bool(self.device.has_fp8))
-        self.conversions.append(conversion)
-        if before:
-            self.proofs.append(Proof(conversion, before, lambda: self._compile(conversion)))
-        else:
-            self._compile(conversion)
-        return conversion
-
-    def _compile(self, conversion: convert.Conversion) -> None:
-        wanted, backend = self.precision.compile, self.precision.backend
-        on_gpu = self.device.kind == "cuda"
-        casts_unfused = self.precision.compute == "fp8" and backend == "torchao" and on_gpu
-        if wanted == "off":
-            slow = "; casts are not fused, slower than BF16" if casts_unfused else ""
-            self.compiled = f"off: asked{slow}"
-        elif wanted == "auto" and not casts_unfused:
-            self.compiled = "off: only torchao on a GPU needs it"
-        elif count := conversion.compile_layers():
-            self.compiled = f"on: {count} decoder layers, after the witnessed step"
-        else:
-            self.compiled = "off: no decoder layers found to compile"
-
-    # ------------------------------------------------------------------------------------ receipt
-
-    def receipt(self) -> Receipt:
-        """The receipt of the model that trains (the last one prepared)."""
-        r, p = self.resolution, self.precision
-        proof = self.proofs[-1] if self.proofs else None
-        conversion = proof.conversion if proof else None
-        share = dict(proof.flop_share) if proof else {}
-        backend = conversion.backend if conversion else None
-        ran = "fp8" if share.get("fp8") else max(share, key=lambda k: share[k], default="nothing")
-        return Receipt(
-            status=proof.status if proof else "not proven: nothing was trained",
-            precision={
-                "asked": r.asked.compute,
-                "ran": ran,
-                "backend": p.backend if p.compute == "fp8" else "",
-                "scaling": p.scaling if p.compute == "fp8" else "",
-                "format": p.fp8_format if p.compute == "fp8" else "",
-                "effective": backend.effective() if backend else {},
-                "reason": r.reason,
-                "fallback": r.fallback,
-                "compile": self.compiled,
-                "evaluation": p.eval if p.compute == "fp8" else "high",
-            },
-            fp8_flop_share=share.get("fp8", 0.0),
-            flop_share=share,
-            trainable=dict(proof.trainable) if proof else {},
-            layers=proof.layers if proof else [],
-            environment=self._environment(),
-        )
-
-    def _environment(self) -> dict[str, Any]:
-        import torch.distributed as dist
-
-        d = self.device
-        return {
-            "versions": {"python": platform.python_version()}
-            | {name: v for name in LIBRARIES if (v := version(name))},
-            "device": {
-                "kind": d.kind,
-                "name": d.name,
-                "capability": ".".join(map(str, d.capability)) if d.capability else None,
-                "memory_gib": round(d.memory_gib, 1),
-            },
-            "processes": dist.get_world_size() if dist.is_initialized() else 1,
-            "seed": torch.initial_seed(),
-            "patches": list(self.patches),
-        }
-
-
-_session: Session | None = None
-
-
-def _has_linears(module: nn.Module) -> bool:
-    return next(iter(iter_linears(module)), None) is not None
-
-
-def install(precision: PrecisionConfig) -> Session:
-    """Put a precision in force for everything prepared by Accelerate from now on.
-
-    A second call replaces the first. Used by the helper and by `finetune.trainer` alike.
-
-    Raises:
-        PrecisionError: it cannot be had on this machine.
-    """
-    global _session
-    device = this_device()
-    resolution = resolve(precision, device)
-    uninstall()
-    session = Session(resolution, device)
-    session.install()
-    _session = session
-    return session
-
-
-def uninstall() -> None:
-    """End the session in force, if any."""
-    global _session
-    if _session is not None:
-        _session.uninstall()
-        _session = None
 
 
 def setup_fp8_mixed_precision_training(
@@ -360,17 +102,17 @@ def setup_fp8_mixed_precision_training(
             f"{name}: {first['msg']}" if name else first["msg"].removeprefix("Value error, "),
             where="setup_fp8_mixed_precision_training(...)",
         ) from None
-    session = install(precision)
-    if session.resolution.fallback:
+    resolution = session.install(precision).resolution
+    if resolution.fallback:
         import warnings
 
-        warnings.warn(session.resolution.fallback, stacklevel=2)
+        warnings.warn(resolution.fallback, stacklevel=2)
     return Accelerator(**accelerator_kwargs)
 
 
 def teardown_fp8_mixed_precision_training() -> None:
     """Undo the helper: patches away, converted models plain again. Harmless when not set up."""
-    uninstall()
+    session.uninstall()
 
 
 def get_receipt() -> Receipt:
@@ -379,9 +121,4 @@ def get_receipt() -> Receipt:
     Raises:
         OrderError: no session is in force.
     """
-    if _session is None:
-        raise OrderError(
-            "there is no receipt: FP8 was not set up, or already torn down",
-            fix="call setup_fp8_mixed_precision_training() and train; ask before teardown",
-        )
-    return _session.receipt()
+    return session.current().receipt()

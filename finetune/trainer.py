@@ -16,29 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from finetune import hook
+from finetune import session
 from finetune.config import RunConfig
-from finetune.data import Rows, load_data
-from finetune.device import Device, resolve, this_device
-from finetune.errors import ConfigError, PrecisionError
-from finetune.extras import check_extras
-from finetune.memory import MemoryBound, advice, bound, check_fits, shards_of, why_too_small
-from finetune.model import load_model, load_tokenizer, lora_config, sketch
+from finetune.data import load_data
+from finetune.device import this_device
+from finetune.errors import ConfigError
+from finetune.model import load_model, load_tokenizer, lora_config
+from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe
+from finetune.samples import Sample, answer, prompts_of
+from finetune.session import Session
 
 if TYPE_CHECKING:
     from trl import SFTConfig
 
     from finetune.callbacks import MetricsWriter
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and what the trained model says to it (greedy)."""
-
-    prompt: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -73,38 +66,6 @@ class RunReport:
         values = asdict(self) | {"folder": str(self.folder)}
         del values["receipt"]
         return json.dumps(values | {"status": self.receipt.status}, indent=1)
-
-
-def processes() -> int:
-    """Processes of this run, as torchrun and accelerate launch set it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def preflight(config: RunConfig, device: Device, *, force: bool = False) -> MemoryBound:
-    """Refuse what cannot work, before anything is loaded.
-
-    Raises:
-        PrecisionError: the precision cannot be had here.
-        MemoryShortError: weights, gradients and optimizer alone exceed the memory.
-        MissingExtraError: a setting's optional library is not installed.
-    """
-    check_extras(config)
-    need = bound(sketch(config), config.train, shards=shards_of(config, processes()))
-    try:
-        resolve(config.precision, device)
-    except PrecisionError as error:
-        short = why_too_small(config, need, device)
-        if not short:
-            raise
-        raise type(error)(
-            error.what,
-            where=error.where,
-            why=f"{error.why}. Besides, {short}",
-            fix=f"an FP8 GPU with enough memory; or here: {advice(config)}",
-        ) from None
-    if not force:
-        check_fits(config, need, device)
-    return need
 
 
 def new_run_folder(out: Path, name: str) -> Path:
@@ -209,8 +170,8 @@ def train(
     if note:
         console.print(f"[yellow]! {note}[/]")
 
-    with _session(config, console) as session:
-        metrics = MetricsWriter(folder / "metrics.jsonl", session.resolution.label)
+    with _session(config, console) as running:
+        metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
         _seed(args.seed)
         model = load_model(config.model)
@@ -221,7 +182,7 @@ def train(
             eval_dataset=rows.eval,
             processing_class=tokenizer,
             peft_config=lora_config(config.lora) if config.lora else None,
-            callbacks=[metrics, bar, stop, ScalingStateKeeper(session, resume)],
+            callbacks=[metrics, bar, stop, ScalingStateKeeper(running, resume)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
@@ -237,7 +198,7 @@ def train(
             interrupted = True
         finally:
             bar.close()
-            receipt = session.receipt()
+            receipt = running.receipt()
             receipt.run = {"name": recipe.name, "folder": str(folder)}
             if main_process:
                 receipt.save(folder / "receipt.json")
@@ -248,7 +209,7 @@ def train(
         if not interrupted and main_process and not config.train.get("fsdp"):
             unwrapped = trainer.accelerator.unwrap_model(trainer.model)
             assert isinstance(unwrapped, (PeftModel, type(model)))
-            samples = answer(unwrapped, tokenizer, _prompts(config, rows))
+            samples = answer(unwrapped, tokenizer, prompts_of(config, rows))
 
     losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
     report = RunReport(
@@ -269,14 +230,14 @@ def train(
 
 
 @contextlib.contextmanager
-def _session(config: RunConfig, console: Console) -> Iterator[hook.Session]:
-    session = hook.install(config.precision)
+def _session(config: RunConfig, console: Console) -> Iterator[Session]:
+    installed = session.install(config.precision)
     try:
-        if session.resolution.fallback:
-            console.print(f"[bold red]! {session.resolution.fallback}[/]", highlight=False)
-        yield session
+        if installed.resolution.fallback:
+            console.print(f"[bold red]! {installed.resolution.fallback}[/]", highlight=False)
+        yield installed
     finally:
-        hook.uninstall()
+        session.uninstall()
 
 
 def _seed(seed: int) -> None:
@@ -307,48 +268,3 @@ def _resume_folder(config: RunConfig) -> Path | None:
 def _just_evaluated(metrics: MetricsWriter) -> bool:
     steps = [row["step"] for row in metrics.rows if "eval_loss" in row]
     return bool(steps) and steps[-1] == metrics.rows[-1]["step"]
-
-
-def _prompts(config: RunConfig, rows: Rows) -> list[str]:
-    if config.data.prompts:
-        return list(config.data.prompts)
-    held_out = rows.eval if rows.eval is not None else rows.train
-    prompts = []
-    row: Any
-    for row in held_out.select(range(min(2, len(held_out)))):
-        turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
-        prompts.append(turns if isinstance(turns, str) else turns[0]["content"])
-    return prompts
-
-
-def answer(
-    model: Any,
-    tokenizer: Any,
-    prompts: list[str],
-    max_new_tokens: int = 48,
-) -> list[Sample]:
-    """Greedy answers, in evaluation mode."""
-    import torch
-
-    model.eval()
-    samples = []
-    for prompt in prompts:
-        if tokenizer.chat_template:
-            turns = [{"role": "user", "content": prompt}]
-            inputs = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        else:
-            inputs = tokenizer(prompt, return_tensors="pt")
-        inputs = {
-            key: value.to(model.device)
-            for key, value in inputs.items()
-            if key in ("input_ids", "attention_mask")
-        }
-        with torch.no_grad():
-            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        said = tokens[0, inputs["input_ids"].shape[1] :]
-        samples.append(
-            Sample(prompt, str(tokenizer.decode(said, skip_special_tokens=True)).strip())
-        )
-    return samples

@@ -45,9 +45,9 @@ def _clean_session():
     yield
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from finetune import hook
+    from finetune import session
 
-    hook.uninstall()
+    session.uninstall()
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
@@ -80,11 +80,11 @@ def make_llama():
 @pytest.fixture
 def te_stand_in(monkeypatch):
     """Transformer Engine by a stand-in, on a machine that says it is an H100."""
-    import finetune.hook
+    import finetune.session
     from tests import te_stand_in as stand_in
 
     stand_in.install(monkeypatch)
-    monkeypatch.setattr(finetune.hook, "this_device", lambda: H100)
+    monkeypatch.setattr(finetune.session, "this_device", lambda: H100)
     return stand_in
 
 

@@ -237,10 +237,10 @@ def test_other_precisions_are_proven_too(make_llama) -> None:
     """FP32 asked of BF16 weights would run in BF16: that is an error as well."""
     from accelerate import Accelerator
 
-    from finetune import hook
+    from finetune import session
 
     def run(model):
-        hook.install(PrecisionConfig(compute="fp32"))
+        session.install(PrecisionConfig(compute="fp32"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         accelerator = Accelerator(cpu=True)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -254,7 +254,7 @@ def test_other_precisions_are_proven_too(make_llama) -> None:
 
 
 def test_fp16_on_a_cpu_is_refused() -> None:
-    from finetune import hook
+    from finetune import session
 
     with pytest.raises(PrecisionError, match="FP16 training was asked on a CPU"):
-        hook.install(PrecisionConfig(compute="fp16"))
+        session.install(PrecisionConfig(compute="fp16"))

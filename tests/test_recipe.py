@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError
-from finetune.recipe import (
-    convert_train,
-    dump_yaml,
-    find_recipe,
-    list_recipes,
-    load_recipe,
-    parse_yaml,
-)
+from finetune.plain_yaml import dump_yaml, parse_yaml
+from finetune.recipe import find_recipe, list_recipes, load_recipe
+from finetune.sft_arguments import convert_train
 from finetune.trainer import sft_config
 
 RECIPES = list_recipes()
@@ -519,7 +514,7 @@ FREE_FORM = st.recursive(
 
 
 def read_back(config: RunConfig) -> RunConfig:
-    data, _ = parse_yaml(dump_yaml(config), "r.yaml")
+    data, _ = parse_yaml(dump_yaml(config.model_dump(mode="json")), "r.yaml")
     again = RunConfig.model_validate(data)
     return again.model_copy(update={"train": convert_train(again.train)})
 

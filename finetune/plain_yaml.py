@@ -1,0 +1,169 @@
+"""YAML without the two habits of YAML 1.1 that cost people runs: `2e-5` as text, `no` as false.
+
+Every plain scalar is read as `PlainText`, and becomes a number or a truth value only by the type of
+the field it is for. Each value remembers its line, so that an error can point at it. What is
+written (`dump_yaml`) reads back equal.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.errors import ConfigError
+
+KeyPath = tuple[str, ...]
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where it was built
+
+
+class _PlainLoader(_Base):
+    """YAML in which every plain scalar is text, except null."""
+
+
+_PlainLoader.yaml_implicit_resolvers = {}
+_PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]
+)
+
+
+class PlainText(str):
+    """A plain (unquoted) scalar, whose type the field decides. Quoted text stays a `str`."""
+
+
+def _build(
+    node: Any,
+    at: KeyPath,
+    lines: dict[KeyPath, int],
+    file: str,
+    above: tuple[Any, ...] = (),
+) -> Any:
+    lines[at] = node.start_mark.line + 1
+    if any(node is parent for parent in above):
+        raise ConfigError(
+            f"{'.'.join(at)} contains itself",
+            where=f"{file}:{lines[at]}",
+            fix="write the values out instead of the alias",
+        )
+    above = (*above, node)
+    if isinstance(node, yaml.MappingNode):
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            if key in result:
+                raise ConfigError(
+                    f"{'.'.join((*at, key))} is given twice",
+                    where=f"{file}:{key_node.start_mark.line + 1}",
+                    why="only one of the two values would be used",
+                    fix="remove one of them",
+                )
+            result[key] = _build(value_node, (*at, key), lines, file, above)
+            lines[(*at, key)] = key_node.start_mark.line + 1
+        return result
+    if isinstance(node, yaml.SequenceNode):
+        return [
+            _build(item, (*at, str(i)), lines, file, above) for i, item in enumerate(node.value)
+        ]
+    if node.tag == "tag:yaml.org,2002:null":
+        return None
+    return str(node.value) if node.style else PlainText(node.value)
+
+
+def read_text(source: Path) -> str:
+    """The text of a recipe file.
+
+    Raises:
+        ConfigError: the file is not UTF-8; with file and line.
+    """
+    content = source.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            "the recipe is not UTF-8 text", where=f"{shown(source)}:{line}", fix="save it as UTF-8"
+        ) from None
+
+
+def parse_yaml(text: str, file: str) -> tuple[Any, dict[KeyPath, int]]:
+    """Plain data of a YAML text, and the line (from 1) of every value in it.
+
+    Raises:
+        ConfigError: malformed YAML, or a key given twice; with file and line.
+    """
+    lines: dict[KeyPath, int] = {}
+    try:
+        loader = _PlainLoader(text)
+        node = loader.get_single_node()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"this is not valid YAML: {problem}",
+            where=f"{file}{line}",
+            fix="check indentation, colons and brackets on that line and the one above",
+        ) from None
+    return ({} if node is None else _build(node, (), lines, file)), lines
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it: relative to this folder where it lies below it."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def plain_data(value: Any) -> Any:
+    """Nested containers hold free-form data: their plain scalars are read as YAML 1.2 would."""
+    if isinstance(value, dict):
+        return {k: scalar(plain_data(v)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [scalar(plain_data(v)) for v in value]
+    return value
+
+
+def scalar(value: Any) -> Any:
+    if not isinstance(value, PlainText):
+        return value
+    if value in ("true", "false"):
+        return value == "true"
+    for kind in (int, float):
+        try:
+            return kind(SPECIAL_FLOATS.get(value, value))
+        except ValueError:
+            continue
+    return str(value)
+
+
+SPECIAL_FLOATS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+"""How YAML writes what Python's float reads."""
+
+
+def dump_yaml(data: Any) -> str:
+    """Plain data as YAML that reads back equal (see `parse_yaml` for how text is kept)."""
+    return yaml.dump(
+        data,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=100,
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `scalar` would read as a number: YAML 1.1 leaves `2e-5` and `09` plain."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # Double quotes also escape the line breaks that other styles would fold into spaces.
+    plain = isinstance(scalar(PlainText(text)), str) and not re.search("[\r\x85\u2028\u2029]", text)
+    style = None if plain else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
