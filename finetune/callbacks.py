@@ -170,19 +170,21 @@ class ScalingStateKeeper(TrainerCallback):
         file = self.resume_from / SCALING_STATE if self.resume_from else None
         if file is None or not file.is_file():
             return
-        for conversion in self.session.conversions:
-            if conversion.backend is not None:
-                conversion.backend.load_state_tensors(load_file(file))
+        _, conversion = self.session.training
+        if conversion is not None and conversion.backend is not None:
+            conversion.backend.load_state_tensors(load_file(file))
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        for conversion in self.session.conversions if state.is_world_process_zero else ():
-            tensors = conversion.backend.state_tensors() if conversion.backend else {}
-            if tensors:
-                plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-                save_file(plain, folder / SCALING_STATE)
+        _, conversion = self.session.training
+        if conversion is None or conversion.backend is None or not state.is_world_process_zero:
+            return
+        tensors = conversion.backend.state_tensors()
+        if tensors:
+            plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+            save_file(plain, folder / SCALING_STATE)
 
 
 def peak_memory_gib() -> float:

@@ -85,13 +85,18 @@ class Proof:
         self._prints: dict[str, int] = {}
         self._effective_steps = 0
         self._lr_above_zero = False
-        self._tensor_backward: Any = None
+        self._plain_backward: Any = None
         self._handles = [
             self.model.register_forward_pre_hook(self._before_forward, prepend=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are still observed."""
+        return bool(self._handles)
 
     def close(self) -> None:
         """Stop observing. Harmless when already stopped."""
@@ -114,29 +119,31 @@ class Proof:
         if not self._watching:
             return
         self._watching.pop().__exit__(None, None, None)
-        if self._tensor_backward is None:
+        if self._plain_backward is None:
             self._watch_next_backward()
 
     def _watch_next_backward(self) -> None:
         """The one place through which accelerate, Trainer and hand-written loops all go."""
-        original = self._tensor_backward = Tensor.backward
+        original = self._plain_backward = torch.autograd.backward
 
         @functools.wraps(original)
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        def backward(*args: Any, **kwargs: Any) -> None:
             witness = self._witness
-            assert witness is not None
+            if witness is None:
+                return original(*args, **kwargs)
             with witness.watching():
-                original(tensor, *args, **kwargs)
-            self._stop_witness()
-            self._judge_gemms(witness)
-            self._after_gemms()
+                original(*args, **kwargs)
+            if witness.saw_backward:  # else it was the backward of something else
+                self._stop_witness()
+                self._judge_gemms(witness)
+                self._after_gemms()
 
-        Tensor.backward = backward
+        torch.autograd.backward = backward
 
     def _stop_witness(self) -> None:
-        if self._tensor_backward is not None:
-            Tensor.backward = self._tensor_backward
-            self._tensor_backward = None
+        if self._plain_backward is not None:
+            torch.autograd.backward = self._plain_backward
+            self._plain_backward = None
         if self._witness is not None:
             self._witness.close()
             self._witness = None
@@ -232,6 +239,9 @@ class Proof:
         if self._effective_steps >= EFFECTIVE_STEPS:
             self._judge_movement(optimizer, trainable)
             self.status = "proven"
+            if self._witness is not None:  # gradients came by another way: torch.autograd.grad
+                self._judge_gemms(self._witness)
+                self.status = "proven in forward; no call of backward() was seen"
             self.close()
 
     def count_moved(self, optimizer: Optimizer) -> dict[str, bool]:

@@ -49,15 +49,15 @@ class Session:
 
     Attributes:
         resolution: the concrete precision and why.
-        conversions: the models that were prepared under it.
-        proofs: one for each of them that trains.
+        conversions: of the models that were prepared under it and are still alive.
+        proofs: one for each of them that trains; the last is the one the receipt tells of.
         patches: dotted names of what is patched.
     """
 
     def __init__(self, resolution: Resolution, device: Device) -> None:
         self.resolution, self.device = resolution, device
         self.precision = resolution.precision
-        self.conversions: list[convert.Conversion] = []
+        self.conversions: weakref.WeakSet[convert.Conversion] = weakref.WeakSet()
         self.proofs: list[Proof] = []
         self.patches: list[str] = []
         self.compiled = "off"
@@ -69,11 +69,7 @@ class Session:
     def install(self) -> None:
         """Patch `Accelerator` so that what is prepared from now on follows this session."""
         from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
 
-        # A notebook may have trained in another precision before: that choice is remembered in a
-        # process-wide state, which would refuse this one.
-        AcceleratorState._reset_state()
         self._patch(Accelerator, "__init__", self._make_init)
         self._patch(Accelerator, "prepare", self._make_prepare)
 
@@ -85,7 +81,7 @@ class Session:
         self.patches.clear()
         for proof in self.proofs:
             proof.close()
-        for conversion in self.conversions:
+        for conversion in list(self.conversions):
             conversion.revert()
 
     def _patch(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
@@ -95,6 +91,8 @@ class Session:
         self.patches.append(f"{owner.__module__}.{owner.__qualname__}.{name}")
 
     def _make_init(self, original: Any) -> Any:
+        from accelerate.state import AcceleratorState
+
         session, signature = self, inspect.signature(original)
 
         def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,6 +100,9 @@ class Session:
             session._refuse_conflicts(given)
             given["mixed_precision"] = AUTOCAST[session.precision.compute]
             del given["self"]
+            # Accelerate remembers its first configuration process-wide: an earlier precision would
+            # be refused, and a trainer's FSDP or compile settings ignored without a word.
+            AcceleratorState._reset_state()
             original(accelerator, **given)
             session._accelerators.add(accelerator)
 
@@ -132,14 +133,14 @@ class Session:
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             models = [a for a in args if isinstance(a, nn.Module) and _has_linears(a)]
             if models:
-                session._check_order(accelerator)
+                session._check_accelerator(accelerator)
             for model in models:
                 session.prepare_model(model)
             return original(accelerator, *args, **kwargs)
 
         return prepare
 
-    def _check_order(self, accelerator: Any) -> None:
+    def _check_accelerator(self, accelerator: Any) -> None:
         if accelerator not in self._accelerators:
             raise OrderError(
                 f"this trainer was built before {self.resolution.asked.compute.upper()} was set up",
@@ -155,6 +156,15 @@ class Session:
                 fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
             )
 
+        if accelerator.state.dynamo_plugin.backend.value != "NO":
+            raise PrecisionError(
+                "torch_compile of the whole model does not go with the proof",
+                where="torch_compile=True, or the dynamo settings of accelerate",
+                why="a model that torch.compile first meets under the witness is never compiled",
+                fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
+                "helper): each decoder layer is compiled after the witnessed step",
+            )
+
     # -------------------------------------------------------------------------------- preparation
 
     def prepare_model(self, model: nn.Module) -> convert.Conversion:
@@ -167,8 +177,10 @@ class Session:
         before = {name: p.numel() for name, p in named_trainable(model).items()}
         the_plan = plan(model, self.precision)
         conversion = convert.apply(model, the_plan, hardware=bool(self.device.has_fp8))
-        self.conversions.append(conversion)
+        self.conversions.add(conversion)
         if before:
+            # A finished proof keeps its model alive: only the last is needed, for the receipt.
+            self.proofs = [proof for proof in self.proofs if proof.is_open]
             self.proofs.append(Proof(conversion, before, lambda: self._compile(conversion)))
         else:
             self._compile(conversion)
@@ -190,11 +202,16 @@ class Session:
 
     # ------------------------------------------------------------------------------------ receipt
 
+    @property
+    def training(self) -> tuple[Proof | None, convert.Conversion | None]:
+        """Proof and conversion of the model that trains (the last one prepared)."""
+        proof = self.proofs[-1] if self.proofs else None
+        return proof, proof.conversion if proof else None
+
     def receipt(self) -> Receipt:
         """The receipt of the model that trains (the last one prepared)."""
         r, p = self.resolution, self.precision
-        proof = self.proofs[-1] if self.proofs else None
-        conversion = proof.conversion if proof else None
+        proof, conversion = self.training
         share = dict(proof.flop_share) if proof else {}
         backend = conversion.backend if conversion else None
         ran = "fp8" if share.get("fp8") else max(share, key=lambda k: share[k], default="nothing")

@@ -40,10 +40,6 @@ def main(out: Path, mode: str) -> None:
             num_key_value_heads=2, vocab_size=272, use_cache=False, pad_token_id=0,
         )
     )  # fmt: skip
-    setup_fp8_mixed_precision_training(
-        "emulated", scaling="delayed", amax_history_len=4, emulation="allow", cpu=True,
-        reduce_amax=mode != "local",
-    )  # fmt: skip
     sharded = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
     args = TrainingArguments(
         output_dir=str(out / "run"), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
@@ -53,6 +49,10 @@ def main(out: Path, mode: str) -> None:
     if mode == "fsdp":
         # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
         PartialState().distributed_type = DistributedType.MULTI_GPU
+    setup_fp8_mixed_precision_training(
+        "emulated", scaling="delayed", amax_history_len=4, emulation="allow", cpu=True,
+        reduce_amax=mode != "local",
+    )  # fmt: skip
     trainer = Trainer(model=model, args=args, train_dataset=rows(rank))
     trainer.train()
     receipt = get_receipt()

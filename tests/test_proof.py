@@ -162,7 +162,7 @@ def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
 def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
     from accelerate import Accelerator
 
-    before = Accelerator.__init__, Accelerator.prepare, torch.Tensor.backward
+    before = Accelerator.__init__, Accelerator.prepare, torch.autograd.backward
     model = make_llama()
     accelerator = setup_backend("emulated")
     patched = get_receipt().environment["patches"]
@@ -174,7 +174,7 @@ def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
     model(**batch())  # the witness waits for a backward
     assert any(isinstance(m, Fp8Mixin) for m in model.modules())
     teardown_fp8_mixed_precision_training()
-    assert (Accelerator.__init__, Accelerator.prepare, torch.Tensor.backward) == before
+    assert (Accelerator.__init__, Accelerator.prepare, torch.autograd.backward) == before
     assert not any(isinstance(m, Fp8Mixin) for m in model.modules())
     with pytest.raises(OrderError, match="no receipt"):
         get_receipt()
@@ -258,3 +258,58 @@ def test_fp16_on_a_cpu_is_refused() -> None:
 
     with pytest.raises(PrecisionError, match="FP16 training was asked on a CPU"):
         session.install(PrecisionConfig(compute="fp16"))
+
+
+def test_backward_of_something_else_is_not_taken_for_the_models(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    loss = model(**batch()).loss
+    other = nn.Linear(4, 4)
+    other(torch.randn(2, 4)).sum().backward()
+    assert not get_receipt().layers, "still waiting"
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step(accelerator, model, optimizer)
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert {row.wgrad for row in receipt.layers if row.role == "base"} == {"fp8"}
+
+
+def test_gradients_without_backward_are_told(make_llama, setup_backend) -> None:
+    _, model, optimizer = prepared(make_llama(), setup_backend)
+    parameters = list(model.parameters())
+    for seed in range(2):
+        loss = model(**batch(seed=seed)).loss
+        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = g
+        optimizer.step()
+    assert get_receipt().status == "proven in forward; no call of backward() was seen"
+
+
+def test_models_are_not_kept_alive(make_llama, setup_backend) -> None:
+    """A loop that trains model after model under one setup does not fill the memory."""
+    import gc
+    import weakref
+
+    accelerator = setup_backend("emulated")
+    alive = []
+    for _ in range(3):
+        model = make_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for seed in range(2):
+            step(accelerator, model, optimizer, seed)
+        alive.append(weakref.ref(model))
+        accelerator.free_memory()
+        del model, optimizer
+    gc.collect()
+    assert [ref() is not None for ref in alive] == [False, False, True], "the receipt's is kept"
+
+
+def test_whole_model_compile_is_refused(make_llama, setup_backend) -> None:
+    from accelerate import Accelerator
+
+    setup_backend("emulated")
+    accelerator = Accelerator(cpu=True, dynamo_backend="inductor")
+    with pytest.raises(PrecisionError, match=r"precision.compile=on"):
+        accelerator.prepare(make_llama())

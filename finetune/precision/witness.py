@@ -107,6 +107,11 @@ class Witness:
             self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
             self._handles.append(module.register_forward_hook(self._watch_nodes(name)))
 
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a gradient GEMM of one of the model's layers has been seen."""
+        return any(name in self._plan and gemm != "fprop" for name, gemm, _ in self.seen)
+
     def close(self) -> None:
         """Remove all hooks."""
         for handle in self._handles:
