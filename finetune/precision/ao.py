@@ -148,9 +148,3 @@ class TorchaoLinear(TorchaoMixin, Float8Linear):
     """The class of a converted `nn.Linear`: still a `Float8Linear` to torchao's own tools."""
 
     fp8_original = nn.Linear
-
-    def forward(self, input: Tensor) -> Tensor:
-        x = input
-        if not self.training and self.fp8_backend.precision.eval == "high":
-            return nn.Linear.forward(self, x)
-        return self.fp8_linear(x, self.weight, self.bias)

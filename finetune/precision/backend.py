@@ -38,14 +38,16 @@ class Fp8Mixin:
     """
 
     fp8_backend: Backend
+    fp8_original: ClassVar[type[nn.Module]]
+    fp8_transposed: ClassVar[bool] = False
     training: bool
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training and self.fp8_backend.precision.eval == "high":
-            return super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
-        weight = self.weight.t() if is_conv1d(self) else self.weight  # pyright: ignore[reportArgumentType]
+            return self.fp8_original.forward(self, x)  # pyright: ignore[reportArgumentType]
+        weight = self.weight.t() if self.fp8_transposed else self.weight
         return self.fp8_linear(x, weight, self.bias)
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,17 +61,19 @@ class Backend:
     Attributes:
         name: as in `precision.backend`.
         mixin: put in front of the classes of converted layers.
+        wraps_checkpointing: recomputation must run inside `wrap_checkpoint`.
     """
 
     name: ClassVar[str]
     mixin: ClassVar[type[Fp8Mixin]]
+    wraps_checkpointing: ClassVar[bool] = False
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.precision = precision
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
         """The class a converted `module` will have: a subclass of the one it has."""
-        return _swapped_class(self.mixin, type(module))
+        return _swapped_class(self.mixin, type(module), is_conv1d(module))
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         """Attributes, besides `fp8_backend`, that the converted module needs."""
@@ -99,6 +103,9 @@ class Backend:
 
 
 @functools.cache
-def _swapped_class(mixin: type[Fp8Mixin], original: type[nn.Module]) -> type[nn.Module]:
+def _swapped_class(
+    mixin: type[Fp8Mixin], original: type[nn.Module], transposed: bool
+) -> type[nn.Module]:
     name = f"{mixin.__name__.removesuffix('Mixin')}{original.__name__}"
-    return type(name, (mixin, original), {"__module__": mixin.__module__, "fp8_original": original})
+    facts = {"fp8_original": original, "fp8_transposed": transposed}
+    return type(name, (mixin, original), {"__module__": mixin.__module__, **facts})

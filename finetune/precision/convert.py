@@ -113,7 +113,8 @@ class Conversion:
         assert self.backend is not None
         training = module.training and torch.is_grad_enabled()
         if training and not in_backward():
-            self._wrap_checkpointing()
+            if self.backend.wraps_checkpointing:
+                self._wrap_checkpointing()
             self.backend.begin_step()
         region = self.backend.region() if module.training else contextlib.nullcontext()
         region.__enter__()

@@ -70,6 +70,7 @@ class TransformerEngineBackend(Backend):
 
     name = "te"
     mixin = TransformerEngineMixin
+    wraps_checkpointing = True
 
     def __init__(self, precision: PrecisionConfig, layers: int) -> None:
         super().__init__(precision)
