@@ -84,6 +84,7 @@ class PrecisionPlan:
 
 
 def _group(name: str) -> str:
+    name = name.removeprefix("base_model.model.")  # PEFT's wrapping says nothing to a reader
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
