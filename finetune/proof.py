@@ -8,13 +8,14 @@ Three things are observed, none read off a flag:
    and every such parameter must be in the optimizer.
 3. *Movement.* By the second optimizer step with a learning rate above zero every trainable
    parameter must have changed (LoRA's A has no gradient until B has moved). One exception is told
-   and not stopped: a 16-bit weight whose update is smaller than half a unit in the last place.
+   and not stopped: a weight with a gradient whose update is less than its type can hold.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from finetune.errors import ProofError
 from finetune.precision.backend import in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
-from finetune.precision.witness import Witness
+from finetune.precision.witness import NOT_LINEAR, Witness
 from finetune.receipt import LayerReceipt
 
 EFFECTIVE_STEPS = 2
@@ -41,10 +42,70 @@ def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number: well mixed bits
+_CHUNK = 2**22
+
+
 def fingerprint(parameter: Tensor) -> int:
-    """A hash of a parameter's bits (of this process's shard, when sharded)."""
+    """A hash of a parameter's bits (of this process's shard, when sharded).
+
+    Σ bits[i] · (i · odd | 1) in wrapping 64-bit integers. Position counts: a plain xor or sum would
+    miss the same change made to an even number of equal weights, as a norm's ones are.
+    """
     local = getattr(parameter, "_local_tensor", parameter).detach()
-    return int(torch.hash_tensor(local.contiguous()).view(torch.int64)) if local.numel() else 0
+    flat = local.contiguous().view(_BITS[local.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        bits = flat[start : start + _CHUNK].long()
+        position = torch.arange(start, start + bits.numel(), device=flat.device)
+        total += (bits * (position * _ODD | 1)).sum()
+    return int(total)
+
+
+class _Backwards:
+    """Lets proofs look on while autograd runs, whoever starts it.
+
+    Accelerate, Trainer and hand-written loops all go through `torch.autograd.backward` or `.grad`.
+    Both are patched while some proof listens, once for all of them, and plain again afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.proofs: list[Proof] = []
+        self._plain: dict[str, Any] = {}
+
+    def add(self, proof: Proof) -> None:
+        """Patch with the first listener."""
+        self.proofs.append(proof)
+        for name in ("backward", "grad") if not self._plain else ():
+            self._plain[name] = getattr(torch.autograd, name)
+        for name, plain in self._plain.items():
+            setattr(torch.autograd, name, self._watched(plain))
+
+    def remove(self, proof: Proof) -> None:
+        """Give the plain functions back with the last listener. Harmless when not listening."""
+        self.proofs = [p for p in self.proofs if p is not proof]
+        if not self.proofs:
+            for name, plain in self._plain.items():
+                setattr(torch.autograd, name, plain)
+            self._plain.clear()
+
+    def _watched(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            listening = list(self.proofs)
+            with contextlib.ExitStack() as stack:
+                for proof in listening:
+                    stack.enter_context(proof.watch_backward())
+                result = plain(*args, **kwargs)
+            for proof in listening:
+                proof.after_backward()
+            return result
+
+        return watched
+
+
+_backwards = _Backwards()
 
 
 class Proof:
@@ -81,14 +142,14 @@ class Proof:
             ("after", "in_optimizer", "moved", "below_resolution"), 0
         )
         self._witness: Witness | None = Witness(self.model, conversion.plan)
-        self._watching: list[Any] = []
+        self._mode: bool | None = None
         self._prints: dict[str, int] = {}
-        self._effective_steps = 0
-        self._lr_above_zero = False
-        self._plain_backward: Any = None
+        self._owned: set[int] = set()
+        self._idle: set[int] = set()
+        self._effective_steps: dict[int, int] = {}
+        conversion.around.append(self._around_forward)
+        _backwards.add(self)
         self._handles = [
-            self.model.register_forward_pre_hook(self._before_forward, prepend=True),
-            self.model.register_forward_hook(self._after_forward, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
@@ -107,43 +168,44 @@ class Proof:
 
     # ------------------------------------------------------------------------------- 1. the GEMMs
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        training = module.training and torch.is_grad_enabled() and not in_backward()
-        if self._witness is None or not training:
+    @contextlib.contextmanager
+    def _around_forward(self) -> Iterator[None]:
+        witness = self._witness
+        if witness is None or not torch.is_grad_enabled() or in_backward():
+            yield
             return
-        context = self._witness.watching()
-        context.__enter__()
-        self._watching.append(context)
+        if self._mode is not self.model.training:  # what a sanity check ran is no evidence
+            witness.reset()
+            self._mode = self.model.training
+        with witness.watching():
+            yield
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._watching:
+    @contextlib.contextmanager
+    def watch_backward(self) -> Iterator[None]:
+        """Around a backward of anything."""
+        witness = self._witness
+        if witness is None:
+            yield
             return
-        self._watching.pop().__exit__(None, None, None)
-        if self._plain_backward is None:
-            self._watch_next_backward()
-
-    def _watch_next_backward(self) -> None:
-        """The one place through which accelerate, Trainer and hand-written loops all go."""
-        original = self._plain_backward = torch.autograd.backward
-
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> None:
-            witness = self._witness
-            if witness is None:
-                return original(*args, **kwargs)
+        try:
             with witness.watching():
-                original(*args, **kwargs)
-            if witness.saw_backward:  # else it was the backward of something else
-                self._stop_witness()
-                self._judge_gemms(witness)
-                self._after_gemms()
+                yield
+        except BaseException:
+            witness.reset()  # half a backward is no evidence
+            raise
 
-        torch.autograd.backward = backward
+    def after_backward(self) -> None:
+        """Judge the GEMMs, if the backward was of this model."""
+        witness = self._witness
+        if witness is not None and witness.saw_backward:
+            self._stop_witness()
+            self._judge_gemms(witness)
+            self._after_gemms()
 
     def _stop_witness(self) -> None:
-        if self._plain_backward is not None:
-            torch.autograd.backward = self._plain_backward
-            self._plain_backward = None
+        _backwards.remove(self)
+        if self._around_forward in self.conversion.around:
+            self.conversion.around.remove(self._around_forward)
         if self._witness is not None:
             self._witness.close()
             self._witness = None
@@ -159,7 +221,9 @@ class Proof:
         asked = plan.precision.compute
         self.status = "not proven: weights have not been seen to move"
         planned = {x.name for x in plan.layers if x.compute == asked and x.role == "base"}
-        other = [
+        silent = sorted((planned & witness.called) - witness.owners)
+        other = [f"{name} was called and multiplied nothing" for name in silent]
+        other += [
             f"{row.name} {gemm}={getattr(row, gemm)}"
             for row in self.layers
             if row.name in planned
@@ -173,7 +237,8 @@ class Proof:
                 why=f"of the matmul FLOPs of the first step {shares.get(asked, 0):.1%} ran in "
                 f"{asked.upper()}",
                 fix="look at the plan with `python -m finetune validate RECIPE`; a layer called "
-                "outside the model's forward, or replaced after preparation, is not converted"
+                "outside the model's forward, or replaced after preparation, is not converted; a "
+                "model in evaluation mode (model.eval()) multiplies in high precision"
                 + ("; FP32 needs model.dtype=float32" if asked == "fp32" else ""),
             )
 
@@ -186,30 +251,33 @@ class Proof:
             seen = by_layer.pop(layer.name, {})
             reason = layer.reason if seen else f"did not run in the observed step ({layer.reason})"
             rows.append(_row(layer.name, layer.shape, layer.role, seen, reason))
-        reasons = {"(attention)": "scores and weighted sum stay in high precision"}
         for name, seen in by_layer.items():
-            rows.append(_row(name, (0, 0), "other", seen, reasons.get(name, "not a linear layer")))
+            rows.append(_row(name, (0, 0), "other", seen, NOT_LINEAR[name]))
         return rows
 
     # ------------------------------------------------------------ 2. trainable set, 3. movement
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         trainable = named_trainable(self.model)
-        if not self._concerns(owned, trainable):
+        if not any(id(p) in owned for p in self.model.parameters()):
             return
-        self._lr_above_zero = any(group["lr"] > 0 for group in optimizer.param_groups)
-        if not self._prints:
-            self._judge_trainable_set(owned, trainable)
-            self._prints = {name: fingerprint(p) for name, p in trainable.items()}
+        if self._witness is not None:
+            self._fail(
+                "the optimizer steps, and no forward and backward of the prepared model was seen",
+                where="the step before optimizer.step()",
+                why="what ran cannot be told: FP8 has not been proven",
+                fix="call the prepared model itself, model(...), not its parts, and loss.backward()",
+            )
+        self._judge_trainable_set(trainable)
+        self._owned |= owned.keys()
+        self._idle = {key for key, lr in owned.items() if not lr > 0}
+        for name, p in trainable.items():
+            if name not in self._prints:
+                self._prints[name] = fingerprint(p)
 
-    def _concerns(self, owned: set[int], trainable: dict[str, nn.Parameter]) -> bool:
-        return any(id(p) in owned for p in self.model.parameters()) or not trainable
-
-    def _judge_trainable_set(self, owned: set[int], trainable: dict[str, nn.Parameter]) -> None:
-        t = self.trainable
-        t["after"] = sum(p.numel() for p in trainable.values())
-        t["in_optimizer"] = sum(p.numel() for p in self.model.parameters() if id(p) in owned)
+    def _judge_trainable_set(self, trainable: dict[str, nn.Parameter]) -> None:
+        self.trainable["after"] = sum(p.numel() for p in trainable.values())
         unfrozen = sorted(trainable.keys() - self._before.keys())
         froze = sorted(self._before.keys() - trainable.keys())
         if unfrozen or froze:
@@ -219,7 +287,29 @@ class Proof:
                 why="a frozen base that trains, or weights that stopped, is not the run asked for",
                 fix="freeze before building the trainer, and do not touch requires_grad afterwards",
             )
-        missing = [name for name, p in trainable.items() if id(p) not in owned]
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trainable = named_trainable(self.model)
+        if not self._prints or not any(id(p) in owned for p in trainable.values()):
+            return
+        steps = self._effective_steps
+        steps.setdefault(id(optimizer), 0)
+        if owned - self._idle:
+            steps[id(optimizer)] += 1
+        self.trainable["in_optimizer"] = sum(
+            p.numel() for p in self.model.parameters() if id(p) in self._owned
+        )
+        moved = self._moved(trainable)
+        if max(steps.values()) >= EFFECTIVE_STEPS:
+            self._judge_optimizers(trainable)  # by now all of them have stepped
+        if min(steps.values()) >= EFFECTIVE_STEPS:
+            self._judge_movement(optimizer, trainable, moved)
+            self.status = "proven"
+            self.close()
+
+    def _judge_optimizers(self, trainable: dict[str, nn.Parameter]) -> None:
+        missing = [name for name, p in trainable.items() if id(p) not in self._owned]
         if missing:
             self._fail(
                 "trainable parameters are not in the optimizer",
@@ -229,44 +319,30 @@ class Proof:
                 "pass model and optimizer together to accelerator.prepare",
             )
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trainable = named_trainable(self.model)
-        if not self._prints or not self._concerns(owned, trainable) or not self._lr_above_zero:
-            return
-        self._effective_steps += 1
-        self.count_moved(optimizer)
-        if self._effective_steps >= EFFECTIVE_STEPS:
-            self._judge_movement(optimizer, trainable)
-            self.status = "proven"
-            if self._witness is not None:  # gradients came by another way: torch.autograd.grad
-                self._judge_gemms(self._witness)
-                self.status = "proven in forward; no call of backward() was seen"
-            self.close()
-
-    def count_moved(self, optimizer: Optimizer) -> dict[str, bool]:
+    def _moved(self, trainable: dict[str, nn.Parameter]) -> dict[str, bool]:
         """Which trainable parameters differ from what they were before the first step."""
-        trainable = named_trainable(self.model)
         moved = {name: fingerprint(p) != self._prints.get(name) for name, p in trainable.items()}
         if dist.is_initialized() and dist.get_world_size() > 1:  # a shard may stand still alone
-            device = next(iter(trainable.values())).device if trainable else torch.device("cpu")
+            device = next(iter(trainable.values())).device
             flags = torch.tensor([float(m) for m in moved.values()], device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             moved = {name: bool(f) for name, f in zip(moved, flags.tolist(), strict=True)}
         self.trainable["moved"] = sum(trainable[name].numel() for name, m in moved.items() if m)
         return moved
 
-    def _judge_movement(self, optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> None:
-        still = [name for name, moved in self.count_moved(optimizer).items() if not moved]
-        rounded = [n for n in still if _updated_below_resolution(trainable[n], optimizer)]
+    def _judge_movement(
+        self, optimizer: Optimizer, trainable: dict[str, nn.Parameter], moved: dict[str, bool]
+    ) -> None:
+        still = [n for n, m in moved.items() if not m and id(trainable[n]) not in self._idle]
+        rounded = [n for n in still if _was_updated(trainable[n], optimizer)]
         self.trainable["below_resolution"] = sum(trainable[n].numel() for n in rounded)
         dead = [name for name in still if name not in rounded]
         if dead:
             self._fail(
                 f"{len(dead)} trainable parameters do not train",
                 where=_some(dead),
-                why=f"their bits are unchanged after {EFFECTIVE_STEPS} optimizer steps with a "
-                "learning rate above zero",
+                why=f"no gradient reached them, and their bits are unchanged after "
+                f"{EFFECTIVE_STEPS} optimizer steps with a learning rate above zero",
                 fix="check that they take part in the loss; freeze them if they are not meant to",
             )
 
@@ -292,12 +368,8 @@ def _some(names: list[str]) -> str:
     return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _updated_below_resolution(parameter: Tensor, optimizer: Optimizer) -> bool:
-    """A 16-bit weight that the optimizer stepped (it has statistics), but by less than it holds."""
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    state = optimizer.state.get(parameter, {})
-    return any(
-        isinstance(v, Tensor) and v.dim() > 0 and bool((getattr(v, "_local_tensor", v) != 0).any())
-        for v in state.values()
-    )
+def _was_updated(parameter: Tensor, optimizer: Optimizer) -> bool:
+    """A weight that has a gradient or optimizer statistics: stepped, but by less than it holds."""
+    state = optimizer.state.get(parameter, {}).values()
+    tensors = [parameter.grad, *(v for v in state if isinstance(v, Tensor) and v.dim() > 0)]
+    return any(bool((getattr(t, "_local_tensor", t) != 0).any()) for t in tensors if t is not None)

@@ -9,6 +9,7 @@ dict. Reverting puts the old class back.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -31,6 +32,21 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def reduce_as_plain(self: Any, protocol: Any) -> Any:
+    """Pickle and deepcopy a converted module as the plain one it was: copies are not converted."""
+    ours = ("_finetune_conversion", "config", "linear_mm_config")
+    state = {
+        k: v
+        for k, v in self.__dict__.items()
+        if not k.startswith(("fp8_", "scaling_type_")) and (k not in ours or k == "config")
+    }
+    if isinstance(self, Fp8Mixin):
+        state.pop("config", None)  # torchao's; a model's own `config` stays
+    original = vars(type(self)).get("fp8_root_of", type(self))
+    original = getattr(original, "fp8_original", original)
+    return copyreg.__newobj__, (original,), state  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class Fp8Mixin:
     """In front of a linear layer's own class: training runs in FP8, evaluation as before.
 
@@ -44,11 +60,15 @@ class Fp8Mixin:
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training and self.fp8_backend.precision.eval == "high":
-            return self.fp8_original.forward(self, x)  # pyright: ignore[reportArgumentType]
+    def forward(self, input: Tensor) -> Tensor:
+        high = not self.training and self.fp8_backend.precision.eval == "high"
+        if high or input.numel() == 0:  # an expert without tokens has nothing to scale
+            return self.fp8_original.forward(self, input)  # pyright: ignore[reportArgumentType]
         weight = self.weight.t() if self.fp8_transposed else self.weight
-        return self.fp8_linear(x, weight, self.bias)
+        return self.fp8_linear(input, weight, self.bias)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_as_plain(self, protocol)
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""

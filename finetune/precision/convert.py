@@ -7,15 +7,16 @@ parameter stays the object the optimizer knows. *The model equals the plan or an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.errors import ConversionError
-from finetune.precision.backend import Backend, Fp8Mixin, in_backward
-from finetune.precision.planner import PrecisionPlan
+from finetune.precision.backend import Backend, Fp8Mixin, in_backward, reduce_as_plain
+from finetune.precision.planner import PrecisionPlan, iter_linears
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -24,23 +25,25 @@ class Conversion:
     """A model under a plan: what was changed, and how to change it back.
 
     Attributes:
-        model: the root module, whose forward is a step's beginning.
+        model: the root module, whose call is a step's beginning.
         plan: what the model now equals.
         backend: the engine, None when the plan has no FP8 layer.
+        around: context managers entered around every call of the model.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan, backend: Backend | None) -> None:
         self.model, self.plan, self.backend = model, plan, backend
+        self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+        self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self._changed: list[tuple[nn.Module, type[nn.Module], list[str]]] = []
         self._checkpointed: list[tuple[nn.Module, Any]] = []
         self._compiled: list[nn.Module] = []
-        self._hooks: list[Any] = []
-        self._regions: list[contextlib.AbstractContextManager[None]] = []
+        self._applied = False
 
     # ---------------------------------------------------------------------------- apply, revert
 
     def apply(self) -> None:
-        """Change the classes of the planned layers, install hooks, then check against the plan."""
+        """Change the classes of the planned layers and of the root, then check against the plan."""
         parameters = {id(p): p.requires_grad for p in self.model.parameters()}
         if self.backend is not None:
             modules = dict(self.model.named_modules())
@@ -50,15 +53,9 @@ class Conversion:
                     "fp8_backend": self.backend,
                     **self.backend.attributes(module, layer),
                 }
-                self._changed.append((module, type(module), list(attributes)))
-                module.__class__ = self.backend.layer_class(module)
-                # Past nn.Module.__setattr__: an engine that is a module must not become a child.
-                module.__dict__.update(attributes)
-            self._hooks = [
-                self.model.register_forward_pre_hook(self._before_forward, prepend=True),
-                self.model.register_forward_hook(self._after_forward, always_call=True),
-            ]
-        object.__setattr__(self.model, ATTRIBUTE, self)
+                self._swap(module, self.backend.layer_class(module), attributes)
+        self._swap(self.model, _root_class(type(self.model)), {ATTRIBUTE: self})
+        self._applied = True
         self.check()
         if {id(p): p.requires_grad for p in self.model.parameters()} != parameters:
             raise ConversionError(
@@ -66,6 +63,12 @@ class Conversion:
                 why="the optimizer would update weights that the model no longer uses",
                 fix="report this as a bug",
             )
+
+    def _swap(self, module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
+        self._changed.append((module, type(module), list(attributes)))
+        module.__class__ = cls
+        # Past nn.Module.__setattr__: an engine that is a module must not become a child.
+        module.__dict__.update(attributes)
 
     def check(self) -> None:
         """Raise `ConversionError` unless exactly the planned layers are FP8 layers."""
@@ -79,20 +82,28 @@ class Conversion:
                 fix="convert after adapters are attached, and do not replace layers afterwards",
             )
 
+    def is_current(self) -> bool:
+        """Whether the model still is what was converted: same layers, same trainable set."""
+        planned = {layer.name for layer in self.plan.layers}
+        names = {name for name, _, _ in iter_linears(self.model)}
+        now = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        return self._applied and planned == names and now == self.trainable
+
     def revert(self) -> None:
         """Give back the plain model. Harmless when already reverted."""
-        for module, original, attributes in self._changed:
-            module.__class__ = original
+        for module, original, attributes in reversed(self._changed):
+            # FSDP2 puts a class of its own in front of ours, which then stays and does nothing.
+            if {"fp8_original", "fp8_root_of"} & vars(type(module)).keys():
+                module.__class__ = original
             for name in attributes:
                 module.__dict__.pop(name, None)
         for module, function in self._checkpointed:
             module.__dict__["_gradient_checkpointing_func"] = function
-        for hook in self._hooks:
-            hook.remove()
         for module in self._compiled:
             module._compiled_call_impl = None
-        self._changed, self._checkpointed, self._hooks, self._compiled = [], [], [], []
-        self.model.__dict__.pop(ATTRIBUTE, None)
+        self._changed, self._checkpointed, self._compiled = [], [], []
+        self.around.clear()
+        self._applied = False
 
     def compile_layers(self) -> int:
         """`torch.compile` each decoder layer in place; how many there are."""
@@ -107,33 +118,54 @@ class Conversion:
                 self._compiled.append(module)
         return len(self._compiled)
 
-    # ------------------------------------------------------------------------------- step hooks
+    # -------------------------------------------------------------------------- a call of the model
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        assert self.backend is not None
-        training = module.training and torch.is_grad_enabled()
-        if training and not in_backward():
-            if self.backend.wraps_checkpointing:
-                self._wrap_checkpointing()
-            self.backend.begin_step()
-        region = self.backend.region() if module.training else contextlib.nullcontext()
-        region.__enter__()
-        self._regions.append(region)
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call of the root: a step begins, the engine's region, whoever looks on.
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._regions:
-            self._regions.pop().__exit__(None, None, None)
+        A block and not a pair of hooks: hooks are not run when Ctrl-C arrives in between.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.backend is not None:
+                if torch.is_grad_enabled() and self.model.training and not in_backward():
+                    if self.backend.wraps_checkpointing:
+                        self._wrap_checkpointing()
+                    self.backend.begin_step()
+                if self.model.training:
+                    stack.enter_context(self.backend.region())
+            for enter in list(self.around):
+                stack.enter_context(enter())
+            yield
 
     def _wrap_checkpointing(self) -> None:
         # Trainers enable checkpointing at moments of their own, so this looks again each step.
         assert self.backend is not None
-        wrapped = {id(module) for module, _ in self._checkpointed}
         for module in self.model.modules():
             function = module.__dict__.get("_gradient_checkpointing_func")
-            if function is not None and id(module) not in wrapped:
-                self._checkpointed.append((module, function))
-                wrapped_function = self.backend.wrap_checkpoint(function)
-                module.__dict__["_gradient_checkpointing_func"] = wrapped_function
+            if function is None or hasattr(function, "finetune_wraps"):
+                continue
+            wrapped = self.backend.wrap_checkpoint(function)
+            wrapped.finetune_wraps = function  # pyright: ignore[reportFunctionMemberAccess]
+            self._checkpointed = [(m, f) for m, f in self._checkpointed if m is not module]
+            self._checkpointed.append((module, function))
+            module.__dict__["_gradient_checkpointing_func"] = wrapped
+
+
+@functools.cache
+def _root_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of a converted root, under the same name: checkpoints record it."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        conversion = self.__dict__.get(ATTRIBUTE)
+        if conversion is None:
+            return original.__call__(self, *args, **kwargs)
+        with conversion.call():
+            return original.__call__(self, *args, **kwargs)
+
+    facts = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    members = {"__call__": call, "__reduce_ex__": reduce_as_plain, "fp8_root_of": original}
+    return type(original.__name__, (original,), members | facts)
 
 
 def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
@@ -180,19 +212,20 @@ def apply(model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False) -> C
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """The conversion of this model, or of the model that it wraps (DDP, compiled), if any."""
-    for module in model.modules():
-        found = module.__dict__.get(ATTRIBUTE)
-        if found is not None:
-            return found
-    return None
+    """The conversion of this model, or of the model that it wraps (DDP), if any."""
+    while model.__dict__.get(ATTRIBUTE) is None and isinstance(
+        model, nn.parallel.DistributedDataParallel
+    ):
+        model = model.module
+    return model.__dict__.get(ATTRIBUTE)
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Give back the plain model: original classes, no hooks, the same parameters."""
-    conversion = conversion_of(model)
-    if conversion is not None:
-        conversion.revert()
+    """Give back the plain model, and plain models inside it: same parameters, original classes."""
+    for module in list(model.modules()):
+        conversion = module.__dict__.get(ATTRIBUTE)
+        if conversion is not None:
+            conversion.revert()
     return model
 
 

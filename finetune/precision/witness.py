@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from finetune.precision.backend import in_backward
 from finetune.precision.numerics import FP8_DTYPES
@@ -30,19 +31,31 @@ from finetune.precision.planner import Gemm, PrecisionPlan
 
 aten = torch.ops.aten
 ATTENTION = "(attention)"
+BATCHED = "(batched)"
+EXPERTS = "(experts)"
 OTHER = "(other)"
+NOT_LINEAR = {
+    ATTENTION: "scores and weighted sum stay in high precision",
+    BATCHED: "batched matmuls outside linear layers: attention scores, experts",
+    EXPERTS: "expert weights in one 3-D parameter: not a linear layer, high precision",
+    OTHER: "not a linear layer",
+}
+"""Names of matmuls outside linear layers, and the reason in the receipt."""
 
 # Position of the two operands in the calls that multiply matrices.
 _OPERANDS = {
     aten.mm: (0, 1),
     aten.bmm: (0, 1),
     aten._scaled_mm: (0, 1),
+    aten._scaled_mm_v2: (0, 1),
+    aten._addmm_activation: (1, 2),
     aten.addmm: (1, 2),
     aten.addmm_: (1, 2),
     aten.baddbmm: (1, 2),
     aten.baddbmm_: (1, 2),
     torch.ops.finetune.scaled_mm: (0, 1),
 }
+_GROUPED = (aten._grouped_mm, aten._scaled_grouped_mm)
 # Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
 _ATTENTION_MATMULS = {
     aten._scaled_dot_product_flash_attention: 2,
@@ -85,15 +98,17 @@ def operand_precision(x: Any) -> str:
 
 
 class Witness:
-    """Watches a model under a plan. Enter `forward()` and `backward()` around what is to be seen.
+    """Watches a model under a plan. Enter `watching()` around forwards and backwards.
 
     Attributes:
+        called: names of the layers whose forward has run.
         seen: (layer name, gemm, precision) -> `Seen`; attention and unowned GEMMs under names in
             parentheses.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
         self.seen: dict[tuple[str, Gemm, str], Seen] = defaultdict(Seen)
+        self.called: set[str] = set()
         self._plan = {layer.name: layer for layer in plan.layers}
         self._head = next((layer for layer in plan.layers if layer.role == "head"), None)
         self._stack: list[tuple[str, bool]] = []
@@ -105,12 +120,24 @@ class Witness:
                 module.register_forward_pre_hook(self._enter_layer(name), prepend=True)
             )
             self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
-            self._handles.append(module.register_forward_hook(self._watch_nodes(name)))
+            watch = self._watch_nodes(name)
+            self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
 
     @property
     def saw_backward(self) -> bool:
         """Whether a gradient GEMM of one of the model's layers has been seen."""
         return any(name in self._plan and gemm != "fprop" for name, gemm, _ in self.seen)
+
+    @property
+    def owners(self) -> set[str]:
+        """Names of the layers for which some GEMM has been seen."""
+        return {name for name, _, _ in self.seen}
+
+    def reset(self) -> None:
+        """Forget what was seen: it was not a step."""
+        self.seen.clear()
+        self.called.clear()
+        self._stack.clear()
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -128,6 +155,7 @@ class Witness:
 
     def _enter_layer(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
+            self.called.add(name)
             self._stack.append((name, False))
 
         return hook
@@ -139,10 +167,11 @@ class Witness:
     def _watch_nodes(self, name: str) -> Any:
         """Hook every autograd node between a layer's output and its input."""
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or output.grad_fn is None:
                 return
-            stop = {a.grad_fn for a in args if isinstance(a, Tensor)}
+            inputs = (*args, *kwargs.values())
+            stop = {a.grad_fn for a in inputs if isinstance(a, Tensor)}
             pending, known = [output.grad_fn], set(stop)
             while pending:
                 node = pending.pop()
@@ -171,7 +200,7 @@ class Witness:
         """Count one GEMM [m, k] x [k, n], contracting k."""
         name, backward = self._stack[-1] if self._stack else (OTHER, in_backward())
         if batch > 1 and name == OTHER:
-            name = ATTENTION
+            name = BATCHED
         head = self._head
         if name == OTHER and head is not None and set(head.shape) <= {m, n, k}:
             # TRL multiplies by the head's weight inside its fused loss, and there recomputes
@@ -261,12 +290,29 @@ class _Dispatch(TorchDispatchMode):
             precision = min(operand_precision(a), operand_precision(b))
             batch = a.shape[0] if a.dim() == 3 else 1
             self.witness.record(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
+        elif packet in _GROUPED:
+            # [tokens, K] x [experts, K, N] in forward; in backward the roles of tokens change, and
+            # the product of all sizes but the number of groups stays.
+            a, b = args[:2]
+            sizes = {2: a.numel() * b.shape[-1], 3: a.shape[-2] * b.numel()}[a.dim()]
+            if a.dim() == b.dim() == 2:  # wgrad: [K, tokens] x [tokens, N]
+                sizes = a.shape[0] * b.numel()
+            gemm: Gemm = "dgrad" if in_backward() else "fprop"
+            self._add(EXPERTS, gemm, operand_precision(a), 2 * sizes)
         elif packet in _ATTENTION_MATMULS:
             backward = packet.__name__.endswith("backward")
             q, k = args[1:3] if backward else args[0:2]
             flops = 2 * q[..., 0].numel() * k.shape[-2] * q.shape[-1] * _ATTENTION_MATMULS[packet]
-            gemm: Gemm = "dgrad" if backward else "fprop"
-            entry = self.witness.seen[(ATTENTION, gemm, operand_precision(q))]
-            entry.calls += 1
-            entry.flops += flops
+            self._add(ATTENTION, "dgrad" if backward else "fprop", operand_precision(q), flops)
+        elif packet in flop_registry:  # convolutions and whatever else torch counts
+            result = func(*args, **(kwargs or {}))
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            precision = operand_precision(next(a for a in args if isinstance(a, Tensor)))
+            self._add(OTHER, "dgrad" if in_backward() else "fprop", precision, flops)
+            return result
         return func(*args, **(kwargs or {}))
+
+    def _add(self, name: str, gemm: Gemm, precision: str, flops: int) -> None:
+        entry = self.witness.seen[(name, gemm, precision)]
+        entry.calls += 1
+        entry.flops += flops
