@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ class GracefulStop(TrainerCallback):
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> GracefulStop:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # signals are the main thread's
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
@@ -167,12 +170,11 @@ class ScalingStateKeeper(TrainerCallback):
         self.session, self.resume_from = session, resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        file = self.resume_from / SCALING_STATE if self.resume_from else None
-        if file is None or not file.is_file():
-            return
         _, conversion = self.session.training
-        if conversion is not None and conversion.backend is not None:
-            conversion.backend.load_state_tensors(load_file(file))
+        if self.resume_from is None or conversion is None or conversion.backend is None:
+            return
+        file = self.resume_from / SCALING_STATE
+        conversion.backend.load_state_tensors(load_file(file) if file.is_file() else {})
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any

@@ -155,8 +155,15 @@ def _show_report(report: Any) -> None:
         facts.append(f"{report.tokens_per_s:,.0f} tok/s")
     console.print(", ".join(facts))
     if report.interrupted:
+        resume = f"go on with train.resume_from_checkpoint={report.folder}"
+        saved = any((report.folder / "checkpoints").glob("checkpoint-*"))
+        end = resume if saved else "before a checkpoint was saved"
+        console.print(f"interrupted; {end}", style="yellow", soft_wrap=True)
+    elif report.receipt.status != "proven":
         console.print(
-            f"interrupted; go on with train.resume_from_checkpoint={report.folder}", style="yellow"
+            "! this run is not proven: the proof needs two optimizer steps with a learning rate "
+            "above zero",
+            style="bold red",
         )
     console.print(f"run folder: {report.folder}")
 
@@ -234,7 +241,10 @@ def cp(
         )
     if not target.parent.is_dir():
         raise ConfigError(f"there is no folder {str(target.parent)!r}", where=str(target.resolve()))
-    target.write_text(read_text(source), encoding="utf-8")
+    try:
+        target.write_text(read_text(source), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     print(f"{target}\nrun it: python -m finetune {_as_argument(target)}")
 
 

@@ -13,6 +13,7 @@ tokenising, masking and packing are TRL's.
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -153,8 +154,15 @@ def _load_file(path: Path, where: str) -> Dataset:
         raise DataError(f"{path.name} is empty", where=f"{where}: {path}", fix="add rows")
     try:
         options = _csv_as_text(path) if loader == "csv" else {}
-        rows = load_dataset(loader, data_files=str(path), split="train", **options)
+        rows = load_dataset(loader, data_files=glob.escape(str(path)), split="train", **options)
     except (DatasetGenerationError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.filename not in (None, str(path)):
+            raise DataError(
+                f"{path.name} could not be cached",
+                where=str(error.filename),
+                why=str(error.strerror),
+                fix="set HF_HOME to a folder that can be written",
+            ) from error
         if "corresponds to no data" in str(error):
             raise DataError(
                 f"{path.name} has no rows", where=f"{where}: {path}", fix="add rows"

@@ -2,6 +2,7 @@
 
     FinetuneError
     ├── ConfigError            (ValueError)         a recipe, override or argument is wrong
+    ├── UnknownArgumentError   (TypeError)          a setting that does not exist
     ├── RecipeNotFoundError    (FileNotFoundError)  no recipe of that name or path
     ├── DataError              (ValueError)         rows that cannot be trained on
     ├── DataNotFoundError      (FileNotFoundError)  no data file or hub data set there
@@ -47,6 +48,10 @@ class FinetuneError(Exception):
 
 class ConfigError(FinetuneError, ValueError):
     """A recipe, an override or an argument is wrong."""
+
+
+class UnknownArgumentError(FinetuneError, TypeError):
+    """A setting that does not exist."""
 
 
 class RecipeNotFoundError(FinetuneError, FileNotFoundError):

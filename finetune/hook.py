@@ -5,11 +5,13 @@ Three functions for a user's own script; what they put in force is a `finetune.s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune import session
 from finetune.config import Fp8Format, PrecisionConfig, Scaling
+from finetune.errors import ConfigError, UnknownArgumentError, nearest
 from finetune.receipt import Receipt
 
 if TYPE_CHECKING:
@@ -66,29 +68,38 @@ def setup_fp8_mixed_precision_training(
         An `accelerate.Accelerator` that trains in FP8.
 
     Raises:
-        ConfigError: a setting that does not exist or does not go with the scaling.
+        ConfigError: a value that does not exist or does not go with the scaling.
+        UnknownArgumentError: a setting that does not exist.
         PrecisionError: FP8 cannot be had on this device, and why.
         MissingExtraError: the backend's library is not installed.
     """
     from accelerate import Accelerator
     from pydantic import ValidationError
 
-    from finetune.errors import ConfigError
-
+    name = str(backend).lower()
     if scaling is None:
-        scaling = "delayed" if str(backend) == "te" else "tensorwise"
+        scaling = "delayed" if name == "te" else "tensorwise"
+    unknown = accelerator_kwargs.keys() - inspect.signature(Accelerator).parameters.keys()
+    if unknown:
+        word = sorted(unknown)[0]
+        hint = nearest(word, inspect.signature(setup_fp8_mixed_precision_training).parameters)
+        raise UnknownArgumentError(
+            f"there is no setting {word!r}" + (f"; {hint}" if hint else ""),
+            where="setup_fp8_mixed_precision_training(...)",
+            why="neither this function nor accelerate.Accelerator knows it",
+        )
     try:
         precision = PrecisionConfig.model_validate(
             {
                 "compute": "fp8",
-                "backend": str(backend).lower(),
+                "backend": name,
                 "scaling": scaling,
                 "format": fp8_format.lower() if isinstance(fp8_format, str) else fp8_format,
                 "margin": margin,
                 "amax_history_len": amax_history_len,
                 "amax_compute_algo": amax_compute_algo,
                 "reduce_amax": reduce_amax,
-                "keep": tuple(keep),
+                "keep": (keep,) if isinstance(keep, str) else tuple(keep),
                 "eval": eval_precision,
                 "compile": compile,
                 "emulation": emulation,
@@ -107,7 +118,11 @@ def setup_fp8_mixed_precision_training(
         import warnings
 
         warnings.warn(resolution.fallback, stacklevel=2)
-    return Accelerator(**accelerator_kwargs)
+    try:
+        return Accelerator(**accelerator_kwargs)
+    except BaseException:
+        session.uninstall()
+        raise
 
 
 def teardown_fp8_mixed_precision_training() -> None:

@@ -267,7 +267,7 @@ class Proof:
                 "the optimizer steps, and no forward and backward of the prepared model was seen",
                 where="the step before optimizer.step()",
                 why="what ran cannot be told: FP8 has not been proven",
-                fix="call the prepared model itself, model(...), not its parts, and loss.backward()",
+                fix="call the prepared model itself, not its parts, and then loss.backward()",
             )
         self._judge_trainable_set(trainable)
         self._owned |= owned.keys()

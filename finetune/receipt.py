@@ -110,7 +110,8 @@ class Receipt:
                 parts.append(
                     Text(
                         f"! {t['below_resolution']:,} parameters get updates smaller than their "
-                        "type can hold and stand still: model.dtype=float32 would train them",
+                        "type can hold at this learning rate and stand still; BF16 weights need "
+                        "model.dtype=float32",
                         style="yellow",
                     )
                 )

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError, nearest
-from finetune.plain_yaml import KeyPath, dump_yaml, parse_yaml, read_text, shown
+from finetune.plain_yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.sft_arguments import convert_train
 
 PACKAGE = Path(__file__).parent
@@ -107,12 +107,18 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 f"{item!r}: there is no section {path[0]!r}" + (f"; {hint}" if hint else ""),
                 fix=f"sections are {', '.join(SECTIONS)}",
             )
-        parsed = parse_yaml(value, f"override {item!r}")[0] if equals else None
-        if equals and value and parsed == {} and not value.lstrip().startswith("{"):
-            parsed = value
-        _set(data, path, None if value in ("", "null", "~") else parsed, remove=not equals)
+        _set(data, path, _override_value(value, item) if equals else None, remove=not equals)
     _replace_data_source(data, overrides)
     return data
+
+
+def _override_value(text: str, item: str) -> Any:
+    """A value as in a recipe, except that ` #` begins no comment: file names may hold it."""
+    if text in ("", "null", "~"):
+        return None
+    if text[0] in "[{\"'":
+        return parse_yaml(text, f"override {item!r}")[0]
+    return PlainText(text)
 
 
 def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from finetune.config import PrecisionConfig
 from finetune.device import Device, Resolution, resolve, this_device, version
@@ -72,9 +73,15 @@ class Session:
 
         self._patch(Accelerator, "__init__", self._make_init)
         self._patch(Accelerator, "prepare", self._make_prepare)
+        self._patch(Accelerator, "prepare_model", self._make_prepare_model)
 
-    def uninstall(self) -> None:
-        """Take patches away and give every model its plain layers back."""
+    def uninstall(self, *, replaced: bool = False) -> None:
+        """Take patches away and give every model its plain layers back.
+
+        Args:
+            replaced: another session follows. Then a model of this one that goes on training
+                without being prepared again is an error, not a silent BF16 run.
+        """
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -83,6 +90,8 @@ class Session:
             proof.close()
         for conversion in list(self.conversions):
             conversion.revert()
+            if replaced:
+                _guard(conversion.model)
 
     def _patch(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
@@ -131,14 +140,47 @@ class Session:
         session = self
 
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-            models = [a for a in args if isinstance(a, nn.Module) and _has_linears(a)]
+            models = [a for a in args if isinstance(a, nn.Module)]
             if models:
                 session._check_accelerator(accelerator)
-            for model in models:
-                session.prepare_model(model)
+            for model in sorted(models, key=_has_linears, reverse=True):
+                # A loss or a temperature beside the model has nothing to convert.
+                if _has_linears(model) or not len(session.conversions):
+                    session.prepare_model(model)
+            for optimizer in args:
+                if isinstance(optimizer, Optimizer):
+                    session._watch_owner(optimizer)
             return original(accelerator, *args, **kwargs)
 
         return prepare
+
+    def _make_prepare_model(self, original: Any) -> Any:
+        session = self
+
+        def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if _has_linears(model):
+                session._check_accelerator(accelerator)
+                session.prepare_model(model)
+            return original(accelerator, model, *args, **kwargs)
+
+        return prepare_model
+
+    def _watch_owner(self, optimizer: Optimizer) -> None:
+        """An optimizer that steps for a model that was never prepared would train in silence."""
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            models = [c.model for c in self.conversions]
+            if self._undo and not any(id(p) in owned for m in models for p in m.parameters()):
+                raise OrderError(
+                    "an optimizer steps for a model that was never prepared",
+                    where="accelerator.prepare(optimizer) without its model, or nn.DataParallel",
+                    why="the model was not converted; it would train in another precision",
+                    fix="pass model and optimizer to accelerator.prepare; on several GPUs start "
+                    "with torchrun, or show one with CUDA_VISIBLE_DEVICES=0",
+                )
+
+        self._undo.append(optimizer.register_step_pre_hook(before_step).remove)
 
     def _check_accelerator(self, accelerator: Any) -> None:
         if accelerator not in self._accelerators:
@@ -170,8 +212,10 @@ class Session:
     def prepare_model(self, model: nn.Module) -> convert.Conversion:
         """Plan and convert `model` (once a session), and start its proof if it trains."""
         known = convert.conversion_of(model)
-        if known is not None and known in self.conversions:
+        if known is not None and known in self.conversions and known.is_current():
             return known
+        convert.revert(model)  # also models inside it that were prepared by themselves
+        _unguard(model)
         if self.precision.compute == "fp8":
             refuse_quantised(model)
         before = {name: p.numel() for name, p in named_trainable(model).items()}
@@ -258,6 +302,31 @@ class Session:
 _session: Session | None = None
 
 
+GUARD = "_finetune_guard"
+
+
+def _guard(model: nn.Module) -> None:
+    """Refuse training calls of a model that a replaced session has reverted."""
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            raise OrderError(
+                "this model was prepared under a set-up that has been replaced",
+                where="setup_fp8_mixed_precision_training() was called again",
+                why="its layers are plain again; it would go on in BF16",
+                fix="prepare it again (or build the trainer again) after the last set-up",
+            )
+
+    model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
+
+
+def _unguard(model: nn.Module) -> None:
+    for module in model.modules():
+        guard = module.__dict__.pop(GUARD, None)
+        if guard is not None:
+            guard.remove()
+
+
 def _has_linears(module: nn.Module) -> bool:
     return next(iter(iter_linears(module)), None) is not None
 
@@ -273,7 +342,7 @@ def install(precision: PrecisionConfig) -> Session:
     global _session
     device = this_device()
     resolution = resolve(precision, device)
-    uninstall()
+    _end(replaced=True)
     session = Session(resolution, device)
     session.install()
     _session = session
@@ -282,9 +351,13 @@ def install(precision: PrecisionConfig) -> Session:
 
 def uninstall() -> None:
     """End the session in force, if any."""
+    _end(replaced=False)
+
+
+def _end(*, replaced: bool) -> None:
     global _session
     if _session is not None:
-        _session.uninstall()
+        _session.uninstall(replaced=replaced)
         _session = None
 
 

@@ -65,7 +65,8 @@ class RunReport:
         """The report without the receipt, which has a file of its own."""
         values = asdict(self) | {"folder": str(self.folder)}
         del values["receipt"]
-        return json.dumps(values | {"status": self.receipt.status}, indent=1)
+        status = self.receipt.status
+        return json.dumps(values | {"status": status, "proven": status == "proven"}, indent=1)
 
 
 def new_run_folder(out: Path, name: str) -> Path:
@@ -192,8 +193,8 @@ def train(
             with stop:
                 trainer.train(resume_from_checkpoint=str(resume) if resume else None)
                 interrupted = stop.asked
-                if rows.eval is not None and not interrupted and not _just_evaluated(metrics):
-                    trainer.evaluate()
+            if rows.eval is not None and not interrupted and not _just_evaluated(metrics):
+                trainer.evaluate()
         except KeyboardInterrupt:
             interrupted = True
         finally:

@@ -72,6 +72,7 @@ def test_router_stays_high_and_experts_do_not() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.mlp = nn.ModuleDict({"gate": nn.Linear(64, 16), "up": nn.Linear(64, 64)})
+            self.config = type("Config", (), {"num_experts": 16})
 
     layers = {x.name: x for x in plan(Block(), FP8).layers}
     assert layers["mlp.gate"].compute == "bf16"
@@ -113,3 +114,22 @@ def test_plan_needs_no_memory() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2**17, 2**17))
     assert plan(model, FP8).layers[0].compute == "fp8"
+
+
+def test_names_alone_make_neither_head_nor_router() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = {"gate": nn.Linear(64, 64), "score": nn.Linear(64, 64)}
+            self.layers = nn.ModuleList([nn.ModuleDict(inner)])
+            self.score = nn.Linear(64, 16)
+
+    roles = {x.name: x.role for x in plan(Block(), FP8).layers}
+    assert roles == {"layers.0.gate": "base", "layers.0.score": "base", "score": "head"}
+
+
+def test_layer_that_its_parent_multiplies_stays() -> None:
+    layers = plan(nn.TransformerEncoderLayer(64, 4, 64), FP8).layers
+    reasons = {x.name: x.reason for x in layers if x.compute != "fp8"}
+    assert list(reasons) == ["self_attn.out_proj"]
+    assert "multiplied by its parent" in reasons["self_attn.out_proj"]

@@ -75,10 +75,14 @@ def test_any_number_of_tokens(prepared, length) -> None:
 
 def test_parameters_are_lent_not_copied(prepared) -> None:
     _, model, conversion = prepared
-    model(**batch())
     for layer in conversion.plan.fp8_layers:
         module = model.get_submodule(layer.name)
-        assert module.fp8_engine.weight is module.weight
+        seen = []
+        hook = module.fp8_engine.register_forward_pre_hook(lambda e, _, s=seen: s.append(e.weight))
+        model(**batch())
+        hook.remove()
+        assert seen[0] is module.weight
+        assert module.fp8_engine.weight.is_meta, "and given back"
         assert "fp8_engine" not in dict(module.named_children())
     assert not [key for key in model.state_dict() if "extra_state" in key]
 

@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config import PrecisionConfig
-from finetune.errors import ConfigError, PlanError
+from finetune.errors import ConfigError, PlanError, PrecisionError
 from finetune.model import TINY_LLAMA
 from finetune.precision import convert, planner
 from finetune.precision.backend import Fp8Mixin
@@ -295,13 +295,13 @@ def test_settings_reach_the_engine_ours(make_llama, te_stand_in) -> None:
 
 
 def test_settings_an_engine_lacks_are_errors(te_stand_in) -> None:
-    with pytest.raises(Exception, match="no pure E5M2"):
+    with pytest.raises(PrecisionError, match="no pure E5M2"):
         setup_fp8_mixed_precision_training(backend="te", fp8_format="e5m2")
     with pytest.raises(TypeError, match="interval"):
         setup_fp8_mixed_precision_training(backend="te", interval=2)
     with pytest.raises(ConfigError, match="margin belongs to delayed scaling"):
         setup_fp8_mixed_precision_training(backend="torchao", margin=2)
-    with pytest.raises(Exception, match="torchao has no delayed scaling"):
+    with pytest.raises(PrecisionError, match="torchao has no delayed scaling"):
         setup_fp8_mixed_precision_training(backend="torchao", scaling="delayed")
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config import PrecisionConfig
+from finetune.errors import ConfigError
 from finetune.precision.planner import LayerPlan, is_conv1d
 
 
@@ -73,6 +74,24 @@ class Fp8Mixin:
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""
         raise AssertionError("each backend's mixin defines fp8_linear")
+
+
+def restore(target: Tensor, tensors: dict[str, Tensor], name: str) -> None:
+    """Copy stored scaling state into `target`.
+
+    Raises:
+        ConfigError: the state was stored under another configuration.
+    """
+    stored = tensors.get(name)
+    if stored is None or stored.shape != target.shape:
+        shape = "nothing" if stored is None else f"shape {tuple(stored.shape)}"
+        raise ConfigError(
+            "the checkpoint's FP8 scaling state belongs to another configuration",
+            where=f"{name}: stored {shape}, needed {tuple(target.shape)}",
+            why="scales of another history length, scaling or model cannot be taken over",
+            fix="resume with the precision section of the run that saved it (its config.yaml)",
+        )
+    target.copy_(stored)
 
 
 class Backend:

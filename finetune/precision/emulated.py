@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from finetune.config import PrecisionConfig
-from finetune.precision.backend import Backend, Fp8Mixin, compute_dtype
+from finetune.precision.backend import Backend, Fp8Mixin, compute_dtype, restore
 from finetune.precision.numerics import (
-    AMAX_FLOOR,
     E4M3,
     E5M2,
     FP8_MAX,
@@ -125,7 +124,8 @@ class DelayedState:
             self.history[0] = self.current
             window = self.history.amax(0) if self.algorithm == "max" else self.current
             usable = (window > 0) & window.isfinite()
-            new = (self.fp8_max / window.clamp(min=AMAX_FLOOR)) / 2**self.margin
+            largest = torch.finfo(torch.float32).max
+            new = (self.fp8_max / window / 2**self.margin).clamp(max=largest)
             self.scale = torch.where(usable, new, self.scale)
             self.current = torch.zeros_like(self.current)
         self.steps += 1
@@ -271,5 +271,5 @@ class EmulatedBackend(Backend):
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         if self.state is not None:
             for name in ("history", "current", "scale"):
-                getattr(self.state, name).copy_(tensors[name])
+                restore(getattr(self.state, name), tensors, name)
             self.state.steps = int(tensors["steps"])

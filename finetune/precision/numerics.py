@@ -94,9 +94,7 @@ def _scaled_mm_meta(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-_library.impl("scaled_mm", _scaled_mm, "CPU")
-_library.impl("scaled_mm", _scaled_mm, "CUDA")
-_library.impl("scaled_mm", _scaled_mm, "MPS")
+_library.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
 _library.impl("scaled_mm", _scaled_mm_meta, "Meta")
 
 

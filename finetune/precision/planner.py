@@ -131,10 +131,11 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     linears = list(iter_linears(model))
     kept = _match_keep(precision.keep, [name for name, _, _ in linears])
     head = _output_head(model)
+    experts = _expert_count(model)
     in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
     layers = []
     for name, module, shape in linears:
-        role, why_high = _role(name, module, in_head)
+        role, why_high = _role(name, module, in_head, experts)
         frozen = not module.weight.requires_grad
         compute: Compute = precision.compute
         reason = "asked"
@@ -215,26 +216,40 @@ def _match_keep(patterns: tuple[str, ...], names: list[str]) -> dict[str, str]:
     return kept
 
 
+HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
+
+
+def _expert_count(model: Any) -> int | None:
+    """Experts of a mixture-of-experts model, by its configuration."""
+    config = getattr(model, "config", None)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next(
+        (getattr(config, n) for n in names if isinstance(getattr(config, n, None), int)), None
+    )
+
+
 def _output_head(model: Any) -> Any:
     getter = getattr(model, "get_output_embeddings", None)
     return getter() if callable(getter) else None
 
 
-def _role(name: str, module: nn.Module, in_head: set[nn.Module]) -> tuple[Role, str]:
+def _role(name: str, module: Any, in_head: set[nn.Module], experts: int | None) -> tuple[Role, str]:
     parts = name.split(".")
     if any(part.startswith("lora_") for part in parts):
         return "adapter", "adapter: small, and what is being learned"
     if "modules_to_save" in parts:
         return "adapter", "trained in full beside the adapters (modules_to_save)"
-    if module in in_head or parts[-1] in ("lm_head", "score", "classifier", "embed_out"):
+    # A classifier is a child of the root; deeper down, a layer of such a name is just a layer.
+    if module in in_head or (len(parts) <= 3 and parts[-1] in HEADS and "layers" not in parts):
         return "head", "output head: its rounding goes straight into the loss"
-    if (parts[-1] in ("router", "gate") and "mlp" in parts[:-1]) or "router" in parts:
+    if "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
         return "router", "router: rounding would change which expert is chosen"
     return "base", ""
 
 
 def _why_not_fp8(name: str, module: nn.Module, shape: tuple[int, int], kept: dict[str, str]) -> str:
     from torch import nn
+    from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
     if name in kept:
         return f"kept by pattern {kept[name]!r}"
@@ -242,7 +257,9 @@ def _why_not_fp8(name: str, module: nn.Module, shape: tuple[int, int], kept: dic
     for label, size in (("K", k), ("N", n)):
         if size % ALIGNMENT:
             return f"{label}={size} is not a multiple of {ALIGNMENT}"
-    plain = nn.Linear.forward if isinstance(module, nn.Linear) else None
-    if plain is not None and type(module).forward is not plain:
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "multiplied by its parent, nn.MultiheadAttention, past its forward"
+    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    if own or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own"
     return ""

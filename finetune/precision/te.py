@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from finetune.config import PrecisionConfig
-from finetune.precision.backend import Backend, Fp8Mixin, in_backward
+from finetune.precision.backend import Backend, Fp8Mixin, in_backward, restore
 from finetune.precision.planner import ALIGNMENT, LayerPlan
 
 
@@ -50,17 +50,20 @@ class TransformerEngineMixin(Fp8Mixin):
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         engine = self.fp8_engine
-        parameters = engine._parameters
-        parameters["weight"] = w if w.is_contiguous() else w.contiguous()
-        if bias is not None:
-            parameters["bias"] = bias
         engine.training = self.training
         rows = x.reshape(-1, x.shape[-1])
         missing = -rows.shape[0] % ALIGNMENT  # tokens are contracted in wgrad: a multiple of 16
         if missing:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
-        with self.fp8_backend.region_if_outside():
-            y = engine(rows)
+        parameters, placeholders = engine._parameters, dict(engine._parameters)
+        parameters["weight"] = w.contiguous()
+        if bias is not None:
+            parameters["bias"] = bias
+        try:
+            with self.fp8_backend.region_if_outside():
+                y = engine(rows)
+        finally:
+            parameters.update(placeholders)
         y = y[: y.shape[0] - missing] if missing else y
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -150,14 +153,14 @@ class TransformerEngineBackend(Backend):
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        if not tensors:
+        if self.precision.scaling != "delayed":
             return
         for index, engine in enumerate(self._engines):
             with self._autocast(update=False):
                 engine.init_fp8_metadata(num_gemms=1)
             for direction, state in _delayed_states(engine):
                 for name in ("amax_history", "scale"):
-                    getattr(state, name).copy_(tensors[f"{index}.{direction}.{name}"])
+                    restore(getattr(state, name), tensors, f"{index}.{direction}.{name}")
 
 
 def _delayed_states(engine: Any) -> Iterator[tuple[str, Any]]:
