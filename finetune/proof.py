@@ -113,6 +113,7 @@ class Proof:
 
     Attributes:
         status: `proven`, or what is still missing.
+        is_open: steps are still observed.
         layers: rows of the receipt, after the first micro-step.
         flop_share: precision -> share of matmul FLOPs.
         trainable: counts for the receipt.
@@ -141,6 +142,7 @@ class Proof:
         self.trainable = {"before": sum(trainable_before.values())} | dict.fromkeys(
             ("after", "in_optimizer", "moved", "below_resolution"), 0
         )
+        self.is_open = True
         self._witness: Witness | None = Witness(self.model, conversion.plan)
         self._mode: bool | None = None
         self._prints: dict[str, int] = {}
@@ -154,14 +156,14 @@ class Proof:
             register_optimizer_step_post_hook(self._after_step),
         ]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether steps are still observed."""
-        return bool(self._handles)
-
     def close(self) -> None:
         """Stop observing. Harmless when already stopped."""
         self._stop_witness()
+        self.is_open = False
+
+    def release(self) -> None:
+        """Remove hooks as well: not from inside a step, whose hooks are being walked through."""
+        self.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -224,6 +226,11 @@ class Proof:
         silent = sorted((planned & witness.called) - witness.owners)
         other = [f"{name} was called and multiplied nothing" for name in silent]
         other += [
+            f"{row.name} was multiplied outside a call of the prepared model"
+            for row in self.layers
+            if row.name in planned and row.fprop == "none" != row.wgrad
+        ]
+        other += [
             f"{row.name} {gemm}={getattr(row, gemm)}"
             for row in self.layers
             if row.name in planned
@@ -260,7 +267,7 @@ class Proof:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owned = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         trainable = named_trainable(self.model)
-        if not any(id(p) in owned for p in self.model.parameters()):
+        if not self.is_open or not any(id(p) in owned for p in self.model.parameters()):
             return
         if self._witness is not None:
             self._fail(
@@ -291,7 +298,8 @@ class Proof:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trainable = named_trainable(self.model)
-        if not self._prints or not any(id(p) in owned for p in trainable.values()):
+        concerned = self._prints and any(id(p) in owned for p in trainable.values())
+        if not self.is_open or not concerned:
             return
         steps = self._effective_steps
         steps.setdefault(id(optimizer), 0)

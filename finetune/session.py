@@ -87,7 +87,7 @@ class Session:
         self._undo.clear()
         self.patches.clear()
         for proof in self.proofs:
-            proof.close()
+            proof.release()
         for conversion in list(self.conversions):
             conversion.revert()
             if replaced:
@@ -224,6 +224,9 @@ class Session:
         self.conversions.add(conversion)
         if before:
             # A finished proof keeps its model alive: only the last is needed, for the receipt.
+            for proof in self.proofs:
+                if not proof.is_open:
+                    proof.release()
             self.proofs = [proof for proof in self.proofs if proof.is_open]
             self.proofs.append(Proof(conversion, before, lambda: self._compile(conversion)))
         else:

@@ -170,6 +170,7 @@ def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
     assert patched == [
         "accelerate.accelerator.Accelerator.__init__",
         "accelerate.accelerator.Accelerator.prepare",
+        "accelerate.accelerator.Accelerator.prepare_model",
     ]
     model = accelerator.prepare(model)
     model(**batch())  # the witness waits for a backward
@@ -189,7 +190,7 @@ def test_second_setup_replaces_the_first(make_llama, setup_backend) -> None:
     setup_backend("torchao", scaling="rowwise").prepare(second)
     assert not any(isinstance(m, Fp8Mixin) for m in first.modules())
     assert get_receipt().precision["scaling"] == "rowwise"
-    assert len(get_receipt().environment["patches"]) == 2
+    assert len(get_receipt().environment["patches"]) == 3
 
 
 def test_bf16_training_after_fp8_in_one_process(make_llama, setup_backend) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
-from finetune.precision import convert
+from finetune.config import PrecisionConfig
+from finetune.precision import convert, planner
 from tests.conftest import batch
 
 
@@ -107,8 +108,9 @@ def test_gpt2_weights_are_lent_transposed(te_stand_in) -> None:
 
 
 def test_a_layer_called_by_itself_runs_in_fp8(te_stand_in) -> None:
-    accelerator = setup_fp8_mixed_precision_training("te", cpu=True)
-    model = accelerator.prepare(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    precision = PrecisionConfig(compute="fp8", backend="te", scaling="delayed")
+    convert.apply(model, planner.plan(model, precision))
     assert te_stand_in.State.recipe is None
     model[0](torch.randn(16, 64, requires_grad=True)).sum().backward()
     assert te_stand_in.State.layers, "delayed scaling state was made: TE's autocast was on"

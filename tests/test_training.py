@@ -210,3 +210,44 @@ def test_first_interrupt_saves_and_stops(tmp_path, monkeypatch) -> None:
     assert not resumed.interrupted
     first = json.loads((resumed.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == int(checkpoint.name.rpartition("-")[2]) + 1
+
+
+def test_resuming_under_another_scaling_is_refused(tmp_path) -> None:
+    from finetune.errors import ConfigError
+
+    base = [
+        "train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2",
+        "train.warmup_steps=0",
+    ]  # fmt: skip
+    run = train(load_recipe("tiny_full_fp8", base), out=tmp_path, console=QUIET)
+    resume = f"train.resume_from_checkpoint={run.folder}/checkpoints/checkpoint-2"
+    other = load_recipe("tiny_full_fp8", [*base, resume, "precision.amax_history_len=8"])
+    with pytest.raises(ConfigError, match=r"another configuration[\s\S]*needed \(8,"):
+        train(other, out=tmp_path, console=QUIET)
+    (run.folder / "checkpoints" / "checkpoint-2" / "fp8_scaling.safetensors").unlink()
+    with pytest.raises(ConfigError, match="stored nothing"):
+        train(load_recipe("tiny_full_fp8", [*base, resume]), out=tmp_path, console=QUIET)
+
+
+@pytest.mark.parametrize("name", ["mine[1].jsonl", "my data #1 é.jsonl", "a*b.jsonl"])
+def test_odd_file_names(name, tmp_path) -> None:
+    rows = [{"text": f"boat number {i} is in the harbour"} for i in range(16)]
+    (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    overrides = [f"data.path={tmp_path / name}", "train.max_steps=1"]
+    report = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path / "runs", console=QUIET)
+    assert not json.loads((report.folder / "report.json").read_text())["proven"], "one step"
+
+
+def test_training_from_a_thread(tmp_path) -> None:
+    import threading
+
+    found = []
+    recipe = load_recipe("tiny_lora_bf16", ["train.max_steps=3", "train.warmup_steps=0"])
+
+    def run() -> None:
+        found.append(train(recipe, out=tmp_path, console=QUIET))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found[0].receipt.status == "proven"

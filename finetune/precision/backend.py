@@ -9,7 +9,6 @@ dict. Reverting puts the old class back.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -45,7 +44,11 @@ def reduce_as_plain(self: Any, protocol: Any) -> Any:
         state.pop("config", None)  # torchao's; a model's own `config` stays
     original = vars(type(self)).get("fp8_root_of", type(self))
     original = getattr(original, "fp8_original", original)
-    return copyreg.__newobj__, (original,), state  # pyright: ignore[reportAttributeAccessIssue]
+    return _new, (original,), state
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
 
 class Fp8Mixin:
@@ -62,6 +65,8 @@ class Fp8Mixin:
     bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(self, Fp8Mixin):  # accelerate keeps a root's forward after a revert
+            return type(self).forward(self, input)
         high = not self.training and self.fp8_backend.precision.eval == "high"
         if high or input.numel() == 0:  # an expert without tokens has nothing to scale
             return self.fp8_original.forward(self, input)  # pyright: ignore[reportArgumentType]
