@@ -278,7 +278,8 @@ class Proof:
             )
         self._judge_trainable_set(trainable)
         self._owned |= owned.keys()
-        self._idle = {key for key, lr in owned.items() if not lr > 0}
+        switched_off = {key for key, lr in owned.items() if not lr > 0}
+        self._idle = (self._idle - owned.keys()) | switched_off
         for name, p in trainable.items():
             if name not in self._prints:
                 self._prints[name] = fingerprint(p)

@@ -197,7 +197,6 @@ class Session:
                 why="their engines replace forward and optimizer, past what can be proven here",
                 fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
             )
-
         if accelerator.state.dynamo_plugin.backend.value != "NO":
             raise PrecisionError(
                 "torch_compile of the whole model does not go with the proof",
