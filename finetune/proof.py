@@ -14,7 +14,6 @@ Three things are observed, none read off a flag:
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +26,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from finetune import backwards
 from finetune.errors import ProofError
+from finetune.fingerprint import fingerprint
 from finetune.precision.backend import in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
@@ -40,72 +41,6 @@ EFFECTIVE_STEPS = 2
 def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by name, tied ones once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number: well mixed bits
-_CHUNK = 2**22
-
-
-def fingerprint(parameter: Tensor) -> int:
-    """A hash of a parameter's bits (of this process's shard, when sharded).
-
-    Σ bits[i] · (i · odd | 1) in wrapping 64-bit integers. Position counts: a plain xor or sum would
-    miss the same change made to an even number of equal weights, as a norm's ones are.
-    """
-    local = getattr(parameter, "_local_tensor", parameter).detach()
-    flat = local.contiguous().view(_BITS[local.element_size()]).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        bits = flat[start : start + _CHUNK].long()
-        position = torch.arange(start, start + bits.numel(), device=flat.device)
-        total += (bits * (position * _ODD | 1)).sum()
-    return int(total)
-
-
-class _Backwards:
-    """Lets proofs look on while autograd runs, whoever starts it.
-
-    Accelerate, Trainer and hand-written loops all go through `torch.autograd.backward` or `.grad`.
-    Both are patched while some proof listens, once for all of them, and plain again afterwards.
-    """
-
-    def __init__(self) -> None:
-        self.proofs: list[Proof] = []
-        self._plain: dict[str, Any] = {}
-
-    def add(self, proof: Proof) -> None:
-        """Patch with the first listener."""
-        self.proofs.append(proof)
-        for name in ("backward", "grad") if not self._plain else ():
-            self._plain[name] = getattr(torch.autograd, name)
-        for name, plain in self._plain.items():
-            setattr(torch.autograd, name, self._watched(plain))
-
-    def remove(self, proof: Proof) -> None:
-        """Give the plain functions back with the last listener. Harmless when not listening."""
-        self.proofs = [p for p in self.proofs if p is not proof]
-        if not self.proofs:
-            for name, plain in self._plain.items():
-                setattr(torch.autograd, name, plain)
-            self._plain.clear()
-
-    def _watched(self, plain: Any) -> Any:
-        @functools.wraps(plain)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            listening = list(self.proofs)
-            with contextlib.ExitStack() as stack:
-                for proof in listening:
-                    stack.enter_context(proof.watch_backward())
-                result = plain(*args, **kwargs)
-            for proof in listening:
-                proof.after_backward()
-            return result
-
-        return watched
-
-
-_backwards = _Backwards()
 
 
 class Proof:
@@ -150,7 +85,7 @@ class Proof:
         self._idle: set[int] = set()
         self._effective_steps: dict[int, int] = {}
         conversion.around.append(self._around_forward)
-        _backwards.add(self)
+        backwards.listen(self)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -205,7 +140,7 @@ class Proof:
             self._after_gemms()
 
     def _stop_witness(self) -> None:
-        _backwards.remove(self)
+        backwards.stop(self)
         if self._around_forward in self.conversion.around:
             self.conversion.around.remove(self._around_forward)
         if self._witness is not None:

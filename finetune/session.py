@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from finetune import guards
 from finetune.config import PrecisionConfig
 from finetune.device import Device, Resolution, resolve, this_device, version
 from finetune.errors import OrderError, PrecisionError
@@ -91,7 +92,7 @@ class Session:
         for conversion in list(self.conversions):
             conversion.revert()
             if replaced:
-                _guard(conversion.model)
+                guards.guard(conversion.model)
 
     def _patch(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
@@ -149,7 +150,8 @@ class Session:
                     session.prepare_model(model)
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
-                    session._watch_owner(optimizer)
+                    models = session.conversions
+                    session._undo.append(guards.watch_owner(optimizer, models))
             return original(accelerator, *args, **kwargs)
 
         return prepare
@@ -164,23 +166,6 @@ class Session:
             return original(accelerator, model, *args, **kwargs)
 
         return prepare_model
-
-    def _watch_owner(self, optimizer: Optimizer) -> None:
-        """An optimizer that steps for a model that was never prepared would train in silence."""
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            models = [c.model for c in self.conversions]
-            if self._undo and not any(id(p) in owned for m in models for p in m.parameters()):
-                raise OrderError(
-                    "an optimizer steps for a model that was never prepared",
-                    where="accelerator.prepare(optimizer) without its model, or nn.DataParallel",
-                    why="the model was not converted; it would train in another precision",
-                    fix="pass model and optimizer to accelerator.prepare; on several GPUs start "
-                    "with torchrun, or show one with CUDA_VISIBLE_DEVICES=0",
-                )
-
-        self._undo.append(optimizer.register_step_pre_hook(before_step).remove)
 
     def _check_accelerator(self, accelerator: Any) -> None:
         if accelerator not in self._accelerators:
@@ -214,7 +199,7 @@ class Session:
         if known is not None and known in self.conversions and known.is_current():
             return known
         convert.revert(model)  # also models inside it that were prepared by themselves
-        _unguard(model)
+        guards.unguard(model)
         if self.precision.compute == "fp8":
             refuse_quantised(model)
         before = {name: p.numel() for name, p in named_trainable(model).items()}
@@ -302,31 +287,6 @@ class Session:
 
 
 _session: Session | None = None
-
-
-GUARD = "_finetune_guard"
-
-
-def _guard(model: nn.Module) -> None:
-    """Refuse training calls of a model that a replaced session has reverted."""
-
-    def before_forward(module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            raise OrderError(
-                "this model was prepared under a set-up that has been replaced",
-                where="setup_fp8_mixed_precision_training() was called again",
-                why="its layers are plain again; it would go on in BF16",
-                fix="prepare it again (or build the trainer again) after the last set-up",
-            )
-
-    model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
-
-
-def _unguard(model: nn.Module) -> None:
-    for module in model.modules():
-        guard = module.__dict__.pop(GUARD, None)
-        if guard is not None:
-            guard.remove()
 
 
 def _has_linears(module: nn.Module) -> bool:

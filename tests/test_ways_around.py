@@ -18,9 +18,9 @@ from finetune import (
     teardown_fp8_mixed_precision_training,
 )
 from finetune.errors import OrderError, PlanError, ProofError, UnknownArgumentError
+from finetune.fingerprint import fingerprint
 from finetune.precision.backend import Fp8Mixin
 from finetune.precision.convert import conversion_of
-from finetune.proof import fingerprint
 from tests.conftest import batch
 
 
