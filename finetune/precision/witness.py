@@ -42,33 +42,41 @@ NOT_LINEAR = {
 }
 """Names of matmuls outside linear layers, and the reason in the receipt."""
 
+
+def _existing(table: dict[str, Any]) -> dict[Any, Any]:
+    """Operator by name -> value, without those that this torch does not have (yet)."""
+    return {getattr(aten, name): value for name, value in table.items() if hasattr(aten, name)}
+
+
 # Position of the two operands in the calls that multiply matrices.
-_OPERANDS = {
-    aten.mm: (0, 1),
-    aten.bmm: (0, 1),
-    aten._scaled_mm: (0, 1),
-    aten._scaled_mm_v2: (0, 1),
-    aten._addmm_activation: (1, 2),
-    aten.addmm: (1, 2),
-    aten.addmm_: (1, 2),
-    aten.baddbmm: (1, 2),
-    aten.baddbmm_: (1, 2),
-    torch.ops.finetune.scaled_mm: (0, 1),
-}
-_GROUPED = (aten._grouped_mm, aten._scaled_grouped_mm)
+_OPERANDS = _existing(
+    {
+        "mm": (0, 1),
+        "bmm": (0, 1),
+        "_scaled_mm": (0, 1),
+        "_scaled_mm_v2": (0, 1),
+        "addmm": (1, 2),
+        "addmm_": (1, 2),
+        "_addmm_activation": (1, 2),
+        "baddbmm": (1, 2),
+        "baddbmm_": (1, 2),
+    }
+) | {torch.ops.finetune.scaled_mm: (0, 1)}
+_GROUPED = _existing({"_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1)})
 # Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
-_ATTENTION_MATMULS = {
-    aten._scaled_dot_product_flash_attention: 2,
-    aten._scaled_dot_product_efficient_attention: 2,
-    aten._scaled_dot_product_cudnn_attention: 2,
-    aten._scaled_dot_product_flash_attention_for_cpu: 2,
-    aten._scaled_dot_product_fused_attention_overrideable: 2,
-    aten._scaled_dot_product_flash_attention_backward: 5,
-    aten._scaled_dot_product_efficient_attention_backward: 5,
-    aten._scaled_dot_product_cudnn_attention_backward: 5,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: 5,
-    aten._scaled_dot_product_fused_attention_overrideable_backward: 5,
-}
+_ATTENTION_MATMULS = _existing(
+    {
+        f"_scaled_dot_product_{kind}{direction}": matmuls
+        for kind in (
+            "flash_attention",
+            "efficient_attention",
+            "cudnn_attention",
+            "flash_attention_for_cpu",
+            "fused_attention_overrideable",
+        )
+        for direction, matmuls in (("", 2), ("_backward", 5))
+    }
+)
 
 
 @dataclass
