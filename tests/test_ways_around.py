@@ -334,3 +334,21 @@ def test_experts_in_one_parameter_are_counted(setup_backend) -> None:
     total = sum(row.flops for row in receipt.layers)
     assert experts / total > 0.3
     assert receipt.fp8_flop_share < 0.4
+
+
+@pytest.mark.parametrize(
+    ("backend", "scaling"),
+    [("emulated", "tensorwise"), ("torchao", "rowwise"), ("te", "tensorwise"), ("te", "delayed")],
+)
+def test_evaluation_in_fp8_only_when_asked(make_llama, setup_backend, backend, scaling) -> None:
+    def logits(eval_precision: str, *, training: bool) -> torch.Tensor:
+        accelerator = setup_backend(backend, scaling=scaling, eval_precision=eval_precision)
+        model = accelerator.prepare(make_llama()).train(training)
+        with torch.no_grad():
+            return model(**batch()).logits
+
+    plain = logits("high", training=False)
+    fp8 = logits("fp8", training=False)
+    assert not torch.equal(plain, fp8)
+    assert torch.equal(fp8, logits("high", training=True))
+    assert float((plain - fp8).norm() / plain.norm()) < 0.2
