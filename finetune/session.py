@@ -2,7 +2,7 @@
 
 Accelerate's own FP8 path is not used at all (what it does is told in FP8_FINDINGS.md). Instead the
 accelerator runs in BF16 mixed precision, which is what everything outside FP8 GEMMs shall have,
-and `Accelerator.prepare` first converts the model by our plan. Two methods of `Accelerator` are
+and `Accelerator.prepare` first converts the model by our plan. Three methods of `Accelerator` are
 patched while a session is in force; the receipt lists them and `uninstall` takes them away.
 """
 

@@ -134,6 +134,7 @@ def train(
     """
     from accelerate import PartialState
     from peft import PeftModel
+    from transformers import set_seed
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from trl import SFTTrainer
 
@@ -174,7 +175,7 @@ def train(
     with _session(config, console) as running:
         metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
-        _seed(args.seed)
+        set_seed(args.seed)
         model = load_model(config.model)
         trainer = SFTTrainer(
             model=model,
@@ -239,12 +240,6 @@ def _session(config: RunConfig, console: Console) -> Iterator[Session]:
         yield installed
     finally:
         session.uninstall()
-
-
-def _seed(seed: int) -> None:
-    from transformers import set_seed
-
-    set_seed(seed)
 
 
 def _resume_folder(config: RunConfig) -> Path | None:
