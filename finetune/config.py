@@ -13,8 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 BackendName = Literal["te", "torchao", "emulated"]
-Scaling = Literal["delayed", "tensorwise", "rowwise"]
+Scaling = Literal[
+    "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"
+]
 Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
+Gemm = Literal["fprop", "dgrad", "wgrad"]
 
 BUILTIN = "builtin:"
 """Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""
@@ -66,13 +69,37 @@ class PrecisionConfig(Section):
     scaling: Scaling = Field(
         default="tensorwise",
         description="`delayed`: per tensor from an amax history; `tensorwise`: per tensor, current "
-        "amax; `rowwise`: one scale per row of each GEMM operand",
+        "amax; `rowwise`: one scale per row of each GEMM operand; `rowwise_with_gw_hp`: the same, "
+        "weight gradient in high precision; `blockwise`: 1x128 for activations and gradients, "
+        "128x128 for weights; `mxfp8`: 1x32, E8M0 scales; `nvfp4`: FP4, 1x16 with E4M3 scales",
     )
     format: Fp8Format | None = Field(
         default=None,
         description="`hybrid`: E4M3 for activations and weights, E5M2 for gradients; `e4m3`: E4M3 "
         "everywhere; `e5m2`: E5M2 everywhere (no engine runs it, emulation does; it is not a cure "
-        "for NaN); left out: e4m3 with rowwise scaling, hybrid otherwise",
+        "for NaN); left out: hybrid with delayed and tensorwise scaling, e4m3 otherwise (nvfp4 has "
+        "one format of its own, E2M1)",
+    )
+    power_of_two_scales: bool | None = Field(
+        default=None,
+        description="round scales down to powers of two; left out: as usual for the scaling (yes "
+        "with rowwise and blockwise, no with delayed and tensorwise)",
+    )
+    high_gemms: tuple[Gemm, ...] = Field(
+        default=(),
+        description="GEMMs that stay in high precision in every layer: `fprop`, `dgrad`, `wgrad`",
+    )
+    map: dict[str, Compute] = Field(
+        default={},
+        description="precision by part: `embed`, `attn`, `mlp`, `norm`, `output`, `router` or a "
+        "module pattern, to `fp8`, `bf16`, `fp16` or `fp32`; one that cannot be honoured is an "
+        "error. Attention scores and softmax are never touched",
+    )
+    first_n: NonNegativeInt = Field(
+        default=0, description="decoder blocks at the beginning that stay in high precision"
+    )
+    last_n: NonNegativeInt = Field(
+        default=0, description="decoder blocks at the end that stay in high precision"
     )
     margin: NonNegativeInt = Field(
         default=0, le=16, description="delayed scaling: headroom, scales are divided by 2^margin"
@@ -86,9 +113,17 @@ class PrecisionConfig(Section):
     reduce_amax: bool = Field(
         default=True, description="delayed scaling: share amax over all processes"
     )
+    hadamard: bool = Field(
+        default=True,
+        description="nvfp4: random Hadamard transform of the operands of the weight gradient",
+    )
+    stochastic_rounding: bool = Field(
+        default=True, description="nvfp4: gradients are rounded stochastically, without bias"
+    )
     fp8_params: bool = Field(
         default=False,
-        description="hold the weights in FP8 between steps (no backend offers it yet)",
+        description="hold each weight as FP8 codes between steps; the parameter is the optimizer's "
+        "high-precision master and is cast once per update (backend `emulated`)",
     )
     keep: tuple[str, ...] = Field(
         default=(),
@@ -114,25 +149,62 @@ class PrecisionConfig(Section):
     )
 
     @property
+    def low(self) -> Literal["fp8", "fp4"]:
+        """What the GEMMs asked for as `fp8` really multiply: FP4 with nvfp4 scaling."""
+        return "fp4" if self.scaling == "nvfp4" else "fp8"
+
+    @property
     def fp8_format(self) -> Fp8Format:
         """The format in force: as given, or the one usual for the scaling."""
-        return self.format or ("e4m3" if self.scaling == "rowwise" else "hybrid")
+        usual: Fp8Format = "hybrid" if self.scaling in ("delayed", "tensorwise") else "e4m3"
+        return self.format or usual
+
+    @property
+    def pow2_scales(self) -> bool:
+        """Whether scales are powers of two: as given, or as usual for the scaling."""
+        if self.power_of_two_scales is None:
+            return self.scaling in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+        return self.power_of_two_scales
+
+    @property
+    def gemms_kept_high(self) -> frozenset[Gemm]:
+        """GEMMs in high precision: those asked for, and the one that the scaling leaves out."""
+        by_rule: tuple[Gemm, ...] = ("wgrad",) if self.scaling == "rowwise_with_gw_hp" else ()
+        return frozenset((*self.high_gemms, *by_rule))
 
     @model_validator(mode="after")
     def _known_limits(self) -> PrecisionConfig:
-        if self.fp8_params:
+        self._refuse_foreign("delayed", DELAYED_ONLY, "which has no amax history")
+        self._refuse_foreign("nvfp4", NVFP4_ONLY, "which does neither")
+        if self.scaling == "nvfp4" and self.format is not None:
             raise ValueError(
-                "fp8_params=true is not available: no backend here keeps trainable weights in FP8 "
-                "between steps yet; leave it false (weights stay in model.dtype)"
+                "nvfp4 scaling has one format, E2M1 with E4M3 block scales; leave format out"
             )
-        delayed_only = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
-        for name in delayed_only if self.scaling != "delayed" else ():
+        if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
+            kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
+            raise ValueError(
+                f"the scales of {self.scaling} are {kind} by definition; leave power_of_two_scales "
+                "out"
+            )
+        if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
+            raise ValueError(
+                "fprop, dgrad and wgrad are all kept in high precision, so nothing would run in "
+                "FP8; take one out of high_gemms, or set compute=bf16"
+            )
+        return self
+
+    def _refuse_foreign(self, scaling: str, names: tuple[str, ...], why: str) -> None:
+        """A setting of another scaling rule would be ignored silently."""
+        for name in names if self.scaling != scaling else ():
             if getattr(self, name) != PrecisionConfig.model_fields[name].default:
                 raise ValueError(
-                    f"{name} belongs to delayed scaling and scaling is {self.scaling!r}, which has "
-                    f"no amax history; set scaling=delayed or leave {name} out"
+                    f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}; "
+                    f"set scaling={scaling} or leave {name} out"
                 )
-        return self
+
+
+DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
+NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 
 class LoraSection(Section):

@@ -11,7 +11,8 @@ from finetune import load_recipe
 from finetune.config import PrecisionConfig
 from finetune.errors import PlanError
 from finetune.model import sketch
-from finetune.precision.planner import matches, plan
+from finetune.precision.choices import matches
+from finetune.precision.planner import plan
 from finetune.recipe import list_recipes
 
 FP8 = PrecisionConfig(compute="fp8", backend="emulated", emulation="allow")

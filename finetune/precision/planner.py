@@ -10,25 +10,25 @@ FP8 GEMMs want K and N to be multiples of 16 (cuBLASLt); M is padded at run time
 over the whole model, which may be on the meta device, before anything is touched, and gives a
 reason for each layer. High precision by policy: the output head (its errors go straight into the
 loss), adapters (small, and what is being learned), routers (a flipped expert is not rounding noise)
-and what the user keeps. Embeddings and norms are no GEMMs.
+and what the user chose (`finetune.precision.choices`). Embeddings and norms are no GEMMs; they are
+in the plan only where the user chose a type for them.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.config import Compute, PrecisionConfig
-from finetune.errors import PlanError, StorageNotComputeError, nearest
+from finetune.config import Compute, Gemm, PrecisionConfig
+from finetune.errors import PlanError, StorageNotComputeError
+from finetune.precision.choices import Choices, Part, part_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 ALIGNMENT = 16
-Gemm = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 Role = Literal["base", "head", "adapter", "router"]
 
@@ -42,8 +42,11 @@ class LayerPlan:
         shape: (N, K): outputs, inputs.
         role: what the layer is in the model.
         frozen: its weight does not train, so there is no wgrad.
-        compute: precision of its GEMMs.
+        compute: precision of its GEMMs; `fp8` where the layer is converted.
         reason: why this precision.
+        gemm_precision: of a converted layer, where it is not all FP8: GEMM -> precision.
+        forced: the type was chosen by the user and is not that of the rest of the model: the
+            layer computes in it whatever autocast says.
     """
 
     name: str
@@ -52,6 +55,8 @@ class LayerPlan:
     frozen: bool
     compute: Compute
     reason: str
+    gemm_precision: tuple[tuple[Gemm, str], ...] = ()
+    forced: bool = False
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
@@ -59,8 +64,19 @@ class LayerPlan:
         return ("fprop", "dgrad") if self.frozen else GEMMS
 
     def precision_of(self, gemm: Gemm) -> str:
-        """`fp8`, `bf16`, ... or `none` for the wgrad of a frozen weight."""
-        return self.compute if gemm in self.gemms else "none"
+        """`fp8`, `fp4`, `bf16`, ... or `none` for the wgrad of a frozen weight."""
+        if gemm not in self.gemms:
+            return "none"
+        return dict(self.gemm_precision).get(gemm, self.compute)
+
+
+@dataclass(frozen=True)
+class CastPlan:
+    """A module without matmuls whose type the user chose: an embedding or a norm."""
+
+    name: str
+    compute: Compute
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -69,11 +85,18 @@ class PrecisionPlan:
 
     layers: tuple[LayerPlan, ...]
     precision: PrecisionConfig
+    casts: tuple[CastPlan, ...] = ()
 
     @property
     def fp8_layers(self) -> tuple[LayerPlan, ...]:
         """The layers to be converted."""
         return tuple(layer for layer in self.layers if layer.compute == "fp8")
+
+    @property
+    def forced(self) -> dict[str, Compute]:
+        """Modules that compute in a type of their own, by the user's choice."""
+        layers = {layer.name: layer.compute for layer in self.layers if layer.forced}
+        return layers | {cast.name: cast.compute for cast in self.casts}
 
     def __str__(self) -> str:
         rows = Counter((_group(x.name), x.shape, x.compute, x.reason) for x in self.layers)
@@ -121,29 +144,30 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
 
     Args:
         model: any module, also on the meta device. Adapters must already be attached.
-        precision: what was asked; only `compute` and `keep` matter here.
+        precision: what was asked.
 
     Raises:
-        PlanError: a `keep` pattern matches no layer, or FP8 was asked and no layer can take it.
+        PlanError: a choice (`keep`, `map`, `first_n`, `last_n`) reaches nothing or cannot be
+            honoured, or FP8 was asked and no layer can take it.
         StorageNotComputeError: the model's weights are held quantised.
     """
     refuse_quantised(model)
     linears = list(iter_linears(model))
-    kept = _match_keep(precision.keep, [name for name, _, _ in linears])
     head = _output_head(model)
     experts = _expert_count(model)
     in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
-    layers = []
-    for name, module, shape in linears:
-        role, why_high = _role(name, module, in_head, experts)
-        frozen = not module.weight.requires_grad
-        compute: Compute = precision.compute
-        reason = "asked"
-        if precision.compute == "fp8":
-            high = why_high or _why_not_fp8(name, module, shape, kept)
-            compute, reason = ("bf16", high) if high else ("fp8", "linear layer, aligned")
-        layers.append(LayerPlan(name, shape, role, frozen, compute, reason))
-    result = PrecisionPlan(tuple(layers), precision)
+    roles = {name: _role(name, module, in_head, experts) for name, module, _ in linears}
+    parts: dict[str, Part] = {name: _part(name, role) for name, (role, _) in roles.items()}
+    choices = Choices(model, precision, parts | _elementwise(model))
+    layers = [
+        _plan_layer(name, module, shape, roles[name], choices) for name, module, shape in linears
+    ]
+    casts = [
+        CastPlan(name, choice.compute, choice.reason)
+        for name in _elementwise(model)
+        if (choice := choices.of(name)) is not None
+    ]
+    result = PrecisionPlan(tuple(layers), precision, tuple(casts))
     if precision.compute == "fp8" and not result.fp8_layers:
         reasons = Counter(layer.reason for layer in layers)
         raise PlanError(
@@ -153,6 +177,61 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             fix="keep fewer layers, or choose precision.compute=bf16",
         )
     return result
+
+
+def _plan_layer(
+    name: str,
+    module: Any,
+    shape: tuple[int, int],
+    role_and_why: tuple[Role, str],
+    choices: Choices,
+) -> LayerPlan:
+    (role, why_high), precision = role_and_why, choices.precision
+    frozen = not module.weight.requires_grad
+    choice = choices.of(name)
+    if role == "adapter":  # adapters follow the run, whatever holds them
+        choice = None
+    wanted = choice.compute if choice is not None else precision.compute
+    if wanted != "fp8":
+        usual = "bf16" if precision.compute == "fp8" else precision.compute
+        reason = choice.reason if choice is not None else "asked"
+        return LayerPlan(name, shape, role, frozen, wanted, reason, forced=wanted != usual)
+    cannot = _why_not_fp8(name, module, shape, precision)
+    if choice is not None and choice.asked and cannot:
+        raise PlanError(
+            f"FP8 was chosen for {name!r}, which cannot take it",
+            where=choice.reason,
+            why=cannot,
+            fix="leave it out of precision.map, or choose bf16",
+        )
+    asked = choice is not None and choice.asked
+    high = cannot or ("" if asked else why_high)
+    if high:
+        return LayerPlan(name, shape, role, frozen, "bf16", high)
+    kept = precision.gemms_kept_high
+    gemms = tuple((gemm, "bf16" if gemm in kept else precision.low) for gemm in GEMMS)
+    reason = f"{choice.reason}" if asked and choice is not None else "linear layer, aligned"
+    return LayerPlan(
+        name, shape, role, frozen, "fp8", reason, gemms if kept or precision.low != "fp8" else ()
+    )
+
+
+def _part(name: str, role: Role) -> Part:
+    by_role: dict[Role, Part] = {"head": "output", "router": "router", "adapter": ""}
+    return by_role[role] if role in by_role else part_of(name)
+
+
+def _elementwise(model: nn.Module) -> dict[str, Part]:
+    """Name -> part of embeddings and norms: modules with weights and no matmul."""
+    from torch import nn
+
+    found: dict[str, Part] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            found[name] = "embed"
+        elif "norm" in type(module).__name__.lower() and not list(module.children()):
+            found[name] = "norm"
+    return found
 
 
 def refuse_quantised(model: nn.Module) -> None:
@@ -186,36 +265,6 @@ def refuse_quantised(model: nn.Module) -> None:
     )
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether a `keep` pattern names this module: the whole name, or any run of its parts."""
-    if fnmatch.fnmatchcase(name, pattern):
-        return True
-    parts = name.split(".")
-    width = pattern.count(".") + 1
-    return any(
-        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
-        for i in range(len(parts) - width + 1)
-    )
-
-
-def _match_keep(patterns: tuple[str, ...], names: list[str]) -> dict[str, str]:
-    kept: dict[str, str] = {}
-    for pattern in patterns:
-        found = [name for name in names if matches(pattern, name)]
-        if not found:
-            parts = {part for name in names for part in name.split(".") if not part.isdigit()}
-            hint = nearest(pattern, [*parts, *names])
-            raise PlanError(
-                f"precision.keep pattern {pattern!r} matches no linear layer"
-                + (f"; {hint}" if hint else ""),
-                where="precision.keep",
-                why="a layer meant to stay in high precision would silently run in FP8",
-                fix=f"layer names are made of: {', '.join(sorted(parts))}",
-            )
-        kept.update(dict.fromkeys(found, pattern))
-    return kept
-
-
 HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
 
 
@@ -247,19 +296,25 @@ def _role(name: str, module: Any, in_head: set[nn.Module], experts: int | None) 
     return "base", ""
 
 
-def _why_not_fp8(name: str, module: nn.Module, shape: tuple[int, int], kept: dict[str, str]) -> str:
+def _why_not_fp8(
+    name: str, module: nn.Module, shape: tuple[int, int], precision: PrecisionConfig
+) -> str:
     from torch import nn
     from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-    if name in kept:
-        return f"kept by pattern {kept[name]!r}"
     n, k = shape
+    multiple = alignment(precision)
     for label, size in (("K", k), ("N", n)):
-        if size % ALIGNMENT:
-            return f"{label}={size} is not a multiple of {ALIGNMENT}"
+        if size % multiple:
+            return f"{label}={size} is not a multiple of {multiple}"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "multiplied by its parent, nn.MultiheadAttention, past its forward"
     own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
     if own or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own"
     return ""
+
+
+def alignment(precision: PrecisionConfig) -> int:
+    """What K and N must be multiples of: 16 for FP8 GEMMs, 32 for those of Blackwell's blocks."""
+    return 32 if precision.scaling in ("mxfp8", "nvfp4") else ALIGNMENT
