@@ -134,9 +134,10 @@ class PrecisionConfig(Section):
         default="high",
         description="precision of evaluation and generation: high precision, or FP8 too",
     )
-    emulation: Literal["forbid", "allow"] = Field(
+    emulation: Literal["forbid", "allow", "exact"] = Field(
         default="forbid",
-        description="may FP8 be emulated where the device has none? Exact, but slow",
+        description="may FP8 be emulated where the device has none? `exact`: on CPUs multiply in "
+        "float32, where `allow` rounds a product twice to BF16 if its scales are no powers of two",
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -186,6 +187,12 @@ class PrecisionConfig(Section):
                 f"the scales of {self.scaling} are {kind} by definition; leave power_of_two_scales "
                 "out"
             )
+        for name in FP8_ONLY if self.compute != "fp8" else ():
+            if getattr(self, name) != PrecisionConfig.model_fields[name].default:
+                raise ValueError(
+                    f"{name} belongs to FP8 compute and compute is {self.compute!r}; set "
+                    f"compute=fp8 or leave {name} out"
+                )
         if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
             raise ValueError(
                 "fprop, dgrad and wgrad are all kept in high precision, so nothing would run in "
@@ -204,6 +211,7 @@ class PrecisionConfig(Section):
 
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
+FP8_ONLY = ("high_gemms", "fp8_params")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 

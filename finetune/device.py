@@ -147,31 +147,77 @@ def has_transformer_engine() -> Verdict:
 
 def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
     """Whether backend `name` can run `precision` on `device`, and why."""
-    scaling, fmt = precision.scaling, precision.fp8_format
-    emulate = precision.emulation == "allow"
     if name == "emulated":
-        if emulate:
+        if precision.emulation != "forbid":
             return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
         return Verdict(False, "emulation is exact but slow; precision.emulation=allow permits it")
-    if name == "te":
-        if scaling == "rowwise":
-            return Verdict(False, "Transformer Engine has no rowwise scaling; torchao has")
-        if fmt == "e5m2":
-            return Verdict(False, "Transformer Engine has no pure E5M2; use format=hybrid")
-        if not device.has_fp8:
-            return device.has_fp8
-        return has_transformer_engine()
-    if scaling == "delayed":
-        return Verdict(False, "torchao has no delayed scaling; Transformer Engine has")
-    if fmt == "e5m2":
-        return Verdict(False, "torchao's GEMMs take no pair of E5M2 operands; use format=hybrid")
-    if scaling == "rowwise" and fmt != "e4m3":
-        return Verdict(False, "torchao's rowwise GEMMs take E4M3 operands only; use format=e4m3")
+    offered = engine_verdict(name, precision)
+    if not offered:
+        return offered
     if not device.has_fp8:
-        if emulate:
+        if name == "torchao" and precision.emulation != "forbid":
             return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
         return device.has_fp8
+    needed = least_capability(precision)
+    if (device.capability or (0, 0)) < needed:
+        shown = ".".join(map(str, needed))
+        no = f"{precision.scaling} needs compute capability {shown}; {device.name} has less"
+        return Verdict(False, f"{no}; backend=emulated has it")
+    if name == "te":
+        if precision.scaling == "mxfp8" and (device.capability or (0, 0)) >= (12, 0):
+            no = f"Transformer Engine has no mxfp8 on {device.name} yet"
+            return Verdict(False, f"{no}; use scaling=nvfp4, or backend=emulated")
+        return has_transformer_engine()
     return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
+
+
+def least_capability(precision: PrecisionConfig) -> tuple[int, int]:
+    """CUDA compute capability from which hardware multiplies under this scaling."""
+    return {"blockwise": (9, 0), "mxfp8": BLOCK_CAPABILITY, "nvfp4": BLOCK_CAPABILITY}.get(
+        precision.scaling, FP8_CAPABILITY
+    )
+
+
+def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
+    """Whether an engine has this recipe at all, on whatever device; if not, what to use."""
+    if name == "emulated":
+        return Verdict(True, "every scaling and format")
+    return _te_has(precision) if name == "te" else _torchao_has(precision)
+
+
+def _te_has(precision: PrecisionConfig) -> Verdict:
+    scaling = precision.scaling
+    if scaling in ("rowwise", "rowwise_with_gw_hp"):
+        return Verdict(False, f"Transformer Engine has no {scaling} scaling; torchao has")
+    if precision.fp8_format == "e5m2":
+        return Verdict(False, "Transformer Engine has no pure E5M2; use format=hybrid")
+    if scaling == "delayed" and precision.pow2_scales:
+        no = "Transformer Engine's delayed scales are not powers of two"
+        return Verdict(False, f"{no}; leave power_of_two_scales out, or use scaling=tensorwise")
+    if precision.high_gemms and set(precision.high_gemms) != {"dgrad", "wgrad"}:
+        both = "Transformer Engine keeps dgrad and wgrad high together or not at all"
+        return Verdict(False, f"{both}; use high_gemms=[dgrad,wgrad], or backend=torchao")
+    if precision.fp8_params:
+        no = "weights stay in model.dtype with Transformer Engine"
+        return Verdict(False, f"{no}; backend=emulated has fp8_params")
+    return Verdict(True, "Transformer Engine has it")
+
+
+def _torchao_has(precision: PrecisionConfig) -> Verdict:
+    scaling, fmt = precision.scaling, precision.fp8_format
+    if scaling == "delayed":
+        return Verdict(False, "torchao has no delayed scaling; Transformer Engine has")
+    if scaling in ("blockwise", "mxfp8", "nvfp4"):
+        no = f"torchao's float8 training has no {scaling} scaling"
+        return Verdict(False, f"{no}; Transformer Engine has, and backend=emulated")
+    if fmt == "e5m2":
+        return Verdict(False, "torchao's GEMMs take no pair of E5M2 operands; use format=hybrid")
+    if scaling != "tensorwise" and fmt != "e4m3":
+        return Verdict(False, "torchao's rowwise GEMMs take E4M3 operands only; use format=e4m3")
+    if precision.fp8_params:
+        no = "weights stay in model.dtype with torchao"
+        return Verdict(False, f"{no}; backend=emulated has fp8_params")
+    return Verdict(True, "torchao has it")
 
 
 def auto_order(precision: PrecisionConfig) -> tuple[str, ...]:
@@ -203,7 +249,9 @@ class Resolution:
     def label(self) -> str:
         """Short name for a progress bar: `FP8 te/delayed`, `BF16`."""
         p = self.precision
-        return f"FP8 {p.backend}/{p.scaling}" if p.compute == "fp8" else p.compute.upper()
+        if p.compute != "fp8":
+            return p.compute.upper()
+        return f"{p.low.upper()} {p.backend}/{p.scaling}"
 
 
 def _instead_of_fp8(device: Device) -> str:

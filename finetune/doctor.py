@@ -158,9 +158,9 @@ def real_gemm(size: int = 512) -> Verdict:
     generator = torch.Generator("cuda").manual_seed(0)
     x, w, g = (torch.randn(size, size, device="cuda", generator=generator) for _ in range(3))
     codes, inverse = [], []
-    for tensor, dtype in ((x, E4M3), (w, E4M3), (g, E5M2)):
-        scale = scale_from_amax(amax(tensor), dtype)
-        codes.append(cast(tensor, scale, dtype))
+    for tensor, fmt in ((x, E4M3), (w, E4M3), (g, E5M2)):
+        scale = scale_from_amax(amax(tensor), fmt)
+        codes.append(cast(tensor, scale, fmt))
         inverse.append(scale.reciprocal())
     (xq, wq, gq), (xs, ws, gs) = codes, inverse
 

@@ -30,7 +30,7 @@ def setup_fp8_mixed_precision_training(
     keep: Iterable[str] = (),
     eval_precision: Literal["high", "fp8"] = "high",
     compile: Literal["auto", "on", "off"] = "auto",
-    emulation: Literal["forbid", "allow"] = "forbid",
+    emulation: Literal["forbid", "allow", "exact"] = "forbid",
     on_unsupported: Literal["error", "bf16"] = "error",
     **accelerator_kwargs: Any,
 ) -> Accelerator:
@@ -60,7 +60,7 @@ def setup_fp8_mixed_precision_training(
         keep: patterns of layers that stay in high precision.
         eval_precision: `high`, or `fp8` to evaluate and generate in FP8 too.
         compile: `torch.compile` of each decoder layer; `auto` with torchao on a GPU.
-        emulation: `allow` emulates FP8 where the device has none.
+        emulation: `allow` emulates FP8 where the device has none, `exact` in float32 products.
         on_unsupported: where FP8 cannot be had, stop or train in BF16 with a loud warning.
         **accelerator_kwargs: passed to `accelerate.Accelerator`.
 

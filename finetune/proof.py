@@ -156,9 +156,15 @@ class Proof:
         self.layers = self._layer_receipts(witness)
         plan = self.conversion.plan
         asked = plan.precision.compute
+        asked = plan.precision.low if asked == "fp8" else asked
         self.status = "not proven: weights have not been seen to move"
-        planned = {x.name for x in plan.layers if x.compute == asked and x.role == "base"}
-        silent = sorted((planned & witness.called) - witness.owners)
+        # Heads and adapters follow policies of their own, unless the user chose their precision.
+        planned = {
+            layer.name: layer
+            for layer in plan.layers
+            if layer.forced or layer.compute in ("fp8", asked if layer.role == "base" else "fp8")
+        }
+        silent = sorted((planned.keys() & witness.called) - witness.owners)
         other = [f"{name} was called and multiplied nothing" for name in silent]
         other += [
             f"{row.name} was multiplied outside a call of the prepared model"
@@ -170,7 +176,7 @@ class Proof:
             for row in self.layers
             if row.name in planned
             for gemm in GEMMS
-            if getattr(row, gemm) not in (asked, "none")
+            if getattr(row, gemm) not in (planned[row.name].would_run(gemm), "none")
         ]
         if other or not shares.get(asked):
             self._fail(

@@ -48,8 +48,8 @@ class Receipt:
         status: `proven`, or why it is not (yet).
         precision: `asked`, `ran`, `backend`, `scaling`, `format`, `effective` (the engine's own
             words), `reason`, `fallback` (one loud line, or empty), `compile`.
-        fp8_flop_share: FLOPs of FP8 GEMMs over those of all matmuls of the observed micro-step,
-            attention and output head included; 0 to 1.
+        fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the observed
+            micro-step, attention and output head included; 0 to 1.
         flop_share: the same for each precision.
         trainable: parameter counts `before`, `after` (preparation), `in_optimizer`, `moved` (by
             the second optimizer step with a learning rate above zero), `below_resolution` (updated
@@ -81,9 +81,10 @@ class Receipt:
     def headline(self) -> str:
         """One line: precision, share, engine."""
         p = self.precision
-        if p["ran"] == "fp8":
-            share = f"{self.fp8_flop_share:.1%} of matmul FLOPs ran in FP8"
-            return f"FP8 {p['backend']}/{p['scaling']}, {self.status}: {share}"
+        if p["ran"] in ("fp8", "fp4"):
+            kind = p["ran"].upper()
+            share = f"{self.fp8_flop_share:.1%} of matmul FLOPs ran in {kind}"
+            return f"{kind} {p['backend']}/{p['scaling']}, {self.status}: {share}"
         return f"{p['ran'].upper()}, {self.status}: no matmul ran in FP8"
 
     def __rich__(self) -> RenderableType:

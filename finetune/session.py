@@ -182,6 +182,13 @@ class Session:
                 why="their engines replace forward and optimizer, past what can be proven here",
                 fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
             )
+        if self.precision.fp8_params and "FSDP" in str(accelerator.distributed_type):
+            raise PrecisionError(
+                "fp8_params with FSDP is not supported",
+                where="precision.fp8_params=true",
+                why="FSDP gathers each weight anew for every use, so there is nothing to hold",
+                fix="~precision.fp8_params; or use DDP",
+            )
         if accelerator.state.dynamo_plugin.backend.value != "NO":
             raise PrecisionError(
                 "torch_compile of the whole model does not go with the proof",
@@ -245,7 +252,8 @@ class Session:
         proof, conversion = self.training
         share = dict(proof.flop_share) if proof else {}
         backend = conversion.backend if conversion else None
-        ran = "fp8" if share.get("fp8") else max(share, key=lambda k: share[k], default="nothing")
+        low = next((k for k in ("fp8", "fp4") if share.get(k)), "")
+        ran = low or max(share, key=lambda k: share[k], default="nothing")
         return Receipt(
             status=proof.status if proof else "not proven: nothing was trained",
             precision={
@@ -253,14 +261,14 @@ class Session:
                 "ran": ran,
                 "backend": p.backend if p.compute == "fp8" else "",
                 "scaling": p.scaling if p.compute == "fp8" else "",
-                "format": p.fp8_format if p.compute == "fp8" else "",
+                "format": _format(p) if p.compute == "fp8" else "",
                 "effective": backend.effective() if backend else {},
                 "reason": r.reason,
                 "fallback": r.fallback,
                 "compile": self.compiled,
                 "evaluation": p.eval if p.compute == "fp8" else "high",
             },
-            fp8_flop_share=share.get("fp8", 0.0),
+            fp8_flop_share=share.get("fp8", 0.0) + share.get("fp4", 0.0),
             flop_share=share,
             trainable=dict(proof.trainable) if proof else {},
             layers=proof.layers if proof else [],
@@ -284,6 +292,10 @@ class Session:
             "seed": torch.initial_seed(),
             "patches": list(self.patches),
         }
+
+
+def _format(precision: PrecisionConfig) -> str:
+    return "e2m1" if precision.low == "fp4" else precision.fp8_format
 
 
 _session: Session | None = None

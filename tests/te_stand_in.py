@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from finetune.precision.numerics import E4M3, E5M2, FP8_MAX, amax, cast, scale_from_amax, scaled_mm
+from finetune.precision.numerics import E4M3, E5M2, amax, cast, scale_from_amax
 
 
 class Format(enum.Enum):
@@ -45,17 +45,43 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     reduce_amax: bool = True
+    backward_override: str | None = None
 
     def __post_init__(self):
         assert self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported."
 
 
 @dataclass
+class QParams:
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+
+@dataclass
 class Float8CurrentScaling:
     fp8_format: Format = Format.HYBRID
+    backward_override: str | None = None
+    fp8_quant_fwd_inp = fp8_quant_fwd_weight = fp8_quant_bwd_grad = QParams()
 
     def __post_init__(self):
         assert self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported."
+
+
+class Float8BlockScaling(Float8CurrentScaling):
+    """Numerics of block recipes are not under test here, only what our backend asks for."""
+
+    fp8_quant_fwd_inp = fp8_quant_fwd_weight = fp8_quant_bwd_grad = QParams(power_2_scale=True)
+
+
+class MXFP8BlockScaling(Float8CurrentScaling):
+    pass
+
+
+@dataclass
+class NVFP4BlockScaling(Float8CurrentScaling):
+    fp8_format: Format = Format.E4M3
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
 
 
 class State:
@@ -101,17 +127,19 @@ class ScalingState:
     def update(self, recipe):
         algo = recipe.amax_compute_algo
         window = self.amax_history.amax(0) if algo == "max" else self.amax_history[0]
-        new = FP8_MAX[self.dtype] / window.clamp(min=1e-30) / 2**recipe.margin
+        new = self.dtype.max / window.clamp(min=1e-30) / 2**recipe.margin
         self.scale.copy_(torch.where(window > 0, new, self.scale))
         self.amax_history.copy_(self.amax_history.roll(-1, 0))
         self.amax_history[0] = 0
 
 
 class Quantised:
-    """Stands for `Float8TensorStorage`: codes and scale, recognised by `_fp8_dtype`."""
+    """Stands for TE's tensors: codes and scale, recognised by `_fp8_dtype` or `_fp4_dtype`."""
 
     def __init__(self, codes, scale):
-        self._data, self._scale, self._fp8_dtype = codes, scale, codes.dtype
+        self._data, self._scale = codes, scale
+        kind = "_fp4_dtype" if isinstance(State.recipe, NVFP4BlockScaling) else "_fp8_dtype"
+        setattr(self, kind, codes.dtype)
         self.tensors = codes, scale
 
 
@@ -124,7 +152,7 @@ def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):
         if isinstance(a, Quantised):
             left = b._data.t() if transb else b._data
             right = a._data.t() if transa else a._data
-            return (scaled_mm(left, right, b._scale, a._scale, out_dtype),)
+            return (((left.float() @ right.float()) / (b._scale * a._scale)).to(out_dtype),)
         left, right = (b.t() if transb else b), (a.t() if transa else a)
         return ((left.to(out_dtype) @ right.to(out_dtype)),)
 
@@ -243,6 +271,10 @@ def install(monkeypatch) -> None:
         Format=Format,
         DelayedScaling=DelayedScaling,
         Float8CurrentScaling=Float8CurrentScaling,
+        Float8BlockScaling=Float8BlockScaling,
+        MXFP8BlockScaling=MXFP8BlockScaling,
+        NVFP4BlockScaling=NVFP4BlockScaling,
+        QParams=QParams,
     )
     common = module("transformer_engine.common", recipe=recipe)
     distributed = module(

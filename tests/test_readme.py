@@ -7,10 +7,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from finetune.config import PrecisionConfig
+from finetune.config import Fp8Format, PrecisionConfig, Scaling
+from finetune.device import engine_verdict, least_capability
 from finetune.recipe import list_recipes
 
 ROOT = Path(__file__).parent.parent
@@ -40,13 +42,50 @@ def precision_reference() -> str:
     return "\n".join(rows)
 
 
+def combinations() -> str:
+    """Scaling x format x backend, from the verdicts of `finetune.device`."""
+    rows = ["| scaling | format | `emulated` | `torchao` | `te` |", "|---|---|---|---|---|"]
+    for scaling in get_args(Scaling):
+        for fmt in (None,) if scaling == "nvfp4" else get_args(Fp8Format):
+            precision = PrecisionConfig(compute="fp8", scaling=scaling, format=fmt)
+            usual = " (usual)" if fmt == PrecisionConfig(scaling=scaling).fp8_format else ""
+            shown = "E2M1" if fmt is None else f"`{fmt}`{usual}"
+            cells = [_cell(name, precision) for name in ("emulated", "torchao", "te")]
+            rows.append(f"| `{scaling}` | {shown} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _cell(name: str, precision: PrecisionConfig) -> str:
+    verdict = engine_verdict(name, precision)
+    if not verdict:
+        return verdict.reason
+    major, minor = least_capability(precision)
+    return "anywhere" if name == "emulated" else f"{major}.{minor}+"
+
+
+GENERATED = {"precision reference": precision_reference, "combinations": combinations}
+"""Name of a `<!-- name: ... -->` section of the README -> the function that makes its table."""
+
+
+def refresh() -> None:
+    """Write the generated sections anew: `python -m tests.test_readme`."""
+    text = README
+    for name, make in GENERATED.items():
+        head, begin, rest = text.partition(f"<!-- {name}:")
+        comment, _, rest = rest.partition("-->\n")
+        keep = rest[: rest.index("| `")] if name == "precision reference" else ""
+        text = f"{head}{begin}{comment}-->\n{keep}{make()}\n{rest[rest.index('<!-- end -->') :]}"
+    (ROOT / "README.md").write_text(text, encoding="utf-8")
+
+
 def test_first_command_runs_the_main_job_and_second_is_that_of_ci() -> None:
     assert BLOCKS[0].strip().endswith("&& python -m finetune tiny_lora_fp8")
     assert BLOCKS[1].strip() in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-def test_precision_reference_is_current() -> None:
-    assert precision_reference() in README, f"README's table should be:\n{precision_reference()}"
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_tables_are_current(name) -> None:
+    assert GENERATED[name]() in README, "write it anew: python -m tests.test_readme"
 
 
 def test_every_recipe_is_in_the_table() -> None:
@@ -67,3 +106,7 @@ def test_command_runs(command, tmp_path) -> None:
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()
+
+
+if __name__ == "__main__":
+    refresh()

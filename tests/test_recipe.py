@@ -316,8 +316,14 @@ def test_a_wrong_override_is_quoted(load, override, said):
         pytest.param(
             BASE.replace("compute: bf16", "fp8_params: true"),
             "r.yaml:3",
-            ["fp8_params=true is not available"],
-            id="setting-not-offered",
+            ["fp8_params belongs to FP8 compute", "compute is 'bf16'"],
+            id="setting-of-another-compute",
+        ),
+        pytest.param(
+            BASE.replace("compute: bf16", "compute: fp8\n  scaling: nvfp4\n  format: e4m3"),
+            "r.yaml:3",
+            ["nvfp4 scaling has one format"],
+            id="format-of-another-scaling",
         ),
         pytest.param(
             BASE.replace("  name: builtin:harbour", "  name: a\n  path: b"),

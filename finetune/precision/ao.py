@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig
-from torchao.float8.config import CastConfig, ScalingGranularity
+from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_scaling_utils import (
     get_maybe_axiswise_dim,
@@ -37,10 +37,21 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
     config = Float8LinearConfig.from_recipe_name(precision.scaling)
     gradients = E5M2 if precision.fp8_format == "hybrid" else E4M3
     granularity = config.cast_config_grad_output.scaling_granularity
+    g = CastConfig(scaling_granularity=granularity, target_dtype=gradients.dtype)
+    # A GEMM runs in high precision when neither of its operands is cast.
+    high = precision.gemms_kept_high
+    off = CastConfig(scaling_type=ScalingType.DISABLED)
+    x, w = config.cast_config_input, config.cast_config_weight
+    w_dgrad = config.cast_config_weight_for_grad_input
     return dataclasses.replace(
         config,
-        cast_config_grad_output=CastConfig(scaling_granularity=granularity, target_dtype=gradients),
-        cast_config_grad_output_for_grad_weight=None,
+        cast_config_input=off if "fprop" in high else x,
+        cast_config_weight=off if "fprop" in high else w,
+        cast_config_grad_output=off if "dgrad" in high else g,
+        cast_config_weight_for_grad_input=off if "dgrad" in high else w_dgrad,
+        cast_config_input_for_grad_weight=off if "wgrad" in high else x,
+        cast_config_grad_output_for_grad_weight=off if "wgrad" in high else g,
+        round_scales_to_power_of_2=precision.pow2_scales,
         # Tokens are contracted in wgrad; a last or packed batch need not be a multiple of 16.
         pad_inner_dim=not emulate,
         emulate=emulate,

@@ -16,6 +16,7 @@ from torch import nn
 
 from finetune.errors import ConversionError
 from finetune.precision.backend import Backend, Fp8Mixin, in_backward, reduce_as_plain
+from finetune.precision.forced import ForcedMixin, forced_class
 from finetune.precision.planner import PrecisionPlan, iter_linears
 
 ATTRIBUTE = "_finetune_conversion"
@@ -54,6 +55,9 @@ class Conversion:
                     **self.backend.attributes(module, layer),
                 }
                 self._swap(module, self.backend.layer_class(module), attributes)
+        for name, compute in self.plan.forced.items():
+            module = self.model.get_submodule(name)
+            self._swap(module, forced_class(type(module), compute), {})
         self._swap(self.model, _root_class(type(self.model)), {ATTRIBUTE: self})
         self._applied = True
         self.check()
@@ -72,8 +76,9 @@ class Conversion:
 
     def check(self) -> None:
         """Raise `ConversionError` unless exactly the planned layers are FP8 layers."""
-        planned = {layer.name for layer in self.plan.fp8_layers}
-        found = {n for n, m in self.model.named_modules() if isinstance(m, Fp8Mixin)}
+        planned = {layer.name for layer in self.plan.fp8_layers} | self.plan.forced.keys()
+        ours = Fp8Mixin, ForcedMixin
+        found = {n for n, m in self.model.named_modules() if isinstance(m, ours)}
         if planned != found:
             raise ConversionError(
                 "the model does not equal its precision plan",

@@ -1,27 +1,164 @@
-"""FP8 numbers: scales, casts and the scaled GEMM. Pure functions, the reference for every backend.
+"""Small number formats: rounding, casts and the scaled GEMM. Pure functions, the reference.
 
-A tensor x is held as codes q in FP8 and a scale s, with x ≈ q / s. The scale puts the largest
-magnitude (amax) at the largest FP8 number:
+A number of a format has a sign, `mantissa` fraction bits and an exponent of at least
+`min_exponent`; below that it is subnormal, with the spacing of the smallest normal numbers:
 
-    s = FP8_MAX / (amax · 2^margin)            E4M3: FP8_MAX = 448, E5M2: FP8_MAX = 57344
+    E4M3  3 bits, 2^-6,  up to 448          E2M1  1 bit, 2^0, up to 6
+    E5M2  2 bits, 2^-14, up to 57344        E8M0  0 bits: powers of two from 2^-127 to 2^127
 
-and the cast rounds to nearest even and saturates. A GEMM multiplies codes exactly, accumulates in
-float32, multiplies by the inverse scales and rounds once to the output type, as the FP8 tensor
-cores and cuBLASLt's epilogue do. Sources: Micikevicius et al., "FP8 Formats for Deep Learning"
-(2022); Open Compute Project OFP8 specification 1.0.
+So the spacing around y is u(y) = 2^(max(floor(log2|y|), min_exponent) - mantissa), and rounding to
+nearest even is adding and taking away 1.5 · 2^23 · u(y) in float32, where the addition itself
+rounds to a multiple of u. That is exact, works on any device, and is several times faster on CPUs
+than a cast to `torch.float8_e4m3fn` and back. Rounding saturates: values beyond the largest number
+become it, NaN stays NaN.
+
+All these numbers fit into BF16 exactly. *Codes* are therefore held here as BF16 tensors of numbers
+on the format's grid, with scales beside them: x ≈ codes / scale. `cast` gives the real
+bit patterns where storage matters. Sources: Micikevicius et al., "FP8 Formats for Deep Learning"
+(2022); Open Compute Project, OFP8 1.0 and Microscaling Formats (MX) 1.0.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
-FP8_DTYPES = (E4M3, E5M2)
-FP8_MAX = {dtype: torch.finfo(dtype).max for dtype in FP8_DTYPES}
+
+@dataclass(frozen=True)
+class Format:
+    """A small floating-point format.
+
+    Attributes:
+        name: as in the OCP specifications, in lower case.
+        mantissa: fraction bits.
+        min_exponent: of the smallest normal number.
+        max: largest number.
+        dtype: torch's type of its bit patterns; E2M1 has none that computes and is cast to uint8.
+    """
+
+    name: str
+    mantissa: int
+    min_exponent: int
+    max: float
+    dtype: torch.dtype
+
+
+E4M3 = Format("e4m3", 3, -6, 448.0, torch.float8_e4m3fn)
+E5M2 = Format("e5m2", 2, -14, 57344.0, torch.float8_e5m2)
+E2M1 = Format("e2m1", 1, 0, 6.0, torch.uint8)
+FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
+FP8_DTYPES = (E4M3.dtype, E5M2.dtype)
 AMAX_FLOOR = 1e-12
 """Current scaling: an all-zero tensor gets a finite scale (the floor that torchao uses too)."""
+
+_EXPONENT_BITS = 0x7F800000
+E8M0_EXPONENTS = (-127, 127)
+
+
+# -------------------------------------------------------------------------------- rounding, casts
+
+
+def round_to(
+    x: Tensor, fmt: Format, noise: Tensor | None = None, *, saturate: bool = True
+) -> Tensor:
+    """Round float32 values to the grid of a format, saturating.
+
+    Args:
+        x: float32, any shape; overwritten.
+        fmt: the format.
+        noise: numbers in [0, 1) of the same shape, for stochastic rounding: up with a probability
+            equal to the distance from the number below, so that the mean is exact. Left out:
+            nearest, ties to even.
+        saturate: False saves a pass where no value is larger than the format's largest number.
+
+    Returns:
+        `x`, now float32 on the grid. Zero has no sign.
+    """
+    if saturate:
+        x.clamp_(-fmt.max, fmt.max)
+    exponent = x.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    exponent.clamp_(min=2.0**fmt.min_exponent)
+    if noise is None:
+        magic = 1.5 * 2.0 ** (23 - fmt.mantissa)
+        return x.add_(exponent, alpha=magic).sub_(exponent, alpha=magic)
+    unit = exponent.mul_(2.0**-fmt.mantissa)
+    return x.div_(unit).add_(noise).floor_().mul_(unit)
+
+
+def cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """Bit patterns of `x · scale`: float32 product, saturated, rounded to nearest even.
+
+    Args:
+        x: floating point, any shape.
+        scale: float32, broadcastable to `x`.
+        fmt: format.
+
+    Returns:
+        A tensor of `fmt.dtype`. E2M1 patterns are the low four bits of a uint8; E2M1 has no NaN,
+        and NaN becomes the largest number (as NVIDIA's conversion does).
+    """
+    y = x.float() * scale
+    if fmt is not E2M1:
+        return y.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    sign = y.signbit()
+    magnitude = round_to(y.nan_to_num(nan=fmt.max).abs_(), fmt)
+    # Grid 0 .5 1 1.5 2 3 4 6 -> 0 ... 7
+    index = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, 0))
+    index = torch.where(magnitude >= 4, magnitude / 2 + 4, index)
+    return index.to(torch.uint8) | (sign.to(torch.uint8) << 3)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """Values of FP8 bit patterns in float32, exactly.
+
+    E4M3's bits are moved into those of a float16, whose exponent range holds them 2^8 smaller:
+    on CPUs ten times faster than torch's conversion.
+
+    Args:
+        codes: `torch.float8_e4m3fn` or `torch.float8_e5m2`, any shape.
+    """
+    if codes.dtype is not E4M3.dtype or codes.device.type != "cpu":
+        return codes.float()
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    values = bits.view(torch.float16).float().mul_(256.0)
+    return torch.where(values.abs() == 480.0, torch.nan, values)  # the pattern of NaN
+
+
+def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`codes / scale` in float32, rounded once to `dtype`; codes are FP8 bit patterns."""
+    return decode(codes).div_(scale).to(dtype)
+
+
+def encode_e8m0(x: Tensor) -> Tensor:
+    """Powers of two as E8M0 bit patterns: rounded to nearest in value, ties to even exponents.
+
+    Args:
+        x: floating point, any shape. Negative numbers and NaN become NaN (255), what is below
+            2^-127 becomes it.
+
+    Returns:
+        uint8: the exponent plus 127.
+    """
+    y = x.float()
+    mantissa, exponent = torch.frexp(y)  # y = mantissa · 2^exponent, mantissa in [0.5, 1)
+    # Between 2^e and 2^(e+1) the middle is 1.5 · 2^e; there the pattern e + 127 shall be even.
+    odd = (exponent - 1 + 127) % 2 == 1
+    up = (mantissa > 0.75) | ((mantissa == 0.75) & odd)
+    bits = (exponent - 1 + 127 + up.int()).clamp(0, 255)
+    bits = torch.where(y == 0, 0, bits)
+    return torch.where(y.isnan() | y.isinf() | y.signbit(), 255, bits).to(torch.uint8)
+
+
+def decode_e8m0(bits: Tensor) -> Tensor:
+    """Float32 values of E8M0 bit patterns (uint8); 255 is NaN."""
+    values = torch.ldexp(torch.ones(()), bits.int() - 127)
+    return torch.where(bits == 255, torch.nan, values)
+
+
+# ------------------------------------------------------------------------------------------ scales
 
 
 def amax(x: Tensor, dim: int | None = None) -> Tensor:
@@ -32,35 +169,23 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
     if dim is None:
         low, high = torch.aminmax(x)
         return torch.maximum(high, -low).float()
+    if x.dtype.itemsize == 2:  # without its sign a float orders as the integer of its bits
+        bits = x.view(torch.int16).bitwise_and(0x7FFF).amax(dim, keepdim=True)
+        return bits.view(x.dtype).float()
     return x.abs().amax(dim, keepdim=True).float()
 
 
-def scale_from_amax(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
-    """`FP8_MAX / (amax · 2^margin)` in float32, of the same shape as `amax`.
-
-    Args:
-        amax: float32, any shape.
-        dtype: the FP8 format of the codes.
-        margin: powers of two of headroom.
-    """
-    return (FP8_MAX[dtype] / 2**margin) / amax.clamp(min=AMAX_FLOOR)
+def scale_from_amax(amax: Tensor, fmt: Format, *, pow2: bool = False) -> Tensor:
+    """`max / amax` in float32, of the same shape as `amax`; with `pow2` rounded down to 2^n."""
+    # Not `max / amax`: torch turns that into a reciprocal and a product, which rounds twice.
+    scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=AMAX_FLOOR))
+    return floor_pow2(scale) if pow2 else scale
 
 
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes of `x · scale`: float32 product, saturated, rounded to nearest even.
-
-    Args:
-        x: floating point, any shape.
-        scale: float32, broadcastable to `x`.
-        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-    """
-    limit = FP8_MAX[dtype]
-    return (x.float() * scale).clamp_(-limit, limit).to(dtype)
-
-
-def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`codes / scale` in float32, rounded once to `dtype`."""
-    return (codes.float() / scale).to(dtype)
+def floor_pow2(x: Tensor) -> Tensor:
+    """The largest power of two not above a positive float32 `x`; NaN and infinity stay."""
+    mantissa, exponent = torch.frexp(x)  # x = mantissa · 2^exponent, mantissa in [0.5, 1)
+    return torch.ldexp(torch.where(x.isfinite(), 0.5, mantissa), exponent)
 
 
 def snr_db(x: Tensor, approximation: Tensor) -> float:
@@ -70,26 +195,110 @@ def snr_db(x: Tensor, approximation: Tensor) -> float:
     return float(10 * torch.log10(signal / noise))
 
 
-# Registered as an operator, so that a dispatch mode sees it called with FP8 operands, exactly as it
-# sees `aten._scaled_mm` on hardware: the proof counts both alike.
+# ---------------------------------------------------------------------------------- the scaled GEMM
+
+
+class Codes(NamedTuple):
+    """A quantised matrix [R, C]: `values · block · inverse ≈ x`.
+
+    Attributes:
+        values: BF16 numbers on the grid of `fmt`, [R, C].
+        inverse: float32 inverse scale: one element, or one per row [R, 1] or column [1, C].
+        fmt: their format.
+        in_bf16: a CPU may multiply these in BF16 (see `scaled_mm`).
+        block: inverse scales of blocks, [ceil(R/r), ceil(C/c)], or None.
+        tile: (r, c), the size of a block.
+    """
+
+    values: Tensor
+    inverse: Tensor
+    fmt: Format
+    in_bf16: bool = False
+    block: Tensor | None = None
+    tile: tuple[int, int] = (1, 1)
+
+    def t(self) -> Codes:
+        """The transposed matrix [C, R]."""
+        block = None if self.block is None else self.block.t()
+        inverse = self.inverse.t() if self.inverse.dim() == 2 else self.inverse
+        values, tile = self.values.t(), self.tile[::-1]
+        return self._replace(values=values, inverse=inverse, block=block, tile=tile)
+
+    def dequantise(self) -> Tensor:
+        """The matrix that the codes stand for, float32 [R, C]."""
+        values = self.values.float()
+        if self.block is not None:
+            values = times_blocks(self.values, self.block, self.tile, fits=False)
+        return values * self.inverse
+
+
+def times_blocks(values: Tensor, block: Tensor, tile: tuple[int, int], fits: bool) -> Tensor:
+    """Every number of a matrix [R, C] times the scale of its block [ceil(R/r), ceil(C/c)].
+
+    Args:
+        values: BF16.
+        block: float32.
+        tile: (r, c).
+        fits: the products fit into BF16 exactly; otherwise they are float32.
+    """
+    dtype = torch.bfloat16 if fits else torch.float32
+    (rows, columns), (height, width) = tile, values.shape
+    down, right = -height % rows, -width % columns
+    if down or right:
+        values = torch.nn.functional.pad(values, (0, right, 0, down))
+    tiles = values.to(dtype).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    product = tiles * block.to(dtype)[:, None, :, None]
+    return product.flatten(2, 3).flatten(0, 1)[:height, :width]
+
+
+# Registered as an operator, so that a dispatch mode sees it called, as it sees `aten._scaled_mm` on
+# hardware: the proof counts both alike, and checks that these operands lie on their formats' grids.
 _library = torch.library.Library("finetune", "DEF")
 _library.define(
-    "scaled_mm(Tensor a, Tensor b, Tensor a_inverse_scale, Tensor b_inverse_scale, "
-    "ScalarType out_dtype) -> Tensor"
+    "scaled_mm(Tensor a, Tensor b, Tensor inverse, Tensor? a_block, Tensor? b_block, int[] tiles, "
+    "str a_format, str b_format, bool in_bf16, ScalarType out_dtype) -> Tensor"
 )
 
 
 def _scaled_mm(
-    a: Tensor, b: Tensor, a_inverse_scale: Tensor, b_inverse_scale: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    inverse: Tensor,
+    a_block: Tensor | None,
+    b_block: Tensor | None,
+    tiles: list[int],
+    a_format: str,
+    b_format: str,
+    in_bf16: bool,
+    out_dtype: torch.dtype,
 ) -> Tensor:
+    bf16 = torch.bfloat16
     with torch.autocast(a.device.type, enabled=False):
-        product = a.float() @ b.float()  # products of two FP8 numbers are exact in float32
+        # A code times its block's scale fits into BF16 where that is a power of two, or E4M3's
+        # times E2M1's few digits.
+        blocks_fit = in_bf16 or a_format == b_format == E2M1.name
+        a = a if a_block is None else times_blocks(a, a_block, (tiles[0], tiles[1]), blocks_fit)
+        b = b if b_block is None else times_blocks(b, b_block, (tiles[2], tiles[3]), blocks_fit)
+        if a.is_cuda and a.dtype is b.dtype is bf16:
+            product = torch.mm(a, b, out_dtype=torch.float32)
+        else:
+            wide = bf16 if in_bf16 and out_dtype is bf16 else torch.float32
+            product = a.to(wide) @ b.to(wide)
     # One scale at a time would be the same up to rounding; cuBLASLt multiplies by both at the end.
-    return product.mul_(a_inverse_scale * b_inverse_scale).to(out_dtype)
+    return product.mul_(inverse).to(out_dtype)
 
 
 def _scaled_mm_meta(
-    a: Tensor, b: Tensor, a_inverse_scale: Tensor, b_inverse_scale: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    inverse: Tensor,
+    a_block: Tensor | None,
+    b_block: Tensor | None,
+    tiles: list[int],
+    a_format: str,
+    b_format: str,
+    in_bf16: bool,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
@@ -98,19 +307,37 @@ _library.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
 _library.impl("scaled_mm", _scaled_mm_meta, "Meta")
 
 
-def scaled_mm(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    """Emulated `torch._scaled_mm`: `(a / a_scale) @ (b / b_scale)` of FP8 codes.
+def scaled_mm(a: Codes, b: Codes, out_dtype: torch.dtype) -> Tensor:
+    """The product of two quantised matrices, accumulated in float32 and rounded once.
+
+    Products of two codes are exact in float32. CPUs have no GEMM from BF16 to float32; a float32
+    one is exact, and a BF16 one (`in_bf16` in both operands) two to four times faster. That rounds
+    the sum before the scale as well as after it, which is the same where scales are powers of two,
+    and else at most one unit in the last place of BF16 away.
 
     Args:
-        a: FP8 codes [M, K].
-        b: FP8 codes [K, N].
-        a_scale: float32, one element or [M, 1].
-        b_scale: float32, one element or [1, N].
+        a: [M, K].
+        b: [K, N].
         out_dtype: type of the result.
 
     Returns:
         [M, N] in `out_dtype`.
     """
-    return torch.ops.finetune.scaled_mm(a, b, a_scale.reciprocal(), b_scale.reciprocal(), out_dtype)
+    return torch.ops.finetune.scaled_mm(
+        a.values,
+        b.values,
+        a.inverse * b.inverse,
+        a.block,
+        b.block,
+        [*a.tile, *b.tile],
+        a.fmt.name,
+        b.fmt.name,
+        a.in_bf16 and b.in_bf16,
+        out_dtype,
+    )
+
+
+def on_grid(values: Tensor, fmt: Format) -> bool:
+    """Whether every number of a tensor (NaN aside) is one of the format's."""
+    wide = values.float()
+    return bool(((round_to(wide.clone(), fmt) == wide) | wide.isnan()).all())

@@ -65,8 +65,10 @@ class LayerPlan:
 
     def precision_of(self, gemm: Gemm) -> str:
         """`fp8`, `fp4`, `bf16`, ... or `none` for the wgrad of a frozen weight."""
-        if gemm not in self.gemms:
-            return "none"
+        return self.would_run(gemm) if gemm in self.gemms else "none"
+
+    def would_run(self, gemm: Gemm) -> str:
+        """The precision of this GEMM whenever it runs, also of a frozen weight that thawed."""
         return dict(self.gemm_precision).get(gemm, self.compute)
 
 
@@ -95,8 +97,8 @@ class PrecisionPlan:
     @property
     def forced(self) -> dict[str, Compute]:
         """Modules that compute in a type of their own, by the user's choice."""
-        layers = {layer.name: layer.compute for layer in self.layers if layer.forced}
-        return layers | {cast.name: cast.compute for cast in self.casts}
+        named = [layer for layer in self.layers if layer.forced]
+        return {item.name: item.compute for item in (*named, *self.casts)}
 
     def __str__(self) -> str:
         rows = Counter((_group(x.name), x.shape, x.compute, x.reason) for x in self.layers)
@@ -205,15 +207,13 @@ def _plan_layer(
             fix="leave it out of precision.map, or choose bf16",
         )
     asked = choice is not None and choice.asked
-    high = cannot or ("" if asked else why_high)
+    high = ("" if asked else why_high) or cannot
     if high:
         return LayerPlan(name, shape, role, frozen, "bf16", high)
     kept = precision.gemms_kept_high
-    gemms = tuple((gemm, "bf16" if gemm in kept else precision.low) for gemm in GEMMS)
-    reason = f"{choice.reason}" if asked and choice is not None else "linear layer, aligned"
-    return LayerPlan(
-        name, shape, role, frozen, "fp8", reason, gemms if kept or precision.low != "fp8" else ()
-    )
+    gemms: dict[Gemm, str] = {gemm: "bf16" if gemm in kept else precision.low for gemm in GEMMS}
+    reason = choice.reason if asked and choice is not None else "linear layer, aligned"
+    return LayerPlan(name, shape, role, frozen, "fp8", reason, tuple(gemms.items()))
 
 
 def _part(name: str, role: Role) -> Part:

@@ -23,13 +23,21 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from finetune.config import PrecisionConfig
 from finetune.precision.backend import Backend, Fp8Mixin, in_backward, restore
-from finetune.precision.planner import ALIGNMENT, LayerPlan
+from finetune.precision.planner import LayerPlan, alignment
 
 
 def te_recipe(precision: PrecisionConfig) -> Any:
     """The `transformer_engine.common.recipe` object for a precision, every setting passed on."""
     from transformer_engine.common import recipe
 
+    # Recipes of an older TE have no `backward_override`: it is passed only where it is needed.
+    high = {"backward_override": "high_precision"} if precision.gemms_kept_high else {}
+    if precision.scaling == "nvfp4":
+        return recipe.NVFP4BlockScaling(
+            disable_rht=not precision.hadamard,
+            disable_stochastic_rounding=not precision.stochastic_rounding,
+            **high,
+        )
     fmt = {"hybrid": recipe.Format.HYBRID, "e4m3": recipe.Format.E4M3}[precision.fp8_format]
     if precision.scaling == "delayed":
         return recipe.DelayedScaling(
@@ -38,8 +46,19 @@ def te_recipe(precision: PrecisionConfig) -> Any:
             amax_history_len=precision.amax_history_len,
             amax_compute_algo=precision.amax_compute_algo,
             reduce_amax=precision.reduce_amax,
+            **high,
         )
-    return recipe.Float8CurrentScaling(fp8_format=fmt)
+    if precision.scaling == "mxfp8":
+        return recipe.MXFP8BlockScaling(fp8_format=fmt, **high)
+    blockwise = precision.scaling == "blockwise"
+    kind = recipe.Float8BlockScaling if blockwise else recipe.Float8CurrentScaling
+    made = kind(fp8_format=fmt, **high)
+    # TE reads this setting off the recipe object, and offers an environment variable to set it.
+    quantisation = recipe.QParams(power_2_scale=precision.pow2_scales, amax_epsilon=0.0)
+    made.fp8_quant_fwd_inp = quantisation
+    made.fp8_quant_fwd_weight = quantisation
+    made.fp8_quant_bwd_grad = quantisation
+    return made
 
 
 class TransformerEngineMixin(Fp8Mixin):
@@ -52,7 +71,8 @@ class TransformerEngineMixin(Fp8Mixin):
         engine = self.fp8_engine
         engine.training = self.training
         rows = x.reshape(-1, x.shape[-1])
-        missing = -rows.shape[0] % ALIGNMENT  # tokens are contracted in wgrad: a multiple of 16
+        # Tokens are contracted in wgrad: a multiple of 16, of 32 for block formats.
+        missing = -rows.shape[0] % alignment(self.fp8_backend.precision)
         if missing:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
         parameters, placeholders = engine._parameters, dict(engine._parameters)

@@ -1,9 +1,10 @@
 """The witness: sees every matrix multiplication of a step as it runs, and in what precision.
 
 No flag is read. A dispatch mode looks at each GEMM that PyTorch executes and takes its precision
-from the type of its *operands*: `aten._scaled_mm` and the emulated `finetune.scaled_mm` have FP8
-operands, torchao's tensors carry FP8 data. Transformer Engine calls its own library past PyTorch's
-dispatcher, so there the library's entry, `generic_gemm`, is watched.
+from its *operands*: those of `aten._scaled_mm` are FP8, torchao's tensors carry FP8 data, and those
+of the emulated `finetune.scaled_mm` must lie on the grid of their format, number by number.
+Transformer Engine calls its own library past PyTorch's dispatcher, so there the library's entry,
+`generic_gemm`, is watched.
 
 A GEMM belongs to the layer whose forward is running or whose autograd nodes are running. Within a
 layer with weight [N, K] it is fprop in forward; in backward it is dgrad when it contracts N and
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from finetune.precision.backend import in_backward
-from finetune.precision.numerics import FP8_DTYPES
+from finetune.precision.numerics import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.planner import Gemm, PrecisionPlan
 
 aten = torch.ops.aten
@@ -99,10 +100,20 @@ def operand_precision(x: Any) -> str:
         return "fp8"
     if getattr(x, "_fp8_dtype", None) is not None:  # Transformer Engine's quantised tensors
         return "fp8"
+    if getattr(x, "_fp4_dtype", None) is not None:
+        return "fp4"
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     if x.dtype in FP8_DTYPES:
         return "fp8"
     return names.get(x.dtype, str(x.dtype).removeprefix("torch."))
+
+
+def emulated_precision(values: Tensor, name: str) -> str:
+    """`fp8` or `fp4` of an operand of the emulated GEMM, if all its numbers are of that format."""
+    fmt = FORMATS[name]
+    if not on_grid(values, fmt):
+        return operand_precision(values)
+    return "fp4" if fmt is E2M1 else "fp8"
 
 
 class Witness:
@@ -266,7 +277,7 @@ class Witness:
             tokens = out.numel() // (n if gemm == "fprop" else k) if layer is not None else 0
             if gemm == "wgrad":
                 tokens = _rows(b)
-            self.record_as(gemm, 2 * tokens * n * k, "fp8" if pair == {"fp8"} else min(pair))
+            self.record_as(gemm, 2 * tokens * n * k, min(pair))
             return result
 
         library.generic_gemm = watched
@@ -294,8 +305,12 @@ class _Dispatch(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in _OPERANDS:
             a, b = (args[i] for i in _OPERANDS[packet])
-            # Of two precisions the higher counts ('bf16' < 'fp32' < 'fp8'): never FP8 by half.
-            precision = min(operand_precision(a), operand_precision(b))
+            pair = operand_precision(a), operand_precision(b)
+            if packet is torch.ops.finetune.scaled_mm:
+                pair = emulated_precision(a, args[6]), emulated_precision(b, args[7])
+            # Of two precisions the higher counts ('bf16' < 'fp32' < 'fp4' < 'fp8'): never FP8 by
+            # half.
+            precision = min(pair)
             batch = a.shape[0] if a.dim() == 3 else 1
             self.witness.record(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
         elif packet in _GROUPED:

@@ -1,0 +1,51 @@
+"""Modules that compute in a type of the user's choice (`precision.map`), whatever autocast says.
+
+A linear layer multiplies inputs and weights cast to that type; an embedding or a norm gets its
+input in that type and gives its result in it (norms compute inside in that type or a higher one, as
+they are written). As everywhere, only the class of the module changes: parameters stay what the
+optimizer knows, and gradients come back in their own type.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from finetune.config import Compute
+from finetune.precision.backend import reduce_as_plain
+from finetune.precision.planner import is_conv1d
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class ForcedMixin:
+    """In front of a module's own class: computes in `fp8_dtype`, with autocast off."""
+
+    fp8_original: ClassVar[type[nn.Module]]
+    fp8_dtype: ClassVar[torch.dtype]
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dtype = self.fp8_dtype
+        with torch.autocast(input.device.type, enabled=False):
+            if isinstance(self, nn.Linear) or is_conv1d(self):  # pyright: ignore
+                weight: Any = self.weight
+                weight = weight if isinstance(self, nn.Linear) else weight.t()
+                bias = None if self.bias is None else self.bias.to(dtype)  # pyright: ignore
+                return nn.functional.linear(input.to(dtype), weight.to(dtype), bias)
+            x = input.to(dtype) if input.is_floating_point() else input  # token ids stay
+            y = self.fp8_original.forward(self, x, *args, **kwargs)  # pyright: ignore
+            return y.to(dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_as_plain(self, protocol)
+
+
+@functools.cache
+def forced_class(original: type[nn.Module], compute: Compute) -> type[nn.Module]:
+    """The class of a module of class `original` that computes in `compute`."""
+    facts = {"fp8_original": original, "fp8_dtype": DTYPES[compute]}
+    name = f"{compute.upper()}{original.__name__}"
+    return type(name, (ForcedMixin, original), {"__module__": __name__, **facts})

@@ -1,0 +1,366 @@
+"""Scaling rules: how a GEMM operand becomes codes and scales.
+
+FP8 has few digits and little range, so each operand is multiplied by a scale that puts its largest
+magnitude (amax) at the largest number of the format. The rules differ in how many values share a
+scale, and in what the scale itself is made of:
+
+| rule | values that share a scale | scale |
+|---|---|---|
+| tensorwise | the tensor | float32 |
+| rowwise | a row along the contracted dimension | power of two |
+| blockwise | x, g: 128 along the contracted dimension; w: 128 x 128 | power of two, or float32 |
+| mxfp8 | 32 along the contracted dimension | E8M0, rounded up so that nothing saturates |
+| nvfp4 | x, g: 16 along the contracted dimension; w: 16 x 16 | E4M3, under one float32 per tensor |
+
+Only per-tensor codes serve all three GEMMs of a layer. Elsewhere the contracted dimension differs
+(K, N, M for fprop, dgrad, wgrad), and each GEMM casts its own operands from high precision: to cast
+codes once more would round twice. Delayed scaling is in `finetune.precision.delayed`.
+
+NVFP4 adds two remedies for four bits. A Hadamard transform with fixed random signs spreads outliers
+over the 16 tokens of a block before the operands of wgrad are cast; it is orthogonal, so it cancels
+in the product. And gradients are rounded stochastically, so that small ones are right on average.
+
+Sources: torchao `float8/config.py` (rowwise); DeepSeek-V3 technical report, section 3.3
+(blockwise); OCP MX 1.0 and NVIDIA cuBLAS, "1D block quantization" (mxfp8, scale rounded up);
+"Pretraining Large Language Models with NVFP4", arXiv 2509.25149, and Transformer Engine's
+`reference_nvfp4.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from finetune.config import PrecisionConfig
+from finetune.precision.numerics import (
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0_EXPONENTS,
+    Codes,
+    Format,
+    amax,
+    round_to,
+    scale_from_amax,
+)
+
+Operand = Literal["x", "w", "g"]
+OPERANDS: tuple[Operand, ...] = ("x", "w", "g")
+BLOCK, MX_BLOCK, NV_BLOCK = 128, 32, 16
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Formats of the three operands of a linear layer."""
+
+    x: Format
+    w: Format
+    g: Format
+
+    @classmethod
+    def of(cls, precision: PrecisionConfig) -> Formats:
+        """`hybrid` keeps gradients, which need range more than digits, in E5M2."""
+        if precision.scaling == "nvfp4":
+            return cls(E2M1, E2M1, E2M1)
+        return {
+            "hybrid": cls(E4M3, E4M3, E5M2),
+            "e4m3": cls(E4M3, E4M3, E4M3),
+            "e5m2": cls(E5M2, E5M2, E5M2),
+        }[precision.fp8_format]
+
+    def __getitem__(self, operand: Operand) -> Format:
+        return {"x": self.x, "w": self.w, "g": self.g}[operand]
+
+
+class Rule(Protocol):
+    """How one layer's operands are cast.
+
+    Attributes:
+        reuses: codes do not depend on the contracted dimension, and serve every GEMM.
+    """
+
+    reuses: bool
+
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+        """Codes of a matrix whose dimension `dim` (0 or 1) is contracted."""
+        ...
+
+
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """`x · scale` in float32, a new tensor."""
+    wide = x.float()
+    return wide * scale if wide is x else wide.mul_(scale)
+
+
+def to_codes(
+    scaled_x: Tensor, fmt: Format, noise: Tensor | None = None, *, saturate: bool = False
+) -> Tensor:
+    """Float32 values rounded to the grid of `fmt`, held in BF16. Overwrites its argument.
+
+    A scale from the current amax leaves nothing to saturate; one from earlier amaxes does.
+    """
+    return round_to(scaled_x, fmt, noise, saturate=saturate).to(torch.bfloat16)
+
+
+def multiply_in_bf16(precision: PrecisionConfig) -> bool:
+    """Whether a CPU may multiply codes in BF16: always without loss under powers of two.
+
+    Block scales that are no powers of two are part of the operands, which then do not fit in BF16.
+    """
+    exact = precision.pow2_scales
+    return exact or (precision.emulation != "exact" and precision.scaling != "blockwise")
+
+
+class TensorwiseRule:
+    """One scale per tensor, from its current amax."""
+
+    reuses = True
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
+        self.in_bf16 = multiply_in_bf16(precision)
+
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+        fmt = self.formats[operand]
+        scale = scale_from_amax(amax(x), fmt, pow2=self.pow2)
+        return Codes(to_codes(scaled(x, scale), fmt), scale.reciprocal(), fmt, self.in_bf16)
+
+
+class RowwiseRule:
+    """One scale per row along the contracted dimension.
+
+    With the weight gradient in high precision (`rowwise_with_gw_hp`), torchao casts the weight of
+    dgrad with one scale per tensor, so that it needs no second scale per row; so do we.
+    """
+
+    reuses = False
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
+        self.in_bf16 = multiply_in_bf16(precision)
+        self.one_scale_in_dgrad = precision.scaling == "rowwise_with_gw_hp"
+
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+        fmt = self.formats[operand]
+        whole = operand == "w" and dim == 0 and self.one_scale_in_dgrad
+        scale = scale_from_amax(amax(x, None if whole else dim), fmt, pow2=self.pow2)
+        return Codes(to_codes(scaled(x, scale), fmt), scale.reciprocal(), fmt, self.in_bf16)
+
+
+class BlockwiseRule:
+    """1 x 128 for activations and gradients, 128 x 128 for weights."""
+
+    reuses = False
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
+        self.in_bf16 = multiply_in_bf16(precision)
+
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+        fmt = self.formats[operand]
+        tile = (BLOCK, BLOCK) if operand == "w" else along(dim, BLOCK)
+        blocks = split(x, tile)
+        scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2)
+        values = to_codes(blocks * widen(scale), fmt)
+        return Codes(join(values, x), _one(x), fmt, self.in_bf16, scale.reciprocal(), tile)
+
+
+class MxRule:
+    """32 values along the contracted dimension share an E8M0 scale."""
+
+    reuses = False
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self.formats = Formats.of(precision)
+
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+        fmt = self.formats[operand]
+        tile = along(dim, MX_BLOCK)
+        blocks = split(x, tile)
+        inverse, scale = e8m0_scales(block_amax(blocks), fmt)
+        values = to_codes(blocks * widen(scale), fmt)
+        return Codes(join(values, x), _one(x), fmt, True, inverse, tile)
+
+
+def e8m0_scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Inverse scale and scale of MX blocks: 2^e and 2^-e with e = ceil(log2(amax / max)).
+
+    Rounding up keeps the largest value from saturating (the OCP specification's rule rounds down
+    and lets it). As in NVIDIA's kernels, blocks below 2^-127 are multiplied by 1, that is, flushed
+    to zero, and an infinite amax gives the largest scale.
+
+    Args:
+        amax: float32, of any shape.
+        fmt: format of the elements.
+    """
+    low, high = E8M0_EXPONENTS
+    mantissa, exponent = torch.frexp(amax / fmt.max)  # = mantissa · 2^exponent, in [0.5, 1)
+    exponent = exponent - (mantissa == 0.5).int()  # a power of two needs no rounding up
+    exponent = torch.where(amax == 0, low, torch.where(amax.isinf(), high, exponent))
+    exponent = exponent.clamp(low, high)
+    one = torch.where(amax.isnan(), torch.nan, torch.ones_like(amax))
+    scale = torch.where(exponent == low, one, torch.ldexp(one, -exponent))
+    return torch.ldexp(one, exponent), scale
+
+
+class NvRule:
+    """16 values share an E4M3 scale, under one float32 scale per tensor.
+
+    Attributes:
+        generator: of stochastic rounding, apart from torch's own, so that dropout and data order
+            are those of the high-precision run.
+    """
+
+    reuses = False
+
+    def __init__(self, precision: PrecisionConfig, generator: Randomness) -> None:
+        self.hadamard, self.stochastic = precision.hadamard, precision.stochastic_rounding
+        self.generator = generator
+        self.in_bf16 = multiply_in_bf16(precision)
+
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+        tile = (NV_BLOCK, NV_BLOCK) if operand == "w" else along(dim, NV_BLOCK)
+        if self.hadamard and dim == 0 and operand != "w":  # contracts tokens: an operand of wgrad
+            x = transform(x)
+        blocks = split(x, tile)
+        largest = block_amax(blocks)
+        inverse, block, scale = nvfp4_scales(largest)
+        scaled_blocks = blocks * widen(scale)
+        noise = None
+        if operand == "g" and self.stochastic:
+            noise = self.generator.uniform(scaled_blocks)
+        values = to_codes(scaled_blocks, E2M1, noise, saturate=True)  # the block scale was rounded
+        return Codes(join(values, x), inverse, E2M1, self.in_bf16, block, tile)
+
+
+def nvfp4_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales of NVFP4 blocks: x ≈ code · block · inverse, and code = round(x · scale).
+
+    Args:
+        amax: float32, largest magnitude of each block.
+
+    Returns:
+        inverse: float32 scalar, amax of the tensor over 6 · 448.
+        block: float32 numbers of E4M3, of the shape of `amax`.
+        scale: float32, of the shape of `amax`.
+    """
+    largest = amax.max()
+    encode = torch.full_like(largest, E4M3.max * E2M1.max).div_(largest).clamp_(max=FLOAT_MAX)
+    encode = torch.where(encode == 0, 1.0, encode)
+    block = round_to(amax * (encode / E2M1.max), E4M3)
+    inverse = encode.reciprocal()
+    return inverse, block, (block * inverse).reciprocal().clamp(max=FLOAT_MAX)
+
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Random once, then fixed, as in Transformer Engine: both operands must use the same."""
+
+
+@functools.cache
+def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`diag(SIGNS) · H / 4` for the Hadamard matrix H of size 16: orthogonal, [16, 16]."""
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
+    for _ in range(4):  # Sylvester's construction
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    signs = torch.tensor(SIGNS, dtype=torch.float32, device=device)
+    return (signs[:, None] * matrix / NV_BLOCK**0.5).to(dtype)
+
+
+def transform(x: Tensor) -> Tensor:
+    """The Hadamard transform of every 16 rows of a matrix [M, C], in its own type.
+
+    M is padded with zeros to a multiple of 16, which adds nothing to a product over M.
+    """
+    missing = -x.shape[0] % NV_BLOCK
+    if missing:
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    with torch.autocast(x.device.type, enabled=False):
+        turned = hadamard_matrix(x.dtype, x.device).t() @ x.unflatten(0, (-1, NV_BLOCK))
+    return turned.flatten(0, 1)
+
+
+class Randomness:
+    """A generator of its own for stochastic rounding, seeded once from torch's."""
+
+    def __init__(self) -> None:
+        self._generator: torch.Generator | None = None
+        self._state: Tensor | None = None
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Numbers in [0, 1), float32, of the shape and device of `like`."""
+        if self._generator is None or self._generator.device != like.device:
+            self._generator = torch.Generator(like.device)
+            self._generator.manual_seed(torch.initial_seed())
+            if self._state is not None:
+                self._generator.set_state(self._state)
+        return torch.rand(
+            like.shape, generator=self._generator, device=like.device, dtype=torch.float32
+        )
+
+    @property
+    def state(self) -> Tensor | None:
+        """The state to store in a checkpoint, None before the first number."""
+        return self._state if self._generator is None else self._generator.get_state()
+
+    def restore(self, state: Tensor) -> None:
+        """Go on from a stored state."""
+        self._generator, self._state = None, state.cpu()
+
+
+def make_rule(precision: PrecisionConfig, randomness: Randomness | None = None) -> Rule:
+    """The rule of a precision; delayed scaling has state and is made by its backend."""
+    match precision.scaling:
+        case "tensorwise":
+            return TensorwiseRule(precision)
+        case "rowwise" | "rowwise_with_gw_hp":
+            return RowwiseRule(precision)
+        case "blockwise":
+            return BlockwiseRule(precision)
+        case "mxfp8":
+            return MxRule(precision)
+        case "nvfp4":
+            return NvRule(precision, randomness or Randomness())
+        case "delayed":
+            raise AssertionError("delayed scaling needs its state: finetune.precision.delayed")
+
+
+# ------------------------------------------------------------------------------- blocks of a matrix
+
+
+def along(dim: int, size: int) -> tuple[int, int]:
+    """The tile of `size` elements along a dimension."""
+    return (1, size) if dim == 1 else (size, 1)
+
+
+def split(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """A matrix [R, C] as float32 tiles [R/r, r, C/c, c], padded with zeros where they end."""
+    rows, columns = tile
+    down, right = -x.shape[0] % rows, -x.shape[1] % columns
+    x = x.float()
+    if down or right:
+        x = torch.nn.functional.pad(x, (0, right, 0, down))
+    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
+def block_amax(blocks: Tensor) -> Tensor:
+    """Largest magnitude of each tile: [R/r, r, C/c, c] -> [R/r, C/c]."""
+    return blocks.abs().amax((1, 3))
+
+
+def widen(block: Tensor) -> Tensor:
+    """[R/r, C/c] -> [R/r, 1, C/c, 1], to be broadcast over tiles."""
+    return block[:, None, :, None]
+
+
+def join(blocks: Tensor, like: Tensor) -> Tensor:
+    """Tiles back to a matrix of the shape of `like`."""
+    return blocks.flatten(2, 3).flatten(0, 1)[: like.shape[0], : like.shape[1]]
+
+
+def _one(x: Tensor) -> Tensor:
+    return torch.ones((), device=x.device)
