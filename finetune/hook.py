@@ -32,7 +32,7 @@ def setup_fp8_mixed_precision_training(
     compile: Literal["auto", "on", "off"] = "auto",
     emulation: Literal["forbid", "allow", "exact"] = "forbid",
     on_unsupported: Literal["error", "bf16"] = "error",
-    **accelerator_kwargs: Any,
+    **more: Any,
 ) -> Accelerator:
     """Make every `Trainer`, `SFTTrainer` or `Accelerator` built after this call train in FP8.
 
@@ -53,8 +53,9 @@ def setup_fp8_mixed_precision_training(
 
     Args:
         backend: engine; `auto` takes Transformer Engine or torchao where the GPU has FP8.
-        scaling: `delayed`, `tensorwise` or `rowwise`. Left out: `delayed` with backend `te` (whose
-            settings the amax arguments are), else `tensorwise`.
+        scaling: `delayed`, `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, `blockwise`, `mxfp8` or
+            `nvfp4`. Left out: `delayed` with backend `te` (whose settings the amax arguments are),
+            else `tensorwise`.
         fp8_format: `hybrid`, `e4m3` or `e5m2`; left out: as usual for the scaling.
         margin, amax_history_len, amax_compute_algo, reduce_amax: delayed scaling only.
         keep: patterns of layers that stay in high precision.
@@ -62,7 +63,8 @@ def setup_fp8_mixed_precision_training(
         compile: `torch.compile` of each decoder layer; `auto` with torchao on a GPU.
         emulation: `allow` emulates FP8 where the device has none, `exact` in float32 products.
         on_unsupported: where FP8 cannot be had, stop or train in BF16 with a loud warning.
-        **accelerator_kwargs: passed to `accelerate.Accelerator`.
+        **more: any other setting of a recipe's `precision` section by its name (`map`, `first_n`,
+            `high_gemms`, `power_of_two_scales`, ...); the rest goes to `accelerate.Accelerator`.
 
     Returns:
         An `accelerate.Accelerator` that trains in FP8.
@@ -79,10 +81,13 @@ def setup_fp8_mixed_precision_training(
     name = str(backend).lower()
     if scaling is None:
         scaling = "delayed" if name == "te" else "tensorwise"
-    unknown = accelerator_kwargs.keys() - inspect.signature(Accelerator).parameters.keys()
+    named = inspect.signature(setup_fp8_mixed_precision_training).parameters
+    others = PrecisionConfig.model_fields.keys() - named.keys() - {"compute", "format", "eval"}
+    settings = {key: more.pop(key) for key in others & more.keys()}
+    unknown = more.keys() - inspect.signature(Accelerator).parameters.keys()
     if unknown:
         word = sorted(unknown)[0]
-        hint = nearest(word, inspect.signature(setup_fp8_mixed_precision_training).parameters)
+        hint = nearest(word, [*named, *others])
         raise UnknownArgumentError(
             f"there is no setting {word!r}" + (f"; {hint}" if hint else ""),
             where="setup_fp8_mixed_precision_training(...)",
@@ -104,6 +109,7 @@ def setup_fp8_mixed_precision_training(
                 "compile": compile,
                 "emulation": emulation,
                 "on_unsupported": on_unsupported,
+                **settings,
             }
         )
     except ValidationError as error:
@@ -119,7 +125,7 @@ def setup_fp8_mixed_precision_training(
 
         warnings.warn(resolution.fallback, stacklevel=2)
     try:
-        return Accelerator(**accelerator_kwargs)
+        return Accelerator(**more)
     except BaseException:
         session.uninstall()
         raise

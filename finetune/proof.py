@@ -187,6 +187,7 @@ class Proof:
                 fix="look at the plan with `python -m finetune validate RECIPE`; a layer called "
                 "outside the model's forward, or replaced after preparation, is not converted; a "
                 "model in evaluation mode (model.eval()) multiplies in high precision"
+                "; SFTTrainer multiplies the output head inside its loss, past the head's layer"
                 + ("; FP32 needs model.dtype=float32" if asked == "fp32" else ""),
             )
 

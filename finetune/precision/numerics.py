@@ -183,9 +183,11 @@ def scale_from_amax(amax: Tensor, fmt: Format, *, pow2: bool = False) -> Tensor:
 
 
 def floor_pow2(x: Tensor) -> Tensor:
-    """The largest power of two not above a positive float32 `x`; NaN and infinity stay."""
-    mantissa, exponent = torch.frexp(x)  # x = mantissa · 2^exponent, mantissa in [0.5, 1)
-    return torch.ldexp(torch.where(x.isfinite(), 0.5, mantissa), exponent)
+    """The largest power of two not above a positive normal float32 `x`: its bits of exponent.
+
+    NaN becomes infinity, under which no product stays finite.
+    """
+    return x.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
 
 
 def snr_db(x: Tensor, approximation: Tensor) -> float:
