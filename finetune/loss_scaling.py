@@ -11,10 +11,10 @@ arXiv 1710.03740). S is found by trial:
 
 A skipped step changes no weight and no moment, and the learning rate waits. The scaler is torch's
 (`torch.amp.GradScaler`), run by Accelerate, which makes none on a CPU and autocasts nothing there:
-that is made good here, so that the same run can be rehearsed without a GPU (PyTorch multiplies
-float16 on a CPU, 3 to 10 times slower than float32). A fused optimizer skips inside its kernel and
-tells nobody, so that the learning rate goes on and skipped steps count as steps: here it is skipped
-like any other.
+that is made good here, so that the same run can be rehearsed without a GPU (float16 on a CPU is
+slow: a step of the tiny recipes takes about 3 times that of float32). A fused optimizer skips
+inside its kernel and tells nobody, so that the learning rate goes on and skipped steps count as
+steps: here it is skipped like any other.
 
 Limits: weights that train must be float32. A float16 gradient divided by S would be zero again, and
 PyTorch on CUDA divides none in bfloat16 (pytorch issue 127176). Frozen weights may be of any type.
