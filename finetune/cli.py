@@ -260,7 +260,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     from finetune.extras import check_extras
     from finetune.memory import bound, shards_of, why_too_small
     from finetune.model import sketch
-    from finetune.optimizers import check_here
+    from finetune.optimizer_checks import check_here
     from finetune.precision.planner import plan
     from finetune.preflight import check_settings, processes
 

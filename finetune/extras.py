@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.config import RunConfig
 from finetune.errors import MissingExtraError
-from finetune.optimizers import chosen
+from finetune.optimizer_checks import chosen
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
 

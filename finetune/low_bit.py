@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.errors import ConfigError
-from finetune.optimizers import BLOCK, FP8_ADAMW, arguments, chosen
+from finetune.optimizer_checks import arguments, chosen
+from finetune.optimizers import BLOCK, FP8_ADAMW
 
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 

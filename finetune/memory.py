@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import RunConfig
 from finetune.device import GIB, Device, available_gib
 from finetune.errors import MemoryShortError
-from finetune.optimizers import chosen, state_bytes
+from finetune.optimizer_checks import chosen
+from finetune.optimizers import state_bytes
 
 if TYPE_CHECKING:
     from torch import nn

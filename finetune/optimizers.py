@@ -7,31 +7,25 @@ type they have (`model.dtype`), to which the updated weight is rounded.
 
 Storage is blockwise (Dettmers et al. 2021, arXiv 2110.02861): a block of 256 numbers shares one
 float32 scale, its largest magnitude, and every number is an index into a table of 256 (16) values
-between -1 and 1 that lie closer together near zero. FP8 moments are E4M3 numbers under such scales.
-So a moment costs bits/8 + 4/256 bytes for each parameter. What is too small to matter keeps plain
-moments: tensors of fewer than 4096 elements, with torchao those that 256 does not divide, and with
-bitsandbytes under the Trainer every embedding, which the Trainer asks for in 32 bits.
+between -1 and 1 that lie closer together near zero (those of the second moment in 4 bits are evenly
+spaced, and none is zero). FP8 moments are E4M3 numbers under such scales. So a moment costs
+bits/8 + 4/256 bytes for each parameter. What is too small to matter keeps plain moments: tensors of
+fewer than 4096 elements, with torchao those that 256 does not divide, and with bitsandbytes' 8 bits
+every embedding, for which the Trainer asks for 32.
 
 Names are those of `transformers.OptimizerNames`, and `adamw_torchao_fp8`, for which it has none.
-Limits: what is said of the memory of optimizers outside the extras of this package is nothing.
+Limits: of optimizers from libraries outside the extras of this package no memory is known.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
-
-from finetune.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from finetune.device import Device
+from typing import Any
 
 SMALLEST_QUANTISED = 4096
 BLOCK = 256
 SCALE_BYTES = 4
-BITSANDBYTES_ON_CPU = (0, 50)
 
 PAGED_ON_CPU = "pages live in memory shared with a GPU; on a CPU bitsandbytes keeps plain state"
 IN_BACKWARD = "it updates weights inside the backward, where no step can be seen, clipped or proven"
@@ -249,108 +243,6 @@ OPTIMIZERS = {
 
 OWN_NAMES = frozenset({FP8_ADAMW})
 """Those that `transformers.OptimizerNames` does not have."""
-
-
-# ------------------------------------------------------------------------------------------ checks
-
-
-def chosen(train: dict[str, Any]) -> Optimizer:
-    """The optimizer of a `train` section; `adamw_torch_fused` when it names none.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    name = str(train.get("optim") or "adamw_torch_fused")
-    check_name(name)
-    return OPTIMIZERS[name]
-
-
-def check_name(name: str, where: str = "train.optim") -> None:
-    """Raise `ConfigError` with the nearest name unless there is such an optimizer."""
-    if name not in OPTIMIZERS:
-        hint = nearest(name, [known for known, facts in OPTIMIZERS.items() if not facts.refused])
-        raise ConfigError(
-            f"there is no optimizer {name!r}" + (f"; {hint}" if hint else ""),
-            where=where,
-            fix="adamw_torch_fused is the usual one; adamw_8bit and adamw_torch_4bit need less "
-            "memory (README, Optimizers, lists all)",
-        )
-
-
-def check_optimizer(train: dict[str, Any]) -> None:
-    """Refuse an optimizer that cannot be had anywhere, and arguments that would not act.
-
-    Raises:
-        ConfigError: names what to use instead.
-    """
-    facts = chosen(train)
-    if facts.refused:
-        raise _cannot(facts, "anywhere", facts.refused, facts.instead)
-    for key in arguments(train) if "*" not in facts.arguments else ():
-        if key not in facts.arguments:
-            hint = nearest(key, facts.arguments)
-            known = ", ".join(facts.arguments)
-            raise ConfigError(
-                f"{facts.name} has no argument {key!r}" + (f"; {hint}" if hint else ""),
-                where="train.optim_args",
-                why="it would be ignored",
-                fix=f"known: {known}" if known else "~train.optim_args",
-            )
-
-
-def check_here(train: dict[str, Any], device: Device) -> None:
-    """Refuse an optimizer that cannot step on this device.
-
-    Raises:
-        ConfigError: names what to use instead.
-    """
-    facts = chosen(train)
-    if device.kind == "cpu":
-        why, instead = facts.not_on_cpu, facts.instead
-        if not why and facts.library == "bitsandbytes":
-            why, instead = _why_too_old(metadata.version("bitsandbytes")), "adamw_torch_8bit"
-        if why:
-            raise _cannot(facts, f"on {device.name}", why, instead)
-    elif device.capability is not None and device.capability < facts.capability:
-        needed, here = (".".join(map(str, x)) for x in (facts.capability, device.capability))
-        why = f"its FP8 casts need compute capability {needed}; this GPU has {here}"
-        raise _cannot(facts, f"on {device.name}", why, facts.instead)
-
-
-def _cannot(facts: Optimizer, place: str, why: str, instead: str) -> ConfigError:
-    return ConfigError(
-        f"{facts.name} cannot be had {place}",
-        where=f"train.optim={facts.name}",
-        why=why,
-        fix=f"train.optim={instead}",
-    )
-
-
-def _why_too_old(version: str) -> str:
-    if tuple(int(part) for part in version.split(".")[:2]) >= BITSANDBYTES_ON_CPU:
-        return ""
-    return (
-        f"bitsandbytes {version} steps on GPUs only; from 0.50 on it steps on a CPU too "
-        "(pip install -U 'fp8-finetune[bnb]')"
-    )
-
-
-def arguments(train: dict[str, Any]) -> dict[str, str]:
-    """`train.optim_args`, written `key=value,key=value`, as a mapping.
-
-    Raises:
-        ConfigError: not of that form.
-    """
-    text = str(train.get("optim_args") or "").replace(" ", "")
-    pairs = [item.partition("=") for item in text.split(",") if item]
-    for key, equals, value in pairs:
-        if not (key and equals and value):
-            raise ConfigError(
-                f"train.optim_args cannot be {text!r}",
-                where="train.optim_args",
-                fix="write key=value,key=value",
-            )
-    return {key: value for key, _, value in pairs}
 
 
 # ------------------------------------------------------------------------------------------ memory

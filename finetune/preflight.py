@@ -12,7 +12,7 @@ from finetune.extras import check_extras
 from finetune.loss_scaling import refuse_half_weights
 from finetune.memory import MemoryBound, advice, bound, check_fits, shards_of, why_too_small
 from finetune.model import sketch
-from finetune.optimizers import check_here, check_optimizer
+from finetune.optimizer_checks import check_here, check_optimizer
 
 if TYPE_CHECKING:
     from torch import nn

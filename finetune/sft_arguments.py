@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from finetune.errors import ConfigError, nearest
-from finetune.optimizers import check_name
+from finetune.optimizer_checks import check_name
 from finetune.plain_yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
 
 OWNED_BY_US = {

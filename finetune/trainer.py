@@ -22,7 +22,8 @@ from finetune.data import load_data
 from finetune.device import this_device
 from finetune.errors import ConfigError
 from finetune.model import load_model, load_tokenizer, lora_config
-from finetune.optimizers import OWN_NAMES, chosen
+from finetune.optimizer_checks import chosen
+from finetune.optimizers import OWN_NAMES
 from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe

@@ -15,12 +15,11 @@ from finetune.device import GIB
 from finetune.errors import ConfigError, ProofError
 from finetune.memory import bound
 from finetune.model import sketch
+from finetune.optimizer_checks import arguments, check_here
 from finetune.optimizers import (
     FP8_ADAMW,
     OPTIMIZERS,
     OWN_NAMES,
-    arguments,
-    check_here,
     markdown_table,
     state_bytes,
 )
