@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
+from finetune.loss_scaling import refuse_vanished_scale
 from finetune.session import Session
 
 SCALING_STATE = "fp8_scaling.safetensors"
@@ -187,6 +189,46 @@ class ScalingStateKeeper(TrainerCallback):
         if tensors:
             plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
             save_file(plain, folder / SCALING_STATE)
+
+
+class LossScaleLog(TrainerCallback, ExportableState):
+    """Adds the loss scale and the steps skipped so far to every log of an FP16 run.
+
+    Must come before what writes logs. Counts go on after resuming.
+
+    Attributes:
+        skipped: optimizer steps that were skipped since the run began.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+
+    def state(self) -> dict[str, Any]:
+        """What the trainer stores in `trainer_state.json`."""
+        return {"args": {}, "attributes": {"skipped": self.skipped}}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        stored: Any = state.stateful_callbacks or {}
+        if type(self).__name__ in stored:
+            self.skipped = stored[type(self).__name__]["attributes"]["skipped"]
+
+    def on_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if optimizer.step_was_skipped:
+            self.skipped += 1
+            refuse_vanished_scale(optimizer.scaler.get_scale(), self.skipped)
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if "loss" in logs:
+            logs["loss_scale"] = optimizer.scaler.get_scale()
+            logs["skipped_steps"] = self.skipped
 
 
 def peak_memory_gib() -> float:

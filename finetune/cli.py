@@ -257,20 +257,25 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     """Check a recipe and show its precision plan, without loading weights."""
     checked = load_recipe(recipe, overrides or ())
     from finetune.device import resolve, this_device
+    from finetune.extras import check_extras
     from finetune.memory import bound, shards_of, why_too_small
     from finetune.model import sketch
+    from finetune.optimizer_checks import check_here
     from finetune.precision.planner import plan
-    from finetune.preflight import processes
+    from finetune.preflight import check_settings, processes
 
     config, device = checked.config, this_device()
     model = sketch(config)
+    check_settings(config, model)
     the_plan = plan(model, config.precision)
     need = bound(model, config.train, shards=shards_of(config, processes()))
     try:
+        check_extras(config)
+        check_here(config.train, device)
         resolution = resolve(config.precision, device)
         here = resolution.fallback or f"{resolution.label}: {resolution.reason}"
     except FinetuneError as error:
-        here = f"not on this machine: {error.why}"
+        here = f"not on this machine: {error.why or error.what}"
     short = why_too_small(config, need, device)
     if as_json:
         layers = [

@@ -148,6 +148,15 @@ class PrecisionConfig(Section):
         default="error",
         description="where FP8 cannot be had: stop, or train in BF16 and say so loudly",
     )
+    loss_scale_init: float = Field(
+        default=65536.0,
+        ge=1.0,
+        allow_inf_nan=False,
+        description="fp16: the loss scale to begin with; overflow halves it",
+    )
+    loss_scale_growth_interval: PositiveInt = Field(
+        default=2000, description="fp16: steps without overflow after which the scale doubles"
+    )
 
     @property
     def low(self) -> Literal["fp8", "fp4"]:
@@ -177,6 +186,13 @@ class PrecisionConfig(Section):
     def _known_limits(self) -> PrecisionConfig:
         self._refuse_foreign("delayed", DELAYED_ONLY, "which has no amax history")
         self._refuse_foreign("nvfp4", NVFP4_ONLY, "which does neither")
+        for name in ("loss_scale_init", "loss_scale_growth_interval"):
+            default = PrecisionConfig.model_fields[name].default
+            if self.compute != "fp16" and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} belongs to fp16 and compute is {self.compute!r}, which needs no loss "
+                    f"scaling; set compute=fp16 or leave {name} out"
+                )
         if self.scaling == "nvfp4" and self.format is not None:
             raise ValueError(
                 "nvfp4 scaling has one format, E2M1 with E4M3 block scales; leave format out"

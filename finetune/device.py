@@ -267,15 +267,8 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
 
     Raises:
         MissingExtraError: the backend asked for by name is not installed.
-        PrecisionError: FP8 cannot be had and `on_unsupported` is `error`; or FP16 on a CPU.
+        PrecisionError: FP8 cannot be had and `on_unsupported` is `error`.
     """
-    if precision.compute == "fp16" and device.kind == "cpu":
-        raise PrecisionError(
-            "FP16 training was asked on a CPU",
-            where="precision.compute=fp16",
-            why="accelerate neither autocasts nor scales the loss there; it would train in FP32",
-            fix="precision.compute=bf16, or fp32",
-        )
     if precision.compute != "fp8":
         return Resolution(precision, precision, f"{precision.compute} was asked")
     names = auto_order(precision) if precision.backend == "auto" else (precision.backend,)

@@ -7,36 +7,35 @@ from typing import Any
 
 from finetune.config import RunConfig
 from finetune.errors import MissingExtraError
+from finetune.optimizer_checks import chosen
 
-TRACKERS = {
-    "wandb": ("wandb", "tracking"),
-    "trackio": ("trackio", "tracking"),
-    "tensorboard": ("tensorboard", "tracking"),
-}
+TRACKERS = ("wandb", "trackio", "tensorboard")
 
 
 def needed(config: RunConfig) -> list[tuple[str, str, str]]:
-    """(setting, module, extra) of every optional library that a run uses."""
+    """(setting, module, how to install it) of every optional library that a run uses."""
     train: dict[str, Any] = config.train
     found = []
     reports = train.get("report_to") or []
     for name in [reports] if isinstance(reports, str) else reports:
         if name in TRACKERS:
-            found.append((f"train.report_to={name}", *TRACKERS[name]))
-    optimizer = str(train.get("optim", ""))
-    if any(mark in optimizer for mark in ("8bit", "bnb", "paged", "lion")):
-        found.append((f"train.optim={optimizer}", "bitsandbytes", "bnb"))
+            found.append((f"train.report_to={name}", name, "pip install 'fp8-finetune[tracking]'"))
+    optimizer = chosen(train)
+    if optimizer.install:
+        found.append((f"train.optim={optimizer.name}", optimizer.library, optimizer.install))
     if train.get("use_liger_kernel"):
-        found.append(("train.use_liger_kernel", "liger_kernel", "liger"))
+        found.append(
+            ("train.use_liger_kernel", "liger_kernel", "pip install 'fp8-finetune[liger]'")
+        )
     return found
 
 
 def check_extras(config: RunConfig) -> None:
     """Raise `MissingExtraError` for a setting whose library is not installed."""
-    for setting, module, extra in needed(config):
+    for setting, module, install in needed(config):
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(
                 f"{setting} needs {module}, which is not installed",
                 where=setting,
-                fix=f"pip install 'fp8-finetune[{extra}]'",
+                fix=install,
             )

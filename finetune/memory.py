@@ -12,19 +12,11 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import RunConfig
 from finetune.device import GIB, Device, available_gib
 from finetune.errors import MemoryShortError
+from finetune.optimizer_checks import chosen
+from finetune.optimizers import state_bytes
 
 if TYPE_CHECKING:
     from torch import nn
-
-OPTIMIZER_BYTES = {
-    "adamw_8bit": 2.0,
-    "adamw_bnb_8bit": 2.0,
-    "lion_8bit": 1.0,
-    "lion_32bit": 4.0,
-    "adafactor": 0.1,
-    "sgd": 0.0,
-}
-"""Bytes of optimizer state per trainable parameter, where it is not two of the parameter's type."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +54,20 @@ def bound(model: nn.Module, train: dict[str, Any], *, shards: int = 1) -> Memory
         train: the recipe's `train` section; only `optim` matters.
         shards: processes that share one copy of everything (FSDP).
     """
+    from torch import nn
+
     every = list(model.parameters())
     training = [p for p in every if p.requires_grad]
-    name = str(train.get("optim", "adamw_torch_fused"))
-    paged = name.startswith("paged_")
-    per = OPTIMIZER_BYTES.get(name.removeprefix("paged_"))
-    states = sum(p.numel() * (2 * p.element_size() if per is None else per) for p in training)
+    optimizer = chosen(train)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    states = sum(
+        state_bytes(optimizer, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
+        for p in training
+    )
     return MemoryBound(
         weights=sum(p.numel() * p.element_size() for p in every) / GIB / shards,
         gradients=sum(p.numel() * p.element_size() for p in training) / GIB / shards,
-        optimizer=0.0 if paged else states / GIB / shards,
+        optimizer=0.0 if optimizer.paged else states / GIB / shards,
         parameters=sum(p.numel() for p in every),
         trainable=sum(p.numel() for p in training),
     )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from finetune.config import RunConfig
 from finetune.device import Device, resolve
-from finetune.errors import PlanError, PrecisionError
+from finetune.errors import ConfigError, PlanError, PrecisionError
 from finetune.extras import check_extras
+from finetune.loss_scaling import refuse_half_weights
 from finetune.memory import MemoryBound, advice, bound, check_fits, shards_of, why_too_small
 from finetune.model import sketch
+from finetune.optimizer_checks import check_here, check_optimizer
 from finetune.precision.planner import PrecisionPlan, plan
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def processes() -> int:
@@ -22,14 +28,16 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Memo
     """Refuse what cannot work, before anything is loaded.
 
     Raises:
-        PrecisionError: the precision cannot be had here.
         PlanError: a choice of layers cannot be honoured.
+        ConfigError: settings that do not go together, or an optimizer that cannot step here.
+        PrecisionError: the precision cannot be had here, or not with these weights.
         MemoryShortError: weights, gradients and optimizer alone exceed the memory.
         MissingExtraError: a setting's optional library is not installed.
     """
     check_extras(config)
+    check_here(config.train, device)
     model = sketch(config)
-    _check_head(plan(model, config.precision))
+    check_settings(config, model)
     need = bound(model, config.train, shards=shards_of(config, processes()))
     try:
         resolve(config.precision, device)
@@ -46,6 +54,38 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Memo
     if not force:
         check_fits(config, need, device)
     return need
+
+
+def check_settings(config: RunConfig, model: nn.Module) -> None:
+    """Refuse settings that contradict each other on any machine.
+
+    Args:
+        config: the run.
+        model: its model with adapters, also on the meta device.
+
+    Raises:
+        PlanError: a choice of layers cannot be honoured.
+        ConfigError: what is asked of the optimizer or of float32 compute cannot be honoured.
+        PrecisionError: float16 compute of trainable weights that are not float32.
+    """
+    check_optimizer(config.train)
+    _check_head(plan(model, config.precision))
+    if config.precision.compute == "fp16":
+        refuse_half_weights(model)
+    if config.precision.compute == "fp32" and config.model.dtype != "float32":
+        raise ConfigError(
+            "FP32 compute was asked of weights that are not float32",
+            where=f"model.dtype={config.model.dtype}",
+            why="linear layers would multiply in the type of their weights",
+            fix="model.dtype=float32, or precision.compute=bf16",
+        )
+    if config.precision.compute == "fp32" and config.train.get("tf32"):
+        raise ConfigError(
+            "FP32 compute was asked, and TF32 too",
+            where="train.tf32=true",
+            why="TF32 keeps 10 of the 23 bits of a float32 operand's significand",
+            fix="~train.tf32",
+        )
 
 
 def _check_head(the_plan: PrecisionPlan) -> None:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from finetune import backwards
+from finetune import backwards, low_bit
 from finetune.errors import ProofError
 from finetune.fingerprint import fingerprint
 from finetune.precision.backend import in_backward
@@ -75,7 +75,7 @@ class Proof:
         self.flop_share: dict[str, float] = {}
         self._before = trainable_before
         self.trainable = {"before": sum(trainable_before.values())} | dict.fromkeys(
-            ("after", "in_optimizer", "moved", "below_resolution"), 0
+            ("after", "in_optimizer", "moved", "below_resolution", "optimizer_state_bytes"), 0
         )
         self.is_open = True
         self._witness: Witness | None = Witness(self.model, conversion.plan)
@@ -84,6 +84,7 @@ class Proof:
         self._owned: set[int] = set()
         self._idle: set[int] = set()
         self._effective_steps: dict[int, int] = {}
+        self._state_bytes: dict[int, int] = {}
         conversion.around.append(self._around_forward)
         backwards.listen(self)
         self._handles = [
@@ -251,6 +252,8 @@ class Proof:
         self.trainable["in_optimizer"] = sum(
             p.numel() for p in self.model.parameters() if id(p) in self._owned
         )
+        self._state_bytes[id(optimizer)] = low_bit.stored_bytes(optimizer)
+        self.trainable["optimizer_state_bytes"] = sum(self._state_bytes.values())
         moved = self._moved(trainable)
         if max(steps.values()) >= EFFECTIVE_STEPS:
             self._judge_optimizers(trainable)  # by now all of them have stepped
@@ -321,6 +324,7 @@ def _some(names: list[str]) -> str:
 
 def _was_updated(parameter: Tensor, optimizer: Optimizer) -> bool:
     """A weight that has a gradient or optimizer statistics: stepped, but by less than it holds."""
-    state = optimizer.state.get(parameter, {}).values()
-    tensors = [parameter.grad, *(v for v in state if isinstance(v, Tensor) and v.dim() > 0)]
-    return any(bool((getattr(t, "_local_tensor", t) != 0).any()) for t in tensors if t is not None)
+    tensors = [*low_bit.evidence(optimizer.state.get(parameter, {}))]
+    if parameter.grad is not None:
+        tensors.append(getattr(parameter.grad, "_local_tensor", parameter.grad))
+    return any(bool((t != 0).any()) for t in tensors)

@@ -53,7 +53,8 @@ class Receipt:
         flop_share: the same for each precision.
         trainable: parameter counts `before`, `after` (preparation), `in_optimizer`, `moved` (by
             the second optimizer step with a learning rate above zero), `below_resolution` (updated
-            by the optimizer, but by less than their type can hold).
+            by the optimizer, but by less than their type can hold); `optimizer_state_bytes`: of
+            moments and their scales as they are stored, on this process.
         layers: every linear layer.
         environment: versions, device, seed, processes, patches in force.
     """
@@ -105,6 +106,7 @@ class Receipt:
                 Text(
                     f"trainable parameters: {t['before']:,} before, {t['after']:,} after "
                     f"preparation, {t['in_optimizer']:,} in the optimizer, {t['moved']:,} moved"
+                    + _per_parameter(t)
                 )
             )
             if t.get("below_resolution"):
@@ -117,6 +119,11 @@ class Receipt:
                     )
                 )
         return Group(*parts)
+
+
+def _per_parameter(trainable: dict[str, int]) -> str:
+    state, owned = trainable.get("optimizer_state_bytes", 0), trainable["in_optimizer"]
+    return f"; {state / owned:.2f} bytes of optimizer state each" if state and owned else ""
 
 
 def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:

@@ -3,7 +3,8 @@
 Accelerate's own FP8 path is not used at all (what it does is told in FP8_FINDINGS.md). Instead the
 accelerator runs in BF16 mixed precision, which is what everything outside FP8 GEMMs shall have,
 and `Accelerator.prepare` first converts the model by our plan. Three methods of `Accelerator` are
-patched while a session is in force; the receipt lists them and `uninstall` takes them away.
+patched while a session is in force; the receipt lists them and `uninstall` takes them away. What
+other compute types need is in `finetune.loss_scaling` and `finetune.float32`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from finetune import guards
+from finetune import float32, guards, loss_scaling, low_bit
 from finetune.config import PrecisionConfig
 from finetune.device import Device, Resolution, resolve, this_device, version
 from finetune.errors import OrderError, PrecisionError
@@ -113,7 +114,12 @@ class Session:
             # Accelerate remembers its first configuration process-wide: an earlier precision would
             # be refused, and a trainer's FSDP or compile settings ignored without a word.
             AcceleratorState._reset_state()
+            fp16 = session.precision.compute == "fp16"
+            if fp16:
+                loss_scaling.hand_over(given, session.precision)
             original(accelerator, **given)
+            if fp16:
+                loss_scaling.complete(accelerator, session.precision)
             session._accelerators.add(accelerator)
 
         return init
@@ -150,11 +156,17 @@ class Session:
                     session.prepare_model(model)
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
-                    models = session.conversions
-                    session._undo.append(guards.watch_owner(optimizer, models))
+                    session._prepare_optimizer(optimizer)
             return original(accelerator, *args, **kwargs)
 
         return prepare
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> None:
+        self._undo.append(guards.watch_owner(optimizer, self.conversions))
+        if self.precision.compute == "fp16":
+            loss_scaling.skip_like_any_other(optimizer)
+        if self.device.kind == "cpu" and low_bit.is_torchao(optimizer):
+            self._undo.append(low_bit.step_uncompiled(optimizer))
 
     def _make_prepare_model(self, original: Any) -> Any:
         session = self
@@ -207,8 +219,15 @@ class Session:
             return known
         convert.revert(model)  # also models inside it that were prepared by themselves
         guards.unguard(model)
-        if self.precision.compute == "fp8":
-            refuse_quantised(model)
+        match self.precision.compute:
+            case "fp8":
+                refuse_quantised(model)
+            case "fp16":
+                loss_scaling.refuse_half_weights(model)
+            case "fp32":
+                self._undo.append(float32.make_exact())
+            case _:
+                pass
         before = {name: p.numel() for name, p in named_trainable(model).items()}
         the_plan = plan(model, self.precision)
         conversion = convert.apply(model, the_plan, hardware=bool(self.device.has_fp8))
@@ -219,10 +238,15 @@ class Session:
                 if not proof.is_open:
                     proof.release()
             self.proofs = [proof for proof in self.proofs if proof.is_open]
-            self.proofs.append(Proof(conversion, before, lambda: self._compile(conversion)))
+            self.proofs.append(Proof(conversion, before, lambda: self._after_gemms(conversion)))
         else:
             self._compile(conversion)
         return conversion
+
+    def _after_gemms(self, conversion: convert.Conversion) -> None:
+        if self.precision.compute == "fp32":
+            float32.check_exact()
+        self._compile(conversion)
 
     def _compile(self, conversion: convert.Conversion) -> None:
         wanted, backend = self.precision.compile, self.precision.backend
@@ -262,7 +286,7 @@ class Session:
                 "backend": p.backend if p.compute == "fp8" else "",
                 "scaling": p.scaling if p.compute == "fp8" else "",
                 "format": _format(p) if p.compute == "fp8" else "",
-                "effective": backend.effective() if backend else {},
+                "effective": backend.effective() if backend else self._effective(),
                 "reason": r.reason,
                 "fallback": r.fallback,
                 "compile": self.compiled,
@@ -274,6 +298,14 @@ class Session:
             layers=proof.layers if proof else [],
             environment=self._environment(),
         )
+
+    def _effective(self) -> dict[str, Any]:
+        """What is in force beside FP8, in torch's words."""
+        if self.precision.compute == "fp32":
+            return {"fp32_precision": float32.in_force()}
+        if self.precision.compute == "fp16":
+            return {"loss_scaling": loss_scaling.scaler_arguments(self.precision)}
+        return {}
 
     def _environment(self) -> dict[str, Any]:
         import torch.distributed as dist

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from finetune.errors import ConfigError, nearest
+from finetune.optimizer_checks import check_name
 from finetune.plain_yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
 
 OWNED_BY_US = {
@@ -56,6 +57,8 @@ def convert_train(
                 fix="see the SFTConfig page of the TRL documentation for its arguments",
             )
         result[key] = _convert(key, plain_data(value), types[key], where(at))
+        if key == "optim":
+            check_name(str(result[key]), where(at))
     return result
 
 

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from finetune import session
+from finetune import low_bit, session
 from finetune.config import RunConfig
 from finetune.data import load_data
 from finetune.device import this_device
 from finetune.errors import ConfigError
 from finetune.model import load_model, load_tokenizer, lora_config
+from finetune.optimizer_checks import chosen
+from finetune.optimizers import OWN_NAMES
 from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe
@@ -88,6 +90,8 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any]) -> SFT
     from trl import SFTConfig
 
     train = {k: v for k, v in config.train.items() if k != "resume_from_checkpoint"}
+    if train.get("optim") in OWN_NAMES:
+        del train["optim"]  # Transformers knows no such name: the class is given to the trainer
     if train.get("fsdp") and this_device().kind == "cpu":
         raise ConfigError(
             "train.fsdp was asked on a CPU",
@@ -140,6 +144,7 @@ def train(
 
     from finetune.callbacks import (
         GracefulStop,
+        LossScaleLog,
         MetricsWriter,
         ProgressBar,
         ScalingStateKeeper,
@@ -177,6 +182,9 @@ def train(
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
         set_seed(args.seed)
         model = load_model(config.model)
+        optimizer = chosen(config.train)
+        if optimizer.library == "bitsandbytes":
+            low_bit.forget_overrides()
         trainer = SFTTrainer(
             model=model,
             args=args,
@@ -184,10 +192,15 @@ def train(
             eval_dataset=rows.eval,
             processing_class=tokenizer,
             peft_config=lora_config(config.lora) if config.lora else None,
+            optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
+            if optimizer.library == "torchao"
+            else None,
             callbacks=[metrics, bar, stop, ScalingStateKeeper(running, resume)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
+        if running.precision.compute == "fp16":
+            trainer.callback_handler.callbacks.insert(0, LossScaleLog())
         started = time.perf_counter()
         interrupted = False
         try:

@@ -255,13 +255,6 @@ def test_other_precisions_are_proven_too(make_llama) -> None:
         run(make_llama().bfloat16())
 
 
-def test_fp16_on_a_cpu_is_refused() -> None:
-    from finetune import session
-
-    with pytest.raises(PrecisionError, match="FP16 training was asked on a CPU"):
-        session.install(PrecisionConfig(compute="fp16"))
-
-
 def test_backward_of_something_else_is_not_taken_for_the_models(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
     loss = model(**batch()).loss

@@ -337,3 +337,36 @@ def test_flags_prove_nothing_ours(setup_backend) -> None:
     accelerator = setup_backend("emulated", keep=["0", "1"])
     with pytest.raises(PlanError, match="no layer of this model can take it"):
         accelerator.prepare(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+
+
+# --------------------------------------------------- 15. skipped steps (ours: test_loss_scaling.py)
+
+
+def test_fused_step_is_skipped_unseen_upstream() -> None:
+    """So Accelerate reports no skipped step, and the learning rate goes on without one."""
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(optimizer.found_inf.item()))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    assert called == [1.0]
+    assert torch.equal(weight, torch.ones(4, 4))
+
+
+# --------------------------------------------- 16. torchao's optimizers (ours: test_optimizers.py)
+
+
+def test_block_size_is_handed_on_as_text_upstream() -> None:
+    """Which fails in the first step."""
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(optim="adamw_torch_8bit", optim_args="block_size=64", use_cpu=True)
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    assert kwargs["block_size"] == "64"
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = optimizer_class([weight], **kwargs)
+    weight.grad = torch.ones(64, 64)
+    with pytest.raises(TypeError), torch.compiler.set_stance("force_eager"):
+        optimizer.step()
