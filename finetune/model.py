@@ -23,13 +23,21 @@ def locate(model: ModelConfig) -> str:
 
     Raises:
         ModelNotFoundError: an unknown `builtin:` name, or a path that is not there.
+        ConfigError: pretrained weights are asked of a packaged shape, which has none.
     """
     name = model.name
     if name.startswith(BUILTIN):
         folder = ASSETS / name.removeprefix(BUILTIN)
         if (folder / "config.json").is_file():
+            if model.weights == "pretrained" and not (folder / "model.safetensors").is_file():
+                raise ConfigError(
+                    f"the packaged model {name!r} is a shape without weights",
+                    where="model.weights: pretrained",
+                    why="it is meant to be trained from scratch",
+                    fix="model.weights=random",
+                )
             return str(folder)
-        known = [BUILTIN + p.parent.name for p in ASSETS.glob("*/config.json")]
+        known = sorted(BUILTIN + p.parent.name for p in ASSETS.glob("*/config.json"))
         hint = nearest(name, known)
         raise ModelNotFoundError(
             f"there is no packaged model {name!r}" + (f"; {hint}" if hint else ""),
@@ -62,6 +70,8 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
         ModelNotFoundError: the hub cannot be reached or has no such model.
     """
     from transformers import AutoConfig
+
+    import finetune.models  # noqa: F401  makes our own model types known
 
     source = locate(model)
     shipped = shipped_shape(source)
@@ -104,8 +114,18 @@ def sketch(config: RunConfig) -> PreTrainedModel:
     if config.lora is not None:
         from peft import get_peft_model
 
-        with torch.device("meta"):
-            model = get_peft_model(model, lora_config(config.lora))  # pyright: ignore
+        adapters = lora_config(config.lora)
+        try:
+            with torch.device("meta"):
+                model = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            raise ConfigError(
+                "peft can put no such adapters on this model",
+                where=f"lora: {config.model.name}",
+                why=str(error).strip().splitlines()[0],
+                fix="other lora.target_modules, or ~lora to train all weights (a BDH has no linear "
+                "layers to adapt)",
+            ) from error
     return model  # pyright: ignore[reportReturnType]
 
 
@@ -113,11 +133,13 @@ def load_model(model: ModelConfig) -> PreTrainedModel:
     """The model with its weights, pretrained or random, on the device where it is cheap to make.
 
     Raises:
+        ConfigError: an attention implementation that the model or machine does not have.
         ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
+    import finetune.models  # noqa: F401  makes our own model types known
     from finetune.device import this_device
 
     kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
@@ -125,8 +147,18 @@ def load_model(model: ModelConfig) -> PreTrainedModel:
         kwargs["attn_implementation"] = model.attention
     if model.weights == "random":
         shape = load_shape(model)
-        with torch.device(this_device().kind):
-            return AutoModelForCausalLM.from_config(shape, **kwargs)
+        try:
+            with torch.device(this_device().kind):
+                return AutoModelForCausalLM.from_config(shape, **kwargs)
+        except (ValueError, ImportError) as error:
+            if model.attention is None:
+                raise
+            raise ConfigError(
+                f"{model.name} cannot be built like this",
+                where=f"model.attention: {model.attention}",
+                why=str(error).strip().splitlines()[0],
+                fix="~model.attention takes the model's own",
+            ) from error
     source = locate(model)
     try:
         return AutoModelForCausalLM.from_pretrained(
@@ -139,8 +171,9 @@ def load_model(model: ModelConfig) -> PreTrainedModel:
 def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     """The model's tokenizer, and a sentence when another had to stand in.
 
-    A model of random weights needs no tokenizer of its own: where the hub is out of reach the
-    packaged byte-level one stands in, which is enough to measure speed and memory.
+    The packaged models share one, byte-level. A model of random weights needs no tokenizer of its
+    own: where the hub is out of reach the packaged one stands in, which is enough to measure speed
+    and memory.
 
     Raises:
         ModelNotFoundError: it cannot be loaded, and the weights are pretrained.
@@ -149,6 +182,8 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     from transformers import AutoTokenizer
 
     source = locate(model)
+    if model.name.startswith(BUILTIN):
+        source = str(TINY_LLAMA)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
     except (OSError, ValueError) as error:

@@ -30,6 +30,8 @@ REQUIRED = {
     "qwen_7b_lora",
     "gpt2_124m_full",
     "gpt2_350m_full",
+    "bdh_tiny_full",
+    "bdh_100m_full",
 }
 
 BASE = """\

@@ -51,7 +51,8 @@ def tiny_gpt2(tmp_path_factory) -> str:
 @pytest.mark.parametrize("name", list_recipes())
 def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
     """The recipe as it stands, on a small model and a few rows."""
-    model = tiny_gpt2 if name.startswith("gpt2") else "builtin:tiny_llama"
+    small = {"gpt2": tiny_gpt2, "bdh": "builtin:bdh_tiny"}
+    model = small.get(name.partition("_")[0], "builtin:tiny_llama")
     overrides = [*SMALL, f"model.name={model}"]
     if name.endswith("_bf16"):
         overrides.remove("precision.emulation=allow")
