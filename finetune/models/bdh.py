@@ -243,52 +243,48 @@ class BdhModel(BdhPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds is needed")
         config = self.config
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is None and (config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache(config=config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        length = embedded.shape[1]
-        packed = position_ids is not None and not seen
         if position_ids is None:
-            position_ids = torch.arange(seen, seen + length, device=embedded.device)[None]
-        visible = visible_tokens(length, seen, position_ids if packed else None, attention_mask)
-        visible = visible.to(embedded.device)
+            after = seen + embedded.shape[1]
+            position_ids = torch.arange(seen, after, device=embedded.device)[None]
+        visible = visible_tokens(position_ids, seen, attention_mask)
         head_size = config.num_neurons // config.num_attention_heads
         cos, sin = rotary_table(position_ids, head_size, config.rope_theta)
         x = normalise(embedded, config.layer_norm_eps)
-        streams = [x]
+        streams = (x,)
         for level in range(config.num_hidden_layers):
             x = self.block(x, visible, cos, sin, past_key_values=past_key_values, level=level)
-            streams.append(x)
-        wanted = (
-            config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
+            streams = (*streams, x) if output_hidden_states else ()
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values,
-            hidden_states=tuple(streams) if wanted else None,
+            hidden_states=streams or None,
         )
 
 
-def visible_tokens(
-    length: int, seen: int, position_ids: Tensor | None, attention_mask: Tensor | None
-) -> Tensor:
+def visible_tokens(position_ids: Tensor, seen: int, attention_mask: Tensor | None) -> Tensor:
     """Which tokens each token reads: earlier ones of its own text that are not padding.
 
     Args:
-        length: T, tokens of this call.
-        seen: tokens of earlier calls.
-        position_ids: [B or 1, T] when they may tell packed texts apart.
-        attention_mask: [B, seen + T].
+        position_ids: int64 [B or 1, T]; at each 0 a text begins.
+        seen: tokens of earlier calls, taken to be of the same text.
+        attention_mask: [B, seen + T], 0 for padding.
 
     Returns:
         bool [B or 1, 1, T, seen + T].
+
+    Raises:
+        ValueError: a mask of another shape.
     """
-    device = position_ids.device if position_ids is not None else None
-    device = attention_mask.device if attention_mask is not None else device
+    length = position_ids.shape[1]
     shape = (1, 1, length, seen + length)
-    visible = torch.ones(shape, dtype=torch.bool, device=device).tril(seen - 1)
-    if position_ids is not None:
+    visible = torch.ones(shape, dtype=torch.bool, device=position_ids.device).tril(seen - 1)
+    if not seen:
         text = (position_ids == 0).cumsum(-1)[:, None]
         visible = visible & (text[..., :, None] == text[..., None, :])
     if attention_mask is not None:
