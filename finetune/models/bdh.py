@@ -1,5 +1,7 @@
 """BDH, the Dragon Hatchling (Kosowski et al. 2025, arXiv 2509.26507), in its GPU form.
 
+Written from the paper's equations; levels hand on D numbers, as in the authors' released code.
+
 A language model of n neurons that see each other through a narrow stream of D numbers per token.
 All levels share three matrices. With x_t the stream of token t (D numbers of unit variance), LN a
 LayerNorm without gain or bias, R_t the rotary turn of position t, and h the head, a slice of N =
@@ -14,22 +16,18 @@ n / heads neurons, one level is
 
 with E = `encoder` [D, n], V = `encoder_v` [heads, D, N] and G = `decoder` [n, D]. The attention has
 no softmax, no scale and no projection of its own: query and key are the activity itself, the value
-is the stream, and a token never reads itself (tau < t, not <=). It is therefore linear: the sum is
-R_t s_t applied to a state of N x D numbers that grows by the outer product of R_tau s_tau and x_tau
-at each token, a fast weight between neurons. Here it is computed in parallel, with the [T, T] table
-of inner products; `tests/test_bdh.py` holds the token-by-token form, and the two agree.
+is the stream, and a token never reads itself (tau < t, not <=): see `linear_attention.py`.
+`tests/test_bdh.py` holds the paper's token-by-token form, and the two agree.
 
 There is no `nn.Linear` in a level: it multiplies by plain parameters, all of them named in
 `BdhBlock.fp8_matmuls`, so that what swaps linear layers for FP8 ones finds nothing to swap. The
 embedding and the output head are the usual ones.
 
-Precision: matmuls run in the type of autocast, or of the weights. LayerNorm runs in float32 always.
-Inner products of activities are sums of n squares without a scale, past what float16 holds, so
-under float16 the attention alone runs in float32.
+Precision: matmuls run in the type of autocast, or of the weights (the attention under float16 in
+float32). LayerNorm runs in float32 always.
 
-Limits: memory and time grow with T^2 in the attention; the generation cache keeps the activities
-(T x n numbers a level), which beyond T = D tokens is more than the state would be. Rotary pairs are
-neurons i and i + N/2 of a head, a permutation of the published (2i, 2i + 1).
+Limits: the generation cache keeps the activities (T x n numbers a level), which beyond T = D tokens
+is more than the state would be.
 """
 
 from __future__ import annotations
@@ -45,6 +43,8 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
+
+from finetune.models.linear_attention import attend, rotary_table, rotate, visible_tokens
 
 
 @strict
@@ -94,46 +94,6 @@ class BdhConfig(PreTrainedConfig):
 def normalise(x: Tensor, eps: float) -> Tensor:
     """x [..., D] to mean 0 and variance 1 over D, computed in float32, in the type of `x`."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
-
-
-def rotary_table(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's turn, float32 [B, 1, T, size / 2] (Su et al. 2021).
-
-    Args:
-        positions: int64 [B, T].
-        size: neurons of a head.
-        theta: pair i turns by theta^(-2i / size) a token.
-    """
-    pairs = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[:, None, :, None].float() * theta ** (-pairs / size)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + N/2) of x [B, H, T, N] by [B, 1, T, N/2]; in the type of `x`."""
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Linear attention, in parallel: the sum of `v` weighted by plain inner products.
-
-    Args:
-        q: [B, H, T, N].
-        k: [B, H, S, N].
-        v: [B, 1, S, D], the same for all heads.
-        visible: bool [B or 1, 1, T, S].
-
-    Returns:
-        [B, H, T, D].
-    """
-    if q.dtype == torch.float16:  # sums of N squares: past float16's range, whatever autocast says
-        with torch.autocast(q.device.type, enabled=False):
-            return attend(q.float(), k.float(), v.float(), visible)
-    scores = (q @ k.mT).masked_fill(~visible, 0)
-    # Heads share the values: one batch of [H·T, S] rather than H copies of v.
-    return (scores.flatten(1, 2) @ v[:, 0]).unflatten(1, q.shape[1:3])
 
 
 class BdhBlock(GradientCheckpointingLayer):
@@ -265,36 +225,6 @@ class BdhModel(BdhPreTrainedModel):
             past_key_values=past_key_values,
             hidden_states=streams or None,
         )
-
-
-def visible_tokens(position_ids: Tensor, seen: int, attention_mask: Tensor | None) -> Tensor:
-    """Which tokens each token reads: earlier ones of its own text that are not padding.
-
-    Args:
-        position_ids: int64 [B or 1, T]; at each 0 a text begins.
-        seen: tokens of earlier calls, taken to be of the same text.
-        attention_mask: [B, seen + T], 0 for padding.
-
-    Returns:
-        bool [B or 1, 1, T, seen + T].
-
-    Raises:
-        ValueError: a mask of another shape.
-    """
-    length = position_ids.shape[1]
-    shape = (1, 1, length, seen + length)
-    visible = torch.ones(shape, dtype=torch.bool, device=position_ids.device).tril(seen - 1)
-    if not seen:
-        text = (position_ids == 0).cumsum(-1)[:, None]
-        visible = visible & (text[..., :, None] == text[..., None, :])
-    if attention_mask is not None:
-        if attention_mask.ndim != 2:
-            raise ValueError(
-                "BDH takes an attention_mask [batch, length], "
-                f"not a {attention_mask.ndim}-dimensional one"
-            )
-        visible = visible & attention_mask.bool()[:, None, None]
-    return visible
 
 
 class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
