@@ -47,7 +47,8 @@ class Receipt:
     Attributes:
         status: `proven`, or why it is not (yet).
         precision: `asked`, `ran`, `backend`, `scaling`, `format`, `effective` (the engine's own
-            words), `reason`, `fallback` (one loud line, or empty), `compile`.
+            words), `reason`, `fallback` (one loud line, or empty), `compile`,
+            `forced` (module -> type, where `precision.map` chose one of its own).
         fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the observed
             micro-step, attention and output head included; 0 to 1.
         flop_share: the same for each precision.

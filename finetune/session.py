@@ -289,6 +289,7 @@ class Session:
                 "effective": backend.effective() if backend else self._effective(),
                 "reason": r.reason,
                 "fallback": r.fallback,
+                "forced": dict(conversion.plan.forced) if conversion else {},
                 "compile": self.compiled,
                 "evaluation": p.eval if p.compute == "fp8" else "high",
             },

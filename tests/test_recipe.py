@@ -229,6 +229,13 @@ def test_a_data_path_replaces_the_name_and_what_belongs_to_it(load):
     assert data.max_rows == 9
 
 
+def test_a_scaling_replaces_delayed_scaling_and_what_belongs_to_it() -> None:
+    precision = load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8"], check_train=False)
+    assert precision.config.precision.amax_history_len == 1024  # the recipe's 16 is gone
+    with pytest.raises(ConfigError, match="amax_history_len belongs to delayed scaling"):
+        load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8", "precision.amax_history_len=16"])
+
+
 def test_a_data_name_replaces_the_path_and_what_belongs_to_it(load):
     text = BASE.replace("name: builtin:harbour", "path: mine.jsonl\n  eval_path: held.jsonl")
     data = load(text, "data.name=some/set").data

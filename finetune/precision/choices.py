@@ -176,9 +176,9 @@ class Choices:
                 why="no block would be left to run in FP8",
                 fix=f"choose fewer than {count} together, or precision.compute=bf16",
             )
-        reasons = {f"{name}.{i}.": f"one of the first {first} blocks" for i in range(first)}
+        reasons = {f"{name}.{i}.": f"in a block kept by first_n={first}" for i in range(first)}
         for i in range(count - last, count):
-            reasons[f"{name}.{i}."] = f"one of the last {last} blocks"
+            reasons[f"{name}.{i}."] = f"in a block kept by last_n={last}"
         return reasons
 
 

@@ -102,10 +102,16 @@ class PrecisionPlan:
 
     def __str__(self) -> str:
         rows = Counter((_group(x.name), x.shape, x.compute, x.reason) for x in self.layers)
-        return "\n".join(
+        lines = [
             f"{count:4d} x {name:40s} {n:>6d} x {k:<6d} {compute:5s} {reason}"
             for (name, (n, k), compute, reason), count in rows.items()
-        )
+        ]
+        casts = Counter((_group(x.name), x.compute, x.reason) for x in self.casts)
+        lines += [
+            f"{count:4d} x {name:40s} {'':15s} {compute:5s} {reason}"
+            for (name, compute, reason), count in casts.items()
+        ]
+        return "\n".join(lines)
 
 
 def _group(name: str) -> str:
