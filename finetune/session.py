@@ -262,6 +262,8 @@ class Session:
             self.compiled = f"on: {count} decoder layers, after the witnessed step" + (
                 left_out if conversion.plan.fp8_parameters else ""
             )
+        elif conversion.plan.fp8_parameters:
+            self.compiled = "off: the decoder layers multiply by parameters, and are left out"
         else:
             self.compiled = "off: no decoder layers found to compile"
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 -m tests.distributed_worker OUT MODE
 
-MODE is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain parameters),
-or `local` (DDP with reduce_amax off). Each process writes OUT/RANK.json.
+MODE is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain
+parameters), or `local` (DDP with reduce_amax off). Each process writes OUT/RANK.json.
 """
 
 from __future__ import annotations

@@ -129,6 +129,42 @@ def test_bit_equal_to_a_linear_layer(form, backend, scaling) -> None:
     assert float((y - plain).norm() / plain.norm()) < 0.1
 
 
+@pytest.mark.parametrize("scaling", ["rowwise_with_gw_hp", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("form", ["x @ w", "F.linear", "einsum", "weight first"])
+def test_bit_equal_in_other_recipes(form, scaling) -> None:
+    _, write, how = FORMS[form]
+    x, model = tokens(4, 8, 32), Holder(*((32, 64) if how else (64, 32)), form=write)
+    twin = linear_twin(as_linear(model.w, how))
+    chosen = precision(scaling=scaling)
+    y, dx, (dw,) = train(converted(nn.Sequential(model), chosen), x)
+    y_twin, dx_twin, (dw_twin,) = train(converted(twin, chosen), x)
+    assert torch.equal(y, y_twin)
+    assert torch.equal(dx, dx_twin)
+    assert torch.equal(as_linear(dw, how), dw_twin)
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
+def test_weights_held_in_fp8_are_those_of_the_product(scaling) -> None:
+    """One parameter, multiplied both ways round and matrix by matrix: each with its own codes."""
+
+    def form(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).sum(0)  # as [3 * 32, 32]
+        return (y @ w.mT).sum(0) @ w[1] + torch.einsum("ti,hio->tho", x, w).sum(1)
+
+    results = []
+    for held in (False, True):
+        model = converted(Holder(3, 32, 32, form=form), precision(scaling=scaling, fp8_params=held))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        seen = []
+        for seed in range(3):
+            y, dx, (dw,) = train(model, tokens(16, 32, seed=seed))
+            optimizer.step()
+            seen += [y, dx, dw.clone()]
+        results.append(seen)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(("backend", "scaling"), RULES)
 def test_batched_weights_are_as_many_linear_layers(backend, scaling) -> None:
     """x [H, T, K] times w [H, K, N]: each head has the numbers of a linear layer of its own."""
@@ -586,3 +622,44 @@ def test_lora_on_experts_themselves_stays_high(setup_backend) -> None:
     assert "target_parameters" in down.reason
     assert down.fprop == "bf16"
     assert receipt.status == "proven"
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor warns about its own environment
+def test_compiled_layers_leave_experts_out(setup_backend) -> None:
+    losses = []
+    for compile in ("off", "on"):
+        torch._dynamo.reset()
+        run = prepared(mixtral("eager"), setup_backend, scaling="tensorwise", compile=compile)
+        for seed in range(3):
+            step(*run, **batch(seed=seed))
+        losses.append(run[1](**batch()).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2), "a token may change its expert"
+    assert "1 decoder layers" in get_receipt().precision["compile"]
+    assert "multiply by parameters are left out" in get_receipt().precision["compile"]
+    assert get_receipt().status == "proven"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_interrupted_recomputation_leaves_nothing_open(setup_backend, use_reentrant) -> None:
+    model = mixtral("eager")
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    experts = model.model.layers[0].mlp.experts
+
+    def interrupt(*_) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise KeyboardInterrupt
+
+    hook = experts.act_fn.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(accelerator, model, optimizer, **batch())
+    hook.remove()
+    assert torch._C._len_torch_function_stack() == 0
+    optimizer.zero_grad()
+    for _ in range(2):
+        step(accelerator, model, optimizer, **batch())
+    rows = [row for row in get_receipt().layers if ".experts." in row.name]
+    assert [row.fprop for row in rows] == ["fp8", "fp8"]
+    assert {row.calls["fprop"] for row in rows} == {8}, "forward and recomputation"
+    assert get_receipt().status == "proven"

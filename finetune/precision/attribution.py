@@ -60,7 +60,7 @@ class Attribution(TorchFunctionMode):
         kwargs, witness = kwargs or {}, self.witness
         given = [*tensors_of(args), *tensors_of(kwargs.values())]
         names = [self._name_of(x) for x in given]
-        named = set(names) - {None}
+        named = {name for name in names if name is not None}
         if len(named) != 1 or witness.running in named:
             return func(*args, **kwargs)
         (name,) = named

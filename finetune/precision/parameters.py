@@ -176,9 +176,10 @@ class ParameterMode(TorchFunctionMode):
         self._check_aligned(seat, func, product.shape)
         if taken is None:
             return contract(product, linear)
+        source, index = taken
         if product.batch != product.of_w[:1]:
             raise _refused(name, func, "gathered matrices are multiplied by one token each")
-        return gathered(product, *taken, linear)
+        return gathered(product, source, index, linear)
 
     def _check_aligned(self, seat: Seat, func: Any, shape: tuple[int, int]) -> None:
         for label, size in zip("NK", shape, strict=True):

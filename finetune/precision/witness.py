@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -192,7 +193,8 @@ class Witness:
             try:
                 yield
             finally:
-                self._end_recomputation()  # it was interrupted
+                if self._recomputing is not None:  # it was interrupted
+                    self._end_recomputation()
 
     # ------------------------------------------------------------------------ who is multiplying
 
@@ -263,8 +265,9 @@ class Witness:
             self._observed.append(owner)
 
     def _end_recomputation(self) -> None:
-        if self._recomputing is not None:
-            self._recomputing = None
+        self._recomputing = None
+        # An interrupted backward has put back the modes of its beginning by itself.
+        if _get_current_function_mode() is self._attribution:
             self._attribution.__exit__(None, None, None)
 
     def _enter_node(self, name: str, shape: tuple[int, int]) -> Any:
