@@ -624,6 +624,33 @@ def test_lora_on_experts_themselves_stays_high(setup_backend) -> None:
     assert receipt.status == "proven"
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("GptOss", {"num_local_experts": 4}),  # stored [experts, K, N], with biases
+        ("Llama4Text", {"num_local_experts": 4, "interleave_moe_layer_step": 1}),  # one bmm
+        ("Qwen3Moe", {"num_experts": 4}),
+    ],
+)
+def test_families_of_experts(setup_backend, family, settings) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=272, use_cache=False,
+        num_experts_per_tok=1, pad_token_id=0, **settings,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).train()
+    run = prepared(model, setup_backend)
+    for _ in range(2):
+        step(*run, **batch())
+    rows = [row for row in get_receipt().layers if row.name.endswith(("gate_up_proj", "down_proj"))]
+    assert {(row.fprop, row.dgrad, row.wgrad) for row in rows} == {("fp8", "fp8", "fp8")}
+    assert len([row for row in rows if "experts" in row.name]) >= 2
+    assert get_receipt().status == "proven"
+
+
 @pytest.mark.filterwarnings("ignore")  # inductor warns about its own environment
 def test_compiled_layers_leave_experts_out(setup_backend) -> None:
     losses = []

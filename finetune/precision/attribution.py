@@ -21,9 +21,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from finetune.precision.backend import in_backward
 from finetune.precision.parameters import Observer, Parameters, taken_matrices, tensors_of
 
 
@@ -55,6 +57,39 @@ class Attribution(TorchFunctionMode):
         self.witness = witness
         self.parameters = Parameters()
         self._made_of = WeakTensorKeyDictionary()
+        self._recomputing: nn.Module | None = None
+
+    def attend(self, name: str, owner: nn.Module) -> list[RemovableHandle]:
+        """Know a parameter of a module, and be entered where its forward is run in backward.
+
+        Returns:
+            The hooks that this takes.
+        """
+        local = name.rpartition(".")[2]
+
+        def before(module: nn.Module, args: Any) -> None:
+            # Again in each forward: FSDP2 puts the whole parameter in the place of its shard.
+            self.parameters.add(name, module._parameters.get(local))
+            if in_backward() and self._recomputing is None:
+                self._recomputing = module
+                self.__enter__()
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._recomputing is module:
+                self.end_recomputation()
+
+        self.parameters.add(name, owner._parameters.get(local))
+        return [
+            owner.register_forward_pre_hook(before),
+            owner.register_forward_hook(after, always_call=True),
+        ]
+
+    def end_recomputation(self) -> None:
+        """Leave what a forward in backward has entered, if it has."""
+        # An interrupted backward has put back the modes of its beginning by itself.
+        if self._recomputing is not None and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+        self._recomputing = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, witness = kwargs or {}, self.witness

@@ -37,7 +37,7 @@ def register_parameter_matmuls(cls: type[nn.Module], names: Iterable[str]) -> No
 
     Args:
         cls: the class whose forward multiplies; its subclasses follow it.
-        names: of its parameters, of 2 dimensions or more. None takes a declaration back.
+        names: of its parameters, of 2 dimensions or more; an empty list takes all back.
 
     Raises:
         PlanError: one string instead of several, or a class that is no `nn.Module`.

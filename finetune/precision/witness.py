@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -140,12 +139,11 @@ class Witness:
         self._handles: list[Any] = []
         self._attribution = Attribution(self)
         self._observed: list[ParameterMixin] = []
-        self._recomputing: nn.Module | None = None
         modules = dict(model.named_modules())
         for layer in plan.layers:
             module = modules[layer.owner]
             if layer.kind == "parameter":
-                self._witness_parameter(layer, module)
+                self._watch_parameter(layer, module)
                 continue
             self._handles.append(
                 module.register_forward_pre_hook(self._enter_layer(layer), prepend=True)
@@ -193,8 +191,7 @@ class Witness:
             try:
                 yield
             finally:
-                if self._recomputing is not None:  # it was interrupted
-                    self._end_recomputation()
+                self._attribution.end_recomputation()  # where it was interrupted
 
     # ------------------------------------------------------------------------ who is multiplying
 
@@ -242,33 +239,15 @@ class Witness:
 
         return hook
 
-    def _witness_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
-        local = layer.name.rpartition(".")[2]
-
+    def _watch_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
         def hook(module: nn.Module, args: Any) -> None:
             self.called.add(layer.name)
-            # Again in each forward: FSDP2 puts the whole parameter in the place of its shard.
-            self._attribution.parameters.add(layer.name, module._parameters.get(local))
-            if in_backward() and self._recomputing is None:
-                self._attribution.__enter__()
-                self._recomputing = module
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._recomputing is module:
-                self._end_recomputation()
-
-        self._attribution.parameters.add(layer.name, owner._parameters.get(local))
         self._handles.append(owner.register_forward_pre_hook(hook))
-        self._handles.append(owner.register_forward_hook(after, always_call=True))
+        self._handles += self._attribution.attend(layer.name, owner)
         if isinstance(owner, ParameterMixin) and self not in owner.fp8_observers:
             owner.fp8_observers.append(self)
             self._observed.append(owner)
-
-    def _end_recomputation(self) -> None:
-        self._recomputing = None
-        # An interrupted backward has put back the modes of its beginning by itself.
-        if _get_current_function_mode() is self._attribution:
-            self._attribution.__exit__(None, None, None)
 
     def _enter_node(self, name: str, shape: tuple[int, int]) -> Any:
         def hook(grads: Any) -> None:
