@@ -40,8 +40,8 @@ EXPERTS = "(experts)"
 OTHER = "(other)"
 NOT_LINEAR = {
     ATTENTION: "scores and weighted sum stay in high precision",
-    BATCHED: "batched matmuls outside linear layers: attention scores, experts",
-    EXPERTS: "expert weights in one 3-D parameter: not a linear layer, high precision",
+    BATCHED: "batched matmuls outside linear layers, such as attention scores",
+    EXPERTS: "grouped matmuls of weights that are not declared (fp8_matmuls)",
     OTHER: "not a linear layer",
 }
 """Names of matmuls outside linear layers, and the reason in the receipt."""
