@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from finetune.precision.convert import apply as apply
     from finetune.precision.convert import disabled as disabled
     from finetune.precision.convert import revert as revert
+    from finetune.precision.declared import (
+        register_parameter_matmuls as register_parameter_matmuls,
+    )
     from finetune.precision.planner import plan as plan
     from finetune.recipe import list_recipes as list_recipes
     from finetune.recipe import load_recipe as load_recipe
@@ -39,6 +42,7 @@ _HOME = {
     "load_recipe": "recipe",
     "plan": "precision.planner",
     "get_receipt": "hook",
+    "register_parameter_matmuls": "precision.declared",
     "revert": "precision.convert",
     "setup_fp8_mixed_precision_training": "hook",
     "teardown_fp8_mixed_precision_training": "hook",

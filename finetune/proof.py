@@ -126,7 +126,7 @@ class Proof:
             yield
             return
         try:
-            with witness.watching():
+            with witness.watching(backward=True):
                 yield
         except BaseException:
             witness.reset()  # half a backward is no evidence
@@ -159,11 +159,13 @@ class Proof:
         asked = plan.precision.compute
         asked = plan.precision.low if asked == "fp8" else asked
         self.status = "not proven: weights have not been seen to move"
-        # Heads and adapters follow policies of their own, unless the user chose their precision.
+        # Heads and adapters follow policies of their own, unless the user chose their precision. A
+        # parameter that is not converted is multiplied as its module does it.
         planned = {
             layer.name: layer
             for layer in plan.layers
             if layer.forced or layer.compute in ("fp8", asked if layer.role == "base" else "fp8")
+            if layer.kind == "linear" or layer.compute == "fp8"
         }
         silent = sorted((planned.keys() & witness.called) - witness.owners)
         other = [f"{name} was called and multiplied nothing" for name in silent]
@@ -187,8 +189,9 @@ class Proof:
                 f"{asked.upper()}",
                 fix="look at the plan with `python -m finetune validate RECIPE`; a layer called "
                 "outside the model's forward, or replaced after preparation, is not converted; a "
-                "model in evaluation mode (model.eval()) multiplies in high precision"
-                "; SFTTrainer multiplies the output head inside its loss, past the head's layer"
+                "model in evaluation mode (model.eval()) multiplies in high precision; SFTTrainer "
+                "multiplies the output head inside its loss, past the head's layer; a declared "
+                "parameter is to be multiplied itself or as a view (autocast casts it), not a copy"
                 + ("; FP32 needs model.dtype=float32" if asked == "fp32" else ""),
             )
 

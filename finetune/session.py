@@ -25,7 +25,7 @@ from finetune.config import PrecisionConfig
 from finetune.device import Device, Resolution, resolve, this_device, version
 from finetune.errors import OrderError, PrecisionError
 from finetune.precision import convert
-from finetune.precision.planner import iter_linears, plan, refuse_quantised
+from finetune.precision.planner import iter_weights, plan, refuse_quantised
 from finetune.proof import Proof, named_trainable
 from finetune.receipt import Receipt
 
@@ -150,9 +150,9 @@ class Session:
             models = [a for a in args if isinstance(a, nn.Module)]
             if models:
                 session._check_accelerator(accelerator)
-            for model in sorted(models, key=_has_linears, reverse=True):
+            for model in sorted(models, key=_multiplies, reverse=True):
                 # A loss or a temperature beside the model has nothing to convert.
-                if _has_linears(model) or not len(session.conversions):
+                if _multiplies(model) or not len(session.conversions):
                     session.prepare_model(model)
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
@@ -172,7 +172,7 @@ class Session:
         session = self
 
         def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if _has_linears(model):
+            if _multiplies(model):
                 session._check_accelerator(accelerator)
                 session.prepare_model(model)
             return original(accelerator, model, *args, **kwargs)
@@ -258,7 +258,12 @@ class Session:
         elif wanted == "auto" and not casts_unfused:
             self.compiled = "off: only torchao on a GPU needs it"
         elif count := conversion.compile_layers():
-            self.compiled = f"on: {count} decoder layers, after the witnessed step"
+            left_out = "; forwards that multiply by parameters are left out"
+            self.compiled = f"on: {count} decoder layers, after the witnessed step" + (
+                left_out if conversion.plan.fp8_parameters else ""
+            )
+        elif conversion.plan.fp8_parameters:
+            self.compiled = "off: the decoder layers multiply by parameters, and are left out"
         else:
             self.compiled = "off: no decoder layers found to compile"
 
@@ -334,8 +339,8 @@ def _format(precision: PrecisionConfig) -> str:
 _session: Session | None = None
 
 
-def _has_linears(module: nn.Module) -> bool:
-    return next(iter(iter_linears(module)), None) is not None
+def _multiplies(module: nn.Module) -> bool:
+    return next(iter(iter_weights(module)), None) is not None
 
 
 def install(precision: PrecisionConfig) -> Session:

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=2 -m tests.distributed_worker OUT MODE
 
-MODE is `ddp`, `fsdp`, or `local` (DDP with reduce_amax off). Each process writes OUT/RANK.json.
+MODE is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain
+parameters), or `local` (DDP with reduce_amax off). Each process writes OUT/RANK.json.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ torch.set_num_threads(1)
 
 from accelerate import DistributedType, PartialState
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.precision.convert import conversion_of
@@ -34,19 +42,22 @@ def rows(rank: int) -> list[dict]:
 def main(out: Path, mode: str) -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=272, use_cache=False, pad_token_id=0,
-        )
-    )  # fmt: skip
+    shape = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 272, "use_cache": False,
+    }  # fmt: skip
+    if mode == "experts":
+        model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape, pad_token_id=0))
+    fsdp = mode in ("fsdp", "experts")
     sharded = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
     args = TrainingArguments(
         output_dir=str(out / "run"), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
         bf16=True, learning_rate=1e-2, report_to="none", disable_tqdm=True, save_strategy="no",
-        ddp_find_unused_parameters=False, **(sharded if mode == "fsdp" else {}),
+        ddp_find_unused_parameters=False, **(sharded if fsdp else {}),
     )  # fmt: skip
-    if mode == "fsdp":
+    if fsdp:
         # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
         PartialState().distributed_type = DistributedType.MULTI_GPU
     setup_fp8_mixed_precision_training(
@@ -64,6 +75,11 @@ def main(out: Path, mode: str) -> None:
         "status": receipt.status,
         "share": receipt.fp8_flop_share,
         "trainable": receipt.trainable,
+        "experts": {
+            row.name.rpartition(".")[2]: [row.fprop, row.dgrad, row.wgrad]
+            for row in receipt.layers
+            if "experts" in row.name
+        },
         "processes": receipt.environment["processes"],
         "sharded": sum(isinstance(p, DTensor) for p in trainer.model.parameters()),
         "scale": state["scale"].tolist(),

@@ -27,7 +27,7 @@ def launch(out: Path, mode: str) -> list[dict]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "experts"])
 def test_two_processes_train_in_fp8(tmp_path, mode) -> None:
     first, second = launch(tmp_path, mode)
     for facts in (first, second):
@@ -36,7 +36,9 @@ def test_two_processes_train_in_fp8(tmp_path, mode) -> None:
         assert facts["processes"] == 2
         assert facts["share"] > 0.5
         assert t["before"] == t["after"] == t["in_optimizer"] == t["moved"]
-        assert (facts["sharded"] > 0) == (mode == "fsdp"), "parameters are DTensors under FSDP2"
+        assert (facts["sharded"] > 0) == (mode != "ddp"), "parameters are DTensors under FSDP2"
+        names = ("gate_up_proj", "down_proj") if mode == "experts" else ()
+        assert facts["experts"] == {name: ["fp8"] * 3 for name in names}
     assert first["scale"] == second["scale"], "reduce_amax keeps scales identical"
     assert first["history"] == second["history"]
 

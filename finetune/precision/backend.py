@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -122,6 +123,15 @@ class Backend:
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         """Attributes, besides `fp8_backend`, that the converted module needs."""
         return {}
+
+    def linear(self, module: nn.Module, layer: LayerPlan) -> Callable[..., Tensor]:
+        """`fp8_linear` for a planned parameter of `module`, which is no layer to be swapped.
+
+        Returns:
+            x [..., K], w [N, K] (a view of the parameter), bias [N] or None -> [..., N].
+        """
+        seat = types.SimpleNamespace(fp8_backend=self, **self.attributes(module, layer))
+        return functools.partial(self.mixin.fp8_linear, seat)  # pyright: ignore[reportArgumentType]
 
     def region(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the model's forward."""

@@ -17,7 +17,8 @@ from torch import nn
 from finetune.errors import ConversionError
 from finetune.precision.backend import Backend, Fp8Mixin, in_backward, reduce_as_plain
 from finetune.precision.forced import ForcedMixin, forced_class
-from finetune.precision.planner import PrecisionPlan, iter_linears
+from finetune.precision.parameters import ParameterMixin, parameter_class, seats
+from finetune.precision.planner import PrecisionPlan, iter_weights
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -49,12 +50,18 @@ class Conversion:
         if self.backend is not None:
             modules = dict(self.model.named_modules())
             for layer in self.plan.fp8_layers:
+                if layer.kind == "parameter":
+                    continue
                 module = modules[layer.name]
                 attributes = {
                     "fp8_backend": self.backend,
                     **self.backend.attributes(module, layer),
                 }
                 self._swap(module, self.backend.layer_class(module), attributes)
+            for owner, layers in self.plan.fp8_parameters.items():
+                module = modules[owner]
+                attributes = seats(self.backend, module, layers)
+                self._swap(module, parameter_class(type(module)), attributes)
         for name, compute in self.plan.forced.items():
             module = self.model.get_submodule(name)
             self._swap(module, forced_class(type(module), compute), {})
@@ -79,6 +86,9 @@ class Conversion:
         planned = {layer.name for layer in self.plan.fp8_layers} | self.plan.forced.keys()
         ours = Fp8Mixin, ForcedMixin
         found = {n for n, m in self.model.named_modules() if isinstance(m, ours)}
+        for name, module in self.model.named_modules():
+            if isinstance(module, ParameterMixin):
+                found |= {f"{name}.{seat.local}".lstrip(".") for seat in module.fp8_seats}
         if planned != found:
             raise ConversionError(
                 "the model does not equal its precision plan",
@@ -90,7 +100,7 @@ class Conversion:
     def is_current(self) -> bool:
         """Whether the model still is what was converted: same layers, same trainable set."""
         planned = {layer.name for layer in self.plan.layers}
-        names = {name for name, _, _ in iter_linears(self.model)}
+        names = {name for name, _, _ in iter_weights(self.model)}
         now = {name for name, p in self.model.named_parameters() if p.requires_grad}
         return self._applied and planned == names and now == self.trainable
 
@@ -111,14 +121,17 @@ class Conversion:
         self._applied = False
 
     def compile_layers(self) -> int:
-        """`torch.compile` each decoder layer in place; how many there are."""
+        """`torch.compile` each decoder layer in place; how many there are.
+
+        One that multiplies by parameters of its own is left out (see `parameters`).
+        """
         names = {
             name
             for m in self.model.modules()
             for name in getattr(m, "_no_split_modules", None) or ()
         }
         for module in self.model.modules():
-            if type(module).__name__ in names:
+            if type(module).__name__ in names and not isinstance(module, ParameterMixin):
                 module.compile()
                 self._compiled.append(module)
         return len(self._compiled)
@@ -237,7 +250,7 @@ def revert(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
-    layers = [m for m in model.modules() if isinstance(m, Fp8Mixin)]
+    layers = [m for m in model.modules() if isinstance(m, Fp8Mixin | ParameterMixin)]
     classes = [type(module) for module in layers]
     try:
         for module, cls in zip(layers, classes, strict=True):

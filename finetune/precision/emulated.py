@@ -9,6 +9,7 @@ precision.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -99,18 +100,24 @@ class HeldWeight:
     def __init__(self, rule: Rule, updates: Updates) -> None:
         self.rule, self.updates = rule, updates
         self.reuses = rule.reuses
-        self._held: dict[int, tuple[object, Codes]] = {}
+        self._held: dict[Hashable, tuple[int, Codes]] = {}
+        self._made_after = updates.count
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
-        if operand != "w":
+        whole = x if x._base is None else x._base
+        if operand != "w" or not isinstance(whole, nn.Parameter):  # a copy has no lasting address
             return self.rule.cast(operand, x, dim)
-        made_from = (self.updates.count, x._version, x.data_ptr())
-        if dim not in self._held or self._held[dim][0] != made_from:
+        if self._made_after != self.updates.count:
+            self._held.clear()
+            self._made_after = self.updates.count
+        # A parameter may hold many matrices, and be multiplied either way round.
+        key = dim, x.data_ptr(), x.shape, x.stride()
+        if key not in self._held or self._held[key][0] != x._version:
             codes = self.rule.cast(operand, x, dim)
             # E2M1 numbers are E4M3 numbers too, and torch has no four-bit type that computes.
             kind = E4M3.dtype if codes.fmt is E2M1 else codes.fmt.dtype
-            self._held[dim] = made_from, codes._replace(values=codes.values.to(kind))
-        held = self._held[dim][1]
+            self._held[key] = x._version, codes._replace(values=codes.values.to(kind))
+        held = self._held[key][1]
         return held._replace(values=decode(held.values).to(torch.bfloat16))
 
 

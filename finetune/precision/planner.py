@@ -11,19 +11,22 @@ over the whole model, which may be on the meta device, before anything is touche
 reason for each layer. High precision by policy: the output head (its errors go straight into the
 loss), adapters (small, and what is being learned), routers (a flipped expert is not rounding noise)
 and what the user chose (`finetune.precision.choices`). Embeddings and norms are no GEMMs; they are
-in the plan only where the user chose a type for them.
+in the plan only where the user chose a type for them. A parameter that multiplies without being a
+linear layer (`finetune.precision.declared`) has a row of its own, in which N and K may stand either
+way: its module decides which it contracts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, StorageNotComputeError
 from finetune.precision.choices import Choices, Part, part_of
+from finetune.precision.declared import iter_parameters, why_made_anew
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,11 +38,11 @@ Role = Literal["base", "head", "adapter", "router"]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear layer.
+    """One linear layer, or one parameter that multiplies.
 
     Attributes:
-        name: dotted module name.
-        shape: (N, K): outputs, inputs.
+        name: dotted name of the module, or of the parameter.
+        shape: (N, K): outputs, inputs; of a parameter its last two dimensions, as they are stored.
         role: what the layer is in the model.
         frozen: its weight does not train, so there is no wgrad.
         compute: precision of its GEMMs; `fp8` where the layer is converted.
@@ -47,6 +50,7 @@ class LayerPlan:
         gemm_precision: of a converted layer, where it is not all FP8: GEMM -> precision.
         forced: the type was chosen by the user and is not that of the rest of the model: the
             layer computes in it whatever autocast says.
+        kind: `linear` for a module that is a linear layer, `parameter` for a declared parameter.
     """
 
     name: str
@@ -57,6 +61,12 @@ class LayerPlan:
     reason: str
     gemm_precision: tuple[tuple[Gemm, str], ...] = ()
     forced: bool = False
+    kind: Literal["linear", "parameter"] = "linear"
+
+    @property
+    def owner(self) -> str:
+        """The module that multiplies: the layer itself, or the one that holds the parameter."""
+        return self.name if self.kind == "linear" else self.name.rpartition(".")[0]
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
@@ -93,6 +103,15 @@ class PrecisionPlan:
     def fp8_layers(self) -> tuple[LayerPlan, ...]:
         """The layers to be converted."""
         return tuple(layer for layer in self.layers if layer.compute == "fp8")
+
+    @property
+    def fp8_parameters(self) -> dict[str, list[LayerPlan]]:
+        """Module name -> its parameters that are to multiply in FP8."""
+        found: dict[str, list[LayerPlan]] = {}
+        for layer in self.fp8_layers:
+            if layer.kind == "parameter":
+                found.setdefault(layer.owner, []).append(layer)
+        return found
 
     @property
     def forced(self) -> dict[str, Compute]:
@@ -147,8 +166,16 @@ def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]
             yield name, module, shape
 
 
+def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
+    """Name, weight and (N, K) of all that is planned: linear layers and declared parameters."""
+    for name, module, shape in iter_linears(model):
+        yield name, module.weight, shape
+    for name, _, parameter in iter_parameters(model):
+        yield name, parameter, (parameter.shape[-2], parameter.shape[-1])
+
+
 def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
-    """Decide the precision of every linear layer of `model` and say why.
+    """Decide the precision of every linear layer and declared parameter of `model`, and say why.
 
     Args:
         model: any module, also on the meta device. Adapters must already be attached.
@@ -165,11 +192,20 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     experts = _expert_count(model)
     in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
     roles = {name: _role(name, module, in_head, experts) for name, module, _ in linears}
+    parameters = list(iter_parameters(model))
+    roles |= {name: _parameter_role(name, owner in in_head) for name, owner, _ in parameters}
     parts: dict[str, Part] = {name: _part(name, role) for name, (role, _) in roles.items()}
     choices = Choices(model, precision, parts | _elementwise(model))
-    layers = [
-        _plan_layer(name, module, shape, roles[name], choices) for name, module, shape in linears
-    ]
+    layers = []
+    for name, module, shape in linears:
+        cannot = _why_not_fp8(module, shape, precision)
+        frozen = not module.weight.requires_grad
+        layers.append(_plan_layer(name, shape, frozen, roles[name], cannot, choices))
+    for name, owner, parameter in parameters:
+        n, k = parameter.shape[-2:]
+        cannot = why_made_anew(model, name, owner) or _why_not_parameter((n, k), precision)
+        row = _plan_layer(name, (n, k), not parameter.requires_grad, roles[name], cannot, choices)
+        layers.append(_as_parameter(row))
     casts = [
         CastPlan(name, choice.compute, choice.reason)
         for name in _elementwise(model)
@@ -181,7 +217,8 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         raise PlanError(
             "FP8 was asked and no layer of this model can take it",
             where=type(model).__name__,
-            why="; ".join(f"{n} layers: {r}" for r, n in reasons.items()) or "no linear layers",
+            why="; ".join(f"{n} layers: {r}" for r, n in reasons.items())
+            or "no linear layers, and no parameters declared to multiply (fp8_matmuls)",
             fix="keep fewer layers, or choose precision.compute=bf16",
         )
     return result
@@ -189,13 +226,13 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
 
 def _plan_layer(
     name: str,
-    module: Any,
     shape: tuple[int, int],
+    frozen: bool,
     role_and_why: tuple[Role, str],
+    cannot: str,
     choices: Choices,
 ) -> LayerPlan:
     (role, why_high), precision = role_and_why, choices.precision
-    frozen = not module.weight.requires_grad
     choice = choices.of(name)
     if role == "adapter":  # adapters follow the run, whatever holds them
         choice = None
@@ -204,7 +241,6 @@ def _plan_layer(
         usual = "bf16" if precision.compute == "fp8" else precision.compute
         reason = choice.reason if choice is not None else "asked"
         return LayerPlan(name, shape, role, frozen, wanted, reason, forced=wanted != usual)
-    cannot = _why_not_fp8(name, module, shape, precision)
     if choice is not None and choice.asked and cannot:
         raise PlanError(
             f"FP8 was chosen for {name!r}, which cannot take it",
@@ -220,6 +256,23 @@ def _plan_layer(
     gemms: dict[Gemm, str] = {gemm: "bf16" if gemm in kept else precision.low for gemm in GEMMS}
     reason = choice.reason if asked and choice is not None else "linear layer, aligned"
     return LayerPlan(name, shape, role, frozen, "fp8", reason, tuple(gemms.items()))
+
+
+def _as_parameter(row: LayerPlan) -> LayerPlan:
+    """The row of a parameter, of which a linear layer's rules have decided."""
+    if row.forced:
+        raise PlanError(
+            f"{row.compute} was chosen for {row.name!r}, a parameter that its module multiplies",
+            where=row.reason,
+            why="only linear layers can be made to compute in a type of their own",
+            fix="leave it out of precision.map, or choose fp8 or what the rest of the model has",
+        )
+    reason = row.reason
+    if row.compute == "fp8":
+        reason = reason.replace("linear layer, aligned", "parameter that multiplies, aligned")
+    elif reason == "asked":
+        reason = "multiplied as its module does it"
+    return replace(row, reason=reason, kind="parameter")
 
 
 def _part(name: str, role: Role) -> Part:
@@ -253,8 +306,8 @@ def refuse_quantised(model: nn.Module) -> None:
     odd = next(
         (
             name
-            for name, module, _ in iter_linears(model)
-            if not module.weight.dtype.is_floating_point or module.weight.dtype.itemsize < 2
+            for name, weight, _ in iter_weights(model)
+            if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
         ),
         None,
     )
@@ -302,17 +355,35 @@ def _role(name: str, module: Any, in_head: set[nn.Module], experts: int | None) 
     return "base", ""
 
 
-def _why_not_fp8(
-    name: str, module: nn.Module, shape: tuple[int, int], precision: PrecisionConfig
-) -> str:
+def _parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
+    if "modules_to_save" in name.split("."):
+        return "adapter", "trained in full beside the adapters (modules_to_save)"
+    if in_head:
+        return "head", "output head: its rounding goes straight into the loss"
+    return "base", ""
+
+
+def _why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
+    multiple = alignment(precision)
+    for label, size in zip("KN", shape[::-1], strict=True):
+        if size % multiple:
+            return f"{label}={size} is not a multiple of {multiple}"
+    return ""
+
+
+def _why_not_parameter(shape: tuple[int, int], precision: PrecisionConfig) -> str:
+    if precision.backend == "te":
+        return "Transformer Engine's layers own their weights; precision.backend=torchao takes it"
+    return _why_not_aligned(shape, precision)
+
+
+def _why_not_fp8(module: nn.Module, shape: tuple[int, int], precision: PrecisionConfig) -> str:
     from torch import nn
     from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-    n, k = shape
-    multiple = alignment(precision)
-    for label, size in (("K", k), ("N", n)):
-        if size % multiple:
-            return f"{label}={size} is not a multiple of {multiple}"
+    unaligned = _why_not_aligned(shape, precision)
+    if unaligned:
+        return unaligned
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "multiplied by its parent, nn.MultiheadAttention, past its forward"
     own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward

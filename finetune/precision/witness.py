@@ -6,10 +6,11 @@ of the emulated `finetune.scaled_mm` must lie on the grid of their format, numbe
 Transformer Engine calls its own library past PyTorch's dispatcher, so there the library's entry,
 `generic_gemm`, is watched.
 
-A GEMM belongs to the layer whose forward is running or whose autograd nodes are running. Within a
-layer with weight [N, K] it is fprop in forward; in backward it is dgrad when it contracts N and
-wgrad when it contracts the tokens. GEMMs outside any layer (attention scores; the output head,
-which TRL fuses with the loss) are counted too, so that shares are of the whole step.
+A GEMM belongs to the layer whose forward is running or whose autograd nodes are running; one by a
+declared parameter belongs to the call that multiplies (`attribution`). Within a layer with weight
+[N, K] it is fprop in forward; in backward it is dgrad when it contracts N and wgrad when it
+contracts the tokens. GEMMs outside any layer (attention scores; the output head, which TRL fuses
+with the loss) are counted too, so that shares are of the whole step.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from finetune.precision.attribution import Attribution
 from finetune.precision.backend import in_backward
 from finetune.precision.numerics import E2M1, FORMATS, FP8_DTYPES, on_grid
-from finetune.precision.planner import Gemm, PrecisionPlan
+from finetune.precision.parameters import ParameterMixin
+from finetune.precision.planner import Gemm, LayerPlan, PrecisionPlan
 
 aten = torch.ops.aten
 ATTENTION = "(attention)"
@@ -37,8 +40,8 @@ EXPERTS = "(experts)"
 OTHER = "(other)"
 NOT_LINEAR = {
     ATTENTION: "scores and weighted sum stay in high precision",
-    BATCHED: "batched matmuls outside linear layers: attention scores, experts",
-    EXPERTS: "expert weights in one 3-D parameter: not a linear layer, high precision",
+    BATCHED: "batched matmuls outside linear layers, such as attention scores",
+    EXPERTS: "grouped matmuls of weights that are not declared (fp8_matmuls)",
     OTHER: "not a linear layer",
 }
 """Names of matmuls outside linear layers, and the reason in the receipt."""
@@ -120,26 +123,33 @@ class Witness:
     """Watches a model under a plan. Enter `watching()` around forwards and backwards.
 
     Attributes:
-        called: names of the layers whose forward has run.
+        called: names of the layers, and of a module's parameters, whose forward has run.
         seen: (layer name, gemm, precision) -> `Seen`; attention and unowned GEMMs under names in
             parentheses.
+        count, last: GEMMs seen, and (m, n, k) of the last one.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
         self.seen: dict[tuple[str, Gemm, str], Seen] = defaultdict(Seen)
         self.called: set[str] = set()
+        self.count, self.last = 0, (0, 0, 0)
         self._plan = {layer.name: layer for layer in plan.layers}
         self._head = next((layer for layer in plan.layers if layer.role == "head"), None)
-        self._stack: list[tuple[str, bool]] = []
+        self._stack: list[tuple[str, bool, tuple[int, int]]] = []
         self._handles: list[Any] = []
+        self._attribution = Attribution(self)
+        self._observed: list[ParameterMixin] = []
         modules = dict(model.named_modules())
-        for name in self._plan:
-            module = modules[name]
+        for layer in plan.layers:
+            module = modules[layer.owner]
+            if layer.kind == "parameter":
+                self._watch_parameter(layer, module)
+                continue
             self._handles.append(
-                module.register_forward_pre_hook(self._enter_layer(name), prepend=True)
+                module.register_forward_pre_hook(self._enter_layer(layer), prepend=True)
             )
             self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
-            watch = self._watch_nodes(name)
+            watch = self._watch_layer(layer)
             self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
 
     @property
@@ -162,62 +172,101 @@ class Witness:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
+        for owner in self._observed:
+            if self in owner.__dict__.get("fp8_observers", ()):  # not reverted in the meantime
+                owner.fp8_observers.remove(self)
         self._handles.clear()
+        self._observed.clear()
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count what is multiplied inside the block, on this thread or in its backward."""
-        with _Dispatch(self), self._watching_transformer_engine():
-            yield
+    def watching(self, *, backward: bool = False) -> Iterator[None]:
+        """Count what is multiplied inside the block, on this thread or in its backward.
+
+        Args:
+            backward: the block is a backward. `torch.autograd.backward` is a function that the
+                attribution would catch itself, so there it is entered by what is recomputed.
+        """
+        attribution = contextlib.nullcontext() if backward else self._attribution
+        with _Dispatch(self), attribution, self._watching_transformer_engine():
+            try:
+                yield
+            finally:
+                self._attribution.end_recomputation()  # where it was interrupted
 
     # ------------------------------------------------------------------------ who is multiplying
 
-    def _enter_layer(self, name: str) -> Any:
+    def enter(self, name: str, shape: tuple[int, int]) -> None:
+        """A forward of this layer or parameter, of shape (N, K), begins."""
+        self._stack.append((name, False, shape))
+
+    def leave(self) -> None:
+        """It has ended."""
+        if self._stack:
+            self._stack.pop()
+
+    @property
+    def running(self) -> str:
+        """Whose forward or autograd node is running."""
+        return self._stack[-1][0] if self._stack else OTHER
+
+    def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
+        """Hook every autograd node between an output and the inputs it was made of."""
+        stop = {x.grad_fn for x in inputs if isinstance(x, Tensor)}
+        pending, known = [y.grad_fn], set(stop)
+        while pending:
+            node = pending.pop()
+            if node is None or node in known or type(node).__name__ == "AccumulateGrad":
+                continue
+            known.add(node)
+            self._handles.append(node.register_prehook(self._enter_node(name, shape)))
+            self._handles.append(node.register_hook(self._leave_node))
+            pending.extend(n for n, _ in node.next_functions if n is not None)
+
+    def _enter_layer(self, layer: LayerPlan) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            self.called.add(name)
-            self._stack.append((name, False))
+            self.called.add(layer.name)
+            self.enter(layer.name, layer.shape)
 
         return hook
 
     def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+        self.leave()
 
-    def _watch_nodes(self, name: str) -> Any:
-        """Hook every autograd node between a layer's output and its input."""
-
+    def _watch_layer(self, layer: LayerPlan) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not isinstance(output, Tensor) or output.grad_fn is None:
-                return
-            inputs = (*args, *kwargs.values())
-            stop = {a.grad_fn for a in inputs if isinstance(a, Tensor)}
-            pending, known = [output.grad_fn], set(stop)
-            while pending:
-                node = pending.pop()
-                if node is None or node in known or type(node).__name__ == "AccumulateGrad":
-                    continue
-                known.add(node)
-                self._handles.append(node.register_prehook(self._enter_node(name)))
-                self._handles.append(node.register_hook(self._leave_node))
-                pending.extend(n for n, _ in node.next_functions if n is not None)
+            if isinstance(output, Tensor):
+                self.watch(layer.name, layer.shape, output, (*args, *kwargs.values()))
 
         return hook
 
-    def _enter_node(self, name: str) -> Any:
+    def _watch_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.called.add(layer.name)
+
+        self._handles.append(owner.register_forward_pre_hook(hook))
+        self._handles += self._attribution.attend(layer.name, owner)
+        if isinstance(owner, ParameterMixin) and self not in owner.fp8_observers:
+            owner.fp8_observers.append(self)
+            self._observed.append(owner)
+
+    def _enter_node(self, name: str, shape: tuple[int, int]) -> Any:
         def hook(grads: Any) -> None:
-            self._stack.append((name, True))
+            self._stack.append((name, True, shape))
 
         return hook
 
     def _leave_node(self, grad_inputs: Any, grad_outputs: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+        self.leave()
 
     # ------------------------------------------------------------------------------ what it is
 
     def record(self, m: int, n: int, k: int, precision: str, *, batch: int = 1) -> None:
         """Count one GEMM [m, k] x [k, n], contracting k."""
-        name, backward = self._stack[-1] if self._stack else (OTHER, in_backward())
+        if not batch * m * n * k:  # an expert without tokens
+            return
+        nobody = OTHER, in_backward(), (0, 0)
+        name, backward, shape = self._stack[-1] if self._stack else nobody
+        self.count, self.last = self.count + 1, (m, n, k)
         if batch > 1 and name == OTHER:
             name = BATCHED
         head = self._head
@@ -227,10 +276,21 @@ class Witness:
             name, contracted = head.name, dict(zip(head.shape, ("dgrad", "fprop"), strict=True))
             gemm: Gemm = contracted.get(k, "wgrad")
         else:
-            gemm = self._which(name, backward, m, n, k)
+            gemm = self._which(name, backward, shape, m, n, k)
         entry = self.seen[(name, gemm, precision)]
         entry.calls += 1
         entry.flops += 2 * batch * m * n * k
+
+    def record_grouped(self, a: Tensor, b: Tensor, flops: int) -> None:
+        """Count one grouped GEMM; only a weight gradient is of two 2-D operands."""
+        name, backward, _ = self._stack[-1] if self._stack else (EXPERTS, in_backward(), (0, 0))
+        self.count, self.last = self.count + 1, (a.shape[-2], b.shape[-1], a.shape[-1])
+        gemm: Gemm = "fprop"
+        if backward:
+            gemm = "wgrad" if a.dim() == b.dim() == 2 else "dgrad"
+        entry = self.seen[(name, gemm, min(operand_precision(a), operand_precision(b)))]
+        entry.calls += 1
+        entry.flops += flops
 
     def record_as(self, gemm: Gemm, flops: int, precision: str) -> None:
         """Count one GEMM of the running layer whose kind the engine names itself."""
@@ -239,11 +299,13 @@ class Witness:
         entry.calls += 1
         entry.flops += flops
 
-    def _which(self, name: str, backward: bool, m: int, n: int, k: int) -> Gemm:
+    def _which(
+        self, name: str, backward: bool, shape: tuple[int, int], m: int, n: int, k: int
+    ) -> Gemm:
         layer = self._plan.get(name)
         if not backward or layer is None:
             return "dgrad" if backward else "fprop"
-        rows, columns = layer.shape
+        rows, columns = shape
         contracts_outputs = k == rows and columns in (m, n)
         makes_weight = {m, n} == {rows, columns}
         if contracts_outputs and makes_weight:
@@ -320,8 +382,7 @@ class _Dispatch(TorchDispatchMode):
             sizes = {2: a.numel() * b.shape[-1], 3: a.shape[-2] * b.numel()}[a.dim()]
             if a.dim() == b.dim() == 2:  # wgrad: [K, tokens] x [tokens, N]
                 sizes = a.shape[0] * b.numel()
-            gemm: Gemm = "dgrad" if in_backward() else "fprop"
-            self._add(EXPERTS, gemm, operand_precision(a), 2 * sizes)
+            self.witness.record_grouped(a, b, 2 * sizes)
         elif packet in _ATTENTION_MATMULS:
             backward = packet.__name__.endswith("backward")
             q, k = args[1:3] if backward else args[0:2]

@@ -85,3 +85,29 @@ def test_checkpointing_gives_the_same_gradients(make_llama, backend, scaling) ->
     assert losses == pytest.approx(again, rel=1e-4)
     for name, gradient in plain.items():
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "scaling"), [("torchao", "tensorwise"), ("torchao", "rowwise")]
+)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_train_in_fp8(backend, scaling, implementation) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = MixtralConfig(**shape, **heads, vocab_size=272, use_cache=False)
+    model = MixtralForCausalLM(config).train().cuda()
+    model.set_experts_implementation(implementation)
+    accelerator = setup_fp8_mixed_precision_training(backend, scaling=scaling, compile="off")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for seed in range(3):
+        rows = {k: v.cuda() for k, v in batch(4, 100, seed=seed).items()}
+        accelerator.backward(model(**rows).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt = get_receipt()
+    experts = [row for row in receipt.layers if ".experts." in row.name]
+    assert receipt.status == "proven"
+    assert {(row.fprop, row.dgrad, row.wgrad) for row in experts} == {("fp8", "fp8", "fp8")}

@@ -1,0 +1,260 @@
+"""FP8 for matmuls whose weight is a plain `nn.Parameter` and not a linear layer.
+
+There is no module to swap, so the *call* is caught. The module that owns declared parameters
+(`declared`) changes class, as a linear layer does, and its forward runs inside a
+`TorchFunctionMode`. That sees each call of PyTorch before it is dispatched: where exactly one
+operand of a product (`products`) is a planned parameter, or a view of its memory, the engine
+multiplies, by the very function that serves its linear layers, in 2-D products (`contraction`).
+Everything else passes through untouched, so the model's own code decides what is multiplied, and
+gradients reach the parameter through the views it took itself.
+
+A product of a planned parameter that cannot be served in FP8 (K or N not aligned, `out=`, an einsum
+of three) raises; one that is not seen as such (of a cast or a copy of the parameter, inside a
+kernel of somebody else, outside its owner's forward) is caught by the proof's witness.
+
+A gather of whole matrices, `weight[expert_ids]`, is remembered, and its product made from the
+parameter itself: each expert's matrix is quantised and multiplied once, not once a token.
+
+Limits: `torch.compile` leaves these modules' forwards out, since the mode asks tensors for their
+memory. A part of the forward that is checkpointed *inside* it is recomputed outside the mode;
+checkpoint the module, or what contains it. Tensor parallel weights (DTensors) are refused; FSDP2
+shows whole ones while the forward runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from finetune.errors import ConversionError
+from finetune.precision.backend import Backend, compute_dtype, reduce_as_plain
+from finetune.precision.contraction import Linear, contract, gathered, grouped
+from finetune.precision.planner import LayerPlan, alignment
+from finetune.precision.products import products, read
+
+
+class Observer(Protocol):
+    """Is told which parameter each 2-D product belongs to, and its (N, K)."""
+
+    def enter(self, name: str, shape: tuple[int, int]) -> None:
+        """A product of this parameter begins."""
+        ...
+
+    def leave(self) -> None:
+        """It has ended."""
+        ...
+
+    def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
+        """Its gradients run in the autograd nodes between `y` and `inputs`."""
+        ...
+
+
+@dataclass
+class Seat:
+    """A planned parameter of a module, and what multiplies by it."""
+
+    layer: LayerPlan
+    linear: Linear
+
+    @property
+    def local(self) -> str:
+        """Its name within the module."""
+        return self.layer.name.rpartition(".")[2]
+
+
+class Parameters:
+    """Finds the parameter whose memory a tensor shows: the same object, or a view in any way."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
+
+    def add(self, name: str, parameter: Tensor | None) -> None:
+        """Know a parameter by this name; one of a tensor subclass has no memory of its own."""
+        if type(parameter) is nn.Parameter:
+            # Kept alive with its storage, whose address is the key.
+            self._by_storage[parameter.untyped_storage()._cdata][id(parameter)] = name, parameter
+
+    def find(self, x: Any) -> str | None:
+        """Name of the parameter that `x` is or is a view of."""
+        if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+            return None
+        held = self._by_storage.get(x.untyped_storage()._cdata, {})
+        for name, parameter in held.values():
+            begin = parameter.storage_offset()
+            inside = begin <= x.storage_offset() < begin + max(parameter.numel(), 1)
+            if inside and x.dtype == parameter.dtype:
+                return name
+        return None
+
+
+_TAKES = (Tensor.__getitem__, torch.index_select, Tensor.index_select)
+
+
+def taken_matrices(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """The index [S] of a call that takes whole matrices from a stack, `weight[index]`, or None."""
+    if func not in _TAKES or not isinstance(args[0], Tensor) or args[0].dim() < 3:
+        return None
+    index = args[-1]
+    if func is not Tensor.__getitem__ and (len(args) != 3 or args[1] != 0):
+        return None
+    whole = isinstance(index, Tensor) and index.dim() == 1
+    return index if whole and index.dtype in (torch.int32, torch.int64) else None
+
+
+class ParameterMode(TorchFunctionMode):
+    """Multiplies by a module's planned parameters in FP8 while its forward runs."""
+
+    def __init__(self, owner: ParameterMixin) -> None:
+        super().__init__()
+        self.seats = {seat.layer.name: seat for seat in owner.fp8_seats}
+        self.observers = owner.fp8_observers
+        self.multiple = alignment(owner.fp8_backend.precision)
+        self._parameters = Parameters()
+        self._taken = WeakTensorKeyDictionary()
+        for name, seat in self.seats.items():
+            parameter = getattr(owner, seat.local)
+            if type(parameter) is not nn.Parameter:
+                raise ConversionError(
+                    f"{name!r} is planned in FP8 and is a {type(parameter).__name__} in its "
+                    "module's forward",
+                    where=name,
+                    why="its matmuls cannot be recognised; they would run in another precision",
+                    fix=f"keep it high with precision.keep={name}; with FSDP2, wrap a layer that "
+                    "contains the module; tensor parallel weights are not served",
+                )
+            self._parameters.add(name, parameter)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _TAKES:
+            return self._take(func, args, kwargs)
+        if func not in products():
+            return func(*args, **kwargs)
+        given = [*tensors_of(args), *tensors_of(kwargs.values())]
+        names = [name for x in given if (name := self._name_of(x)) is not None]
+        if len(names) != 1:  # of two parameters there are no tokens in the product
+            return func(*args, **kwargs)
+        return self._multiply(names[0], func, args, kwargs)
+
+    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
+        y, index = func(*args, **kwargs), taken_matrices(func, args)
+        if index is not None and self._parameters.find(args[0]) is not None:
+            self._taken[y] = args[0], index
+        return y
+
+    def _name_of(self, x: Tensor) -> str | None:
+        taken = self._taken.get(x)
+        return self._parameters.find(x if taken is None else taken[0])
+
+    def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Tensor:
+        seat, call = self.seats[name], read(func, args, kwargs)
+        if call is None:
+            raise _refused(name, func, "this form of the call is not served")
+        a, b = self._name_of(call.a), self._name_of(call.b)
+        if a is None and b is None:  # it was the bias
+            return func(*args, **kwargs)
+        product = call.product(weight_first=a is not None)
+        taken = self._taken.get(product.w)
+        linear = functools.partial(self._linear, seat)
+        if call.ends is not None:
+            if a is not None or taken is not None:
+                raise _refused(name, func, "the parameter must be the stack of the groups' weights")
+            self._check_aligned(seat, func, (call.b.shape[2], call.b.shape[1]))
+            return grouped(call.a, call.b.mT, call.ends.tolist(), linear)
+        if taken is None:
+            product = product.narrowed()
+        if not product.is_linear:
+            raise _refused(name, func, "it is no linear product of tokens and weights")
+        self._check_aligned(seat, func, product.shape)
+        if taken is None:
+            return contract(product, linear)
+        source, index = taken
+        if product.batch != product.of_w[:1]:
+            raise _refused(name, func, "gathered matrices are multiplied by one token each")
+        return gathered(product, source, index, linear)
+
+    def _check_aligned(self, seat: Seat, func: Any, shape: tuple[int, int]) -> None:
+        for label, size in zip("NK", shape, strict=True):
+            if size % self.multiple:
+                why = f"{label}={size} of this product is not a multiple of {self.multiple}"
+                raise _refused(seat.layer.name, func, why)
+
+    def _linear(self, seat: Seat, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        if not x.shape[0]:  # an expert without tokens has nothing to scale
+            dtype = compute_dtype(x)
+            return x.to(dtype) @ w.to(dtype).t()
+        name, shape = seat.layer.name, (w.shape[0], w.shape[1])
+        for observer in self.observers:
+            observer.enter(name, shape)
+        try:
+            y = seat.linear(x, w, bias)
+        finally:
+            for observer in self.observers:
+                observer.leave()
+        for observer in self.observers:
+            observer.watch(name, shape, y, (x, w, bias))
+        return y
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors among a call's arguments or results, also one list deep."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (x for x in value if isinstance(x, Tensor))
+
+
+def _refused(name: str, func: Any, why: str) -> ConversionError:
+    return ConversionError(
+        f"{name!r} is planned in FP8 and is multiplied in a way that cannot run in FP8",
+        where=f"{name}, in {getattr(func, '__name__', func)}",
+        why=why,
+        fix="multiply tokens by the parameter or a view of it, with matmul, F.linear, an einsum of "
+        f"two operands, bmm or grouped_mm; or keep it high with precision.keep={name}",
+    )
+
+
+class ParameterMixin:
+    """In front of a module's own class: training multiplies by its planned parameters in FP8."""
+
+    fp8_backend: Backend
+    fp8_seats: list[Seat]
+    fp8_observers: list[Observer]
+    fp8_original: ClassVar[type[nn.Module]]
+    training: bool
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, ParameterMixin):  # accelerate keeps a root's forward after a revert
+            return type(self).forward(self, *args, **kwargs)
+        reverted = "fp8_seats" not in self.__dict__  # and FSDP2's class has stayed in front
+        if reverted or (not self.training and self.fp8_backend.precision.eval == "high"):
+            return self.fp8_original.forward(self, *args, **kwargs)  # pyright: ignore
+        with ParameterMode(self):
+            return self.fp8_original.forward(self, *args, **kwargs)  # pyright: ignore
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_as_plain(self, protocol)
+
+
+@functools.cache
+def parameter_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of a converted owner, under the same name: FSDP wraps layers by it."""
+    facts = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    members: dict[str, Any] = {"fp8_original": original}
+    return type(original.__name__, (ParameterMixin, original), members | facts)
+
+
+def seats(backend: Backend, module: nn.Module, layers: list[LayerPlan]) -> dict[str, Any]:
+    """Attributes of a converted owner of these planned parameters."""
+    found = [Seat(layer, backend.linear(module, layer)) for layer in layers]
+    return {"fp8_backend": backend, "fp8_seats": found, "fp8_observers": []}
