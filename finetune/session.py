@@ -25,6 +25,7 @@ from finetune.config import PrecisionConfig
 from finetune.device import Device, Resolution, resolve, this_device, version
 from finetune.errors import OrderError, PrecisionError
 from finetune.precision import convert
+from finetune.precision.declared import iter_parameters
 from finetune.precision.planner import iter_weights, plan, refuse_quantised
 from finetune.proof import Proof, named_trainable
 from finetune.receipt import Receipt
@@ -228,6 +229,7 @@ class Session:
                 self._undo.append(float32.make_exact())
             case _:
                 pass
+        self._choose_engine_for(model)
         before = {name: p.numel() for name, p in named_trainable(model).items()}
         the_plan = plan(model, self.precision)
         conversion = convert.apply(model, the_plan, hardware=bool(self.device.has_fp8))
@@ -247,6 +249,21 @@ class Session:
         if self.precision.compute == "fp32":
             float32.check_exact()
         self._compile(conversion)
+
+    def _choose_engine_for(self, model: nn.Module) -> None:
+        """`auto` prefers Transformer Engine, which has no door for weights that are no layers."""
+        r = self.resolution
+        takes = r.asked.backend == "auto" and self.precision.backend == "te"
+        if not takes or next(iter_parameters(model), None) is None:
+            return
+        try:
+            other = resolve(r.asked.model_copy(update={"backend": "torchao"}), self.device)
+        except PrecisionError:  # torchao cannot have it: the plan says what then stays high
+            return
+        why = "the model multiplies by plain parameters, which Transformer Engine cannot"
+        reason = f"{other.reason}; {why}"
+        self.resolution = Resolution(other.precision, r.asked, reason)
+        self.precision = other.precision
 
     def _compile(self, conversion: convert.Conversion) -> None:
         wanted, backend = self.precision.compile, self.precision.backend

@@ -690,3 +690,16 @@ def test_interrupted_recomputation_leaves_nothing_open(setup_backend, use_reentr
     assert [row.fprop for row in rows] == ["fp8", "fp8"]
     assert {row.calls["fprop"] for row in rows} == {8}, "forward and recomputation"
     assert get_receipt().status == "proven"
+
+
+def test_auto_takes_torchao_where_transformer_engine_cannot(te_stand_in) -> None:
+    from finetune import session
+    from finetune.config import ModelConfig
+    from finetune.model import load_model
+
+    model = load_model(ModelConfig(name="builtin:bdh_tiny", weights="random", dtype="float32"))
+    running = session.install(PrecisionConfig(compute="fp8", backend="auto"))
+    assert running.precision.backend == "te"
+    running.prepare_model(model)
+    assert running.precision.backend == "torchao"
+    assert "plain parameters" in running.resolution.reason
