@@ -140,7 +140,11 @@ class Quantised:
         self._data, self._scale = codes, scale
         kind = "_fp4_dtype" if isinstance(State.recipe, NVFP4BlockScaling) else "_fp8_dtype"
         setattr(self, kind, codes.dtype)
+        self._rowwise_data = codes
         self.tensors = codes, scale
+
+    def size(self):
+        return self._data.size()
 
 
 def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):

@@ -16,6 +16,7 @@ with the loss) are counted too, so that shares are of the whole step.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -350,12 +351,10 @@ class Witness:
 
 
 def _rows(x: Any) -> int:
-    """Tokens M of a wgrad operand [M, ...], also where TE holds only its transpose [..., M]."""
-    data = getattr(x, "_rowwise_data", getattr(x, "_data", x))
-    if isinstance(data, Tensor):
-        return data.numel() // data.shape[-1]
-    transposed = getattr(x, "_columnwise_data", getattr(x, "_transpose", None))
-    return int(transposed.shape[-1]) if isinstance(transposed, Tensor) else 0
+    """Tokens M of a wgrad operand [M, ...]; TE's tensors know their size whatever they hold."""
+    if getattr(x, "_fp4_dtype", None) is not None and x._rowwise_data is None:
+        return int(x._columnwise_data.shape[-1]) * 2  # transposed, two values a byte; size() warns
+    return math.prod(x.size()[:-1])
 
 
 class _Dispatch(TorchDispatchMode):
