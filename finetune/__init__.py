@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from finetune.hook import (
         teardown_fp8_mixed_precision_training as teardown_fp8_mixed_precision_training,
     )
+    from finetune.monitor import HealthMonitor as HealthMonitor
     from finetune.precision.convert import apply as apply
     from finetune.precision.convert import disabled as disabled
     from finetune.precision.convert import revert as revert
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "FinetuneError": "errors",
+    "HealthMonitor": "monitor",
     "PrecisionConfig": "config",
     "RunConfig": "config",
     "apply": "precision.convert",

@@ -157,6 +157,12 @@ class PrecisionConfig(Section):
     loss_scale_growth_interval: PositiveInt = Field(
         default=2000, description="fp16: steps without overflow after which the scale doubles"
     )
+    health_every: NonNegativeInt = Field(
+        default=50,
+        description="optimizer steps between logs of training health (amax, overflow, underflow, "
+        "quantisation and gradient noise by layer group); 0: none. That a loss or gradient is "
+        "finite is checked at every step anyway",
+    )
 
     @property
     def low(self) -> Literal["fp8", "fp4"]:

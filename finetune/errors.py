@@ -14,6 +14,7 @@
     ├── ConversionError        (RuntimeError)       the model does not equal its plan
     ├── OrderError             (RuntimeError)       helper and trainer called in the wrong order
     ├── ProofError             (RuntimeError)       the run is not what was asked: stopped
+    ├── NonFiniteError         (FloatingPointError) NaN or Inf in the loss, a gradient or a weight
     └── MemoryShortError       (MemoryError)        the run cannot fit this machine
 
 Every message answers four questions: *what* is wrong, *where*, *why* it matters, and *what to
@@ -96,6 +97,10 @@ class OrderError(FinetuneError, RuntimeError):
 
 class ProofError(FinetuneError, RuntimeError):
     """The first steps show that the run is not what was asked."""
+
+
+class NonFiniteError(FinetuneError, FloatingPointError):
+    """The loss, a gradient or a weight is NaN or Inf; stopped before anything is saved."""
 
 
 class MemoryShortError(FinetuneError, MemoryError):

@@ -32,6 +32,7 @@ def setup_fp8_mixed_precision_training(
     compile: Literal["auto", "on", "off"] = "auto",
     emulation: Literal["forbid", "allow", "exact"] = "forbid",
     on_unsupported: Literal["error", "bf16"] = "error",
+    health_every: int = 50,
     **more: Any,
 ) -> Accelerator:
     """Make every `Trainer`, `SFTTrainer` or `Accelerator` built after this call train in FP8.
@@ -63,6 +64,8 @@ def setup_fp8_mixed_precision_training(
         compile: `torch.compile` of each decoder layer; `auto` with torchao on a GPU.
         emulation: `allow` emulates FP8 where the device has none, `exact` in float32 products.
         on_unsupported: where FP8 cannot be had, stop or train in BF16 with a loud warning.
+        health_every: optimizer steps between logs of training health, of `Trainer`s (a loop
+            written by hand has no log); 0 for none. See `finetune.HealthMonitor`.
         **more: any other setting of a recipe's `precision` section by its name (`map`, `first_n`,
             `high_gemms`, `power_of_two_scales`, ...); the rest goes to `accelerate.Accelerator`.
 
@@ -77,6 +80,8 @@ def setup_fp8_mixed_precision_training(
     """
     from accelerate import Accelerator
     from pydantic import ValidationError
+
+    from finetune.monitor import watch_trainers
 
     name = str(backend).lower()
     if scaling is None:
@@ -109,6 +114,7 @@ def setup_fp8_mixed_precision_training(
                 "compile": compile,
                 "emulation": emulation,
                 "on_unsupported": on_unsupported,
+                "health_every": health_every,
                 **settings,
             }
         )
@@ -119,7 +125,9 @@ def setup_fp8_mixed_precision_training(
             f"{name}: {first['msg']}" if name else first["msg"].removeprefix("Value error, "),
             where="setup_fp8_mixed_precision_training(...)",
         ) from None
-    resolution = session.install(precision).resolution
+    running = session.install(precision)
+    watch_trainers(running)
+    resolution = running.resolution
     if resolution.fallback:
         import warnings
 

@@ -3,8 +3,9 @@
 Accelerate's own FP8 path is not used at all (what it does is told in FP8_FINDINGS.md). Instead the
 accelerator runs in BF16 mixed precision, which is what everything outside FP8 GEMMs shall have,
 and `Accelerator.prepare` first converts the model by our plan. Three methods of `Accelerator` are
-patched while a session is in force; the receipt lists them and `uninstall` takes them away. What
-other compute types need is in `finetune.loss_scaling` and `finetune.float32`.
+patched while a session is in force (and by the helper `Trainer.train`, for `HealthMonitor`); the
+receipt lists them and `uninstall` takes them away. What other compute types need is in
+`finetune.loss_scaling` and `finetune.float32`.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class Session:
         """Patch `Accelerator` so that what is prepared from now on follows this session."""
         from accelerate import Accelerator
 
-        self._patch(Accelerator, "__init__", self._make_init)
-        self._patch(Accelerator, "prepare", self._make_prepare)
-        self._patch(Accelerator, "prepare_model", self._make_prepare_model)
+        self.patch(Accelerator, "__init__", self._make_init)
+        self.patch(Accelerator, "prepare", self._make_prepare)
+        self.patch(Accelerator, "prepare_model", self._make_prepare_model)
 
     def uninstall(self, *, replaced: bool = False) -> None:
         """Take patches away and give every model its plain layers back.
@@ -96,7 +97,8 @@ class Session:
             if replaced:
                 guards.guard(conversion.model)
 
-    def _patch(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    def patch(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace a method by `make(method)` until the session ends."""
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(make(original)))
         self._undo.append(lambda: setattr(owner, name, original))
@@ -388,6 +390,11 @@ def _end(*, replaced: bool) -> None:
     if _session is not None:
         _session.uninstall(replaced=replaced)
         _session = None
+
+
+def in_force() -> Session | None:
+    """The session in force, None when there is none."""
+    return _session
 
 
 def current() -> Session:

@@ -150,6 +150,7 @@ def train(
         ScalingStateKeeper,
         peak_memory_gib,
     )
+    from finetune.monitor import HealthMonitor
 
     config, device = recipe.config, this_device()
     preflight(config, device, force=force)
@@ -197,6 +198,8 @@ def train(
             else None,
             callbacks=[metrics, bar, stop, ScalingStateKeeper(running, resume)],
         )
+        monitor = HealthMonitor(trainer, say=lambda line: console.print(f"[yellow]! {line}[/]"))
+        trainer.add_callback(monitor)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         if running.precision.compute == "fp16":
@@ -213,6 +216,7 @@ def train(
             interrupted = True
         finally:
             bar.close()
+            monitor.close()
             receipt = running.receipt()
             receipt.run = {"name": recipe.name, "folder": str(folder)}
             if main_process:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -40,3 +42,29 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     assert receipt.precision["compile"] == "on: 2 decoder layers, after the witnessed step"
     assert not counters["graph_break"]
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None:
+    """A part of the layers runs uncompiled while it is looked into; nothing is compiled anew."""
+    from finetune.health import OperandWatch
+    from finetune.precision.convert import conversion_of
+
+    accelerator = setup_backend("torchao", scaling="tensorwise", compile="on")
+    model = make_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    watch = OperandWatch(model, conversion_of(model))
+    seen, frames = [], []
+    for seed in range(6):
+        looks = seed in (3, 4)
+        with watch.watching() if looks else contextlib.nullcontext():
+            accelerator.backward(model(**batch(seed=seed)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        frames.append(counters["frames"]["ok"])
+        if looks:
+            seen.append(watch.tallies[("mlp", "x")].worst[1].split(".")[2])
+    assert seen == ["0", "1"]
+    assert watch.tallies[("mlp", "g")].layers == 3, "of one of the two layers"
+    assert frames[-1] == frames[2]

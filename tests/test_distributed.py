@@ -13,11 +13,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def launch(out: Path, mode: str) -> list[dict]:
+def launch(out: Path, mode: str, module: str = "tests.distributed_worker") -> list[dict]:
     port = 29500 + os.getpid() % 2000
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-        f"--master_port={port}", "-m", "tests.distributed_worker", str(out), mode,
+        f"--master_port={port}", "-m", module, str(out), mode,
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from finetune import get_receipt, session
 from finetune.config import PrecisionConfig
-from finetune.errors import ConfigError, PrecisionError, ProofError
+from finetune.errors import ConfigError, NonFiniteError, PrecisionError, ProofError
+from finetune.loss_scaling import refuse_vanished_scale
 from finetune.recipe import load_recipe
 from finetune.trainer import RunReport, train
 from tests.conftest import batch
@@ -142,9 +143,16 @@ def test_a_run_that_no_scale_can_save_is_stopped(tmp_path, monkeypatch) -> None:
         return model
 
     monkeypatch.setattr(trainer, "load_model", broken)
-    with pytest.raises(ProofError, match=r"loss scale of 0\.5[\s\S]*3 steps were skipped"):
+    with pytest.raises(NonFiniteError, match=r"step 1;[\s\S]*layers\.2\.mlp\.up_proj\.weight"):
         run(tmp_path, "precision.loss_scale_init=4", "train.max_steps=9")
     assert not list(tmp_path.glob("**/model"))
+
+
+def test_a_scale_that_has_vanished_is_refused() -> None:
+    """The last resort: a gradient that no scale can save is named before (`Finiteness`)."""
+    refuse_vanished_scale(1.0, 3)
+    with pytest.raises(ProofError, match=r"loss scale of 0\.5[\s\S]*3 steps were skipped"):
+        refuse_vanished_scale(0.5, 3)
 
 
 def test_adapters_train_over_a_frozen_bfloat16_base(tmp_path) -> None:

@@ -162,8 +162,12 @@ def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
 
 def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
     from accelerate import Accelerator
+    from transformers import Trainer
 
-    before = Accelerator.__init__, Accelerator.prepare, torch.autograd.backward
+    def patched_by_us():
+        return Accelerator.__init__, Accelerator.prepare, Trainer.train, torch.autograd.backward
+
+    before = patched_by_us()
     model = make_llama()
     accelerator = setup_backend("emulated")
     patched = get_receipt().environment["patches"]
@@ -171,12 +175,13 @@ def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
         "accelerate.accelerator.Accelerator.__init__",
         "accelerate.accelerator.Accelerator.prepare",
         "accelerate.accelerator.Accelerator.prepare_model",
+        "transformers.trainer.Trainer.train",
     ]
     model = accelerator.prepare(model)
     model(**batch())  # the witness waits for a backward
     assert any(isinstance(m, Fp8Mixin) for m in model.modules())
     teardown_fp8_mixed_precision_training()
-    assert (Accelerator.__init__, Accelerator.prepare, torch.autograd.backward) == before
+    assert patched_by_us() == before
     assert not any(isinstance(m, Fp8Mixin) for m in model.modules())
     with pytest.raises(OrderError, match="no receipt"):
         get_receipt()
@@ -190,7 +195,7 @@ def test_second_setup_replaces_the_first(make_llama, setup_backend) -> None:
     setup_backend("torchao", scaling="rowwise").prepare(second)
     assert not any(isinstance(m, Fp8Mixin) for m in first.modules())
     assert get_receipt().precision["scaling"] == "rowwise"
-    assert len(get_receipt().environment["patches"]) == 3
+    assert len(get_receipt().environment["patches"]) == 4
 
 
 def test_bf16_training_after_fp8_in_one_process(make_llama, setup_backend) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,10 @@ class Backend:
 
     def begin_step(self) -> None:
         """A training forward begins (not a recomputation, not an evaluation)."""
+
+    def scale_in_force(self, module: nn.Module, operand: Literal["x", "w", "g"]) -> Tensor | None:
+        """The scale that delayed scaling uses for this operand now, None where none is kept."""
+        return None
 
     def effective(self) -> dict[str, Any]:
         """The recipe in force, as the engine itself reports it."""

@@ -31,6 +31,7 @@ class Conversion:
         plan: what the model now equals.
         backend: the engine, None when the plan has no FP8 layer.
         around: context managers entered around every call of the model.
+        compiled: decoder layers under `torch.compile`.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan, backend: Backend | None) -> None:
@@ -39,7 +40,7 @@ class Conversion:
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self._changed: list[tuple[nn.Module, type[nn.Module], list[str]]] = []
         self._checkpointed: list[tuple[nn.Module, Any]] = []
-        self._compiled: list[nn.Module] = []
+        self.compiled: list[nn.Module] = []
         self._applied = False
 
     # ---------------------------------------------------------------------------- apply, revert
@@ -114,9 +115,9 @@ class Conversion:
                 module.__dict__.pop(name, None)
         for module, function in self._checkpointed:
             module.__dict__["_gradient_checkpointing_func"] = function
-        for module in self._compiled:
+        for module in self.compiled:
             module._compiled_call_impl = None
-        self._changed, self._checkpointed, self._compiled = [], [], []
+        self._changed, self._checkpointed, self.compiled = [], [], []
         self.around.clear()
         self._applied = False
 
@@ -133,8 +134,8 @@ class Conversion:
         for module in self.model.modules():
             if type(module).__name__ in names and not isinstance(module, ParameterMixin):
                 module.compile()
-                self._compiled.append(module)
-        return len(self._compiled)
+                self.compiled.append(module)
+        return len(self.compiled)
 
     # -------------------------------------------------------------------------- a call of the model
 

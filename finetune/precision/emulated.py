@@ -177,6 +177,11 @@ class EmulatedBackend(Backend):
             rule = HeldWeight(rule, self._updates)
         return {"fp8_rule": rule}
 
+    def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
+        rule: Any = module.fp8_rule
+        rule = rule.rule if isinstance(rule, HeldWeight) else rule
+        return rule.scale_in_force(operand) if isinstance(rule, DelayedRule) else None
+
     def begin_step(self) -> None:
         if self.state is not None:
             self.state.advance()

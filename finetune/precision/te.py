@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,14 @@ class TransformerEngineBackend(Backend):
                 return checkpoint(phased, *args, **kwargs)
 
         return wrapped
+
+    def scale_in_force(self, module: nn.Module, operand: Literal["x", "w", "g"]) -> Tensor | None:
+        engine: Any = module.fp8_engine
+        wanted, index = {"x": ("scaling_fwd", 0), "w": ("scaling_fwd", 1), "g": ("scaling_bwd", 0)}[
+            operand
+        ]
+        states = {direction: state.scale for direction, state in _delayed_states(engine)}
+        return states[wanted][index] if wanted in states else None
 
     def effective(self) -> dict[str, Any]:
         return {"engine": "transformer_engine", "recipe": repr(self.recipe)}

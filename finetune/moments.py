@@ -1,0 +1,176 @@
+"""What the optimizer says about training: gradient signal against noise, update against weight.
+
+*Gradient signal-to-noise ratio.* Adam keeps running means m of the gradient g and v of its square
+(Kingma & Ba, arXiv 1412.6980). With the bias corrections of its section 3,
+
+    m̂ = m / (1 - β1^t)      v̂ = v / (1 - β2^t)      ratio = Σ m̂² / Σ (v̂ - m̂²)
+
+is the squared mean gradient over its variance, summed over a group's elements: the inverse of the
+"simple noise scale" of McCandlish et al. (arXiv 1812.06162, equation 2.9) at the batch size in use,
+and for one parameter the ratio of Liu et al. (arXiv 2001.07384). It comes for free, and has two
+limits. m̂ still holds noise of its own: gradients without any signal read (1 - β1) / (2 β1), 0.056
+for β1 = 0.9, so only what lies above that floor is signal. And what clipping has scaled is seen
+scaled. Without both moments at hand there is no ratio: SGD, Adafactor, Lion.
+
+*Update-to-weight ratio.* ‖w after - w before‖ / ‖w before‖ of one optimizer step. About 1e-3 is
+usual at the peak of a healthy schedule; far below, BF16 weights (8 bits of mantissa) stand still.
+
+Both look at up to `SAMPLE` elements of each parameter, evenly spread, so memory is bounded; sums
+are scaled up to the whole parameter. Moments stored in 8 or 4 bits are looked up element by
+element, never dequantised as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+SAMPLE = 2**14
+
+
+@dataclass
+class Ratio:
+    """Numerator and denominator, summed over a group, before the last step of the formula."""
+
+    above: float = 0.0
+    below: float = 0.0
+
+    def __add__(self, other: Ratio) -> Ratio:
+        return Ratio(self.above + other.above, self.below + other.below)
+
+
+def spread(numel: int) -> slice:
+    """At most `SAMPLE` indices of a flat tensor, evenly spread."""
+    return slice(0, numel, max(1, -(-numel // SAMPLE)))
+
+
+def sample(value: Tensor) -> Tensor:
+    """Up to `SAMPLE` elements of a tensor (of this process's shard), float32, a copy."""
+    local = getattr(value, "_local_tensor", value).detach()
+    return local.reshape(-1)[spread(local.numel())].float().clone()
+
+
+def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float] | None:
+    """Sampled m and v (float32) and the step count of one parameter's AdamW state.
+
+    Args:
+        state: the optimizer's own, of torch, torchao (8 bits, 4 bits, FP8) or bitsandbytes.
+        numel: elements of the parameter (of this process's shard).
+
+    Returns:
+        None where the optimizer keeps no such moments, or of another shape.
+    """
+    where = spread(numel)
+    if "exp_avg" in state and "exp_avg_sq" in state:
+        m, v = (_stored(state[name], numel, where) for name in ("exp_avg", "exp_avg_sq"))
+    elif "state1" in state and "state2" in state:  # bitsandbytes
+        m, v = (_stored_by_bitsandbytes(state, i, numel, where) for i in ("1", "2"))
+    else:
+        return None
+    step = float(state.get("step", 0))
+    return (m, v, step) if m is not None and v is not None and step > 0 else None
+
+
+def _stored(moment: Any, numel: int, where: slice) -> Tensor | None:
+    local = getattr(moment, "_local_tensor", moment)
+    codes = getattr(local, "codes", None)
+    if codes is None:
+        return local.reshape(-1)[where].float() if local.numel() == numel else None
+    # torchao's quantised states: blocks of `block_size` share a scale; 4-bit codes are packed.
+    index = torch.arange(where.start, numel, where.step, device=codes.device)
+    packed = codes.numel() * 2 == numel
+    if not packed and codes.numel() != numel:
+        return None
+    flat = codes.reshape(-1)
+    picked = flat[index // 2] if packed else flat[index]
+    if packed:
+        picked = torch.where(index % 2 == 0, picked >> 4, picked & 0b1111)
+    values = picked.float() if picked.is_floating_point() else local.qmap[picked.long()]
+    return values * local.scale[index // local.block_size]
+
+
+def _stored_by_bitsandbytes(
+    state: dict[str, Any], which: str, numel: int, where: slice
+) -> Tensor | None:
+    stored = state[f"state{which}"]
+    if stored.numel() != numel:  # AdEMAMix keeps two averages in one
+        return None
+    picked = stored.reshape(-1)[where]
+    if stored.dtype != torch.uint8:
+        return picked.float()
+    scales = state[f"absmax{which}"]
+    index = torch.arange(where.start, numel, where.step, device=stored.device)
+    # As many blocks as scales; a small last block is short, so the size is a power of two.
+    block = 1 << (-(-numel // scales.numel()) - 1).bit_length()
+    return state[f"qmap{which}"].to(stored.device)[picked.long()] * scales[index // block]
+
+
+@torch.no_grad()
+def gradient_snr(
+    named: Iterable[tuple[str, Tensor]], optimizer: Optimizer, groups: dict[str, str]
+) -> dict[str, Ratio]:
+    """Per group Σ m̂² and Σ (v̂ - m̂²), after an optimizer step.
+
+    Args:
+        named: trainable parameters by name.
+        optimizer: the one that owns them, plain or wrapped by Accelerate.
+        groups: parameter name -> group.
+
+    Returns:
+        Nothing for groups whose parameters have no moments.
+    """
+    betas = {id(p): g.get("betas") for g in optimizer.param_groups for p in g["params"]}
+    sums: dict[str, list[Tensor]] = {}
+    for name, parameter in named:
+        pair, local = betas.get(id(parameter)), getattr(parameter, "_local_tensor", parameter)
+        found = moments_of(optimizer.state.get(parameter, {}), local.numel())
+        if found is None or not pair or len(pair) != 2 or not local.numel():
+            continue
+        m, v, step = found
+        m_hat, v_hat = m / (1 - pair[0] ** step), v / (1 - pair[1] ** step)
+        signal = m_hat.double().square().sum()
+        both = torch.stack((signal, v_hat.double().sum() - signal)) * (local.numel() / len(m))
+        sums.setdefault(groups[name], []).append(both)
+    return {group: Ratio(*torch.stack(parts).sum(0).tolist()) for group, parts in sums.items()}
+
+
+@torch.no_grad()
+def update_ratio(
+    before: dict[str, Tensor], named: Iterable[tuple[str, Tensor]], groups: dict[str, str]
+) -> dict[str, Ratio]:
+    """Per group ‖Δw‖² and ‖w‖², of samples taken before and after an optimizer step.
+
+    Args:
+        before: parameter name -> `sample(parameter)` before the step.
+        named: the same parameters after it.
+        groups: parameter name -> group.
+    """
+    sums: dict[str, list[Tensor]] = {}
+    for name, parameter in named:
+        old = before.get(name)
+        if old is None or not old.numel():
+            continue
+        local = getattr(parameter, "_local_tensor", parameter)
+        parts = (sample(parameter) - old).double().square().sum(), old.double().square().sum()
+        sums.setdefault(groups[name], []).append(torch.stack(parts) * (local.numel() / len(old)))
+    return {group: Ratio(*torch.stack(parts).sum(0).tolist()) for group, parts in sums.items()}
+
+
+def ratio_row(snr: dict[str, Ratio], update: dict[str, Ratio]) -> dict[str, float]:
+    """`health/attn/grad_snr` and `health/attn/update_ratio`: what is logged."""
+    row = {
+        f"health/{group}/grad_snr": r.above / r.below
+        for group, r in snr.items()
+        if r.below > 1e-6 * r.above  # after one step m̂² = v̂: no variance to tell yet
+    }
+    row |= {
+        f"health/{group}/update_ratio": (r.above / r.below) ** 0.5
+        for group, r in update.items()
+        if r.below > 0
+    }
+    return row
