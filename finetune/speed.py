@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from finetune import session
+from finetune import float32, session
 from finetune.device import Device, this_device
 from finetune.gpus import find_gpu
 from finetune.proof import Proof
@@ -87,7 +86,7 @@ class Speed:
             tell("peak", f"the peak of {device.name!r} is not known here, so there is no MFU")
             return row
         row["health/bandwidth_at_least"] = speed / gpu.gb_s
-        tf32 = torch.get_float32_matmul_precision() != "highest"
+        tf32 = float32.in_force()["cuda.matmul"] == "tf32"
         share = None if _emulates() else mfu(self.work, self.tokens, self.seconds, gpu, tf32=tf32)
         return row if share is None else row | {"health/mfu": share}
 
