@@ -7,6 +7,10 @@ every cast uses the scale of the step's beginning and records its amax; then the
 scales aside for recomputation. We update at the beginning of the next training forward instead: the
 scales in use are the same, and a checkpointed layer that is recomputed during backward finds its
 scales untouched and records the same amaxes once more, which changes nothing.
+
+As in TE, the history of gradients is one of its own: it moves on when a backward has run, and not
+with a forward that had none. (After two forwards and one backward through both TE moves it on
+twice, we once, with the larger amax.)
 """
 
 from __future__ import annotations
@@ -65,9 +69,12 @@ class DelayedState:
         if self.steps:
             if self.reduce and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(self.current, op=dist.ReduceOp.MAX)
-            self.history = self.history.roll(1, 0)
-            self.history[0] = self.current
-            window = self.history.amax(0) if self.algorithm == "max" else self.current
+            moves = torch.ones_like(self.current, dtype=torch.bool)
+            moves[OPERANDS.index("g") :: 3] = self.current[OPERANDS.index("g") :: 3].any()
+            rolled = self.history.roll(1, 0)
+            rolled[0] = self.current
+            self.history = torch.where(moves, rolled, self.history)
+            window = self.history.amax(0) if self.algorithm == "max" else self.history[0]
             usable = (window > 0) & window.isfinite()
             most = torch.finfo(torch.float32).max
             new = (self.largest / window / 2**self.margin).clamp(max=most)
@@ -97,7 +104,8 @@ class DelayedRule:
         """Codes with the scale of the step's beginning; records the amax."""
         state, index = self.state, self.index(operand)
         state.to(x.device)
-        state.current[index] = torch.maximum(state.current[index], amax(x))
+        # Not `maximum`: a NaN in the history would hold the scale for as long as it stays there.
+        state.current[index] = torch.fmax(state.current[index], amax(x))
         # A copy: codes saved for backward keep the scale that made them.
         scale = state.scale[index].clone()
         fmt = state.formats[operand]

@@ -176,10 +176,16 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
     return x.abs().amax(dim, keepdim=True).float()
 
 
-def scale_from_amax(amax: Tensor, fmt: Format, *, pow2: bool = False) -> Tensor:
-    """`max / amax` in float32, of the same shape as `amax`; with `pow2` rounded down to 2^n."""
+def scale_from_amax(
+    amax: Tensor, fmt: Format, *, pow2: bool = False, floor: float = AMAX_FLOOR
+) -> Tensor:
+    """`max / amax` in float32, of the same shape as `amax`; with `pow2` rounded down to 2^n.
+
+    An amax below `floor` counts as that, so that scales are finite; an infinite one gives 0, which
+    makes NaN of the infinity: it is not hidden.
+    """
     # Not `max / amax`: torch turns that into a reciprocal and a product, which rounds twice.
-    scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=AMAX_FLOOR))
+    scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=floor))
     return floor_pow2(scale) if pow2 else scale
 
 
