@@ -168,9 +168,7 @@ class BlockwiseRule:
         fmt = self.formats[operand]
         tile = (BLOCK, BLOCK) if operand == "w" else along(dim, BLOCK)
         blocks = split(x, tile)
-        scale = scale_from_amax(
-            block_amax(blocks), fmt, pow2=self.pow2, floor=fmt.max / FLOAT_MAX
-        )
+        scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2, floor=fmt.max / FLOAT_MAX)
         values = to_codes(blocks * widen(scale), fmt)
         return Codes(join(values, x), _one(x), fmt, self.in_bf16, scale.reciprocal(), tile)
 
