@@ -65,7 +65,7 @@ def grid(fmt: Format) -> Tensor:
     return torch.from_numpy(np.unique(values[np.isfinite(values)]))
 
 
-# --------------------------------------------------------------------------------- every 16-bit number
+# ------------------------------------------------------------------------------ every 16-bit number
 
 
 @by_source
@@ -154,7 +154,7 @@ def test_on_grid(fmt) -> None:
     assert not on_grid(torch.tensor([0.0, torch.inf]), fmt)
 
 
-# -------------------------------------------------------------------------------- any float32 number
+# ------------------------------------------------------------------------------- any float32 number
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 formats = st.sampled_from([E4M3, E5M2, E2M1])
@@ -281,7 +281,7 @@ def test_nan_and_infinity_are_not_hidden(fmt) -> None:
     assert float(round_to(torch.tensor([-torch.inf]), fmt)) == -fmt.max
 
 
-# ----------------------------------------------------------------------------------- the scaled GEMM
+# ---------------------------------------------------------------------------------- the scaled GEMM
 
 
 def some_codes(rows: int, columns: int, fmt: Format, seed: int, **facts) -> Codes:

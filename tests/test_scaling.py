@@ -11,32 +11,27 @@ operations included.
 from __future__ import annotations
 
 import math
-import warnings
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import LinearMMConfig
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.kernels import unpack_uint4
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
 from finetune.config import PrecisionConfig
 from finetune.precision import convert, emulated, planner
 from finetune.precision.hadamard import SIGNS, hadamard_matrix, transform
-from finetune.precision.numerics import E2M1, E4M3, E5M2, Codes, cast, decode_e8m0, snr_db
+from finetune.precision.numerics import E2M1, E4M3, E5M2, Codes, decode_e8m0, snr_db
 from finetune.precision.scaling import make_rule
-
-with warnings.catch_warnings():
-    # Its compiled extensions are for GPUs and other Pythons, and it says so on import.
-    warnings.simplefilter("ignore")
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import LinearMMConfig
-    from torchao.float8.config import ScalingGranularity
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.kernels import unpack_uint4
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
 ML = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, E2M1: ml_dtypes.float4_e2m1fn}
 F32 = np.float32
@@ -50,7 +45,7 @@ def fp8(scaling: str, **settings) -> PrecisionConfig:
     )
 
 
-# --------------------------------------------------------------------------------- loops over blocks
+# -------------------------------------------------------------------------------- loops over blocks
 
 
 def in_format(values: np.ndarray, fmt) -> np.ndarray:
@@ -287,7 +282,7 @@ def test_error_against_float32_is_that_of_the_format(scaling, fmt) -> None:
     assert low < error < high
 
 
-# --------------------------------------------------------------------------------------------- NVFP4
+# -------------------------------------------------------------------------------------------- NVFP4
 
 
 def test_hadamard_matrix_is_orthogonal() -> None:
@@ -340,7 +335,7 @@ def test_gradients_are_rounded_stochastically_and_nothing_else() -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------- torchao
+# ------------------------------------------------------------------------------------------ torchao
 
 
 def ao_linear(model: nn.Sequential, recipe: str, **changes) -> nn.Sequential:

@@ -94,9 +94,9 @@ class HeldWeight:
     """A rule that casts its weight once per update and holds it as FP8 bit patterns between.
 
     The parameter itself is the optimizer's high-precision master. What is held ends with every
-    optimizer step, and with anything else that changes the weight's bits: writes through `.data` (a
-    merge of adapters, an average of weights) and those of bitsandbytes leave no trace in `_version`,
-    so the bits themselves are looked at, for about a tenth of the price of a cast.
+    optimizer step, and with anything else that changes the weight's bits: writes through `.data`
+    (a merge of adapters, an average of weights) leave no trace in `_version`, so the bits
+    themselves are looked at, for about a tenth of the price of a cast.
     """
 
     def __init__(self, rule: Rule, updates: Updates) -> None:
