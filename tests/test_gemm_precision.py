@@ -59,8 +59,10 @@ def test_frozen_weights_under_adapters_too(make_llama, backend, high) -> None:
         return get_peft_model(make_llama(**shape), LoraConfig(r=8, target_modules="all-linear"))
 
     rows = one_step(with_adapters, backend, "tensorwise", high)
-    expected = tuple("bf16" if gemm in high else "fp8" for gemm in GEMMS[:2])
-    assert {(row.fprop, row.dgrad, row.wgrad) for row in rows} == {(*expected, "none")}
+    fprop, dgrad = ("bf16" if gemm in high else "fp8" for gemm in GEMMS[:2])
+    # Nothing below the first block's projections trains: no gradient goes further down.
+    assert {(row.fprop, row.wgrad) for row in rows} == {(fprop, "none")}
+    assert {row.dgrad for row in rows} == {dgrad, "none"}
 
 
 def results(p: PrecisionConfig | None, *, frozen: bool = False) -> dict[str, Tensor | None]:
