@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.config import Gemm, PrecisionConfig
+from finetune.errors import ConfigError
 from finetune.precision.backend import Backend, Fp8Mixin, compute_dtype, restore
 from finetune.precision.delayed import DelayedRule, DelayedState
 from finetune.precision.numerics import E2M1, E4M3, Codes, Format, decode, scaled_mm
@@ -225,6 +226,13 @@ class EmulatedBackend(Backend):
             }
         return report
 
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether gradients are, in some GEMM."""
+        p = self.precision
+        asked = p.scaling == "nvfp4" and p.stochastic_rounding
+        return asked and not {"dgrad", "wgrad"} <= self.high
+
     def state_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         if self.state is not None:
@@ -239,5 +247,14 @@ class EmulatedBackend(Backend):
             for name in ("history", "current", "scale"):
                 restore(getattr(self.state, name), tensors, name)
             self.state.steps = int(tensors["steps"])
-        if "random" in tensors:
+        if self.rounds_stochastically:
+            if "random" not in tensors:
+                raise ConfigError(
+                    "the checkpoint has no state of stochastic rounding",
+                    where="random: stored nothing",
+                    why="the run would go on with other random numbers than it stopped with, and "
+                    "resuming would not be exact",
+                    fix="resume with the precision section of the run that saved it (its "
+                    "config.yaml), or set precision.stochastic_rounding=false",
+                )
             self.randomness.restore(tensors["random"])
