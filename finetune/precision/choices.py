@@ -6,9 +6,12 @@ or a pattern over module names. The more specific choice wins:
     map pattern  >  keep  >  first_n / last_n  >  map part  >  the policy of the planner
 
 `keep`, `first_n` and `last_n` say "not FP8" and no more: a part that is mapped to another type has
-that type there too. Every choice must reach something. One that matches nothing, or asks what cannot be had (an
-embedding is a lookup and no matmul, so it has no FP8), is an error that names what to use: a part
-meant for high precision would otherwise silently run in FP8, or the other way round.
+that type there too.
+
+Every choice must decide over something. One that matches nothing, whose every module another
+choice decides over, or that asks what cannot be had (an embedding is a lookup and no matmul, so it
+has no FP8), is an error that names what to use: a part meant for high precision would otherwise
+silently run in FP8, or the other way round.
 """
 
 from __future__ import annotations
