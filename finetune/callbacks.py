@@ -19,7 +19,10 @@ from transformers.trainer_callback import ExportableState
 from finetune.loss_scaling import refuse_vanished_scale
 from finetune.session import Session
 
-SCALING_STATE = "fp8_scaling.safetensors"
+
+def scaling_state(process: int) -> str:
+    """Name of a process's file of scaling state in a checkpoint."""
+    return f"fp8_scaling{f'_{process}' if process else ''}.safetensors"
 
 
 class MetricsWriter(TrainerCallback):
@@ -165,7 +168,9 @@ class GracefulStop(TrainerCallback):
 class ScalingStateKeeper(TrainerCallback):
     """Stores FP8 scaling state beside each checkpoint and takes it back on resuming.
 
-    Weights stay plain Hugging Face weights; the amax history of delayed scaling lies beside them.
+    Weights stay plain Hugging Face weights; the amax history of delayed scaling, or the state of
+    stochastic rounding's generator, lies beside them. Processes may differ in either (without
+    `reduce_amax`; by the lengths of their rows), so each has a file.
     """
 
     def __init__(self, session: Session, resume_from: Path | None) -> None:
@@ -175,7 +180,8 @@ class ScalingStateKeeper(TrainerCallback):
         _, conversion = self.session.training
         if self.resume_from is None or conversion is None or conversion.backend is None:
             return
-        file = self.resume_from / SCALING_STATE
+        own, first = (self.resume_from / scaling_state(i) for i in (args.process_index, 0))
+        file = own if own.is_file() else first  # resumed by more processes than it was saved by
         conversion.backend.load_state_tensors(load_file(file) if file.is_file() else {})
 
     def on_save(
@@ -183,12 +189,13 @@ class ScalingStateKeeper(TrainerCallback):
     ) -> None:
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         _, conversion = self.session.training
-        if conversion is None or conversion.backend is None or not state.is_world_process_zero:
+        if conversion is None or conversion.backend is None:
             return
         tensors = conversion.backend.state_tensors()
         if tensors:
             plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-            save_file(plain, folder / SCALING_STATE)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(plain, folder / scaling_state(args.process_index))
 
 
 class LossScaleLog(TrainerCallback, ExportableState):

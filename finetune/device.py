@@ -11,9 +11,9 @@ import functools
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from finetune.config import PrecisionConfig
+from finetune.config import FP8_ONLY, PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError
 
 FP8_CAPABILITY = (8, 9)
@@ -162,11 +162,17 @@ def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Ve
     if (device.capability or (0, 0)) < needed:
         shown = ".".join(map(str, needed))
         no = f"{precision.scaling} needs compute capability {shown}; {device.name} has less"
-        return Verdict(False, f"{no}; backend=emulated has it")
+        return Verdict(False, f"{no}; backend={_emulation(precision)} has it")
     if name == "te":
         if precision.scaling == "mxfp8" and (device.capability or (0, 0)) >= (12, 0):
             no = f"Transformer Engine has no mxfp8 on {device.name} yet"
-            return Verdict(False, f"{no}; use scaling=nvfp4, or backend=emulated")
+            return Verdict(False, f"{no}; use scaling=nvfp4, or backend={_emulation(precision)}")
+        blackwell = (device.capability or (0, 0)) >= BLOCK_CAPABILITY
+        if precision.scaling == "blockwise" and blackwell and not precision.pow2_scales:
+            # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
+            no = f"Transformer Engine's block scales are powers of two on {device.name}"
+            instead = f"leave power_of_two_scales out, or backend={_emulation(precision)} has it"
+            return Verdict(False, f"{no}; {instead}")
         return has_transformer_engine()
     return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
 
@@ -182,42 +188,58 @@ def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
     """Whether an engine has this recipe at all, on whatever device; if not, what to use."""
     if name == "emulated":
         return Verdict(True, "every scaling and format")
-    return _te_has(precision) if name == "te" else _torchao_has(precision)
+    lacks = {"te": _te_lacks, "torchao": _torchao_lacks}
+    no, instead = lacks[name](precision)
+    if not no:
+        return Verdict(True, f"{ENGINES[name]} has it")
+    others = [other for other in lacks if other != name and not lacks[other](precision)[0]]
+    has_it = f"backend={' or '.join([*others, _emulation(precision)])} has it"
+    return Verdict(False, f"{no}; " + (f"{instead}, or {has_it}" if instead else has_it))
 
 
-def _te_has(precision: PrecisionConfig) -> Verdict:
-    scaling = precision.scaling
+def _emulation(precision: PrecisionConfig) -> str:
+    return "emulated" if precision.emulation != "forbid" else "emulated (emulation=allow)"
+
+
+ENGINES = {"te": "Transformer Engine", "torchao": "torchao"}
+
+
+def _te_lacks(precision: PrecisionConfig) -> tuple[str, str]:
+    """What Transformer Engine does not have of a recipe, and a setting that it has; else empty."""
+    scaling, high = precision.scaling, precision.high_gemms
     if scaling in ("rowwise", "rowwise_with_gw_hp"):
-        return Verdict(False, f"Transformer Engine has no {scaling} scaling; torchao has")
+        return f"Transformer Engine has no {scaling} scaling", ""
     if precision.fp8_format == "e5m2":
-        return Verdict(False, "Transformer Engine has no pure E5M2; use format=hybrid")
+        return "Transformer Engine has no pure E5M2", "use format=hybrid"
     if scaling == "delayed" and precision.pow2_scales:
-        no = "Transformer Engine's delayed scales are not powers of two"
-        return Verdict(False, f"{no}; leave power_of_two_scales out, or use scaling=tensorwise")
-    if precision.high_gemms and set(precision.high_gemms) != {"dgrad", "wgrad"}:
-        both = "Transformer Engine keeps dgrad and wgrad high together or not at all"
-        return Verdict(False, f"{both}; use high_gemms=[dgrad,wgrad], or backend=torchao")
+        return (
+            "Transformer Engine's delayed scales are not powers of two",
+            "leave power_of_two_scales out",
+        )
+    if scaling == "delayed" and high:
+        return "Transformer Engine keeps no GEMM high under delayed scaling", "leave high_gemms out"
+    if high and set(high) != {"dgrad", "wgrad"}:
+        return (
+            "Transformer Engine keeps dgrad and wgrad high together or not at all",
+            "use high_gemms=[dgrad,wgrad]",
+        )
     if precision.fp8_params:
-        no = "weights stay in model.dtype with Transformer Engine"
-        return Verdict(False, f"{no}; backend=emulated has fp8_params")
-    return Verdict(True, "Transformer Engine has it")
+        return "with Transformer Engine weights stay in model.dtype", "leave fp8_params out"
+    return "", ""
 
 
-def _torchao_has(precision: PrecisionConfig) -> Verdict:
+def _torchao_lacks(precision: PrecisionConfig) -> tuple[str, str]:
+    """The same of torchao."""
     scaling, fmt = precision.scaling, precision.fp8_format
-    if scaling == "delayed":
-        return Verdict(False, "torchao has no delayed scaling; Transformer Engine has")
-    if scaling in ("blockwise", "mxfp8", "nvfp4"):
-        no = f"torchao's float8 training has no {scaling} scaling"
-        return Verdict(False, f"{no}; Transformer Engine has, and backend=emulated")
-    if fmt == "e5m2":
-        return Verdict(False, "torchao's GEMMs take no pair of E5M2 operands; use format=hybrid")
+    if scaling not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        return f"torchao has no {scaling} scaling in training", ""
     if scaling != "tensorwise" and fmt != "e4m3":
-        return Verdict(False, "torchao's rowwise GEMMs take E4M3 operands only; use format=e4m3")
+        return "torchao's rowwise GEMMs take E4M3 operands only", "use format=e4m3"
+    if fmt == "e5m2":
+        return "torchao's GEMMs take no pair of E5M2 operands", "use format=hybrid"
     if precision.fp8_params:
-        no = "weights stay in model.dtype with torchao"
-        return Verdict(False, f"{no}; backend=emulated has fp8_params")
-    return Verdict(True, "torchao has it")
+        return "with torchao weights stay in model.dtype", "leave fp8_params out"
+    return "", ""
 
 
 def auto_order(precision: PrecisionConfig) -> tuple[str, ...]:
@@ -262,6 +284,14 @@ def _instead_of_fp8(device: Device) -> str:
     return INSTEAD_OF_FP8
 
 
+def _in_bf16(precision: PrecisionConfig) -> PrecisionConfig:
+    """The same run without FP8: what was asked of FP8 alone is gone."""
+    update: dict[str, Any] = {"compute": "bf16", "backend": "auto"}
+    update["map"] = {k: "bf16" if v == "fp8" else v for k, v in precision.map.items()}
+    fields = PrecisionConfig.model_fields
+    return precision.model_copy(update=update | {k: fields[k].default for k in FP8_ONLY})
+
+
 def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
     """Choose the backend, or explain why there is none.
 
@@ -285,8 +315,7 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
     why = "; ".join(dict.fromkeys(refused))
     if precision.on_unsupported == "bf16":
         line = f"FP8 was asked, BF16 will run ({why})"
-        bf16 = precision.model_copy(update={"compute": "bf16", "backend": "auto"})
-        return Resolution(bf16, precision, "on_unsupported=bf16", fallback=line)
+        return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
     if precision.backend == "te" and device.has_fp8 and "not installed" in why:
         raise MissingExtraError(
             "precision.backend=te needs Transformer Engine",

@@ -49,6 +49,7 @@ class DelayedScaling:
 
     def __post_init__(self):
         assert self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported."
+        assert self.backward_override is None, "Delayed scaling only supports None."
 
 
 @dataclass

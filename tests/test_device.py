@@ -128,9 +128,9 @@ def test_a_gpu_of_another_maker_is_named_in_the_singular():
 @pytest.mark.parametrize(
     ("backend", "settings", "reason"),
     [
-        ("te", {"scaling": "rowwise"}, "Transformer Engine has no rowwise scaling; torchao has"),
+        ("te", {"scaling": "rowwise"}, "no rowwise scaling; backend=torchao or emulated has it"),
         ("te", {"format": "e5m2"}, "Transformer Engine has no pure E5M2; use format=hybrid"),
-        ("torchao", {"scaling": "delayed"}, "torchao has no delayed scaling; Transformer Engine"),
+        ("torchao", {"scaling": "delayed"}, "in training; backend=te or emulated has it"),
         ("torchao", {"format": "e5m2"}, "no pair of E5M2 operands; use format=hybrid"),
         (
             "torchao",

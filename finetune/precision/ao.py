@@ -26,7 +26,7 @@ from torchao.float8.float8_scaling_utils import (
 )
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
-from finetune.config import PrecisionConfig
+from finetune.config import Gemm, PrecisionConfig
 from finetune.precision.backend import Backend, Fp8Mixin, compute_dtype
 from finetune.precision.numerics import E4M3, E5M2
 from finetune.precision.planner import LayerPlan
@@ -38,19 +38,23 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
     gradients = E5M2 if precision.fp8_format == "hybrid" else E4M3
     granularity = config.cast_config_grad_output.scaling_granularity
     g = CastConfig(scaling_granularity=granularity, target_dtype=gradients.dtype)
-    # A GEMM runs in high precision when neither of its operands is cast.
-    high = precision.gemms_kept_high
-    off = CastConfig(scaling_type=ScalingType.DISABLED)
     x, w = config.cast_config_input, config.cast_config_weight
     w_dgrad = config.cast_config_weight_for_grad_input
+    assert w_dgrad is not None  # Float8LinearConfig fills it in
+
+    def cast(gemm: Gemm, operand: CastConfig) -> CastConfig:
+        # A GEMM runs in high precision when neither of its operands is cast.
+        off = CastConfig(ScalingType.DISABLED, target_dtype=operand.target_dtype)
+        return off if gemm in precision.gemms_kept_high else operand
+
     return dataclasses.replace(
         config,
-        cast_config_input=off if "fprop" in high else x,
-        cast_config_weight=off if "fprop" in high else w,
-        cast_config_grad_output=off if "dgrad" in high else g,
-        cast_config_weight_for_grad_input=off if "dgrad" in high else w_dgrad,
-        cast_config_input_for_grad_weight=off if "wgrad" in high else x,
-        cast_config_grad_output_for_grad_weight=off if "wgrad" in high else g,
+        cast_config_input=cast("fprop", x),
+        cast_config_weight=cast("fprop", w),
+        cast_config_grad_output=cast("dgrad", g),
+        cast_config_weight_for_grad_input=cast("dgrad", w_dgrad),
+        cast_config_input_for_grad_weight=cast("wgrad", x),
+        cast_config_grad_output_for_grad_weight=cast("wgrad", g),
         round_scales_to_power_of_2=precision.pow2_scales,
         # Tokens are contracted in wgrad; a last or packed batch need not be a multiple of 16.
         pad_inner_dim=not emulate,
@@ -58,8 +62,21 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
     )
 
 
+class MixedMatmul(matmul_with_hp_or_float8_args):
+    """torchao's own, where some GEMMs stay high: a float32 weight meets BF16 gradients there.
+
+    In forward autocast casts it; a backward runs outside of the user's autocast.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        on = g.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(g.device.type, g.dtype if on else None, enabled=on):
+            return matmul_with_hp_or_float8_args.backward(ctx, g)
+
+
 class FrozenMatmul(torch.autograd.Function):
-    """`y = x Wᵀ` with a frozen weight: fprop and dgrad in FP8, no wgrad, x not saved."""
+    """`y = x Wᵀ` with a frozen weight: fprop and dgrad, no wgrad, x not saved."""
 
     @staticmethod
     def forward(
@@ -70,7 +87,7 @@ class FrozenMatmul(torch.autograd.Function):
         ctx.mm, ctx.config = mm, config
         xq = _to_float8(x, config.cast_config_input, mm, GemmInputRole.INPUT, -1, config)
         wq = _to_float8(w_t, config.cast_config_weight, mm, GemmInputRole.WEIGHT, 0, config)
-        return torch.mm(xq, wq)
+        return torch.mm(xq, wq.to(xq.dtype))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor):
@@ -82,7 +99,7 @@ class FrozenMatmul(torch.autograd.Function):
         )
         cast = config.cast_config_weight_for_grad_input
         wq = _to_float8(w_t, cast, mm, GemmInputRole.WEIGHT, -1, config)
-        return torch.mm(gq, wq.t()), None, None, None
+        return torch.mm(gq, wq.to(gq.dtype).t()), None, None, None
 
 
 def _to_float8(
@@ -93,6 +110,9 @@ def _to_float8(
     axis: int,
     config: Float8LinearConfig,
 ) -> Tensor:
+    """Cast as torchao does, or left alone where this GEMM stays high."""
+    if cast.scaling_type is ScalingType.DISABLED:
+        return x
     assert cast.target_dtype is not None  # Float8LinearConfig fills it in
     return hp_tensor_to_float8_dynamic(
         x,
@@ -114,7 +134,11 @@ class TorchaoMixin(Fp8Mixin):
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         dtype = compute_dtype(x)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        matmul = matmul_with_hp_or_float8_args if w.requires_grad else FrozenMatmul
+        if not w.requires_grad:
+            matmul = FrozenMatmul
+        else:
+            high = self.fp8_backend.precision.gemms_kept_high
+            matmul = MixedMatmul if high else matmul_with_hp_or_float8_args
         y = matmul.apply(rows, w.t(), self.linear_mm_config, self.config)
         y = y if bias is None else y + bias.to(y.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -143,10 +167,11 @@ class TorchaoBackend(Backend):
 
     def effective(self) -> dict[str, Any]:
         config = self.config
-        tensorwise = config.cast_config_weight.scaling_granularity is ScalingGranularity.TENSORWISE
+        casts = config.cast_config_weight, config.cast_config_grad_output
+        rowwise = any(c.scaling_granularity is ScalingGranularity.AXISWISE for c in casts)
         return {
             "engine": "torchao.float8",
-            "scaling": "tensorwise" if tensorwise else "rowwise",
+            "scaling": "rowwise" if rowwise else "tensorwise",
             "x": config.cast_config_input.short_str(),
             "w": config.cast_config_weight.short_str(),
             "g": config.cast_config_grad_output.short_str(),

@@ -5,9 +5,13 @@ or a pattern over module names. The more specific choice wins:
 
     map pattern  >  keep  >  first_n / last_n  >  map part  >  the policy of the planner
 
-Every choice must reach something. One that matches nothing, or asks what cannot be had (an
-embedding is a lookup and no matmul, so it has no FP8), is an error that names what to use: a part
-meant for high precision would otherwise silently run in FP8, or the other way round.
+`keep`, `first_n` and `last_n` say "not FP8" and no more: a part that is mapped to another type has
+that type there too.
+
+Every choice must decide over something. One that matches nothing, whose every module another
+choice decides over, or that asks what cannot be had (an embedding is a lookup and no matmul, so it
+has no FP8), is an error that names what to use: a part meant for high precision would otherwise
+silently run in FP8, or the other way round.
 """
 
 from __future__ import annotations
@@ -91,28 +95,42 @@ class Choices:
         self._blocks = self._high_blocks(model)
         for key, compute in precision.map.items():
             self._check(key, compute)
+        for pattern in precision.keep:
+            self._check_kept(pattern, linears)
 
     def of(self, name: str) -> Choice | None:
         """What was chosen for this module, None when nothing was."""
         chosen, asked = self.precision.map, self.precision.compute
         high: Compute = "bf16" if asked == "fp8" else asked
+        key = self._key_of(name)
+        if key:
+            shown = repr(key) if key in self._patterns.values() else key
+            return Choice(chosen[key], f"precision.map: {shown}", asked=True)
+        reason = self._why_not_fp8(name)
+        return Choice(high, reason, asked=False) if reason else None
+
+    def _key_of(self, name: str) -> str:
+        """The key of `precision.map` that decides over this module, if one does."""
         if name in self._patterns:
-            pattern = self._patterns[name]
-            return Choice(chosen[pattern], f"precision.map: {pattern!r}", asked=True)
-        if name in self._kept:
-            return Choice(high, f"kept by pattern {self._kept[name]!r}", asked=False)
-        reason = next((r for prefix, r in self._blocks.items() if name.startswith(prefix)), "")
+            return self._patterns[name]
         part = self.parts[name]
-        if reason and part not in NO_MATMUL:
-            return Choice(high, reason, asked=False)
-        if part in chosen:
-            return Choice(chosen[part], f"precision.map: {part}", asked=True)
-        return None
+        wanted = self.precision.map.get(part)
+        if wanted is None or (wanted == "fp8" and self._why_not_fp8(name)):
+            return ""
+        return part
+
+    def _why_not_fp8(self, name: str) -> str:
+        """Which of `keep`, `first_n` and `last_n` reaches this module."""
+        if self.parts[name] in NO_MATMUL:
+            return ""
+        if name in self._kept:
+            return f"kept by pattern {self._kept[name]!r}"
+        return next((r for prefix, r in self._blocks.items() if name.startswith(prefix)), "")
 
     def _matched(self, where: str, patterns: tuple[str, ...], names: list[str]) -> dict[str, str]:
         found: dict[str, str] = {}
         for pattern in patterns:
-            matched = [name for name in names if matches(pattern, name)]
+            matched = self._names_of(pattern, names)
             if not matched:
                 pieces = {piece for name in names for piece in name.split(".")}
                 words = sorted(piece for piece in pieces if not piece.isdigit())
@@ -132,7 +150,8 @@ class Choices:
 
     def _check(self, key: str, compute: Compute) -> None:
         where = f"precision.map.{key}={compute}"
-        names = [name for name, part in self.parts.items() if key == part or self._by(name) == key]
+        named = set(self._names_of(key, list(self.parts)) if key not in PARTS else ())
+        names = [name for name, part in self.parts.items() if key == part or name in named]
         if not names:
             present = sorted({part for part in self.parts.values() if part})
             raise PlanError(
@@ -140,6 +159,14 @@ class Choices:
                 where=where,
                 why="a choice that reaches nothing would be ignored silently",
                 fix=f"parts of this model: {', '.join(present)}; or a pattern of module names",
+            )
+        if not any(self._key_of(name) == key for name in names):
+            raise PlanError(
+                f"precision.map.{key} decides over nothing",
+                where=where,
+                why=f"more specific choices decide over {names[0]!r} and whatever else it names",
+                fix=f"take {key} out of precision.map, or those out of precision.keep, first_n, "
+                "last_n and the patterns of precision.map",
             )
         if compute != "fp8":
             return
@@ -161,8 +188,19 @@ class Choices:
                 fix="choose bf16, fp16 or fp32",
             )
 
-    def _by(self, name: str) -> str:
-        return self._patterns.get(name, "")
+    def _check_kept(self, pattern: str, linears: list[str]) -> None:
+        names = self._names_of(pattern, linears)
+        if all(self.precision.map.get(self._patterns.get(name, "")) == "fp8" for name in names):
+            raise PlanError(
+                f"precision.keep pattern {pattern!r} decides over nothing",
+                where="precision.keep",
+                why=f"precision.map chooses fp8 for {names[0]!r} and whatever else it names",
+                fix="take one of the two out",
+            )
+
+    @staticmethod
+    def _names_of(pattern: str, names: list[str]) -> list[str]:
+        return [name for name in names if matches(pattern, name)]
 
     def _high_blocks(self, model: nn.Module) -> dict[str, str]:
         first, last = self.precision.first_n, self.precision.last_n

@@ -7,6 +7,10 @@ every cast uses the scale of the step's beginning and records its amax; then the
 scales aside for recomputation. We update at the beginning of the next training forward instead: the
 scales in use are the same, and a checkpointed layer that is recomputed during backward finds its
 scales untouched and records the same amaxes once more, which changes nothing.
+
+As in TE, the history of gradients is one of its own: it moves on when a backward has run, and not
+with a forward that had none. (After two forwards and one backward through both TE moves it on
+twice, we once, with the larger amax.)
 """
 
 from __future__ import annotations
@@ -26,13 +30,17 @@ from finetune.precision.scaling import (
     to_codes,
 )
 
+UNSEEN = -1.0
+GRADIENTS = slice(OPERANDS.index("g"), None, len(OPERANDS))
+"""Columns of gradients in a `DelayedState`."""
+
 
 class DelayedState:
     """Amax history and scales of every operand of every delayed-scaling layer.
 
     Attributes:
         history: float32 [amax_history_len, 3 · layers], newest first after each `advance`.
-        current: float32 [3 · layers], amaxes seen in the running micro-step.
+        current: float32 [3 · layers], amaxes seen in the running micro-step; `UNSEEN` without one.
         scale: float32 [3 · layers], in use during the running micro-step.
     """
 
@@ -44,7 +52,7 @@ class DelayedState:
         self.algorithm = precision.amax_compute_algo
         self.reduce = precision.reduce_amax
         self.history = torch.zeros(precision.amax_history_len, 3 * layers)
-        self.current = torch.zeros(3 * layers)
+        self.current = torch.full((3 * layers,), UNSEEN)
         self.scale = torch.ones(3 * layers)
         self.steps = 0
 
@@ -65,15 +73,18 @@ class DelayedState:
         if self.steps:
             if self.reduce and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(self.current, op=dist.ReduceOp.MAX)
-            self.history = self.history.roll(1, 0)
-            self.history[0] = self.current
-            window = self.history.amax(0) if self.algorithm == "max" else self.current
+            moves = torch.ones_like(self.current, dtype=torch.bool)
+            moves[GRADIENTS] = (self.current[GRADIENTS] > UNSEEN).any()
+            rolled = self.history.roll(1, 0)
+            rolled[0] = self.current.clamp(min=0)
+            self.history = torch.where(moves, rolled, self.history)
+            window = self.history.amax(0) if self.algorithm == "max" else self.history[0]
             usable = (window > 0) & window.isfinite()
             most = torch.finfo(torch.float32).max
             new = (self.largest / window / 2**self.margin).clamp(max=most)
             new = floor_pow2(new) if self.pow2 else new
             self.scale = torch.where(usable, new, self.scale)
-            self.current = torch.zeros_like(self.current)
+            self.current = torch.full_like(self.current, UNSEEN)
         self.steps += 1
 
 
@@ -97,7 +108,8 @@ class DelayedRule:
         """Codes with the scale of the step's beginning; records the amax."""
         state, index = self.state, self.index(operand)
         state.to(x.device)
-        state.current[index] = torch.maximum(state.current[index], amax(x))
+        # Not `maximum`: a NaN in the history would hold the scale for as long as it stays there.
+        state.current[index] = torch.fmax(state.current[index].clamp(min=0), amax(x))
         # A copy: codes saved for backward keep the scale that made them.
         scale = state.scale[index].clone()
         fmt = state.formats[operand]

@@ -2,8 +2,10 @@
 
 A linear layer multiplies inputs and weights cast to that type; an embedding or a norm gets its
 input in that type and gives its result in it (norms compute inside in that type or a higher one, as
-they are written). As everywhere, only the class of the module changes: parameters stay what the
-optimizer knows, and gradients come back in their own type.
+they are written). Where autocast is on, only its own type and float32 can meet afterwards, so a
+result in a third type (float16 in a BF16 run) is handed on in autocast's. As everywhere, only the
+class of the module changes: parameters stay what the optimizer knows, and gradients come back in
+their own type.
 """
 
 from __future__ import annotations
@@ -27,17 +29,24 @@ class ForcedMixin:
     fp8_original: ClassVar[type[nn.Module]]
     fp8_dtype: ClassVar[torch.dtype]
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         dtype = self.fp8_dtype
-        with torch.autocast(input.device.type, enabled=False):
+        # The input is the first argument, whatever the module calls it.
+        name, x = ("", args[0]) if args else next(iter(kwargs.items()))
+        kind = x.device.type
+        around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        with torch.autocast(kind, enabled=False):
             if isinstance(self, nn.Linear) or is_conv1d(self):  # pyright: ignore
                 weight: Any = self.weight
                 weight = weight if isinstance(self, nn.Linear) else weight.t()
                 bias = None if self.bias is None else self.bias.to(dtype)  # pyright: ignore
-                return nn.functional.linear(input.to(dtype), weight.to(dtype), bias)
-            x = input.to(dtype) if input.is_floating_point() else input  # token ids stay
-            y = self.fp8_original.forward(self, x, *args, **kwargs)  # pyright: ignore
-            return y.to(dtype)
+                y = nn.functional.linear(x.to(dtype), weight.to(dtype), bias)
+            else:
+                x = x.to(dtype) if x.is_floating_point() else x  # token ids stay
+                args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
+                y = self.fp8_original.forward(self, *args, **kwargs)  # pyright: ignore
+                y = y.to(dtype)
+        return y.to(around) if dtype not in (torch.float32, around) else y
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_as_plain(self, protocol)

@@ -70,8 +70,8 @@ def round_to(
         x: float32, any shape; overwritten.
         fmt: the format.
         noise: numbers in [0, 1) of the same shape, for stochastic rounding: up with a probability
-            equal to the distance from the number below, so that the mean is exact. Left out:
-            nearest, ties to even.
+            equal to the distance from the number below, so that the mean is exact; overwritten.
+            Left out: nearest, ties to even.
         saturate: False saves a pass where no value is larger than the format's largest number.
 
     Returns:
@@ -85,6 +85,8 @@ def round_to(
         magic = 1.5 * 2.0 ** (23 - fmt.mantissa)
         return x.add_(exponent, alpha=magic).sub_(exponent, alpha=magic)
     unit = exponent.mul_(2.0**-fmt.mantissa)
+    # Above this, 3 + noise would itself be rounded to 4 in float32, and a number of the grid moved.
+    noise.clamp_(max=1 - 2.0 ** (fmt.mantissa - 23))
     return x.div_(unit).add_(noise).floor_().mul_(unit)
 
 
@@ -133,28 +135,27 @@ def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def encode_e8m0(x: Tensor) -> Tensor:
-    """Powers of two as E8M0 bit patterns: rounded to nearest in value, ties to even exponents.
+    """E8M0 bit patterns: the nearest power of two, ties up (the even one of 1.0 and 1.1 binary).
+
+    An E8M0 pattern is the exponent field of a float32, so rounding is a carry into that field.
 
     Args:
-        x: floating point, any shape. Negative numbers and NaN become NaN (255), what is below
-            2^-127 becomes it.
+        x: floating point, any shape. E8M0 has neither sign nor zero nor infinity: zero, negative
+            numbers, infinity and NaN become NaN (255). From 2^-127 down there is only 2^-127, and
+            what is above it and below 2^-126 becomes 2^-126.
 
     Returns:
         uint8: the exponent plus 127.
     """
-    y = x.float()
-    mantissa, exponent = torch.frexp(y)  # y = mantissa · 2^exponent, mantissa in [0.5, 1)
-    # Between 2^e and 2^(e+1) the middle is 1.5 · 2^e; there the pattern e + 127 shall be even.
-    odd = (exponent - 1 + 127) % 2 == 1
-    up = (mantissa > 0.75) | ((mantissa == 0.75) & odd)
-    bits = (exponent - 1 + 127 + up.int()).clamp(0, 255)
-    bits = torch.where(y == 0, 0, bits)
-    return torch.where(y.isnan() | y.isinf() | y.signbit(), 255, bits).to(torch.uint8)
+    bits = x.float().view(torch.int32)
+    subnormal = (bits < 2**23).int()
+    rounded = (bits + 2**22 - subnormal) >> 23
+    return torch.where((bits <= 0) | (bits >= _EXPONENT_BITS), 255, rounded).to(torch.uint8)
 
 
 def decode_e8m0(bits: Tensor) -> Tensor:
     """Float32 values of E8M0 bit patterns (uint8); 255 is NaN."""
-    values = torch.ldexp(torch.ones(()), bits.int() - 127)
+    values = torch.ldexp(torch.ones_like(bits, dtype=torch.float32), bits.int() - 127)
     return torch.where(bits == 255, torch.nan, values)
 
 
@@ -175,10 +176,16 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
     return x.abs().amax(dim, keepdim=True).float()
 
 
-def scale_from_amax(amax: Tensor, fmt: Format, *, pow2: bool = False) -> Tensor:
-    """`max / amax` in float32, of the same shape as `amax`; with `pow2` rounded down to 2^n."""
+def scale_from_amax(
+    amax: Tensor, fmt: Format, *, pow2: bool = False, floor: float = AMAX_FLOOR
+) -> Tensor:
+    """`max / amax` in float32, of the same shape as `amax`; with `pow2` rounded down to 2^n.
+
+    An amax below `floor` counts as that, so that scales are finite; an infinite one gives 0, which
+    makes NaN of the infinity: it is not hidden.
+    """
     # Not `max / amax`: torch turns that into a reciprocal and a product, which rounds twice.
-    scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=AMAX_FLOOR))
+    scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=floor))
     return floor_pow2(scale) if pow2 else scale
 
 

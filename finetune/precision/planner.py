@@ -194,7 +194,11 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     roles = {name: _role(name, module, in_head, experts) for name, module, _ in linears}
     parameters = list(iter_parameters(model))
     roles |= {name: _parameter_role(name, owner in in_head) for name, owner, _ in parameters}
-    parts: dict[str, Part] = {name: _part(name, role) for name, (role, _) in roles.items()}
+    parts: dict[str, Part] = {
+        name: _part(name, roles[name][0], m in in_head) for name, m, _ in linears
+    }
+    parts |= {name: _part(name, roles[name][0], m in in_head) for name, m, _ in parameters}
+    parts = {name: part for name, part in parts.items() if not _is_low_rank(name)}
     choices = Choices(model, precision, parts | _elementwise(model))
     layers = []
     for name, module, shape in linears:
@@ -233,9 +237,8 @@ def _plan_layer(
     choices: Choices,
 ) -> LayerPlan:
     (role, why_high), precision = role_and_why, choices.precision
-    choice = choices.of(name)
-    if role == "adapter":  # adapters follow the run, whatever holds them
-        choice = None
+    # Low-rank adapters follow the run, whatever holds them.
+    choice = choices.of(name) if name in choices.parts else None
     wanted = choice.compute if choice is not None else precision.compute
     if wanted != "fp8":
         usual = "bf16" if precision.compute == "fp8" else precision.compute
@@ -275,9 +278,14 @@ def _as_parameter(row: LayerPlan) -> LayerPlan:
     return replace(row, reason=reason, kind="parameter")
 
 
-def _part(name: str, role: Role) -> Part:
-    by_role: dict[Role, Part] = {"head": "output", "router": "router", "adapter": ""}
-    return by_role[role] if role in by_role else part_of(name)
+def _part(name: str, role: Role, in_head: bool) -> Part:
+    if role == "head" or in_head:  # a copy of the head beside adapters is one too
+        return "output"
+    return "router" if role == "router" else part_of(name)
+
+
+def _is_low_rank(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))
 
 
 def _elementwise(model: nn.Module) -> dict[str, Part]:
@@ -343,7 +351,7 @@ def _output_head(model: Any) -> Any:
 
 def _role(name: str, module: Any, in_head: set[nn.Module], experts: int | None) -> tuple[Role, str]:
     parts = name.split(".")
-    if any(part.startswith("lora_") for part in parts):
+    if _is_low_rank(name):
         return "adapter", "adapter: small, and what is being learned"
     if "modules_to_save" in parts:
         return "adapter", "trained in full beside the adapters (modules_to_save)"

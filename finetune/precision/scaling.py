@@ -28,7 +28,6 @@ Sources: torchao `float8/config.py` (rowwise); DeepSeek-V3 technical report, sec
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor
 
 from finetune.config import PrecisionConfig
+from finetune.precision.hadamard import transform
 from finetune.precision.numerics import (
     E2M1,
     E4M3,
@@ -153,7 +153,10 @@ class RowwiseRule:
 
 
 class BlockwiseRule:
-    """1 x 128 for activations and gradients, 128 x 128 for weights."""
+    """1 x 128 for activations and gradients, 128 x 128 for weights.
+
+    Scales have no floor but the largest float32, as in Transformer Engine (`amax_epsilon=0`).
+    """
 
     reuses = False
 
@@ -165,7 +168,7 @@ class BlockwiseRule:
         fmt = self.formats[operand]
         tile = (BLOCK, BLOCK) if operand == "w" else along(dim, BLOCK)
         blocks = split(x, tile)
-        scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2)
+        scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2, floor=fmt.max / FLOAT_MAX)
         values = to_codes(blocks * widen(scale), fmt)
         return Codes(join(values, x), _one(x), fmt, self.in_bf16, scale.reciprocal(), tile)
 
@@ -252,36 +255,10 @@ def nvfp4_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = amax.max()
     encode = torch.full_like(largest, E4M3.max * E2M1.max).div_(largest).clamp_(max=FLOAT_MAX)
     encode = torch.where(encode == 0, 1.0, encode)
-    block = round_to(amax * (encode / E2M1.max), E4M3)
+    # Not `/ 6`, which rounds otherwise: the kernels multiply by the reciprocal.
+    block = round_to(amax * (encode * (1 / E2M1.max)), E4M3)
     inverse = encode.reciprocal()
     return inverse, block, (block * inverse).reciprocal().clamp(max=FLOAT_MAX)
-
-
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Random once, then fixed, as in Transformer Engine: both operands must use the same."""
-
-
-@functools.cache
-def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`diag(SIGNS) · H / 4` for the Hadamard matrix H of size 16: orthogonal, [16, 16]."""
-    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
-    for _ in range(4):  # Sylvester's construction
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    signs = torch.tensor(SIGNS, dtype=torch.float32, device=device)
-    return (signs[:, None] * matrix / NV_BLOCK**0.5).to(dtype)
-
-
-def transform(x: Tensor) -> Tensor:
-    """The Hadamard transform of every 16 rows of a matrix [M, C], in its own type.
-
-    M is padded with zeros to a multiple of 16, which adds nothing to a product over M.
-    """
-    missing = -x.shape[0] % NV_BLOCK
-    if missing:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-    with torch.autocast(x.device.type, enabled=False):
-        turned = hadamard_matrix(x.dtype, x.device).t() @ x.unflatten(0, (-1, NV_BLOCK))
-    return turned.flatten(0, 1)
 
 
 class Randomness:
