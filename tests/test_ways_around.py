@@ -352,3 +352,17 @@ def test_evaluation_in_fp8_only_when_asked(make_llama, setup_backend, backend, s
     assert not torch.equal(plain, fp8)
     assert torch.equal(fp8, logits("high", training=True))
     assert float((plain - fp8).norm() / plain.norm()) < 0.2
+
+
+def test_recomputed_attention_is_not_taken_for_a_gradient(make_llama, setup_backend):
+    """Eager attention is recomputed inside the backward of the layer that follows it."""
+    model = make_llama(attn_implementation="eager")
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    accelerator = setup_backend("emulated")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        accelerator.backward(model(**batch()).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert get_receipt().status == "proven"

@@ -268,6 +268,9 @@ class Witness:
         nobody = OTHER, in_backward(), (0, 0)
         name, backward, shape = self._stack[-1] if self._stack else nobody
         self.count, self.last = self.count + 1, (m, n, k)
+        if backward and batch > 1 and not set(shape) <= {m, n, k}:
+            # A checkpoint recomputes what saved this node's inputs: attention, not the layer.
+            name, backward, shape = nobody
         if batch > 1 and name == OTHER:
             name = BATCHED
         head = self._head
