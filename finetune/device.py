@@ -147,6 +147,13 @@ def has_transformer_engine() -> Verdict:
 
 def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
     """Whether backend `name` can run `precision` on `device`, and why."""
+    if precision.compile == "on" and precision.scaling == "delayed" and name != "torchao":
+        # Its casts write into a history that every layer shares; TE refuses it in as many words.
+        return Verdict(
+            False,
+            f"{ENGINES[name]} cannot compile delayed scaling; use compile=off, or "
+            "scaling=tensorwise",
+        )
     if name == "emulated":
         if precision.emulation != "forbid":
             return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
@@ -201,7 +208,7 @@ def _emulation(precision: PrecisionConfig) -> str:
     return "emulated" if precision.emulation != "forbid" else "emulated (emulation=allow)"
 
 
-ENGINES = {"te": "Transformer Engine", "torchao": "torchao"}
+ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
 
 
 def _te_lacks(precision: PrecisionConfig) -> tuple[str, str]:

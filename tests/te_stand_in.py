@@ -123,7 +123,7 @@ class ScalingState:
     def cast(self, index, x):
         self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], amax(x))
         scale = self.scale[index].clone()
-        return Quantised(cast(x, scale, self.dtype), scale)
+        return Quantised(None, cast(x, scale, self.dtype), scale)
 
     def update(self, recipe):
         algo = recipe.amax_compute_algo
@@ -135,17 +135,20 @@ class ScalingState:
 
 
 class Quantised:
-    """Stands for TE's tensors: codes and scale, recognised by `_fp8_dtype` or `_fp4_dtype`."""
+    """Stands for TE's tensors: codes and scale, recognised by `_fp8_dtype` or `_fp4_dtype`.
 
-    def __init__(self, codes, scale):
-        self._data, self._scale = codes, scale
-        kind = "_fp4_dtype" if isinstance(State.recipe, NVFP4BlockScaling) else "_fp8_dtype"
-        setattr(self, kind, codes.dtype)
-        self._rowwise_data = codes
-        self.tensors = codes, scale
+    FP4 ones have no `_data`, as there; their codes here are FP8 all the same.
+    """
+
+    def __init__(self, recipe, codes, scale):
+        self._codes, self._scale, self.tensors = codes, scale, (codes, scale)
+        if isinstance(recipe, NVFP4BlockScaling):
+            self._fp4_dtype, self._rowwise_data = "E2M1", codes.view(torch.uint8)
+        else:
+            self._fp8_dtype, self._data = codes.dtype, codes
 
     def size(self):
-        return self._data.size()
+        return self._codes.size()
 
 
 def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):
@@ -155,8 +158,8 @@ def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):
     """
     with _disable_current_modes():
         if isinstance(a, Quantised):
-            left = b._data.t() if transb else b._data
-            right = a._data.t() if transa else a._data
+            left = b._codes.t() if transb else b._codes
+            right = a._codes.t() if transa else a._codes
             return (((left.float() @ right.float()) / (b._scale * a._scale)).to(out_dtype),)
         left, right = (b.t() if transb else b), (a.t() if transa else a)
         return ((left.to(out_dtype) @ right.to(out_dtype)),)
@@ -183,7 +186,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, g):
         gemm = sys.modules["transformer_engine_torch"].generic_gemm
         saved = ctx.saved_tensors
-        xq, wq = saved if not ctx.fp8 else (Quantised(*saved[:2]), Quantised(*saved[2:]))
+        recipe = ctx.layer.recipe
+        if ctx.fp8:
+            saved = Quantised(recipe, *saved[:2]), Quantised(recipe, *saved[2:])
+        xq, wq = saved
         gq = ctx.layer.cast("scaling_bwd", 0, g) if ctx.fp8 else g.to(ctx.dtype)
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -218,7 +224,7 @@ class Linear(nn.Module):
             return self.fp8_meta[direction].cast(index, x)
         dtype = self.recipe.fp8_format.value[direction == "scaling_bwd"]
         scale = scale_from_amax(amax(x), dtype)
-        return Quantised(cast(x, scale, dtype), scale)
+        return Quantised(self.recipe, cast(x, scale, dtype), scale)
 
     def forward(self, x):
         assert self.weight.is_contiguous(), "TE quantises contiguous weights"

@@ -7,9 +7,11 @@ import contextlib
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch._dynamo.utils import counters
 
-from finetune import get_receipt
+from finetune import get_receipt, setup_fp8_mixed_precision_training
+from finetune.errors import PrecisionError
 from tests.conftest import batch
 
 
@@ -68,3 +70,72 @@ def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None
     assert seen == ["0", "1"]
     assert watch.tallies[("mlp", "g")].layers == 3, "of one of the two layers"
     assert frames[-1] == frames[2]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    """As small as what is compiled may be: one decoder layer."""
+
+    _no_split_modules = ["Block"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+def test_emulated_rules_compile(setup_backend, monkeypatch, scaling) -> None:
+    """Traced by dynamo and AOTAutograd and run without a code generator: the same bits.
+
+    In whole layers, but for NVFP4, whose generator of random numbers is no value of a graph: its
+    matmuls run in eager mode between the pieces of a layer.
+    """
+    compile = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, *a, **k: compile(self, *a, **k, backend="aot_eager"),
+    )
+
+    def run(mode: str) -> list[float]:
+        torch.manual_seed(0)
+        accelerator = setup_backend("emulated", scaling=scaling, compile=mode)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        found = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    torch._dynamo.reset()
+    counters.clear()
+    assert run("on") == run("off")
+    assert counters["stats"]["unique_graphs"] > 0
+    assert bool(counters["graph_break"]) == (scaling == "nvfp4")
+
+
+@pytest.mark.parametrize("backend", ["auto", "te", "emulated"])
+def test_delayed_scaling_is_not_compiled(te_stand_in, backend) -> None:
+    with pytest.raises(PrecisionError) as caught:
+        setup_fp8_mixed_precision_training(
+            backend, scaling="delayed", compile="on", emulation="allow", cpu=True
+        )
+    assert "use compile=off, or scaling=tensorwise" in caught.value.why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -46,4 +47,30 @@ def test_two_processes_train_in_fp8(tmp_path, mode) -> None:
 def test_without_reduce_amax_scales_differ(tmp_path) -> None:
     first, second = launch(tmp_path, "local")
     assert first["status"] == second["status"] == "proven"
-    assert first["scale"] != second["scale"], "each process saw other tokens"
+    x, w, g = (
+        [a == b for a, b in zip(first["scale"][i::3], second["scale"][i::3], strict=True)]
+        for i in range(3)
+    )
+    assert all(w), "weights are the same in both"
+    assert not all(x), "each process saw other tokens"
+    assert not all(g)
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+def test_reduce_amax_takes_the_largest_of_all_processes(amax_facts, pow2) -> None:
+    """With it scales are identical, those of the process that saw most; without they differ."""
+    (alone, largest), (first, second) = (
+        [facts[f"{reduce}/{pow2}"] for facts in amax_facts] for reduce in (False, True)
+    )
+    assert first == second == largest
+    assert alone["w"] == largest["w"]
+    for operand in ("x", "g"):
+        ratios = [a / b for a, b in zip(alone[operand], largest[operand], strict=True)]
+        assert ratios == [1.0, *[pytest.approx(4.0, rel=1e-6)] * 3], "1 before anything was seen"
+    everything = [scale for seen in (*first.values(), *alone.values()) for scale in seen]
+    assert all(math.frexp(scale)[0] == 0.5 for scale in everything) == pow2
+
+
+@pytest.fixture(scope="module")
+def amax_facts(tmp_path_factory) -> list[dict]:
+    return launch(tmp_path_factory.mktemp("amax"), "delayed", "tests.amax_worker")

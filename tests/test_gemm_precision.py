@@ -110,3 +110,17 @@ def test_a_frozen_weight_has_no_wgrad(scaling) -> None:
     assert torch.equal(ours["fprop"], trained["fprop"])
     if scaling != "nvfp4":  # stochastic rounding: other numbers were drawn in between
         assert torch.equal(ours["dgrad"], trained["dgrad"])
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "delayed", "nvfp4"])
+def test_a_second_derivative_is_refused(scaling) -> None:
+    """Rounding has none; a gradient penalty through it would be a wrong number."""
+    model = nn.Sequential(nn.Linear(64, 32))
+    p = PrecisionConfig.model_validate(
+        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": scaling}
+    )
+    convert.apply(model, planner.plan(model, p))
+    x = torch.randn(16, 64, requires_grad=True)
+    (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.square().sum().backward()

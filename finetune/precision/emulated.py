@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.config import Gemm, PrecisionConfig
@@ -52,6 +53,7 @@ class EmulatedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # rounding has no second derivative: an error, not a wrong number
     def backward(ctx: Any, g: Tensor):
         """g [M, N] -> dx [M, K], dw [N, K]; a frozen weight costs no wgrad."""
         x, x_inverse, w, w_inverse = ctx.saved_tensors
