@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from finetune.config import PrecisionConfig as PrecisionConfig
     from finetune.config import RunConfig as RunConfig
     from finetune.errors import FinetuneError as FinetuneError
+    from finetune.health.monitor import HealthMonitor as HealthMonitor
     from finetune.hook import get_receipt as get_receipt
     from finetune.hook import (
         setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from finetune.hook import (
         teardown_fp8_mixed_precision_training as teardown_fp8_mixed_precision_training,
     )
-    from finetune.monitor import HealthMonitor as HealthMonitor
     from finetune.precision.convert import apply as apply
     from finetune.precision.convert import disabled as disabled
     from finetune.precision.convert import revert as revert
@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "FinetuneError": "errors",
-    "HealthMonitor": "monitor",
+    "HealthMonitor": "health.monitor",
     "PrecisionConfig": "config",
     "RunConfig": "config",
     "apply": "precision.convert",

@@ -81,7 +81,7 @@ def setup_fp8_mixed_precision_training(
     from accelerate import Accelerator
     from pydantic import ValidationError
 
-    from finetune.monitor import watch_trainers
+    from finetune.health.monitor import watch_trainers
 
     name = str(backend).lower()
     if scaling is None:

@@ -150,7 +150,7 @@ def train(
         ScalingStateKeeper,
         peak_memory_gib,
     )
-    from finetune.monitor import HealthMonitor
+    from finetune.health.monitor import HealthMonitor
 
     config, device = recipe.config, this_device()
     preflight(config, device, force=force)

@@ -49,7 +49,7 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None:
     """A part of the layers runs uncompiled while it is looked into; nothing is compiled anew."""
-    from finetune.health import OperandWatch
+    from finetune.health.collector import OperandWatch
     from finetune.precision.convert import conversion_of
 
     accelerator = setup_backend("torchao", scaling="tensorwise", compile="on")

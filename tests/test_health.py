@@ -15,15 +15,15 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from finetune import HealthMonitor, load_recipe, train
 from finetune.config import PrecisionConfig
-from finetune.groups import group_of
-from finetune.health import OperandWatch, inspect_sample
-from finetune.moments import Ratio, gradient_snr, moments_of, sample, spread, update_ratio
-from finetune.monitor import OVERFLOW_WARNING, SNR_WARNING_DB
+from finetune.health.collector import OperandWatch, inspect_sample
+from finetune.health.groups import group_of
+from finetune.health.moments import Ratio, gradient_snr, moments_of, sample, spread, update_ratio
+from finetune.health.monitor import OVERFLOW_WARNING, SNR_WARNING_DB
+from finetune.health.tallies import Tally, health_row, merge_tallies
 from finetune.precision import convert
 from finetune.precision.numerics import snr_db
 from finetune.precision.operands import inspect_operand
 from finetune.precision.planner import plan
-from finetune.tallies import Tally, health_row, merge_tallies
 from tests.conftest import batch
 from tests.test_distributed import launch
 

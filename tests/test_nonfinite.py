@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from finetune import HealthMonitor, cli, load_recipe, train
 from finetune.config import PrecisionConfig
-from finetune.cure import advise
 from finetune.errors import NonFiniteError
-from finetune.nonfinite import Finder, Finding, all_finite, check_parameters
+from finetune.health.cure import advise
+from finetune.health.nonfinite import Finder, Finding, all_finite, check_parameters
 from finetune.precision.planner import plan
 from tests.conftest import batch
 from tests.test_health import converted, trainer_of

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+import finetune.health.speed
 import finetune.session
-import finetune.speed
 from finetune.config import PrecisionConfig
 from finetune.device import BLOCK_CAPABILITY, FP8_CAPABILITY, Device
 from finetune.gpus import find_gpu, gpu_table
+from finetune.health.speed import Speed
+from finetune.health.utilisation import Work, least_bandwidth_gb_s, mfu, optimizer_bytes, work_of
 from finetune.precision.witness import ATTENTION
 from finetune.receipt import LayerReceipt
-from finetune.speed import Speed
-from finetune.utilisation import Work, least_bandwidth_gb_s, mfu, optimizer_bytes, work_of
 from tests.conftest import A100, B200, CPU, H100, RTX4090, batch
 
 M, N, K = 32, 64, 48

@@ -2,8 +2,8 @@
 
 Checked are, of every optimizer step, the losses of its micro-batches and the gradients before the
 optimizer uses them: one reduction over the gradients, and one number fetched. So weights are still
-those of the step before, and the step can be run again to find where it began (`finetune.replay`,
-`finetune.nonfinite`). Weights are checked before they are saved: an update itself may break them,
+those of the step before, and the step can be run again to find where it began (`replay`,
+`nonfinite`). Weights are checked before they are saved: an update itself may break them,
 and a checkpoint of broken weights could push the last good one out.
 
 FP16 loss scaling skips steps whose gradients overflow and halves its scale. Gradients are left to
@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from finetune.cure import advise
 from finetune.errors import NonFiniteError
-from finetune.nonfinite import Finding, all_finite, check_parameters
+from finetune.health.cure import advise
+from finetune.health.nonfinite import Finding, all_finite, check_parameters
+from finetune.health.replay import MicroBatch, first_found, random_state, replay
 from finetune.precision.convert import Conversion
-from finetune.replay import MicroBatch, first_found, random_state, replay
 
 LEAST_SCALE = 1.0
 """FP16: at this loss scale gradients are what they are, and one that is not finite stays so."""

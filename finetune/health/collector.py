@@ -37,7 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config import Gemm, PrecisionConfig
-from finetune.groups import groups_of
+from finetune.health.groups import groups_of
+from finetune.health.tallies import Tallies, Tally
 from finetune.precision.backend import compute_dtype, in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.numerics import amax, scale_from_amax
@@ -45,7 +46,6 @@ from finetune.precision.operands import OperandHealth, inspect_operand
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan, is_conv1d
 from finetune.precision.scaling import BLOCK, NV_BLOCK, Formats, Operand
-from finetune.tallies import Tallies, Tally
 
 SAMPLE_ROWS = 256
 PRODUCTS = 8

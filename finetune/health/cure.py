@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune.nonfinite import Finding
+from finetune.health.nonfinite import Finding
 from finetune.precision.planner import PrecisionPlan
 
 LOWER = "lower train.learning_rate, lengthen train.warmup_steps, or set train.max_grad_norm=1"

@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer
 from finetune import float32, session
 from finetune.device import Device, this_device
 from finetune.gpus import find_gpu
+from finetune.health.utilisation import Work, least_bandwidth_gb_s, mfu, optimizer_bytes, work_of
 from finetune.proof import Proof
-from finetune.utilisation import Work, least_bandwidth_gb_s, mfu, optimizer_bytes, work_of
 
 
 class Speed:

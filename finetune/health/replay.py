@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from finetune.nonfinite import KINDS, Finder, Finding
+from finetune.health.nonfinite import KINDS, Finder, Finding
 from finetune.precision.convert import Conversion
 
 

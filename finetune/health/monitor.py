@@ -4,13 +4,13 @@ It wraps the trainer's `training_step` while it trains, since a callback sees ne
 micro-batch nor its inputs. Two things happen.
 
 *Every `every` steps* it looks at one step from all sides: the operands of its first micro-batch
-(`finetune.health`), the optimizer's moments and the update (`finetune.moments`) and, on a GPU of
-known peak, the steps since the last time (`finetune.utilisation`). The row goes through the
+(`collector`), the optimizer's moments and the update (`moments`) and, on a GPU of
+known peak, the steps since the last time (`utilisation`). The row goes through the
 trainer's own log, so to `metrics.jsonl` and every tracker, and a reading that means trouble is told
 in words, once per group and kind.
 
 *Every step* losses and gradients are checked to be finite before the optimizer uses them, and
-weights before they are saved; what is not ends the run (`finetune.finiteness`).
+weights before they are saved; what is not ends the run (`finiteness`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from finetune import session
 from finetune.config import PrecisionConfig
-from finetune.finiteness import LEAST_SCALE, Finiteness, trainable
-from finetune.groups import groups_of
-from finetune.health import OperandWatch
-from finetune.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
+from finetune.health.collector import OperandWatch
+from finetune.health.finiteness import LEAST_SCALE, Finiteness, trainable
+from finetune.health.groups import groups_of
+from finetune.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
+from finetune.health.speed import Speed
+from finetune.health.tallies import Tallies, health_row, merge_tallies
 from finetune.precision.convert import Conversion, conversion_of
-from finetune.speed import Speed
-from finetune.tallies import Tallies, health_row, merge_tallies
 
 OVERFLOW_WARNING = 0.01
 """Share of saturated values above which a group is warned of: amax scaling leaves none."""
