@@ -146,17 +146,26 @@ def test_trains_or_is_refused_as_the_table_says(
 ) -> None:
     happened = try_one(on, make_llama, backend, device, scaling=scaling, fp8_format=fmt)
     cell = table()[scaling, fmt or "E2M1"][backend]
-    needed = re.fullmatch(r"(\d+)\.(\d+)\+", cell)
+    needed = re.fullmatch(r"(\d+)\.(\d+)\+(, not 12\.0)?", cell)
     if cell == "anywhere":
         assert happened == "trained"
     elif needed:
-        least = tuple(map(int, needed.groups()))
+        least = tuple(map(int, needed.groups()[:2]))
         # torchao was tried on a CPU, where it emulates itself and needs nothing.
         enough = device.capability is None or device.capability >= least
         assert happened == ("trained" if enough else "refused")
     else:
         assert happened == "refused"
         assert "; " in cell, "and says what to use"
+
+
+def test_an_rtx_5090_has_no_mxfp8_as_the_table_says(on) -> None:
+    with pytest.raises(
+        PrecisionError, match="has no mxfp8 on NVIDIA GeForce RTX 5090 yet"
+    ) as caught:
+        on("te", test_readme.RTX5090, scaling="mxfp8")
+    check_refusal(caught.value, test_readme.RTX5090, {"backend": "te", "scaling": "mxfp8"})
+    assert table()["mxfp8", "e4m3"]["te"].endswith(", not 12.0")
 
 
 def test_the_table_has_every_combination() -> None:

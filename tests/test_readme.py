@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from finetune.config import Fp8Format, PrecisionConfig, Scaling
-from finetune.device import engine_verdict, least_capability
+from finetune.device import Device, backend_verdict, engine_verdict, least_capability
 from finetune.recipe import list_recipes
 
 ROOT = Path(__file__).parent.parent
@@ -61,8 +61,14 @@ def _cell(name: str, precision: PrecisionConfig) -> str:
     verdict = engine_verdict(name, precision)
     if not verdict:
         return verdict.reason
+    if name == "emulated":
+        return "anywhere"
     major, minor = least_capability(precision)
-    return "anywhere" if name == "emulated" else f"{major}.{minor}+"
+    later = f"has no {precision.scaling} on" in backend_verdict(name, precision, RTX5090).reason
+    return f"{major}.{minor}+" + (", not 12.0" if later else "")
+
+
+RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
 
 
 GENERATED = {"precision reference": precision_reference, "combinations": combinations}
