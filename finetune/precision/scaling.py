@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from finetune.config import PrecisionConfig
@@ -272,7 +273,8 @@ class Randomness:
         """Numbers in [0, 1), float32, of the shape and device of `like`."""
         if self._generator is None or self._generator.device != like.device:
             self._generator = torch.Generator(like.device)
-            self._generator.manual_seed(torch.initial_seed())
+            rank = dist.get_rank() if dist.is_initialized() else 0  # independent over processes
+            self._generator.manual_seed(torch.initial_seed() + rank)
             if self._state is not None:
                 self._generator.set_state(self._state)
         return torch.rand(
