@@ -233,7 +233,7 @@ class PrecisionConfig(Section):
 
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
-FP8_ONLY = ("high_gemms", "fp8_params")
+FP8_ONLY = ("high_gemms", "fp8_params", "eval")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 

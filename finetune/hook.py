@@ -17,6 +17,13 @@ from finetune.receipt import Receipt
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+# Keys of a recipe's `precision` that have another name here, or none.
+_OTHERWISE = {
+    "format": "it is called fp8_format here",
+    "eval": "it is called eval_precision here",
+    "compute": "it is always fp8 here; BF16 and FP16 are plain Trainers' own, or a recipe's",
+}
+
 
 def setup_fp8_mixed_precision_training(
     backend: Literal["auto", "te", "torchao", "emulated"] = "auto",
@@ -92,7 +99,7 @@ def setup_fp8_mixed_precision_training(
     unknown = more.keys() - inspect.signature(Accelerator).parameters.keys()
     if unknown:
         word = sorted(unknown)[0]
-        hint = nearest(word, [*named, *others])
+        hint = _OTHERWISE.get(word) or nearest(word, [*named, *others])
         raise UnknownArgumentError(
             f"there is no setting {word!r}" + (f"; {hint}" if hint else ""),
             where="setup_fp8_mixed_precision_training(...)",

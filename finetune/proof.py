@@ -298,9 +298,13 @@ class Proof:
             self._fail(
                 f"{len(dead)} trainable parameters do not train",
                 where=_some(dead),
-                why=f"no gradient reached them, and their bits are unchanged after "
-                f"{EFFECTIVE_STEPS} optimizer steps with a learning rate above zero",
-                fix="check that they take part in the loss; freeze them if they are not meant to",
+                why=f"{_why_still([trainable[name] for name in dead])}, and their bits are "
+                f"unchanged after {EFFECTIVE_STEPS} optimizer steps with a learning rate above "
+                "zero",
+                fix="check that they take part in the loss; freeze them if they are not meant to; "
+                "gradients of zeros alone can be an underflow: a few tokens with gradients far "
+                "above the rest take the scale (padding that is attended to?), and the same step "
+                "in BF16 tells",
             )
 
     def _fail(self, what: str, *, where: str, why: str, fix: str) -> None:
@@ -323,6 +327,15 @@ def _row(name: str, shape: tuple[int, int], role: str, seen: Any, reason: str) -
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:6]) or "none"
     return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _why_still(dead: list[nn.Parameter]) -> str:
+    """No gradient at all is a hole in the graph; a gradient of zeros is one of the numbers."""
+    zeros = sum(p.grad is not None for p in dead)
+    if not zeros:
+        return "no gradient reached them"
+    who = "all" if zeros == len(dead) else f"{zeros}"
+    return f"the gradients of {who} of them are zeros throughout"
 
 
 def _was_updated(parameter: Tensor, optimizer: Optimizer) -> bool:

@@ -20,7 +20,7 @@ from finetune import low_bit, session
 from finetune.config import RunConfig
 from finetune.data import load_data
 from finetune.device import this_device
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.model import load_model, load_tokenizer, lora_config
 from finetune.optimizer_checks import chosen
 from finetune.optimizers import OWN_NAMES
@@ -205,7 +205,7 @@ def train(
         if running.precision.compute == "fp16":
             trainer.callback_handler.callbacks.insert(0, LossScaleLog())
         started = time.perf_counter()
-        interrupted = False
+        interrupted, stopped = False, ""
         try:
             with stop:
                 trainer.train(resume_from_checkpoint=str(resume) if resume else None)
@@ -214,11 +214,15 @@ def train(
                 trainer.evaluate()
         except KeyboardInterrupt:
             interrupted = True
+        except FinetuneError as error:
+            stopped = error.what
+            raise
         finally:
             bar.close()
             monitor.close()
             receipt = running.receipt()
             receipt.run = {"name": recipe.name, "folder": str(folder)}
+            receipt.run |= {"interrupted": interrupted, "stopped": stopped}
             if main_process:
                 receipt.save(folder / "receipt.json")
         seconds = time.perf_counter() - started

@@ -409,7 +409,9 @@ def test_checkpoint_receipt_and_metrics_are_kept(tmp_path, monkeypatch, capsys) 
     now = digest(folder / "checkpoints")
     assert now.pop("checkpoint-2/fp8_scaling.safetensors"), "written right after"
     assert now == digests[0]
-    assert json.loads((folder / "receipt.json").read_text())["status"] == "proven"
+    receipt = json.loads((folder / "receipt.json").read_text())
+    assert receipt["status"] == "proven"
+    assert "not finite" in receipt["run"]["stopped"], "proven, and yet it did not end well"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
     assert not (folder / "model").exists()

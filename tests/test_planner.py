@@ -302,3 +302,10 @@ def test_high_gemms_stand_in_the_plan(make_llama) -> None:
     assert [row.precision_of(gemm) for gemm in row.gemms] == ["fp4", "bf16", "fp4"]
     row = plan(make_llama(), choose(scaling="rowwise_with_gw_hp")).fp8_layers[0]
     assert row.precision_of("wgrad") == "bf16"
+
+
+def test_the_plan_shows_what_the_gemms_multiply(make_llama) -> None:
+    shown = str(plan(make_llama(), choose(high_gemms=("dgrad",), scaling="nvfp4")))
+    assert "fp4   linear layer, aligned; dgrad high" in shown
+    assert " fp8 " not in shown
+    assert "fp8   linear layer, aligned\n" in str(plan(make_llama(), FP8))

@@ -60,6 +60,19 @@ def test_weight_that_does_not_move(make_llama, setup_backend) -> None:
     assert get_receipt().status.startswith("stopped")
 
 
+def test_weight_whose_gradient_is_zeros(make_llama, setup_backend) -> None:
+    """What underflow looks like: the graph is whole, and the message must not say otherwise."""
+    model = make_llama()
+    model.model.layers[0].mlp.up_proj.weight.register_hook(torch.zeros_like)
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    optimizer.param_groups[0]["weight_decay"] = 0.0  # which would move it without a gradient
+    step(accelerator, model, optimizer)
+    with pytest.raises(ProofError, match=r"1 trainable parameters do not train") as caught:
+        step(accelerator, model, optimizer)
+    assert "zeros throughout" in str(caught.value)
+    assert "no gradient reached" not in str(caught.value)
+
+
 def test_steps_without_learning_rate_prove_nothing(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend, lr=0.0)
     for seed in range(4):

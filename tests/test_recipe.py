@@ -323,6 +323,12 @@ def test_a_wrong_override_is_quoted(load, override, said):
             id="settings-that-exclude-each-other",
         ),
         pytest.param(
+            BASE.replace("compute: bf16", "eval: fp8"),
+            "r.yaml:3",
+            ["eval belongs to FP8 compute", "compute is 'bf16'"],
+            id="fp8-evaluation-of-a-bf16-run",
+        ),
+        pytest.param(
             BASE.replace("compute: bf16", "fp8_params: true"),
             "r.yaml:3",
             ["fp8_params belongs to FP8 compute", "compute is 'bf16'"],

@@ -292,6 +292,19 @@ def test_backend_in_capitals_and_keep_as_text(make_llama, te_stand_in) -> None:
     assert fp8_layers(model) == 12
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("eval", "fp8", "eval_precision"),
+        ("format", "e4m3", "fp8_format"),
+        ("compute", "fp16", "it is always fp8 here"),
+    ],
+)
+def test_settings_of_recipes_with_another_name_here(name, value, hint) -> None:
+    with pytest.raises(UnknownArgumentError, match=hint):
+        setup_fp8_mixed_precision_training("emulated", emulation="allow", **{name: value})
+
+
 def test_misspelt_setting_leaves_nothing_in_force() -> None:
     plain = Accelerator.__init__
     with pytest.raises(UnknownArgumentError, match="did you mean 'amax_history_len'"):

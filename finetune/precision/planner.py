@@ -120,7 +120,7 @@ class PrecisionPlan:
         return {item.name: item.compute for item in (*named, *self.casts)}
 
     def __str__(self) -> str:
-        rows = Counter((_group(x.name), x.shape, x.compute, x.reason) for x in self.layers)
+        rows = Counter((_group(x.name), x.shape, *_shown(x)) for x in self.layers)
         lines = [
             f"{count:4d} x {name:40s} {n:>6d} x {k:<6d} {compute:5s} {reason}"
             for (name, (n, k), compute, reason), count in rows.items()
@@ -131,6 +131,16 @@ class PrecisionPlan:
             for (name, compute, reason), count in casts.items()
         ]
         return "\n".join(lines)
+
+
+def _shown(layer: LayerPlan) -> tuple[str, str]:
+    """What its GEMMs multiply (FP4 with nvfp4), and the reason with the GEMMs kept high."""
+    if layer.compute != "fp8":
+        return layer.compute, layer.reason
+    ran = {gemm: layer.precision_of(gemm) for gemm in layer.gemms}
+    kept = [gemm for gemm, kind in ran.items() if kind not in ("fp8", "fp4")]
+    low = next((kind for kind in ran.values() if kind in ("fp8", "fp4")), layer.compute)
+    return low, layer.reason + (f"; {', '.join(kept)} high" if kept else "")
 
 
 def _group(name: str) -> str:
