@@ -82,8 +82,8 @@ class PrecisionConfig(Section):
     )
     power_of_two_scales: bool | None = Field(
         default=None,
-        description="round scales down to powers of two; left out: as usual for the scaling (yes "
-        "with rowwise and blockwise, no with delayed and tensorwise)",
+        description="round scales down to powers of two; left out: yes with rowwise and blockwise, "
+        "no with delayed and tensorwise (mxfp8 and nvfp4 have scales of their own)",
     )
     high_gemms: tuple[Gemm, ...] = Field(
         default=(),
@@ -203,6 +203,16 @@ class PrecisionConfig(Section):
             raise ValueError(
                 "nvfp4 scaling has one format, E2M1 with E4M3 block scales; leave format out"
             )
+        idle = {
+            "hadamard": "wgrad" in self.gemms_kept_high,
+            "stochastic_rounding": {"dgrad", "wgrad"} <= self.gemms_kept_high,
+        }
+        for name, acts_on_nothing in idle.items() if self.scaling == "nvfp4" else ():
+            if acts_on_nothing and not getattr(self, name):
+                raise ValueError(
+                    f"{name}=false acts on nothing: the GEMMs that it is about are kept in high "
+                    f"precision; leave {name} out, or take them out of high_gemms"
+                )
         if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
             kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
             raise ValueError(

@@ -34,7 +34,8 @@ def precision_reference() -> str:
         values = schema[name].get("enum") or next(
             (x["enum"] for x in schema[name].get("anyOf", ()) if "enum" in x), None
         )
-        kind = schema[name].get("type", "")
+        kinds = [x.get("type") for x in schema[name].get("anyOf", ())]
+        kind = schema[name].get("type") or next((k for k in kinds if k != "null"), "")
         shown = ", ".join(f"`{v}`" for v in values) if values else kind
         default = field.default
         text = "(usual)" if default is None else str(list(default) if default == () else default)

@@ -335,6 +335,15 @@ def test_a_wrong_override_is_quoted(load, override, said):
             id="setting-of-another-compute",
         ),
         pytest.param(
+            BASE.replace(
+                "compute: bf16",
+                "compute: fp8\n  scaling: nvfp4\n  hadamard: false\n  high_gemms: [wgrad]",
+            ),
+            "r.yaml:3",
+            ["hadamard=false acts on nothing"],
+            id="setting-of-a-gemm-kept-high",
+        ),
+        pytest.param(
             BASE.replace("compute: bf16", "compute: fp8\n  scaling: nvfp4\n  format: e4m3"),
             "r.yaml:3",
             ["nvfp4 scaling has one format"],
