@@ -29,8 +29,9 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor
 
 from finetune.config import PrecisionConfig
 from finetune.precision import convert, emulated, planner
+from finetune.precision.gemm import Codes
 from finetune.precision.hadamard import SIGNS, hadamard_matrix, transform
-from finetune.precision.numerics import E2M1, E4M3, E5M2, Codes, decode_e8m0, snr_db
+from finetune.precision.numerics import E2M1, E4M3, E5M2, decode_e8m0, snr_db
 from finetune.precision.scaling import make_rule
 
 ML = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, E2M1: ml_dtypes.float4_e2m1fn}

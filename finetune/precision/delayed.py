@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from finetune.config import PrecisionConfig
-from finetune.precision.numerics import Codes, amax, floor_pow2
+from finetune.precision.gemm import Codes
+from finetune.precision.numerics import amax, floor_pow2
 from finetune.precision.scaling import (
     OPERANDS,
     Formats,

@@ -21,7 +21,8 @@ from finetune.config import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision.backend import Backend, Fp8Mixin, compute_dtype, restore
 from finetune.precision.delayed import DelayedRule, DelayedState
-from finetune.precision.numerics import E2M1, E4M3, Codes, Format, decode, scaled_mm
+from finetune.precision.gemm import Codes, scaled_mm
+from finetune.precision.numerics import E2M1, E4M3, Format, decode
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import Formats, Operand, Randomness, Rule, make_rule
 

@@ -1,4 +1,4 @@
-"""Small number formats: rounding, casts and the scaled GEMM. Pure functions, the reference.
+"""Small number formats: rounding, casts and scales. Pure functions, the reference.
 
 A number of a format has a sign, `mantissa` fraction bits and an exponent of at least
 `min_exponent`; below that it is subnormal, with the spacing of the smallest normal numbers:
@@ -21,7 +21,6 @@ bit patterns where storage matters. Sources: Micikevicius et al., "FP8 Formats f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,148 +201,6 @@ def snr_db(x: Tensor, approximation: Tensor) -> float:
     signal = x.double().square().sum()
     noise = (x.double() - approximation.double()).square().sum()
     return float(10 * torch.log10(signal / noise))
-
-
-# ---------------------------------------------------------------------------------- the scaled GEMM
-
-
-class Codes(NamedTuple):
-    """A quantised matrix [R, C]: `values · block · inverse ≈ x`.
-
-    Attributes:
-        values: BF16 numbers on the grid of `fmt`, [R, C].
-        inverse: float32 inverse scale: one element, or one per row [R, 1] or column [1, C].
-        fmt: their format.
-        in_bf16: a CPU may multiply these in BF16 (see `scaled_mm`).
-        block: inverse scales of blocks, [ceil(R/r), ceil(C/c)], or None.
-        tile: (r, c), the size of a block.
-    """
-
-    values: Tensor
-    inverse: Tensor
-    fmt: Format
-    in_bf16: bool = False
-    block: Tensor | None = None
-    tile: tuple[int, int] = (1, 1)
-
-    def t(self) -> Codes:
-        """The transposed matrix [C, R]."""
-        block = None if self.block is None else self.block.t()
-        inverse = self.inverse.t() if self.inverse.dim() == 2 else self.inverse
-        values, tile = self.values.t(), self.tile[::-1]
-        return self._replace(values=values, inverse=inverse, block=block, tile=tile)
-
-    def dequantise(self) -> Tensor:
-        """The matrix that the codes stand for, float32 [R, C]."""
-        values = self.values.float()
-        if self.block is not None:
-            values = times_blocks(self.values, self.block, self.tile, fits=False)
-        return values * self.inverse
-
-
-def times_blocks(values: Tensor, block: Tensor, tile: tuple[int, int], fits: bool) -> Tensor:
-    """Every number of a matrix [R, C] times the scale of its block [ceil(R/r), ceil(C/c)].
-
-    Args:
-        values: BF16.
-        block: float32.
-        tile: (r, c).
-        fits: the products fit into BF16 exactly; otherwise they are float32.
-    """
-    dtype = torch.bfloat16 if fits else torch.float32
-    (rows, columns), (height, width) = tile, values.shape
-    down, right = -height % rows, -width % columns
-    if down or right:
-        values = torch.nn.functional.pad(values, (0, right, 0, down))
-    tiles = values.to(dtype).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    product = tiles * block.to(dtype)[:, None, :, None]
-    return product.flatten(2, 3).flatten(0, 1)[:height, :width]
-
-
-# Registered as an operator, so that a dispatch mode sees it called, as it sees `aten._scaled_mm` on
-# hardware: the proof counts both alike, and checks that these operands lie on their formats' grids.
-_library = torch.library.Library("finetune", "DEF")
-_library.define(
-    "scaled_mm(Tensor a, Tensor b, Tensor inverse, Tensor? a_block, Tensor? b_block, int[] tiles, "
-    "str a_format, str b_format, bool in_bf16, ScalarType out_dtype) -> Tensor"
-)
-
-
-def _scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    inverse: Tensor,
-    a_block: Tensor | None,
-    b_block: Tensor | None,
-    tiles: list[int],
-    a_format: str,
-    b_format: str,
-    in_bf16: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    bf16 = torch.bfloat16
-    with torch.autocast(a.device.type, enabled=False):
-        # A code times its block's scale fits into BF16 where that is a power of two, or E4M3's
-        # times E2M1's few digits.
-        blocks_fit = in_bf16 or a_format == b_format == E2M1.name
-        a = a if a_block is None else times_blocks(a, a_block, (tiles[0], tiles[1]), blocks_fit)
-        b = b if b_block is None else times_blocks(b, b_block, (tiles[2], tiles[3]), blocks_fit)
-        if a.is_cuda and a.dtype is b.dtype is bf16:
-            product = torch.mm(a, b, out_dtype=torch.float32)
-        else:
-            wide = bf16 if in_bf16 and out_dtype is bf16 else torch.float32
-            product = a.to(wide) @ b.to(wide)
-    # One scale at a time would be the same up to rounding; cuBLASLt multiplies by both at the end.
-    return product.mul_(inverse).to(out_dtype)
-
-
-def _scaled_mm_meta(
-    a: Tensor,
-    b: Tensor,
-    inverse: Tensor,
-    a_block: Tensor | None,
-    b_block: Tensor | None,
-    tiles: list[int],
-    a_format: str,
-    b_format: str,
-    in_bf16: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
-_library.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
-_library.impl("scaled_mm", _scaled_mm_meta, "Meta")
-
-
-def scaled_mm(a: Codes, b: Codes, out_dtype: torch.dtype) -> Tensor:
-    """The product of two quantised matrices, accumulated in float32 and rounded once.
-
-    Products of two codes are exact in float32. CPUs have no GEMM from BF16 to float32; a float32
-    one is exact, and a BF16 one (`in_bf16` in both operands) two to four times faster. That rounds
-    the sum before the scale as well as after it, which is the same where scales are powers of two,
-    and else at most one unit in the last place of BF16 away.
-
-    Args:
-        a: [M, K].
-        b: [K, N].
-        out_dtype: type of the result.
-
-    Returns:
-        [M, N] in `out_dtype`.
-    """
-    return torch.ops.finetune.scaled_mm(
-        a.values,
-        b.values,
-        a.inverse * b.inverse,
-        a.block,
-        b.block,
-        [*a.tile, *b.tile],
-        a.fmt.name,
-        b.fmt.name,
-        a.in_bf16 and b.in_bf16,
-        out_dtype,
-    )
 
 
 def on_grid(values: Tensor, fmt: Format) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from finetune.config import PrecisionConfig
-from finetune.precision.numerics import Codes, amax, snr_db
+from finetune.precision.gemm import Codes
+from finetune.precision.numerics import amax, snr_db
 from finetune.precision.scaling import (
     Formats,
     Operand,

@@ -36,13 +36,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from finetune.config import PrecisionConfig
+from finetune.precision.blocks import along, block_amax, join, split, widen
+from finetune.precision.gemm import Codes
 from finetune.precision.hadamard import transform
 from finetune.precision.numerics import (
     E2M1,
     E4M3,
     E5M2,
     E8M0_EXPONENTS,
-    Codes,
     Format,
     amax,
     round_to,
@@ -168,7 +169,7 @@ class BlockwiseRule:
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         fmt = self.formats[operand]
         tile = (BLOCK, BLOCK) if operand == "w" else along(dim, BLOCK)
-        blocks = split(x, tile)
+        blocks = split(x.float(), tile)
         scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2, floor=fmt.max / FLOAT_MAX)
         values = to_codes(blocks * widen(scale), fmt)
         return Codes(join(values, x), _one(x), fmt, self.in_bf16, scale.reciprocal(), tile)
@@ -185,7 +186,7 @@ class MxRule:
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         fmt = self.formats[operand]
         tile = along(dim, MX_BLOCK)
-        blocks = split(x, tile)
+        blocks = split(x.float(), tile)
         inverse, scale = e8m0_scales(block_amax(blocks), fmt)
         values = to_codes(blocks * widen(scale), fmt)
         return Codes(join(values, x), _one(x), fmt, True, inverse, tile)
@@ -231,7 +232,7 @@ class NvRule:
         tile = (NV_BLOCK, NV_BLOCK) if operand == "w" else along(dim, NV_BLOCK)
         if self.hadamard and dim == 0 and operand != "w":  # contracts tokens: an operand of wgrad
             x = transform(x)
-        blocks = split(x, tile)
+        blocks = split(x.float(), tile)
         largest = block_amax(blocks)
         inverse, block, scale = nvfp4_scales(largest)
         scaled_blocks = blocks * widen(scale)
@@ -306,39 +307,6 @@ def make_rule(precision: PrecisionConfig, randomness: Randomness | None = None) 
             return NvRule(precision, randomness or Randomness())
         case "delayed":
             raise AssertionError("delayed scaling needs its state: finetune.precision.delayed")
-
-
-# ------------------------------------------------------------------------------- blocks of a matrix
-
-
-def along(dim: int, size: int) -> tuple[int, int]:
-    """The tile of `size` elements along a dimension."""
-    return (1, size) if dim == 1 else (size, 1)
-
-
-def split(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """A matrix [R, C] as float32 tiles [R/r, r, C/c, c], padded with zeros where they end."""
-    rows, columns = tile
-    down, right = -x.shape[0] % rows, -x.shape[1] % columns
-    x = x.float()
-    if down or right:
-        x = torch.nn.functional.pad(x, (0, right, 0, down))
-    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-
-
-def block_amax(blocks: Tensor) -> Tensor:
-    """Largest magnitude of each tile: [R/r, r, C/c, c] -> [R/r, C/c]."""
-    return blocks.abs().amax((1, 3))
-
-
-def widen(block: Tensor) -> Tensor:
-    """[R/r, C/c] -> [R/r, 1, C/c, 1], to be broadcast over tiles."""
-    return block[:, None, :, None]
-
-
-def join(blocks: Tensor, like: Tensor) -> Tensor:
-    """Tiles back to a matrix of the shape of `like`."""
-    return blocks.flatten(2, 3).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 
 def _one(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 
 from finetune.precision.attribution import Attribution
 from finetune.precision.backend import in_backward
+from finetune.precision.gemm import EMULATED
 from finetune.precision.numerics import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import Gemm, LayerPlan, PrecisionPlan
@@ -66,7 +67,7 @@ _OPERANDS = _existing(
         "baddbmm": (1, 2),
         "baddbmm_": (1, 2),
     }
-) | {torch.ops.finetune.scaled_mm: (0, 1)}
+) | {EMULATED: (0, 1)}
 _GROUPED = _existing({"_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1)})
 # Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
 _ATTENTION_MATMULS = _existing(
@@ -370,7 +371,7 @@ class _Dispatch(TorchDispatchMode):
         if packet in _OPERANDS:
             a, b = (args[i] for i in _OPERANDS[packet])
             pair = operand_precision(a), operand_precision(b)
-            if packet is torch.ops.finetune.scaled_mm:
+            if packet is EMULATED:
                 pair = emulated_precision(a, args[6]), emulated_precision(b, args[7])
             # Of two precisions the higher counts ('bf16' < 'fp32' < 'fp4' < 'fp8'): never FP8 by
             # half.
