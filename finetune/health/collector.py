@@ -41,10 +41,11 @@ from finetune.health.groups import groups_of
 from finetune.health.tallies import Tallies, Tally
 from finetune.precision.backend import compute_dtype, in_backward
 from finetune.precision.convert import Conversion
+from finetune.precision.linears import is_conv1d
 from finetune.precision.numerics import amax, scale_from_amax
 from finetune.precision.operands import OperandHealth, inspect_operand
 from finetune.precision.parameters import ParameterMixin
-from finetune.precision.planner import LayerPlan, is_conv1d
+from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import BLOCK, NV_BLOCK, Formats, Operand
 
 SAMPLE_ROWS = 256
@@ -145,7 +146,7 @@ class OperandWatch:
             if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
                 continue  # quantised storage has no magnitudes of its own
             is_low = "w" in low and own == "weight"
-            self._see(name, "w", module, w.t() if is_low and is_conv1d(module) else w, is_low)
+            self._see(name, "w", module, w.t() if is_low and is_conv1d(type(module)) else w, is_low)
 
     def _see_gradient(
         self, name: str, low: Collection[Operand], module: nn.Module, g: Tensor

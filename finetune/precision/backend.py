@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from finetune.config import PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.precision.planner import LayerPlan, is_conv1d
+from finetune.precision.linears import is_conv1d
+from finetune.precision.planner import LayerPlan
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -118,7 +119,7 @@ class Backend:
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
         """The class a converted `module` will have: a subclass of the one it has."""
-        return _swapped_class(self.mixin, type(module), is_conv1d(module))
+        return _swapped_class(self.mixin, type(module), is_conv1d(type(module)))
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         """Attributes, besides `fp8_backend`, that the converted module needs."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from finetune.config import Compute
 from finetune.precision.backend import reduce_as_plain
-from finetune.precision.planner import is_conv1d
+from finetune.precision.linears import is_conv1d
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -36,7 +36,7 @@ class ForcedMixin:
         kind = x.device.type
         around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         with torch.autocast(kind, enabled=False):
-            if isinstance(self, nn.Linear) or is_conv1d(self):  # pyright: ignore
+            if isinstance(self, nn.Linear) or is_conv1d(type(self)):  # pyright: ignore
                 weight: Any = self.weight
                 weight = weight if isinstance(self, nn.Linear) else weight.t()
                 bias = None if self.bias is None else self.bias.to(dtype)  # pyright: ignore

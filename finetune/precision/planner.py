@@ -27,6 +27,7 @@ from finetune.config import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, StorageNotComputeError
 from finetune.precision.choices import Choices, Part, part_of
 from finetune.precision.declared import iter_parameters, why_made_anew
+from finetune.precision.linears import iter_linears
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,34 +147,6 @@ def _shown(layer: LayerPlan) -> tuple[str, str]:
 def _group(name: str) -> str:
     name = name.removeprefix("base_model.model.")  # PEFT's wrapping says nothing to a reader
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(N, K) of a module that multiplies by one 2-D weight as `nn.Linear` does, else None."""
-    from torch import nn
-
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    if is_conv1d(module):
-        weight: Any = module.weight
-        return weight.shape[1], weight.shape[0]  # GPT-2 stores its weight as [K, N]
-    return None
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is GPT-2's `Conv1D`, a linear layer with a transposed weight."""
-    return any(
-        cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
-        for cls in type(module).__mro__
-    )
-
-
-def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
-    """Name, module and (N, K) of each linear layer, shared modules once."""
-    for name, module in model.named_modules():
-        shape = linear_shape(module)
-        if shape is not None:
-            yield name, module, shape
 
 
 def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:

@@ -1,0 +1,288 @@
+"""Weights held as FP8: one byte a number, and the scales that undo the cast.
+
+A weight that does not train needs no master copy. Held as E4M3 codes it takes half of BF16, and
+every use of it starts from the same codes: dequantised before a 16-bit matmul (this module), or
+multiplied as they are (`finetune.precision.frozen`). A scale serves a tile of the weight [N, K]:
+
+    row     (1, K)       one scale per output channel, `weight_scale` [N, 1]
+    tensor  (N, K)       one scale, [1, 1]
+    block   (128, 128)   as DeepSeek-V3 and Qwen publish, [ceil(N/128), ceil(K/128)]
+
+and `weight ≈ codes · weight_scale` (so published files call it; elsewhere here it is an *inverse*).
+
+The codes are held as **uint8**, not as `torch.float8_e4m3fn`: FSDP2's mixed precision, PEFT's
+casts of adapters to the type of their base, `model.to(dtype)` and collectives leave integers alone,
+and an integer cannot be made to require a gradient. State dicts and files show the real type.
+
+As with FP8 compute, a module keeps its identity and changes class. Unlike there, its weight does
+change: the high-precision one is gone, and nothing brings it back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from finetune.errors import StorageNotComputeError
+from finetune.precision.blocks import block_amax, split, times_blocks, widen
+from finetune.precision.linears import is_conv1d
+from finetune.precision.numerics import E4M3, amax, decode_bits, scale_from_amax
+
+Granularity = Literal["row", "tensor", "block"]
+Tile = tuple[int, int]
+BLOCK = 128
+
+
+def tile_of(granularity: Granularity, shape: tuple[int, int]) -> Tile:
+    """The tile of a weight [N, K] that shares a scale."""
+    n, k = shape
+    return {"row": (1, k), "tensor": (n, k), "block": (BLOCK, BLOCK)}[granularity]
+
+
+def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tensor, Tensor]:
+    """E4M3 codes of a weight under the largest scale that saturates nothing.
+
+    Args:
+        w: [N, K], floating point.
+        tile: what shares a scale.
+        pow2: scales are powers of two.
+
+    Returns:
+        bits, uint8 [N, K]; inverse scales, float32, one for each tile [ceil(N/r), ceil(K/c)]. A
+        tile with NaN or infinity has a NaN or infinite inverse, which nothing hides.
+    """
+    if tile == (1, w.shape[1]):
+        scale = scale_from_amax(amax(w, 1), E4M3, pow2=pow2)
+        codes = (w * scale).to(E4M3.dtype)
+    else:
+        tiles = split(w.float(), tile)
+        scale = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
+        codes = (tiles * widen(scale)).flatten(2, 3).flatten(0, 1)
+        codes = codes[: w.shape[0], : w.shape[1]].to(E4M3.dtype)
+    return codes.contiguous().view(torch.uint8), scale.reciprocal()
+
+
+def dequantise_weight(
+    bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The weight that codes stand for: their product in float32, rounded once to `dtype`.
+
+    Args:
+        bits: uint8 [N, K].
+        inverse: float32, one for each tile.
+        tile: what shares a scale.
+        dtype: of the result [N, K].
+    """
+    values = decode_bits(bits).float()
+    if tile[0] == 1 or inverse.numel() == 1:
+        return values.mul_(inverse).to(dtype)
+    return times_blocks(values, inverse, tile).to(dtype)
+
+
+class DequantisedLinear(torch.autograd.Function):
+    """`y = x Wᵀ` in high precision, W dequantised anew for each GEMM: no copy of it is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bits: Tensor, inverse: Tensor, tile: Tile) -> Tensor:
+        """x [M, K], bits [N, K] -> [M, N] in the type of `x`."""
+        ctx.save_for_backward(bits, inverse)
+        ctx.tile = tile
+        return x @ dequantise_weight(bits, inverse, tile, x.dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        """g [M, N] -> dx [M, K]."""
+        bits, inverse = ctx.saved_tensors
+        return g @ dequantise_weight(bits, inverse, ctx.tile, g.dtype), None, None, None
+
+
+class Fp8Bits(nn.Parameter):
+    """A frozen parameter of bit patterns. Putting others in its place is an error, not garbage.
+
+    PEFT's safe merge casts an adapter to the type of the weight, adds it, and assigns the sum to
+    `weight.data`. (Its other merge adds in place, which torch refuses for integers.) A device move
+    or a reload assigns the same bits.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
+        return super().__new__(cls, data, requires_grad=requires_grad)
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        same_type = new.dtype is self.dtype
+        moved = new.device != self.device
+        if not (same_type and (moved or torch.equal(new, self))):
+            raise refuse_merge()
+        Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Fp8Bits, (self.as_subclass(Tensor),)
+
+
+def refuse_merge(where: str = "") -> StorageNotComputeError:
+    """The error of merging an adapter into FP8 weights."""
+    return StorageNotComputeError(
+        "an adapter cannot be merged into weights held in FP8",
+        where=where,
+        why="one step of E4M3 is up to an eighth of a weight, far more than what LoRA changes it "
+        "by: rounding would undo the training",
+        fix="merge into the original weights: `python -m finetune export RUN --to merged OUT`, or "
+        "load the base model plain and the adapter over it with peft, then merge_and_unload()",
+    )
+
+
+class StoredMixin:
+    """In front of a linear layer's own class: the weight is FP8 codes, dequantised to be used.
+
+    Attributes:
+        weight: uint8, in the layout of the class in front of which this stands.
+        weight_scale: float32 buffer, one for each tile of the weight taken as [N, K].
+        stored_tile: what shares a scale.
+        compute_dtype: type of the model; PEFT gives it to new adapters.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_scale: Tensor
+    stored_tile: Tile
+    compute_dtype: torch.dtype
+    stored_original: ClassVar[type[nn.Module]]
+    stored_transposed: ClassVar[bool] = False
+
+    @property
+    def bits(self) -> Tensor:
+        """The codes as [N, K], uint8."""
+        return self.weight.t() if self.stored_transposed else self.weight
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """The codes under HQQ's name: PEFT (DoRA) asks who has one for `dequantize()`."""
+        return self.bits
+
+    def dequantize(self) -> Tensor:
+        """The weight in the layout of the layer's class, in the type of the model."""
+        w = self.dequantise()
+        return w.t() if self.stored_transposed else w
+
+    def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight [N, K] in `dtype`, else in the type of the model."""
+        return dequantise_weight(
+            self.bits, self.weight_scale, self.stored_tile, dtype or self.compute_dtype
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
+        rows = input.reshape(-1, input.shape[-1]).to(dtype)
+        y = DequantisedLinear.apply(rows, self.bits, self.weight_scale, self.stored_tile)
+        y = y if self.bias is None else y + self.bias.to(dtype)
+        return y.reshape(*input.shape[:-1], y.shape[-1])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = self.weight_scale
+        result = super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.weight_scale.dtype is not torch.float32:  # model.to(dtype) is not about scales
+            self.weight_scale = before.to(self.weight_scale.device)
+        return result
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # pyright: ignore
+        bits = destination[prefix + "weight"]
+        if type(bits) in (Tensor, Fp8Bits):  # a shard of FSDP2 stays what it is
+            destination[prefix + "weight"] = bits.detach().view(E4M3.dtype)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, meta: Any, strict: bool, missing: Any, *rest: Any
+    ) -> None:
+        given = state_dict.get(prefix + "weight")
+        if given is not None and given.dtype is E4M3.dtype:
+            state_dict[prefix + "weight"] = given.view(torch.uint8)
+        elif given is not None and given.dtype is not torch.uint8:
+            errors = rest[-1]
+            errors.append(f"{prefix}weight holds FP8 codes, and {given.dtype} was given")
+            return
+        super()._load_from_state_dict(state_dict, prefix, meta, strict, missing, *rest)  # pyright: ignore
+
+    def extra_repr(self) -> str:
+        rows, columns = self.stored_tile
+        held = super().extra_repr()  # pyright: ignore[reportAttributeAccessIssue]
+        return f"{held}, held in {E4M3.name}, scale of {rows}x{columns}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        cls: Any = type(self)
+        return (*constructor(cls), self.__dict__)
+
+
+def constructor(cls: type[nn.Module]) -> tuple[Any, tuple[type[nn.Module]]]:
+    """How to make an empty module of a plain or stored class again: a function and its argument."""
+    if issubclass(cls, StoredMixin):
+        return _new_stored, (cls.stored_original,)
+    return _new, (cls,)
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def _new_stored(original: type[nn.Module]) -> nn.Module:
+    return _new(stored_class(original))
+
+
+@functools.cache
+def stored_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of a stored layer: a subclass of the one it had."""
+    facts = {"stored_original": original, "stored_transposed": is_conv1d(original)}
+    module = {"__module__": StoredMixin.__module__}
+    return type(f"Fp8{original.__name__}", (StoredMixin, original), module | facts)
+
+
+def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype) -> None:
+    """Make a linear layer a stored one that holds these codes; its own weight is dropped.
+
+    Args:
+        module: a linear layer, also on the meta device.
+        bits: uint8 [N, K].
+        inverse: float32, one for each tile.
+        tile: what shares a scale.
+        dtype: type of the model.
+    """
+    cls = stored_class(type(module))
+    bits = bits.t() if cls.stored_transposed else bits  # pyright: ignore[reportAttributeAccessIssue]
+    module.weight = Fp8Bits(bits.contiguous())
+    module.register_buffer("weight_scale", inverse)
+    module.__dict__.update(stored_tile=tile, compute_dtype=dtype)
+    module.__class__ = cls
+
+
+@torch.no_grad()
+def hold(module: nn.Module, granularity: Granularity = "row", *, pow2: bool = False) -> None:
+    """Quantise the weight of a linear layer in place. Its high-precision weight is dropped.
+
+    Args:
+        module: a linear layer (`finetune.precision.linears`), also on the meta device.
+        granularity: what shares a scale.
+        pow2: scales are powers of two.
+    """
+    weight: Any = module.weight
+    w = weight.t() if is_conv1d(type(module)) else weight
+    tile = tile_of(granularity, tuple(w.shape))
+    bits, inverse = quantise_weight(w, tile, pow2=pow2)
+    put(module, bits, inverse, tile, weight.dtype)
+
+
+def iter_stored(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of each layer that holds its weight as FP8 codes."""
+    for name, module in model.named_modules():
+        if isinstance(module, StoredMixin):
+            yield name, module
