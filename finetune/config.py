@@ -120,6 +120,23 @@ class PrecisionConfig(Section):
     stochastic_rounding: bool = Field(
         default=True, description="nvfp4: gradients are rounded stochastically, without bias"
     )
+    frozen: Literal["fp8", "bf16"] | None = Field(
+        default=None,
+        description="how an FP8 run holds the linear layers that do not train: `fp8`: only as E4M3 "
+        "codes, which forward and backward multiply, cast by current amax (scaling `rowwise` or "
+        "`tensorwise`); `bf16`: in `model.dtype`, cast at each use; left out: `fp8` in recipes "
+        "with adapters where the scaling has it",
+    )
+    saved_input: Literal["fp8", "high"] = Field(
+        default="fp8",
+        description="frozen=fp8: what an adapter keeps of its input for backward: the codes that "
+        "forward made of it, or the input itself",
+    )
+    fused_adapters: bool = Field(
+        default=True,
+        description="low-rank adapters run in one autograd function with their frozen base layer; "
+        "those with dropout, DoRA or a bias run as PEFT has them",
+    )
     fp8_params: bool = Field(
         default=False,
         description="hold each weight as FP8 codes between steps; the parameter is the optimizer's "
@@ -230,7 +247,31 @@ class PrecisionConfig(Section):
                 "fprop, dgrad and wgrad are all kept in high precision, so nothing would run in "
                 "FP8; take one out of high_gemms, or set compute=bf16"
             )
+        self._check_frozen()
         return self
+
+    def _check_frozen(self) -> None:
+        if self.frozen != "fp8":
+            if self.saved_input != "fp8":
+                raise ValueError(
+                    "saved_input belongs to weights held in FP8; set frozen=fp8 or leave it out"
+                )
+            return
+        if self.scaling not in FROZEN_SCALINGS:
+            raise ValueError(
+                f"frozen=fp8 multiplies under current scaling, per row or per tensor, and scaling "
+                f"is {self.scaling!r}; set scaling=rowwise or tensorwise, or frozen=bf16"
+            )
+        if self.format not in (None, "e4m3"):
+            raise ValueError(
+                f"frozen=fp8 multiplies E4M3 operands, gradients too, and format is "
+                f"{self.format!r}; leave format out, or set frozen=bf16"
+            )
+        if {"fprop", "dgrad"} <= self.gemms_kept_high:
+            raise ValueError(
+                "frozen=fp8, and both GEMMs of a frozen layer are kept in high precision; take one "
+                "out of high_gemms, or set frozen=bf16"
+            )
 
     def _refuse_foreign(self, scaling: str, names: tuple[str, ...], why: str) -> None:
         """A setting of another scaling rule would be ignored silently."""
@@ -243,7 +284,8 @@ class PrecisionConfig(Section):
 
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
-FP8_ONLY = ("high_gemms", "fp8_params", "eval")
+FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", "saved_input")
+FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 
@@ -303,6 +345,22 @@ class RunConfig(Section):
     lora: LoraSection | None = None
     data: DataConfig
     train: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hold_a_frozen_base_in_fp8(cls, values: Any) -> Any:
+        """Adapters mean that the base does not train: in FP8 it is held so, where it can be."""
+        precision = values.get("precision") if isinstance(values, dict) else None
+        if not isinstance(precision, dict) or not values.get("lora"):
+            return values
+        scaling = precision.get("scaling", PrecisionConfig.model_fields["scaling"].default)
+        held = (
+            precision.get("compute") == "fp8"
+            and precision.get("frozen") is None
+            and precision.get("format") in (None, "e4m3")
+            and scaling in FROZEN_SCALINGS
+        )
+        return values | {"precision": precision | {"frozen": "fp8"}} if held else values
 
     @property
     def method(self) -> Literal["full", "lora"]:

@@ -280,7 +280,8 @@ class Resolution:
         p = self.precision
         if p.compute != "fp8":
             return p.compute.upper()
-        return f"{p.low.upper()} {p.backend}/{p.scaling}"
+        engine = "frozen" if p.frozen == "fp8" else p.backend
+        return f"{p.low.upper()} {engine}/{p.scaling}"
 
 
 def _instead_of_fp8(device: Device) -> str:

@@ -26,6 +26,8 @@ from finetune.config import PrecisionConfig
 from finetune.device import Device, Resolution, resolve, this_device, version
 from finetune.errors import OrderError, PrecisionError
 from finetune.precision import convert
+from finetune.precision.adapters import fused_adapters
+from finetune.precision.backend import Backend
 from finetune.precision.declared import iter_parameters
 from finetune.precision.planner import iter_weights, plan, refuse_quantised
 from finetune.proof import Proof, named_trainable
@@ -224,7 +226,7 @@ class Session:
         guards.unguard(model)
         match self.precision.compute:
             case "fp8":
-                refuse_quantised(model)
+                refuse_quantised(model, self.precision)
             case "fp16":
                 loss_scaling.refuse_half_weights(model)
             case "fp32":
@@ -270,12 +272,13 @@ class Session:
     def _compile(self, conversion: convert.Conversion) -> None:
         wanted, backend = self.precision.compile, self.precision.backend
         on_gpu = self.device.kind == "cuda"
-        casts_unfused = self.precision.compute == "fp8" and backend == "torchao" and on_gpu
+        eager_casts = backend == "torchao" or conversion.frozen is not None
+        casts_unfused = self.precision.compute == "fp8" and eager_casts and on_gpu
         if wanted == "off":
             slow = "; casts are not fused, slower than BF16" if casts_unfused else ""
             self.compiled = f"off: asked{slow}"
         elif wanted == "auto" and not casts_unfused:
-            self.compiled = "off: only torchao on a GPU needs it"
+            self.compiled = "off: only torchao and frozen weights on a GPU need it"
         elif count := conversion.compile_layers():
             left_out = "; forwards that multiply by parameters are left out"
             self.compiled = f"on: {count} decoder layers, after the witnessed step" + (
@@ -299,7 +302,7 @@ class Session:
         r, p = self.resolution, self.precision
         proof, conversion = self.training
         share = dict(proof.flop_share) if proof else {}
-        backend = conversion.backend if conversion else None
+        engines = conversion.engines if conversion else []
         low = next((k for k in ("fp8", "fp4") if share.get(k)), "")
         ran = low or max(share, key=lambda k: share[k], default="nothing")
         return Receipt(
@@ -307,15 +310,16 @@ class Session:
             precision={
                 "asked": r.asked.compute,
                 "ran": ran,
-                "backend": p.backend if p.compute == "fp8" else "",
+                "backend": "+".join(e.name for e in engines) if p.compute == "fp8" else "",
                 "scaling": p.scaling if p.compute == "fp8" else "",
                 "format": _format(p) if p.compute == "fp8" else "",
-                "effective": backend.effective() if backend else self._effective(),
+                "effective": _effective_of(engines) or self._effective(),
                 "reason": r.reason,
                 "fallback": r.fallback,
                 "forced": dict(conversion.plan.forced) if conversion else {},
                 "compile": self.compiled,
                 "evaluation": p.eval if p.compute == "fp8" else "high",
+                "adapters": fused_adapters(conversion.fused) if conversion else "",
             },
             fp8_flop_share=share.get("fp8", 0.0) + share.get("fp4", 0.0),
             flop_share=share,
@@ -349,6 +353,14 @@ class Session:
             "seed": torch.initial_seed(),
             "patches": list(self.patches),
         }
+
+
+def _effective_of(engines: list[Backend]) -> dict[str, Any]:
+    """What is in force in the engines' own words; of frozen weights under a name of its own."""
+    found: dict[str, Any] = {}
+    for engine in engines:
+        found |= {"frozen": engine.effective()} if engine.name == "frozen" else engine.effective()
+    return found
 
 
 def _format(precision: PrecisionConfig) -> str:

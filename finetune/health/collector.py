@@ -9,13 +9,15 @@ Of each:
   `SAMPLE_ROWS` rows, evenly spread, by the project's own reference rule and therefore alike for
   every engine (of x and w the cast for fprop, of g that for dgrad): the share of values that
   saturate (`overflow`) and of those that are not zero and become zero (`underflow`), and the
-  signal-to-noise ratio of the quantised operand, 10 log10(Σx² / Σ(x - x̂)²) dB;
+  signal-to-noise ratio of the quantised operand, 10 log10(Σx² / Σ(x - x̂)²) dB
+  (a weight held as codes has an amax, and nothing to lose);
 * with delayed scaling, which uses the scale of yesterday's amax, `scale_drift`: |log2(scale in
   force / scale that this amax asks for)|, and `scale_change`: |log2(scale / scale when last seen)|.
 
 A declared parameter that multiplies (`finetune.precision.parameters`) is judged by its products:
 its weight is the matrix of one product, one expert's for instance. Of each such parameter the first
-`PRODUCTS` products are looked at.
+`PRODUCTS` products are looked at. Adapters that run inside their base layer's call (`adapters`)
+show their weights only: their input and their gradient are the base layer's.
 
 Looking on changes nothing: hooks only read, random rounding draws from a generator of its own, an
 activation that checkpointing computes twice is counted once, and nothing is hooked outside
@@ -47,6 +49,7 @@ from finetune.precision.operands import OperandHealth, inspect_operand
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import BLOCK, NV_BLOCK, Formats, Operand
+from finetune.precision.storage import StoredMixin
 
 SAMPLE_ROWS = 256
 PRODUCTS = 8
@@ -141,6 +144,8 @@ class OperandWatch:
             y.register_hook(partial(self._see_gradient, name, low, module))
 
     def _see_weights(self, name: str, module: nn.Module, low: Collection[Operand]) -> None:
+        if isinstance(module, StoredMixin):  # what codes stand for is multiplied without loss
+            self._see(name, "w", module, module.dequantise(), False)
         for own, parameter in module.named_parameters(recurse=False):
             w = getattr(parameter, "_local_tensor", parameter).detach()
             if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
@@ -180,12 +185,10 @@ class OperandWatch:
         if not is_low:
             self._amaxes.append((key, amax(value)))
             return
-        conversion = self.conversion
-        assert conversion is not None
-        assert conversion.backend is not None
-        rows = value.reshape(-1, value.shape[-1])
-        scale = conversion.backend.scale_in_force(module, operand)
-        seen = inspect_sample(rows, operand, conversion.plan.precision, scale)
+        engine: Any = module.fp8_backend
+        rows, precision = engine.as_cast(module, operand, value.reshape(-1, value.shape[-1]))
+        scale = engine.scale_in_force(module, operand)
+        seen = inspect_sample(rows, operand, precision, scale)
         tally.add(name, rows.numel(), seen)
         if scale is not None:
             self._see_scale(name, operand, tally, float(scale), seen.amax)

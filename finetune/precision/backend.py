@@ -21,6 +21,7 @@ from finetune.config import PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision.linears import is_conv1d
 from finetune.precision.planner import LayerPlan
+from finetune.precision.storage import constructor
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -46,11 +47,7 @@ def reduce_as_plain(self: Any, protocol: Any) -> Any:
         state.pop("config", None)  # torchao's; a model's own `config` stays
     original = vars(type(self)).get("fp8_root_of", type(self))
     original = getattr(original, "fp8_original", original)
-    return _new, (original,), state
-
-
-def _new(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
+    return (*constructor(original), state)
 
 
 class Fp8Mixin:
@@ -148,6 +145,12 @@ class Backend:
     def scale_in_force(self, module: nn.Module, operand: Literal["x", "w", "g"]) -> Tensor | None:
         """The scale that delayed scaling uses for this operand now, None where none is kept."""
         return None
+
+    def as_cast(
+        self, module: nn.Module, operand: Literal["x", "w", "g"], value: Tensor
+    ) -> tuple[Tensor, PrecisionConfig]:
+        """What of an operand is really cast, and under which rule."""
+        return value, self.precision
 
     def effective(self) -> dict[str, Any]:
         """The recipe in force, as the engine itself reports it."""

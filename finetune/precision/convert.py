@@ -2,6 +2,9 @@
 
 Two rules hold the design together. *Modules change class, parameters never change*: every trainable
 parameter stays the object the optimizer knows. *The model equals the plan or an error is raised.*
+
+A frozen weight may be stored anew, as FP8 codes, where the plan says so. That is not undone by
+reverting: the high-precision weight is gone, and the layer dequantises what it holds.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ import torch
 from torch import nn
 
 from finetune.errors import ConversionError
+from finetune.precision.adapters import fused_class, iter_fusable, seat_class
 from finetune.precision.backend import Backend, Fp8Mixin, in_backward, reduce_as_plain
 from finetune.precision.forced import ForcedMixin, forced_class
+from finetune.precision.frozen import FrozenBackend
 from finetune.precision.parameters import ParameterMixin, parameter_class, seats
 from finetune.precision.planner import PrecisionPlan, iter_weights
+from finetune.precision.storage import store
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -29,13 +35,22 @@ class Conversion:
     Attributes:
         model: the root module, whose call is a step's beginning.
         plan: what the model now equals.
-        backend: the engine, None when the plan has no FP8 layer.
+        backend: the engine of layers that keep their weights, None when there are none in FP8.
+        frozen: the engine of layers whose weights are held in FP8, None when there are none.
+        fused: PEFT's layers whose adapters run with their base in one function.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
     """
 
-    def __init__(self, model: nn.Module, plan: PrecisionPlan, backend: Backend | None) -> None:
-        self.model, self.plan, self.backend = model, plan, backend
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PrecisionPlan,
+        backend: Backend | None,
+        frozen: FrozenBackend | None = None,
+    ) -> None:
+        self.model, self.plan, self.backend, self.frozen = model, plan, backend, frozen
+        self.fused: list[nn.Module] = []
         self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self._changed: list[tuple[nn.Module, type[nn.Module], list[str]]] = []
@@ -43,22 +58,28 @@ class Conversion:
         self.compiled: list[nn.Module] = []
         self._applied = False
 
+    @property
+    def engines(self) -> list[Backend]:
+        """What multiplies in FP8: of frozen weights, and of the others."""
+        return [engine for engine in (self.frozen, self.backend) if engine is not None]
+
     # ---------------------------------------------------------------------------- apply, revert
 
     def apply(self) -> None:
         """Change the classes of the planned layers and of the root, then check against the plan."""
-        parameters = {id(p): p.requires_grad for p in self.model.parameters()}
+        modules = dict(self.model.named_modules())
+        kept = self._parameters()
+        for layer in self.plan.fp8_layers:
+            if layer.kind == "parameter":
+                continue
+            module = modules[layer.name]
+            engine = self.frozen if layer.held else self.backend
+            assert engine is not None
+            if layer.held:
+                store(module, layer.held, pow2=bool(self.plan.precision.power_of_two_scales))
+            attributes = {"fp8_backend": engine, **engine.attributes(module, layer)}
+            self._swap(module, engine.layer_class(module), attributes)
         if self.backend is not None:
-            modules = dict(self.model.named_modules())
-            for layer in self.plan.fp8_layers:
-                if layer.kind == "parameter":
-                    continue
-                module = modules[layer.name]
-                attributes = {
-                    "fp8_backend": self.backend,
-                    **self.backend.attributes(module, layer),
-                }
-                self._swap(module, self.backend.layer_class(module), attributes)
             for owner, layers in self.plan.fp8_parameters.items():
                 module = modules[owner]
                 attributes = seats(self.backend, module, layers)
@@ -66,15 +87,30 @@ class Conversion:
         for name, compute in self.plan.forced.items():
             module = self.model.get_submodule(name)
             self._swap(module, forced_class(type(module), compute), {})
+        if self.plan.precision.fused_adapters:
+            self._fuse_adapters()
         self._swap(self.model, _root_class(type(self.model)), {ATTRIBUTE: self})
         self._applied = True
         self.check()
-        if {id(p): p.requires_grad for p in self.model.parameters()} != parameters:
+        if self._parameters() != kept:
             raise ConversionError(
                 "conversion changed the model's parameters",
                 why="the optimizer would update weights that the model no longer uses",
                 fix="report this as a bug",
             )
+
+    def _parameters(self) -> dict[str, tuple[int, bool]]:
+        """Identity and trainability of every parameter that conversion must not touch."""
+        held = {f"{layer.name}.weight" for layer in self.plan.held}
+        named = self.model.named_parameters()
+        return {name: (id(p), p.requires_grad) for name, p in named if name not in held}
+
+    def _fuse_adapters(self) -> None:
+        for name, module in list(iter_fusable(self.model)):
+            base = module.base_layer
+            self._swap(base, seat_class(type(base)), {})
+            self._swap(module, fused_class(type(module)), {"fp8_name": name, "fp8_listeners": []})
+            self.fused.append(module)
 
     def _swap(self, module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
         self._changed.append((module, type(module), list(attributes)))
@@ -117,7 +153,7 @@ class Conversion:
             module.__dict__["_gradient_checkpointing_func"] = function
         for module in self.compiled:
             module._compiled_call_impl = None
-        self._changed, self._checkpointed, self.compiled = [], [], []
+        self._changed, self._checkpointed, self.compiled, self.fused = [], [], [], []
         self.around.clear()
         self._applied = False
 
@@ -188,13 +224,13 @@ def _root_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
-    """The engine of a plan, None when nothing runs in FP8.
+    """The engine of the layers that keep their weights, None when none of them runs in FP8.
 
     Args:
         plan: its `precision.backend` must be concrete (see `finetune.device.resolve`).
         hardware: the device multiplies FP8; otherwise torchao emulates.
     """
-    layers = len(plan.fp8_layers)
+    layers = sum(not layer.held for layer in plan.fp8_layers)
     if not layers:
         return None
     match plan.precision.backend:
@@ -221,7 +257,9 @@ def apply(model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False) -> C
         ConversionError: the model does not equal the plan afterwards.
     """
     revert(model)
-    conversion = Conversion(model, plan, make_backend(plan, hardware=hardware))
+    emulate = not hardware or plan.precision.backend == "emulated"
+    frozen = FrozenBackend(plan.precision, emulate=emulate) if plan.held else None
+    conversion = Conversion(model, plan, make_backend(plan, hardware=hardware), frozen)
     try:
         conversion.apply()
     except BaseException:

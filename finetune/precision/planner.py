@@ -28,6 +28,7 @@ from finetune.errors import PlanError, StorageNotComputeError
 from finetune.precision.choices import Choices, Part, part_of
 from finetune.precision.declared import iter_parameters, why_made_anew
 from finetune.precision.linears import iter_linears
+from finetune.precision.storage import Granularity, StoredMixin, iter_stored, serves
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +53,8 @@ class LayerPlan:
         forced: the type was chosen by the user and is not that of the rest of the model: the
             layer computes in it whatever autocast says.
         kind: `linear` for a module that is a linear layer, `parameter` for a declared parameter.
+        held: of a converted layer whose weight is held only as FP8 codes (`storage`), what shares a
+            scale in it; empty where the weight stays as it is.
     """
 
     name: str
@@ -63,6 +66,7 @@ class LayerPlan:
     gemm_precision: tuple[tuple[Gemm, str], ...] = ()
     forced: bool = False
     kind: Literal["linear", "parameter"] = "linear"
+    held: Granularity | Literal[""] = ""
 
     @property
     def owner(self) -> str:
@@ -104,6 +108,11 @@ class PrecisionPlan:
     def fp8_layers(self) -> tuple[LayerPlan, ...]:
         """The layers to be converted."""
         return tuple(layer for layer in self.layers if layer.compute == "fp8")
+
+    @property
+    def held(self) -> tuple[LayerPlan, ...]:
+        """The layers whose weights are held only as FP8 codes."""
+        return tuple(layer for layer in self.layers if layer.held)
 
     @property
     def fp8_parameters(self) -> dict[str, list[LayerPlan]]:
@@ -169,7 +178,8 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             honoured, or FP8 was asked and no layer can take it.
         StorageNotComputeError: the model's weights are held quantised.
     """
-    refuse_quantised(model)
+    if precision.compute == "fp8":
+        refuse_quantised(model, precision)
     linears = list(iter_linears(model))
     head = _output_head(model)
     experts = _expert_count(model)
@@ -183,11 +193,13 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     parts |= {name: _part(name, roles[name][0], m in in_head) for name, m, _ in parameters}
     parts = {name: part for name, part in parts.items() if not _is_low_rank(name)}
     choices = Choices(model, precision, parts | _elementwise(model))
+    shared = _shared_parameters(model)
     layers = []
     for name, module, shape in linears:
         cannot = _why_not_fp8(module, shape, precision)
         frozen = not module.weight.requires_grad
-        layers.append(_plan_layer(name, shape, frozen, roles[name], cannot, choices))
+        row = _plan_layer(name, shape, frozen, roles[name], cannot, choices)
+        layers.append(_held(row, module, precision) if id(module.weight) not in shared else row)
     for name, owner, parameter in parameters:
         n, k = parameter.shape[-2:]
         cannot = why_made_anew(model, name, owner) or _why_not_parameter((n, k), precision)
@@ -208,7 +220,32 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             or "no linear layers, and no parameters declared to multiply (fp8_matmuls)",
             fix="keep fewer layers, or choose precision.compute=bf16",
         )
+    if precision.frozen == "fp8" and not result.held:
+        raise PlanError(
+            "frozen=fp8 was asked and this model has no frozen layer to hold in FP8",
+            where="precision.frozen",
+            why="every linear layer that runs in FP8 trains, and needs its high-precision weight",
+            fix="~precision.frozen; it is for the base under adapters (a lora section)",
+        )
     return result
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Identities of parameters that several modules hold, such as a head tied to an embedding."""
+    held = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    return {key for key, count in held.items() if count > 1}
+
+
+def _held(row: LayerPlan, module: Any, precision: PrecisionConfig) -> LayerPlan:
+    """The row of a linear layer, whose weight is held in FP8 where it is frozen and computes so."""
+    if precision.frozen != "fp8" or row.compute != "fp8" or not row.frozen:
+        return row
+    granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"
+    reason = f"frozen, held in FP8 by {granularity}"
+    if isinstance(module, StoredMixin) and not serves(module.stored_tile, row.shape, granularity):
+        reason += ", cast again from what the checkpoint holds"
+    asked = "" if row.reason == "linear layer, aligned" else f"{row.reason}; "
+    return replace(row, held=granularity, reason=asked + reason)
 
 
 def _plan_layer(
@@ -284,34 +321,46 @@ def _elementwise(model: nn.Module) -> dict[str, Part]:
     return found
 
 
-def refuse_quantised(model: nn.Module) -> None:
-    """Raise `StorageNotComputeError` for a model whose weights are held quantised.
+def refuse_quantised(model: nn.Module, precision: PrecisionConfig) -> None:
+    """Raise `StorageNotComputeError` for quantised weights that FP8 GEMMs cannot be fed from.
 
     Storage (4-bit, 8-bit, `load_in_fp8`) saves memory and is dequantised before each matmul;
-    compute multiplies in FP8. A quantised weight cannot be an operand of an FP8 GEMM.
+    compute multiplies in FP8. Frozen weights stored in FP8 can do both (`precision.frozen`).
     """
-    config = getattr(model, "config", None)
-    stored = getattr(config, "quantization_config", None)
+    stored = {f"{name}.weight" for name, _ in iter_stored(model)}
+    quantised = [
+        (name, f"{name}.weight" in stored)
+        for name, weight, _ in iter_weights(model)
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
+    ]
     flags = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized")
     flag = next((name for name in flags if getattr(model, name, False)), None)
-    odd = next(
-        (
-            name
-            for name, weight, _ in iter_weights(model)
-            if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
-        ),
-        None,
-    )
-    if not (stored or flag or odd):
+    if not flag and getattr(getattr(model, "config", None), "quantization_config", None):
+        flag = "config.quantization_config"
+    where = next((name for name, ours in quantised if not ours), flag)
+    if quantised and all(ours for _, ours in quantised):
+        if precision.frozen == "fp8":
+            return
+        raise StorageNotComputeError(
+            "this model is stored in FP8 (load_in_fp8), and FP8 compute was not told to use that",
+            where=quantised[0][0],
+            why="load_in_fp8 is about storage: weights are dequantised before a 16-bit matmul; "
+            "frozen weights can also be multiplied as they are stored",
+            fix="frozen='fp8' with adapters over it, in setup_fp8_mixed_precision_training("
+            "scaling='rowwise', frozen='fp8') or precision.frozen=fp8; to train all parameters, "
+            "load the model plain",
+        )
+    if where is None:
         return
     raise StorageNotComputeError(
         "this model was loaded quantised, and FP8 compute needs plain weights",
-        where=odd or flag or "config.quantization_config",
+        where=where,
         why="load_in_4bit, load_in_8bit and load_in_fp8 are about storage: weights are kept small "
         "and dequantised before a 16-bit matmul; FP8 training is about compute: the matmul itself "
         "runs in FP8 from 16- or 32-bit weights",
-        fix="load the model without a quantization_config to train in FP8, or keep it quantised "
-        "and train without setup_fp8_mixed_precision_training (QLoRA in BF16)",
+        fix="load the model without a quantization_config to train in FP8 (precision.frozen=fp8 "
+        "holds a base under adapters in one byte a number), or keep it quantised and train without "
+        "setup_fp8_mixed_precision_training (QLoRA in BF16)",
     )
 
 
@@ -377,7 +426,8 @@ def _why_not_fp8(module: nn.Module, shape: tuple[int, int], precision: Precision
         return unaligned
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "multiplied by its parent, nn.MultiheadAttention, past its forward"
-    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    known = nn.Linear.forward, StoredMixin.forward
+    own = isinstance(module, nn.Linear) and type(module).forward not in known
     if own or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own"
     return ""

@@ -44,6 +44,15 @@ def tile_of(granularity: Granularity, shape: tuple[int, int]) -> Tile:
     return {"row": (1, k), "tensor": (n, k), "block": (BLOCK, BLOCK)}[granularity]
 
 
+def serves(tile: Tile, shape: tuple[int, int], granularity: Granularity) -> bool:
+    """Whether codes stored with this tile can be used at a granularity, or are to be cast again.
+
+    One scale per tensor is one per row, all equal; no other can stand for another.
+    """
+    wanted = tile_of(granularity, shape)
+    return tile == wanted or (granularity == "row" and tile == tile_of("tensor", shape))
+
+
 def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tensor, Tensor]:
     """E4M3 codes of a weight under the largest scale that saturates nothing.
 
@@ -279,6 +288,25 @@ def hold(module: nn.Module, granularity: Granularity = "row", *, pow2: bool = Fa
     tile = tile_of(granularity, tuple(w.shape))
     bits, inverse = quantise_weight(w, tile, pow2=pow2)
     put(module, bits, inverse, tile, weight.dtype)
+
+
+@torch.no_grad()
+def store(module: nn.Module, granularity: Granularity, *, pow2: bool = False) -> None:
+    """Have a linear layer held at a granularity, whatever it holds now.
+
+    Codes of another granularity are cast again, by way of the float32 weight of this one layer.
+    """
+    if not isinstance(module, StoredMixin):
+        return hold(module, granularity, pow2=pow2)
+    n, k = module.bits.shape
+    if serves(module.stored_tile, (n, k), granularity):
+        return None
+    tile = tile_of(granularity, (n, k))
+    bits, inverse = quantise_weight(module.dequantise(torch.float32), tile, pow2=pow2)
+    bits = bits.t().contiguous() if module.stored_transposed else bits
+    module.weight = Fp8Bits(bits)
+    module.weight_scale, module.stored_tile = inverse, tile
+    return None
 
 
 def iter_stored(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from finetune.precision.adapters import FusedMixin
 from finetune.precision.attribution import Attribution
 from finetune.precision.backend import in_backward
 from finetune.precision.gemm import EMULATED
@@ -141,7 +142,12 @@ class Witness:
         self._handles: list[Any] = []
         self._attribution = Attribution(self)
         self._observed: list[ParameterMixin] = []
+        self._told: list[FusedMixin] = []
         modules = dict(model.named_modules())
+        for module in modules.values():
+            if isinstance(module, FusedMixin):
+                module.fp8_listeners.append(self)
+                self._told.append(module)
         for layer in plan.layers:
             module = modules[layer.owner]
             if layer.kind == "parameter":
@@ -177,8 +183,12 @@ class Witness:
         for owner in self._observed:
             if self in owner.__dict__.get("fp8_observers", ()):  # not reverted in the meantime
                 owner.fp8_observers.remove(self)
+        for layer in self._told:
+            if self in layer.__dict__.get("fp8_listeners", ()):
+                layer.fp8_listeners.remove(self)
         self._handles.clear()
         self._observed.clear()
+        self._told.clear()
 
     @contextlib.contextmanager
     def watching(self, *, backward: bool = False) -> Iterator[None]:
@@ -197,9 +207,9 @@ class Witness:
 
     # ------------------------------------------------------------------------ who is multiplying
 
-    def enter(self, name: str, shape: tuple[int, int]) -> None:
-        """A forward of this layer or parameter, of shape (N, K), begins."""
-        self._stack.append((name, False, shape))
+    def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
+        """A forward or gradient of this layer or parameter, of shape (N, K), begins."""
+        self._stack.append((name, backward, shape))
 
     def leave(self) -> None:
         """It has ended."""
