@@ -261,14 +261,12 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     from finetune.memory import bound, shards_of, why_too_small
     from finetune.model import sketch
     from finetune.optimizer_checks import check_here
-    from finetune.precision.planner import plan
     from finetune.preflight import check_settings, processes
 
     config, device = checked.config, this_device()
     model = sketch(config)
-    check_settings(config, model)
-    the_plan = plan(model, config.precision)
-    need = bound(model, config.train, shards=shards_of(config, processes()))
+    the_plan = check_settings(config, model)
+    need = bound(model, the_plan, config.train, shards=shards_of(config, processes()))
     try:
         check_extras(config)
         check_here(config.train, device)
@@ -279,7 +277,13 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     short = why_too_small(config, need, device)
     if as_json:
         layers = [
-            {"name": x.name, "shape": x.shape, "compute": x.compute, "reason": x.reason}
+            {
+                "name": x.name,
+                "shape": x.shape,
+                "compute": x.compute,
+                "held": x.held,
+                "reason": x.reason,
+            }
             for x in the_plan.layers
         ]
         facts = {"recipe": checked.name, "here": here, "memory": str(need), "short": short}

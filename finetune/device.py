@@ -317,7 +317,10 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
         hardware = bool(device.has_fp8) or name == "emulated" or precision.backend != "auto"
         if verdict and hardware:
             chosen = precision.model_copy(update={"backend": name})
-            return Resolution(chosen, precision, verdict.reason)
+            reason = verdict.reason
+            if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
+                reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
+            return Resolution(chosen, precision, reason)
         reason = verdict.reason if hardware else device.has_fp8.reason
         refused.append(f"{name}: {reason}")
     why = "; ".join(dict.fromkeys(refused))

@@ -18,6 +18,8 @@ from finetune.optimizers import state_bytes
 if TYPE_CHECKING:
     from torch import nn
 
+    from finetune.precision.planner import PrecisionPlan
+
 
 @dataclass(frozen=True)
 class MemoryBound:
@@ -46,11 +48,14 @@ class MemoryBound:
         )
 
 
-def bound(model: nn.Module, train: dict[str, Any], *, shards: int = 1) -> MemoryBound:
+def bound(
+    model: nn.Module, the_plan: PrecisionPlan, train: dict[str, Any], *, shards: int = 1
+) -> MemoryBound:
     """The bound of a model, also on the meta device.
 
     Args:
         model: with its adapters attached.
+        the_plan: its precision plan, which says what is held in FP8.
         train: the recipe's `train` section; only `optim` matters.
         shards: processes that share one copy of everything (FSDP).
     """
@@ -64,8 +69,13 @@ def bound(model: nn.Module, train: dict[str, Any], *, shards: int = 1) -> Memory
         state_bytes(optimizer, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
         for p in training
     )
+    weights = sum(p.numel() * p.element_size() for p in every)
+    for layer in the_plan.held:
+        (n, k), plain = layer.shape, model.get_submodule(layer.name).weight
+        scales = 4 * (n if layer.held == "row" else 1)
+        weights += n * k + scales - n * k * plain.element_size()  # pyright: ignore
     return MemoryBound(
-        weights=sum(p.numel() * p.element_size() for p in every) / GIB / shards,
+        weights=weights / GIB / shards,
         gradients=sum(p.numel() * p.element_size() for p in training) / GIB / shards,
         optimizer=0.0 if optimizer.paged else states / GIB / shards,
         parameters=sum(p.numel() for p in every),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune.config import RunConfig
@@ -24,7 +25,20 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def preflight(config: RunConfig, device: Device, *, force: bool = False) -> MemoryBound:
+@dataclass(frozen=True)
+class Ahead:
+    """What is known of a run before anything is loaded.
+
+    Attributes:
+        plan: of its model, in the precision that will run here.
+        need: the memory it takes at least.
+    """
+
+    plan: PrecisionPlan
+    need: MemoryBound
+
+
+def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahead:
     """Refuse what cannot work, before anything is loaded.
 
     Raises:
@@ -37,10 +51,11 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Memo
     check_extras(config)
     check_here(config.train, device)
     model = sketch(config)
-    check_settings(config, model)
-    need = bound(model, config.train, shards=shards_of(config, processes()))
+    the_plan = check_settings(config, model)
+    shards = shards_of(config, processes())
+    need = bound(model, the_plan, config.train, shards=shards)
     try:
-        resolve(config.precision, device)
+        resolution = resolve(config.precision, device)
     except PrecisionError as error:
         short = why_too_small(config, need, device)
         if not short:
@@ -51,13 +66,16 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Memo
             why=f"{error.why}. Besides, {short}",
             fix=f"an FP8 GPU with enough memory; or here: {advice(config)}",
         ) from None
+    if resolution.fallback:
+        the_plan = plan(model, resolution.precision)
+        need = bound(model, the_plan, config.train, shards=shards)
     if not force:
         check_fits(config, need, device)
-    return need
+    return Ahead(the_plan, need)
 
 
-def check_settings(config: RunConfig, model: nn.Module) -> None:
-    """Refuse settings that contradict each other on any machine.
+def check_settings(config: RunConfig, model: nn.Module) -> PrecisionPlan:
+    """Refuse settings that contradict each other on any machine; the plan of the others.
 
     Args:
         config: the run.
@@ -69,7 +87,8 @@ def check_settings(config: RunConfig, model: nn.Module) -> None:
         PrecisionError: float16 compute of trainable weights that are not float32.
     """
     check_optimizer(config.train)
-    _check_head(plan(model, config.precision))
+    the_plan = plan(model, config.precision)
+    _check_head(the_plan)
     if config.precision.compute == "fp16":
         refuse_half_weights(model)
     if config.precision.compute == "fp32" and config.model.dtype != "float32":
@@ -86,6 +105,7 @@ def check_settings(config: RunConfig, model: nn.Module) -> None:
             why="TF32 keeps 10 of the 23 bits of a float32 operand's significand",
             fix="~train.tf32",
         )
+    return the_plan
 
 
 def _check_head(the_plan: PrecisionPlan) -> None:

@@ -48,10 +48,13 @@ class Receipt:
         status: `proven`, or why it is not (yet).
         precision: `asked`, `ran`, `backend`, `scaling`, `format`, `effective` (the engine's own
             words), `reason`, `fallback` (one loud line, or empty), `compile`,
-            `forced` (module -> type, where `precision.map` chose one of its own).
+            `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how
+            many run in one function with their base, and why others do not).
         fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the observed
             micro-step, attention and output head included; 0 to 1.
         flop_share: the same for each precision.
+        role_share: share of those FLOPs by what a layer is: `base`, `adapter`, `head`, `router`,
+            and `other` for matmuls that are no layers.
         trainable: parameter counts `before`, `after` (preparation), `in_optimizer`, `moved` (by
             the second optimizer step with a learning rate above zero), `below_resolution` (updated
             by the optimizer, but by less than their type can hold); `optimizer_state_bytes`: of
@@ -69,9 +72,19 @@ class Receipt:
     environment: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def role_share(self) -> dict[str, float]:
+        """Role -> its share of the FLOPs of the observed micro-step."""
+        total = sum(layer.flops for layer in self.layers)
+        flops: dict[str, int] = {}
+        for layer in self.layers:
+            flops[layer.role] = flops.get(layer.role, 0) + layer.flops
+        return {role: done / total for role, done in flops.items()} if total else {}
+
     def to_json(self) -> str:
         """The receipt as indented JSON."""
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        values = asdict(self) | {"role_share": self.role_share}
+        return json.dumps(values, indent=1, ensure_ascii=False)
 
     def save(self, path: Path) -> None:
         """Write `to_json()` so that a reader never sees half a file."""
@@ -101,6 +114,11 @@ class Receipt:
         for row in group_layers(self.layers):
             table.add_row(*row)
         parts.append(table)
+        if self.role_share.get("adapter"):
+            shares = ", ".join(f"{role} {share:.1%}" for role, share in self.role_share.items())
+            parts.append(Text(f"matmul FLOPs: {shares}"))
+            if self.precision.get("adapters"):
+                parts.append(Text(f"adapters: {self.precision['adapters']}", style="dim"))
         t = self.trainable
         if t:
             parts.append(
@@ -128,11 +146,11 @@ def _per_parameter(trainable: dict[str, int]) -> str:
 
 
 def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:
-    """Layers with the same precisions and reason, folded to one row of text for a table."""
+    """Layers with the same role, precisions and reason, folded to one row of text for a table."""
     total = sum(layer.flops for layer in layers) or 1
     groups: dict[tuple[str, ...], list[LayerReceipt]] = {}
     for layer in layers:
-        key = (layer.fprop, layer.dgrad, layer.wgrad, layer.reason)
+        key = (layer.role, layer.fprop, layer.dgrad, layer.wgrad, layer.reason)
         groups.setdefault(key, []).append(layer)
     return [
         (
@@ -142,7 +160,7 @@ def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:
             f"{sum(row.flops for row in rows) / total:.1%}",
             reason,
         )
-        for (*gemms, reason), rows in groups.items()
+        for (_, *gemms, reason), rows in groups.items()
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from finetune.config import DELAYED_ONLY, RunConfig
+from finetune.config import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError, nearest
 from finetune.plain_yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.sft_arguments import convert_train
@@ -109,7 +109,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             )
         _set(data, path, _override_value(value, item) if equals else None, remove=not equals)
     _replace_data_source(data, overrides)
-    _replace_scaling(data, overrides)
+    _replace_precision(data, overrides)
     return data
 
 
@@ -138,16 +138,25 @@ def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None
                     section.pop(key, None)
 
 
-def _replace_scaling(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    """`precision.scaling=mxfp8` alone replaces the recipe's delayed scaling and its settings."""
+def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """`precision.scaling=mxfp8` or `precision.compute=bf16` alone replace the recipe's own.
+
+    With them goes what belongs to it: settings of delayed scaling, weights held in FP8.
+    """
     named = {item.removeprefix("~").partition("=")[0] for item in overrides}
     section = data.get("precision")
-    if "precision.scaling" not in named or not isinstance(section, dict):
+    if not isinstance(section, dict):
         return
-    if section.get("scaling") != "delayed":
-        for key in DELAYED_ONLY:
-            if f"precision.{key}" not in named:
-                section.pop(key, None)
+    foreign: list[str] = []
+    if "precision.scaling" in named and section.get("scaling") != "delayed":
+        foreign += DELAYED_ONLY
+    if "precision.scaling" in named and section.get("scaling") not in FROZEN_SCALINGS:
+        foreign += ("frozen", "saved_input")
+    if "precision.compute" in named and section.get("compute") != "fp8":
+        foreign += FP8_ONLY
+    for key in foreign:
+        if f"precision.{key}" not in named:
+            section.pop(key, None)
 
 
 def _set(data: dict[str, Any], path: list[str], value: Any, *, remove: bool) -> None:

@@ -29,6 +29,7 @@ from finetune.precision import convert
 from finetune.precision.adapters import fused_adapters
 from finetune.precision.backend import Backend
 from finetune.precision.declared import iter_parameters
+from finetune.precision.numerics import E4M3
 from finetune.precision.planner import iter_weights, plan, refuse_quantised
 from finetune.proof import Proof, named_trainable
 from finetune.receipt import Receipt
@@ -312,7 +313,7 @@ class Session:
                 "ran": ran,
                 "backend": "+".join(e.name for e in engines) if p.compute == "fp8" else "",
                 "scaling": p.scaling if p.compute == "fp8" else "",
-                "format": _format(p) if p.compute == "fp8" else "",
+                "format": _format(p, engines) if p.compute == "fp8" else "",
                 "effective": _effective_of(engines) or self._effective(),
                 "reason": r.reason,
                 "fallback": r.fallback,
@@ -363,7 +364,9 @@ def _effective_of(engines: list[Backend]) -> dict[str, Any]:
     return found
 
 
-def _format(precision: PrecisionConfig) -> str:
+def _format(precision: PrecisionConfig, engines: list[Backend]) -> str:
+    if [engine.name for engine in engines] == ["frozen"]:
+        return E4M3.name
     return "e2m1" if precision.low == "fp4" else precision.fp8_format
 
 

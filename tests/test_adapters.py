@@ -82,7 +82,7 @@ def test_in_bf16_it_is_as_near_to_float32_as_peft_is(make_llama, options):
 
 @pytest.mark.parametrize(
     ("saved", "bound"),
-    # Of the distance to BF16 on the same FP8 weights; measured 0.05 and 0.06 on these layers.
+    # Of the distance to BF16 on the same FP8 weights; measured 0.06 and 0.07 on these layers.
     [("high", 0.10), ("fp8", 0.12)],
 )
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])

@@ -215,7 +215,8 @@ def test_validate_shows_plan_memory_and_backend(cli, on):
     assert "tiny_lora_fp8: valid (tiny_lora_fp8.yaml)" in done.out
     assert "adapter" in done.out
     assert "GiB without activations" in done.out
-    assert "here:       FP8 emulated/delayed" in done.out
+    assert "here:       FP8 frozen/rowwise" in done.out
+    assert "frozen, held in FP8 by row" in done.out
 
 
 def test_validate_as_json_keeps_adapters_and_head_out_of_fp8(cli, on, monkeypatch):
@@ -235,7 +236,12 @@ def test_validate_as_json_keeps_adapters_and_head_out_of_fp8(cli, on, monkeypatc
     assert len(layers) == len(in_fp8) + len(adapters) + len(head)
     assert all(layer["reason"] for layer in layers)
     assert facts["trainable"] == 32 * 8 * ((4096 + 4096) + (4096 + 1024))
-    assert facts["here"].startswith("FP8 torchao/tensorwise")
+    assert {layer["held"] for layer in in_fp8} == {"row"}
+    # A byte for each number in FP8; embedding, head and norms in BF16, adapters in float32.
+    held = sum(n * k + 4 * n for n, k in (layer["shape"] for layer in in_fp8))
+    plain = 2 * (2 * 128256 * 4096 + (2 * 32 + 1) * 4096) + 4 * facts["trainable"]
+    assert f"weights {(held + plain) / 2**30:.1f}" in facts["memory"]
+    assert facts["here"].startswith("FP8 frozen/rowwise: frozen layers by torch._scaled_mm")
     assert facts["short"] == ""
 
 

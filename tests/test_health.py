@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from finetune import HealthMonitor, load_recipe, train
+from finetune import HealthMonitor, load_recipe, low_bit, train
 from finetune.config import PrecisionConfig
 from finetune.health.collector import OperandWatch, inspect_sample
 from finetune.health.groups import group_of
@@ -543,6 +543,7 @@ def test_quantised_moments_of_torchao(kind) -> None:
 @pytest.mark.parametrize("size", [(64, 80), (70, 70)])
 def test_quantised_moments_of_bitsandbytes(size) -> None:
     bnb = pytest.importorskip("bitsandbytes")
+    low_bit.forget_overrides()  # of other tests' parameters, by addresses that are used again
     p, exact = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
     state = stepped(bnb.optim.AdamW8bit([p], lr=1e-3), p)
     whole = stepped(torch.optim.AdamW([exact], lr=1e-3), exact)

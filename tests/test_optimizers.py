@@ -23,6 +23,7 @@ from finetune.optimizers import (
     markdown_table,
     state_bytes,
 )
+from finetune.precision.planner import plan
 from finetune.recipe import load_recipe
 from finetune.trainer import RunReport, train
 from tests.conftest import A100, APPLE, CPU, H100, batch
@@ -74,7 +75,8 @@ def test_it_steps_on_a_cpu_and_holds_the_bytes_of_the_table(name, tmp_path) -> N
     assert report.receipt.precision["ran"] == "fp8"
     assert trainable["moved"] == trainable["after"]
     config = load_recipe("tiny_full_fp8", [override]).config
-    expected = bound(sketch(config), config.train).optimizer * GIB
+    model = sketch(config)
+    expected = bound(model, plan(model, config.precision), config.train).optimizer * GIB
     assert trainable["optimizer_state_bytes"] == pytest.approx(expected, abs=0.5)
 
 
