@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 -m tests.distributed_worker OUT MODE
 
 MODE is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain
-parameters), or `local` (DDP with reduce_amax off). Each process writes OUT/RANK.json.
+parameters), `local` (DDP with reduce_amax off), or `frozen` and `frozen_fsdp` (adapters over a base
+held in FP8, under DDP and FSDP2). Each process writes OUT/RANK.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 torch.set_num_threads(1)
 
 from accelerate import DistributedType, PartialState
+from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaConfig,
@@ -30,6 +32,7 @@ from transformers import (
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.precision.convert import conversion_of
+from finetune.precision.storage import StoredMixin
 
 
 def rows(rank: int) -> list[dict]:
@@ -50,27 +53,30 @@ def main(out: Path, mode: str) -> None:
         model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4))
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape, pad_token_id=0))
-    fsdp = mode in ("fsdp", "experts")
+    frozen, fsdp = mode.startswith("frozen"), mode in ("fsdp", "experts", "frozen_fsdp")
+    if frozen:
+        lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
     sharded = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
     args = TrainingArguments(
         output_dir=str(out / "run"), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
-        bf16=True, learning_rate=1e-2, report_to="none", disable_tqdm=True, save_strategy="no",
+        bf16=True, learning_rate=1e-2, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
         ddp_find_unused_parameters=False, **(sharded if fsdp else {}),
     )  # fmt: skip
     if fsdp:
         # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
         PartialState().distributed_type = DistributedType.MULTI_GPU
-    setup_fp8_mixed_precision_training(
-        "emulated", scaling="delayed", amax_history_len=4, emulation="allow", cpu=True,
-        reduce_amax=mode != "local",
-    )  # fmt: skip
+    scaling = {"scaling": "rowwise", "frozen": "fp8"} if frozen else {
+        "scaling": "delayed", "amax_history_len": 4, "reduce_amax": mode != "local",
+    }  # fmt: skip
+    setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True, **scaling)
     trainer = Trainer(model=model, args=args, train_dataset=rows(rank))
     trainer.train()
     receipt = get_receipt()
     conversion = conversion_of(trainer.model_wrapped)
     assert conversion is not None
-    assert conversion.backend is not None
-    state = conversion.backend.state_tensors()
+    state = conversion.backend.state_tensors() if conversion.backend is not None else {}
+    codes = [m.weight for m in trainer.model.modules() if isinstance(m, StoredMixin)]
     facts = {
         "status": receipt.status,
         "share": receipt.fp8_flop_share,
@@ -82,8 +88,12 @@ def main(out: Path, mode: str) -> None:
         },
         "processes": receipt.environment["processes"],
         "sharded": sum(isinstance(p, DTensor) for p in trainer.model.parameters()),
-        "scale": state["scale"].tolist(),
-        "history": state["history"].tolist(),
+        "scale": state["scale"].tolist() if state else [],
+        "history": state["history"].tolist() if state else [],
+        "base": [row.fprop + row.dgrad for row in receipt.layers if row.role == "base"],
+        "codes": [str(w.dtype) for w in codes],
+        "local": [w.to_local().shape[0] / w.shape[0] for w in codes if isinstance(w, DTensor)],
+        "loss": [row["loss"] for row in trainer.state.log_history if "loss" in row],
     }
     (out / f"{rank}.json").write_text(json.dumps(facts))
 

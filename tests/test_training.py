@@ -181,7 +181,7 @@ def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
     train(recipe, out=tmp_path, console=console)
     shown = screen.getvalue()
     assert "step 4/4" in shown
-    assert "FP8 emulated/delayed" in shown
+    assert "FP8 frozen/rowwise" in shown
     assert "tok/s" in shown
 
 
