@@ -178,7 +178,7 @@ def _row(name: str, config: RunConfig) -> dict[str, Any]:
     return {
         "recipe": name,
         "model": config.model.name.rpartition("/")[2],
-        "method": f"LoRA r={lora.r}" if lora else "full",
+        "method": f"{'QLoRA' if config.model.storage else 'LoRA'} r={lora.r}" if lora else "full",
         "precision": f"fp8 {precision.scaling}" if fp8 else precision.compute,
         "length": str(config.train.get("max_length", "")),
         "data": (config.data.path or config.data.name or "").rpartition("/")[2],
@@ -266,7 +266,8 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     config, device = checked.config, this_device()
     model = sketch(config)
     the_plan = check_settings(config, model)
-    need = bound(model, the_plan, config.train, shards=shards_of(config, processes()))
+    shards, storage = shards_of(config, processes()), config.model.storage
+    need = bound(model, the_plan, config.train, shards=shards, storage=storage)
     try:
         check_extras(config)
         check_here(config.train, device)
@@ -287,10 +288,12 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
             for x in the_plan.layers
         ]
         facts = {"recipe": checked.name, "here": here, "memory": str(need), "short": short}
+        facts["storage"] = config.model.storage or ""
         print(json.dumps({**facts, "trainable": need.trainable, "layers": layers}, indent=1))
         return
     print(f"{checked.name}: valid ({_origin(checked)})\n\n{the_plan}\n")
-    print(f"parameters: {need.parameters:,}, trainable {need.trainable:,}")
+    held = f"; frozen base held in {config.model.storage}" if config.model.storage else ""
+    print(f"parameters: {need.parameters:,}, trainable {need.trainable:,}{held}")
     print(f"memory:     at least {need}" + (f"; TOO SMALL HERE: {short}" if short else ""))
     print(f"here:       {here}")
 

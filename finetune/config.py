@@ -42,6 +42,13 @@ class ModelConfig(Section):
         description="type of the stored weights; with `float32` the optimizer updates full "
         "precision masters while matmuls run in `precision.compute`",
     )
+    storage: Literal["nf4"] | None = Field(
+        default=None,
+        description="how the weights of a frozen base are held while adapters train in BF16: left "
+        "out, plain, in `dtype`; `nf4`: 4-bit NormalFloat with double quantisation, dequantised "
+        "before each BF16 matmul (QLoRA, extra `bnb`). `dtype` is then that of embeddings, norms "
+        "and the output head",
+    )
     attention: str | None = Field(
         default=None, description="attention implementation (`sdpa`, `flash_attention_2`, `eager`)"
     )

@@ -20,6 +20,8 @@ def needed(config: RunConfig) -> list[tuple[str, str, str]]:
     for name in [reports] if isinstance(reports, str) else reports:
         if name in TRACKERS:
             found.append((f"train.report_to={name}", name, "pip install 'fp8-finetune[tracking]'"))
+    if config.model.storage == "nf4":
+        found.append(("model.storage=nf4", "bitsandbytes", "pip install 'fp8-finetune[bnb]'"))
     optimizer = chosen(train)
     if optimizer.install:
         found.append((f"train.optim={optimizer.name}", optimizer.library, optimizer.install))

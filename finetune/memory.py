@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import RunConfig
 from finetune.device import GIB, Device, available_gib
 from finetune.errors import MemoryShortError
+from finetune.nf4 import held_linears, stored_bytes
 from finetune.optimizer_checks import chosen
 from finetune.optimizers import state_bytes
 
@@ -49,7 +50,12 @@ class MemoryBound:
 
 
 def bound(
-    model: nn.Module, the_plan: PrecisionPlan, train: dict[str, Any], *, shards: int = 1
+    model: nn.Module,
+    the_plan: PrecisionPlan,
+    train: dict[str, Any],
+    *,
+    shards: int = 1,
+    storage: str | None = None,
 ) -> MemoryBound:
     """The bound of a model, also on the meta device.
 
@@ -58,6 +64,8 @@ def bound(
         the_plan: its precision plan, which says what is held in FP8.
         train: the recipe's `train` section; only `optim` matters.
         shards: processes that share one copy of everything (FSDP).
+        storage: how the weights of the base will be held (`model.storage`), if not as `model`
+            has them.
     """
     from torch import nn
 
@@ -69,7 +77,10 @@ def bound(
         state_bytes(optimizer, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
         for p in training
     )
-    weights = sum(p.numel() * p.element_size() for p in every)
+    held = {id(m.weight) for m in held_linears(model).values()} if storage == "nf4" else set()
+    weights = sum(
+        stored_bytes(p.numel()) if id(p) in held else p.numel() * p.element_size() for p in every
+    )
     for layer in the_plan.held:
         (n, k), plain = layer.shape, model.get_submodule(layer.name).weight
         scales = 4 * (n if layer.held == "row" else 1)
@@ -105,6 +116,8 @@ def advice(config: RunConfig) -> str:
             steps.append("train.optim=adamw_8bit")
     if config.model.dtype == "float32":
         steps.append("model.dtype=bfloat16")
+    elif config.lora and config.precision.compute == "bf16" and not config.model.storage:
+        steps.append("hold the frozen base in 4 bits (model.storage=nf4)")
     steps += ["shard over several GPUs (train.fsdp)", "a smaller model (`python -m finetune ls`)"]
     steps.append("`python -m finetune tiny_lora_fp8` runs anywhere")
     return "; ".join(steps)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune import nf4
 from finetune.config import BUILTIN, LoraSection, ModelConfig, RunConfig
 from finetune.errors import ConfigError, ModelNotFoundError, nearest
 
@@ -141,6 +142,7 @@ def load_model(model: ModelConfig) -> PreTrainedModel:
 
     import finetune.models  # noqa: F401  makes our own model types known
     from finetune.device import this_device
+    from finetune.precision.holdings import held_weights
 
     kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attention is not None:
@@ -148,6 +150,8 @@ def load_model(model: ModelConfig) -> PreTrainedModel:
     if model.weights == "random":
         shape = load_shape(model)
         try:
+            if model.storage == "nf4":
+                return nf4.build_random(shape, **kwargs)
             with torch.device(this_device().kind):
                 return AutoModelForCausalLM.from_config(shape, **kwargs)
         except (ValueError, ImportError) as error:
@@ -160,12 +164,16 @@ def load_model(model: ModelConfig) -> PreTrainedModel:
                 fix="~model.attention takes the model's own",
             ) from error
     source = locate(model)
+    if model.storage == "nf4":
+        kwargs["quantization_config"] = nf4.quantization_config()
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code, **kwargs
         )
     except (OSError, ValueError) as error:
         raise _not_loaded(source, error) from error
+    stored = model.storage == "nf4" or "nf4" in held_weights(loaded)  # also a checkpoint of its own
+    return nf4.prepare(loaded) if stored else loaded
 
 
 def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:

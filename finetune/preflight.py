@@ -15,6 +15,7 @@ from finetune.memory import MemoryBound, advice, bound, check_fits, shards_of, w
 from finetune.model import sketch
 from finetune.optimizer_checks import check_here, check_optimizer
 from finetune.precision.planner import PrecisionPlan, plan
+from finetune.storage_checks import check_held_layers, check_storage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +54,7 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahea
     model = sketch(config)
     the_plan = check_settings(config, model)
     shards = shards_of(config, processes())
-    need = bound(model, the_plan, config.train, shards=shards)
+    need = bound(model, the_plan, config.train, shards=shards, storage=config.model.storage)
     try:
         resolution = resolve(config.precision, device)
     except PrecisionError as error:
@@ -83,12 +84,16 @@ def check_settings(config: RunConfig, model: nn.Module) -> PrecisionPlan:
 
     Raises:
         PlanError: a choice of layers cannot be honoured.
-        ConfigError: what is asked of the optimizer or of float32 compute cannot be honoured.
-        PrecisionError: float16 compute of trainable weights that are not float32.
+        ConfigError: what is asked of the optimizer, of float32 compute or of `model.storage` cannot
+            be honoured.
+        PrecisionError: float16 compute of trainable weights that are not float32, or a compute that
+            weights held quantised cannot have.
     """
     check_optimizer(config.train)
+    check_storage(config, model)
     the_plan = plan(model, config.precision)
     _check_head(the_plan)
+    check_held_layers(config, model, the_plan)
     if config.precision.compute == "fp16":
         refuse_half_weights(model)
     if config.precision.compute == "fp32" and config.model.dtype != "float32":

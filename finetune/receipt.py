@@ -47,7 +47,8 @@ class Receipt:
     Attributes:
         status: `proven`, or why it is not (yet).
         precision: `asked`, `ran`, `backend`, `scaling`, `format`, `effective` (the engine's own
-            words), `reason`, `fallback` (one loud line, or empty), `compile`,
+            words), `reason`, `fallback` (one loud line, or empty), `compile`, `storage` (how
+            frozen weights are held that are not plain, `nf4` -> number of layers),
             `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how
             many run in one function with their base, and why others do not).
         fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the observed
@@ -100,7 +101,8 @@ class Receipt:
             kind = p["ran"].upper()
             share = f"{self.fp8_flop_share:.1%} of matmul FLOPs ran in {kind}"
             return f"{kind} {p['backend']}/{p['scaling']}, {self.status}: {share}"
-        return f"{p['ran'].upper()}, {self.status}: no matmul ran in FP8"
+        held = ", ".join(f"{n} weights held in {k}" for k, n in p.get("storage", {}).items())
+        return f"{p['ran'].upper()}, {self.status}: no matmul ran in FP8" + (held and f"; {held}")
 
     def __rich__(self) -> RenderableType:
         """Headline, loud lines, layers by group, trainable parameters."""

@@ -29,6 +29,7 @@ from finetune.precision import convert
 from finetune.precision.adapters import fused_adapters
 from finetune.precision.backend import Backend
 from finetune.precision.declared import iter_parameters
+from finetune.precision.holdings import held_weights
 from finetune.precision.numerics import E4M3
 from finetune.precision.planner import iter_weights, plan, refuse_quantised
 from finetune.proof import Proof, named_trainable
@@ -225,9 +226,9 @@ class Session:
             return known
         convert.revert(model)  # also models inside it that were prepared by themselves
         guards.unguard(model)
+        if self.resolution.asked.compute == "fp8":  # also where BF16 stands in for it
+            refuse_quantised(model, self.resolution.asked)
         match self.precision.compute:
-            case "fp8":
-                refuse_quantised(model, self.precision)
             case "fp16":
                 loss_scaling.refuse_half_weights(model)
             case "fp32":
@@ -317,6 +318,7 @@ class Session:
                 "effective": _effective_of(engines) or self._effective(),
                 "reason": r.reason,
                 "fallback": r.fallback,
+                "storage": held_weights(conversion.model) if conversion else {},
                 "forced": dict(conversion.plan.forced) if conversion else {},
                 "compile": self.compiled,
                 "evaluation": p.eval if p.compute == "fp8" else "high",

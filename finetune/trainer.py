@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from finetune import low_bit, session
+from finetune import low_bit, nf4, session
 from finetune.config import RunConfig
 from finetune.data import load_data
 from finetune.device import this_device
@@ -24,6 +24,7 @@ from finetune.errors import ConfigError, FinetuneError
 from finetune.model import load_model, load_tokenizer, lora_config
 from finetune.optimizer_checks import chosen
 from finetune.optimizers import OWN_NAMES
+from finetune.precision.holdings import held_weights
 from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe
@@ -137,7 +138,7 @@ def train(
         FinetuneError: anything that is the user's to mend, see `finetune.errors`.
     """
     from accelerate import PartialState
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model
     from transformers import set_seed
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from trl import SFTTrainer
@@ -182,22 +183,26 @@ def train(
         metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
         set_seed(args.seed)
-        model = load_model(config.model)
+        model: Any = load_model(config.model)
+        adapters = lora_config(config.lora) if config.lora else None
+        if adapters is not None and held_weights(model):  # the trainer would cast what it attaches
+            model, adapters = get_peft_model(model, adapters), None
         optimizer = chosen(config.train)
         if optimizer.library == "bitsandbytes":
             low_bit.forget_overrides()
-        trainer = SFTTrainer(
-            model=model,
-            args=args,
-            train_dataset=rows.train,
-            eval_dataset=rows.eval,
-            processing_class=tokenizer,
-            peft_config=lora_config(config.lora) if config.lora else None,
-            optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
-            if optimizer.library == "torchao"
-            else None,
-            callbacks=[metrics, bar, stop, ScalingStateKeeper(running, resume)],
-        )
+        with nf4.masters_kept(model):
+            trainer = SFTTrainer(
+                model=model,
+                args=args,
+                train_dataset=rows.train,
+                eval_dataset=rows.eval,
+                processing_class=tokenizer,
+                peft_config=adapters,
+                optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
+                if optimizer.library == "torchao"
+                else None,
+                callbacks=[metrics, bar, stop, ScalingStateKeeper(running, resume)],
+            )
         monitor = HealthMonitor(trainer, say=lambda line: console.print(f"[yellow]! {line}[/]"))
         trainer.add_callback(monitor)
         trainer.remove_callback(PrinterCallback)

@@ -16,7 +16,8 @@ from finetune.sft_arguments import convert_train
 from finetune.trainer import sft_config
 
 RECIPES = list_recipes()
-PAIRS = sorted({name.rpartition("_")[0] for name in RECIPES})
+QLORA = [name for name in RECIPES if "_qlora_" in name]
+PAIRS = sorted({name.rpartition("_")[0] for name in RECIPES if name not in QLORA})
 REQUIRED = {
     "tiny_full",
     "tiny_lora",
@@ -78,7 +79,19 @@ def test_twins_differ_in_precision_and_nothing_else(pair):
 
 
 def test_every_recipe_is_one_of_a_pair():
-    assert sorted(RECIPES) == sorted(f"{pair}_{p}" for pair in PAIRS for p in ("fp8", "bf16"))
+    pairs = [f"{pair}_{p}" for pair in PAIRS for p in ("fp8", "bf16")]
+    assert sorted(RECIPES) == sorted(pairs + QLORA)
+    assert QLORA == ["llama_8b_qlora_bf16", "tiny_qlora_bf16"]
+
+
+@pytest.mark.parametrize("name", QLORA)
+def test_a_qlora_recipe_is_the_lora_recipe_with_another_storage(name):
+    qlora, lora = (
+        parse_yaml(find_recipe(recipe).read_text(encoding="utf-8"), recipe)[0]
+        for recipe in (name, name.replace("_qlora_", "_lora_"))
+    )
+    assert qlora["model"].pop("storage") == "nf4"
+    assert qlora == lora
 
 
 @pytest.mark.parametrize("name", RECIPES)

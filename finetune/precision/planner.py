@@ -27,6 +27,7 @@ from finetune.config import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, StorageNotComputeError
 from finetune.precision.choices import Choices, Part, part_of
 from finetune.precision.declared import iter_parameters, why_made_anew
+from finetune.precision.holdings import tell_holdings
 from finetune.precision.linears import iter_linears
 from finetune.precision.storage import Granularity, StoredMixin, iter_stored, serves
 
@@ -176,7 +177,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     Raises:
         PlanError: a choice (`keep`, `map`, `first_n`, `last_n`) reaches nothing or cannot be
             honoured, or FP8 was asked and no layer can take it.
-        StorageNotComputeError: the model's weights are held quantised.
+        StorageNotComputeError: FP8 was asked and the model's weights are held quantised.
     """
     if precision.compute == "fp8":
         refuse_quantised(model, precision)
@@ -205,6 +206,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         cannot = why_made_anew(model, name, owner) or _why_not_parameter((n, k), precision)
         row = _plan_layer(name, (n, k), not parameter.requires_grad, roles[name], cannot, choices)
         layers.append(_as_parameter(row))
+    layers = tell_holdings(layers, model)
     casts = [
         CastPlan(name, choice.compute, choice.reason)
         for name in _elementwise(model)

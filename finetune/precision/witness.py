@@ -69,6 +69,8 @@ _OPERANDS = _existing(
         "baddbmm_": (1, 2),
     }
 ) | {EMULATED: (0, 1)}
+_HELD = {"bitsandbytes::gemm_4bit"}
+"""Products x Wᵀ, (x, codes, (N, K), ...), of a weight that is dequantised to the type of x."""
 _GROUPED = _existing({"_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1)})
 # Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
 _ATTENTION_MATMULS = _existing(
@@ -388,6 +390,9 @@ class _Dispatch(TorchDispatchMode):
             precision = min(pair)
             batch = a.shape[0] if a.dim() == 3 else 1
             self.witness.record(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
+        elif packet._qualified_op_name in _HELD:
+            x, (n, k) = args[0], args[2]
+            self.witness.record(x.numel() // k, n, k, operand_precision(x))
         elif packet in _GROUPED:
             # [tokens, K] x [experts, K, N] in forward; in backward the roles of tokens change, and
             # the product of all sizes but the number of groups stays.
