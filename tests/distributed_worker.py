@@ -60,8 +60,8 @@ def main(out: Path, mode: str) -> None:
     sharded = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
     args = TrainingArguments(
         output_dir=str(out / "run"), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
-        bf16=True, learning_rate=1e-2, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
-        ddp_find_unused_parameters=False, **(sharded if fsdp else {}),
+        bf16=True, learning_rate=1e-2, logging_steps=1, report_to="none", disable_tqdm=True,
+        save_strategy="no", ddp_find_unused_parameters=False, **(sharded if fsdp else {}),
     )  # fmt: skip
     if fsdp:
         # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
