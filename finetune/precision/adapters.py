@@ -279,9 +279,10 @@ def iter_fusable(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if type(module) is not peft.Linear:  # pyright: ignore[reportOptionalMemberAccess]
             continue
         base: Any = module.base_layer
-        ours = isinstance(base, FrozenMixin) or type(base).forward is StoredMixin.forward
-        plain = linear_shape(base) is not None and _plain_forward(type(base))
+        cls: Any = type(base)
+        plain = linear_shape(base) is not None and _plain_forward(cls)
         frozen = plain and not base.weight.requires_grad
+        ours = issubclass(cls, FrozenMixin) or cls.forward is StoredMixin.forward
         if (ours or frozen) and "forward" not in base.__dict__:
             yield name, module
 

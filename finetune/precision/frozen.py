@@ -160,7 +160,8 @@ class FrozenLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor):
         """g [M, N] -> dx [M, K]."""
-        return dgrad(g, *ctx.saved_tensors, ctx.how), None, None, None, None, None
+        bits, inverse = ctx.saved_tensors
+        return dgrad(g, bits, inverse, ctx.how), None, None, None, None, None
 
 
 def operand(values: Tensor | None, inverse: Tensor | None) -> Operand | None:
@@ -237,9 +238,10 @@ class FrozenBackend(Backend):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same, and what to keep of `x`: its codes in one byte each, None for `x` itself."""
         xq = self.cast(x, how, dtype)
-        if self.precision.saved_input == "high":
-            return *xq, None
-        return *xq, xq.bits() if torch.compiler.is_compiling() else self._shared.bits()
+        kept = None
+        if self.precision.saved_input == "fp8":
+            kept = xq.bits() if torch.compiler.is_compiling() else self._shared.bits()
+        return xq.values, xq.inverse, kept
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         assert isinstance(module, StoredMixin)
