@@ -51,6 +51,7 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahea
     """
     check_extras(config)
     check_here(config.train, device)
+    _check_liger(config, device)
     model = sketch(config)
     the_plan = check_settings(config, model)
     shards = shards_of(config, processes())
@@ -73,6 +74,16 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahea
     if not force:
         check_fits(config, need, device)
     return Ahead(the_plan, need)
+
+
+def _check_liger(config: RunConfig, device: Device) -> None:
+    if config.train.get("use_liger_kernel") and device.kind == "cpu":
+        raise ConfigError(
+            "Liger's kernels were asked on a CPU",
+            where="train.use_liger_kernel",
+            why="they are written in Triton, which compiles for GPUs",
+            fix="~train.use_liger_kernel, or run on a GPU",
+        )
 
 
 def check_settings(config: RunConfig, model: nn.Module) -> PrecisionPlan:
