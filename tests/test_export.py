@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -29,6 +30,10 @@ from finetune.export.runs import open_run
 from finetune.model import TINY_LLAMA
 
 QUIET = Console(quiet=True)
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line for line in README.splitlines() if line.startswith("python -m finetune export RUN")
+]
 TARGETS = ("adapter", "merged", "fp8", "nvfp4")
 
 
@@ -400,6 +405,14 @@ def test_command_prints_the_parity(lora_run, tmp_path, cli):
     assert "parity on 8 of 8 held-out rows: loss" in said.out
     record = cli("export", lora_run, "--to", "adapter", tmp_path / "json", "--json")
     assert json.loads(record.out)["parity"]["kl"] == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_the_readme(command, lora_run, tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command.partition("  #")[0])[3:]
+    assert cli(*(lora_run if word == "RUN" else word for word in words)).code == 0
+    assert len(list(tmp_path.glob("*/export.json"))) == 1
 
 
 def test_unknown_target(lora_run, tmp_path, cli):

@@ -144,6 +144,16 @@ def test_biases(lora, tmp_path):
     assert moved == bool(lora)
 
 
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
+@pytest.mark.filterwarnings("ignore:Adapter .default.. . LoRA tensor")
+def test_a_bias_where_the_layer_has_none_is_an_error(make_llama, tmp_path):
+    base = save(make_llama(vocab_size=64), tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapt(model, tmp_path / "adapter", target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(ConfigError, match=r"no stored weight to go to(.|\n)*q_proj\.bias"):
+        Merger(open_checkpoint(base), tmp_path / "adapter")
+
+
 def test_transposed_weights_of_gpt2(tmp_path):
     base = save(gpt2(), tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -171,8 +181,13 @@ def test_checkpoint_without_the_prefix(tmp_path):
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("part", ["lm_head", "embed_tokens"])
 @pytest.mark.parametrize("how", ["target_modules", "modules_to_save"])
-def test_a_tied_pair_that_the_adapter_tears_apart(part, how, tmp_path):
-    base = save(qwen2(), tmp_path / "base")
+@pytest.mark.parametrize("stored", ["once", "twice"])
+def test_a_tied_pair_that_the_adapter_tears_apart(stored, part, how, tmp_path):
+    base = save(qwen2(), tmp_path / "base", shard="10MB")
+    if stored == "twice":
+        tensors = load_file(base / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     lora = {"target_modules": ["q_proj"]}
     lora[how] = [*lora.get(how, []), part]
     adapted = adapt(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter", **lora)
@@ -251,6 +266,16 @@ def test_a_layer_without_its_tensor_is_an_error(llama_and_adapter):
     base, adapter = llama_and_adapter
     edit(adapter, lambda tensors: tensors.popitem())
     with pytest.raises(ConfigError, match="lacks 1 tensors"):
+        Merger(open_checkpoint(base), adapter)
+
+
+def test_a_saved_module_without_its_tensor_is_an_error(make_llama, tmp_path):
+    base = save(make_llama(vocab_size=64), tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapter = tmp_path / "adapter"
+    adapt(model, adapter, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    edit(adapter, lambda tensors: tensors.pop("base_model.model.lm_head.weight"))
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors(.|\n)*lm_head"):
         Merger(open_checkpoint(base), adapter)
 
 

@@ -15,6 +15,7 @@ configuration says so.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,14 @@ class Merger:
     """An adapter over the outline of a checkpoint.
 
     Attributes:
-        untied: parameters of tied pairs that the adapter tears apart.
+        untied: parameters of tied pairs that the adapter tears apart, each with its other half.
     """
 
     def __init__(self, checkpoint: Checkpoint, adapter: Path) -> None:
         """Load the adapter.
 
         Args:
-            checkpoint: the original weights; its outline gets the adapter's layers.
+            checkpoint: the original weights.
             adapter: folder with `adapter_config.json` and `adapter_model.safetensors`.
 
         Raises:
@@ -54,13 +55,15 @@ class Merger:
         for name in NOT_WEIGHTS:
             if getattr(config, name, None):
                 raise self._unmergeable(f"its {name} is no change of a stored weight")
-        outline = checkpoint.outline
+        outline = copy.deepcopy(checkpoint.outline)
         empty = _without_memory(outline)
         model = PeftModel(outline, config, low_cpu_mem_usage=True)
         tensors = load_peft_weights(str(adapter), device="cpu")
         self.copies = _copies(tensors)
         try:
             loaded = set_peft_model_state_dict(model, tensors, low_cpu_mem_usage=True)
+        except KeyError as error:  # of `modules_to_save`
+            raise self._incomplete([str(error.args[0])]) from error
         except RuntimeError as error:  # load_state_dict's, about shapes
             raise ConfigError(
                 "the adapter does not fit the original weights",
@@ -72,19 +75,15 @@ class Merger:
             raise self._homeless(loaded.unexpected_keys)
         self.layers = self._adapted(model.get_base_model())
         self.replaced = _replaced(model.get_base_model(), empty)
-        left = [n for n, p in model.named_parameters() if p.is_meta]
-        if left:
-            raise ConfigError(
-                f"the adapter lacks {len(left)} tensors that its configuration promises",
-                where=f"{self.where}: {left[0]}",
-                fix="export from the run folder as the run left it",
-            )
-        touched = set(self.replaced) | {f"{layer}.weight" for layer in self.layers}
+        if lacking := [n for n, p in model.named_parameters() if p.is_meta]:
+            raise self._incomplete(lacking)
+        touched = set(self.replaced) | {f"{name}.weight" for name in self.layers}
+        touched |= {f"{n}.bias" for n, layer in self.layers.items() if layer.lora_bias.get(ADAPTER)}
         tied = checkpoint.tied
         self.untied = {n: tied[n] for n in tied if n in touched or tied[n] in touched}
         stored = {name for name, weight in checkpoint.weights.items() if weight.whole}
-        stored |= {other for name, other in self.untied.items() if name in stored}
-        if homeless := touched - stored:
+        self.apart = {a: b for a, b in self.untied.items() if a in stored and b not in stored}
+        if homeless := touched - stored - set(self.apart.values()):
             raise self._homeless(sorted(homeless))
 
     def merge(self, weight: Weight, stored: Tensor) -> Tensor:
@@ -96,13 +95,13 @@ class Merger:
         return self._merge(weight.name, stored)
 
     def torn(self, weight: Weight, stored: Tensor) -> dict[str, Tensor]:
-        """The other half of a tied pair that is one no more, by parameter name; else nothing."""
-        other = self.untied.get(weight.name)
+        """The half that is not stored of a tied pair that is one no more, by parameter name."""
+        other = self.apart.get(weight.name)
         return {} if other is None else {other: self._merge(other, stored)}
 
     def _merge(self, name: str, stored: Tensor) -> Tensor:
-        copy = self.copies.get(name, stored)
-        if copy.shape != stored.shape or not torch.equal(copy.to(stored.dtype), stored):
+        began = self.copies.get(name, stored)
+        if began.shape != stored.shape or not torch.equal(began.to(stored.dtype), stored):
             raise ConfigError(
                 f"the run began with another {name} than the original weights hold",
                 where=self.where,
@@ -153,6 +152,13 @@ class Merger:
             where=self.where,
             why=why,
             fix="--to adapter keeps it as it is",
+        )
+
+    def _incomplete(self, names: list[str]) -> ConfigError:
+        return ConfigError(
+            f"the adapter lacks {len(names)} tensors that its configuration promises",
+            where=f"{self.where}: {names[0]}",
+            fix="export from the run folder as the run left it",
         )
 
     def _homeless(self, names: list[str]) -> ConfigError:
