@@ -45,7 +45,7 @@ class Bounds:
 
 BOUNDS = {
     "adapter": Bounds(1e-6, 1e-6, 1e-6, 1.0, "the same files: equal"),
-    "merged": Bounds(0.01, 0.005, 0.03, 0.97, "each weight is rounded once to its stored type"),
+    "merged": Bounds(0.005, 0.002, 0.03, 0.97, "each weight is rounded once to its stored type"),
     "fp8": Bounds(0.02, 0.02, 0.10, 0.93, "E4M3 rounds weights and inputs by up to 6 %"),
     "nvfp4": Bounds(0.10, 0.15, 0.35, 0.80, "E2M1 rounds weights and inputs by up to 25 %"),
 }
