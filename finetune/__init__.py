@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from finetune.config import PrecisionConfig as PrecisionConfig
     from finetune.config import RunConfig as RunConfig
     from finetune.errors import FinetuneError as FinetuneError
+    from finetune.export.exporter import export_run as export_run
     from finetune.health.monitor import HealthMonitor as HealthMonitor
     from finetune.hook import get_receipt as get_receipt
     from finetune.hook import (
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _HOME = {
     "FinetuneError": "errors",
     "HealthMonitor": "health.monitor",
+    "export_run": "export.exporter",
     "PrecisionConfig": "config",
     "RunConfig": "config",
     "apply": "precision.convert",

@@ -67,8 +67,9 @@ Overrides = Annotated[
 def main() -> None:
     """Entry point of `python -m finetune` and of the console script."""
     _quiet_libraries()
+    code = None
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except FinetuneError as error:
         _show_error(error)
         sys.exit(MISUSE)
@@ -76,6 +77,8 @@ def main() -> None:
         error.show()
         sys.exit(MISUSE)
     except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # newer typers catch Ctrl-C and return it
         Console(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)
 
@@ -94,6 +97,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     noisy = ("torchao", "accelerate", "trl", "bitsandbytes", "torch.utils._pytree")
     for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -166,6 +170,22 @@ def _show_report(report: Any) -> None:
             style="bold red",
         )
     console.print(f"run folder: {report.folder}")
+
+
+@app.command("export")
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    to: Annotated[str, typer.Option(help="adapter, merged, fp8 or nvfp4.")],
+    force: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Export a run's weights, and check that they say what the run's model says."""
+    from finetune.export.exporter import export_run
+
+    console = Console(stderr=True) if as_json else Console(highlight=False)
+    done = export_run(run, to, out, force=force, console=console)
+    print((done.folder / "export.json").read_text("utf-8") if as_json else f"export: {done.folder}")
 
 
 # ---------------------------------------------------------------------------------------- recipes

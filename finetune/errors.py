@@ -14,6 +14,7 @@
     ├── ConversionError        (RuntimeError)       the model does not equal its plan
     ├── OrderError             (RuntimeError)       helper and trainer called in the wrong order
     ├── ProofError             (RuntimeError)       the run is not what was asked: stopped
+    ├── ParityError            (RuntimeError)       an export is not what was trained
     ├── NonFiniteError         (FloatingPointError) NaN or Inf in the loss, a gradient or a weight
     └── MemoryShortError       (MemoryError)        the run cannot fit this machine
 
@@ -97,6 +98,10 @@ class OrderError(FinetuneError, RuntimeError):
 
 class ProofError(FinetuneError, RuntimeError):
     """The first steps show that the run is not what was asked."""
+
+
+class ParityError(FinetuneError, RuntimeError):
+    """An exported model does not say what the run's model says."""
 
 
 class NonFiniteError(FinetuneError, FloatingPointError):

@@ -35,9 +35,14 @@ def needed(config: RunConfig) -> list[tuple[str, str, str]]:
 def check_extras(config: RunConfig) -> None:
     """Raise `MissingExtraError` for a setting whose library is not installed."""
     for setting, module, install in needed(config):
-        if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(
-                f"{setting} needs {module}, which is not installed",
-                where=setting,
-                fix=install,
-            )
+        require(setting, module, install)
+
+
+def require(setting: str, module: str, install: str) -> None:
+    """Raise `MissingExtraError` unless a module that a setting needs is installed."""
+    if importlib.util.find_spec(module) is None:
+        raise MissingExtraError(
+            f"{setting} needs {module}, which is not installed",
+            where=setting,
+            fix=install,
+        )

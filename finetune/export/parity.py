@@ -1,0 +1,190 @@
+"""Does the export say what the run's model says?
+
+Both models answer the same rows, one after the other, so that only one is in memory: the reference
+is the original weights with the adapter by stock PEFT (of a full run, its weights), the other is
+the export as anyone would load it. Of the reference the loss is kept, and the logits of the first
+2,048 positions that count in the loss. Four figures are compared:
+
+    loss gap     |loss of the export - loss of the reference| / loss of the reference, which counts
+                 as 1 nat where it is less
+    KL           mean over positions of KL(reference ‖ export) in nats
+    logit error  ‖export - reference‖ / ‖reference‖, each position's mean taken away first (softmax
+                 does not see it)
+    agreement    share of positions where both find the same token likeliest
+
+A mistake in layout, a scale that divides where it should multiply, or a lost adapter puts these at
+1 or beyond; `BOUNDS` says what rounding alone may do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from finetune.errors import DataError, ParityError
+
+KEPT_POSITIONS = 2048
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the figures may be at most (agreement: at least), and why."""
+
+    loss_gap: float
+    kl: float
+    logit_error: float
+    agreement: float
+    reason: str
+
+
+BOUNDS = {
+    "adapter": Bounds(1e-6, 1e-6, 1e-6, 1.0, "the same files: equal"),
+    "merged": Bounds(0.005, 0.002, 0.03, 0.97, "each weight is rounded once to its stored type"),
+    "fp8": Bounds(0.02, 0.02, 0.10, 0.93, "E4M3 rounds weights and inputs by up to 6 %"),
+    "nvfp4": Bounds(0.10, 0.15, 0.35, 0.80, "E2M1 rounds weights and inputs by up to 25 %"),
+}
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a model says to some batches.
+
+    Attributes:
+        loss: mean cross-entropy over all positions with a label, in nats.
+        positions: how many these are.
+        logits: of the first of them, [T, V] on the CPU, in the type they came in.
+    """
+
+    loss: float
+    positions: int
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The comparison of an export with its reference; see the module's text.
+
+    Attributes:
+        positions: behind the losses.
+        compared: behind the other figures.
+    """
+
+    loss_reference: float
+    loss_export: float
+    loss_gap: float
+    kl: float
+    logit_error: float
+    agreement: float
+    positions: int
+    compared: int
+
+    def failures(self, bounds: Bounds) -> list[str]:
+        """Which figures are out of bounds, in words; NaN is."""
+        found = [
+            f"{name} {getattr(self, name):.3g} (at most {getattr(bounds, name):g})"
+            for name in ("loss_gap", "kl", "logit_error")
+            if not getattr(self, name) <= getattr(bounds, name)
+        ]
+        other = round((1 - self.agreement) * self.compared)
+        if other > max(1, (1 - bounds.agreement) * self.compared):  # of few positions, one may be
+            found.append(f"agreement {self.agreement:.1%} (at least {bounds.agreement:.0%})")
+        return found
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss_reference:.4f} -> {self.loss_export:.4f}, KL {self.kl:.2g}, "
+            f"logit error {self.logit_error:.2%}, same token likeliest {self.agreement:.1%}"
+        )
+
+
+def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
+    """Run a model over batches with labels.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        batches: `input_ids`, `labels` [B, L] and what else it takes.
+
+    Raises:
+        DataError: no position has a label.
+    """
+    total, count, kept = 0.0, 0, []
+    room = KEPT_POSITIONS
+    with torch.inference_mode():
+        for batch in batches:
+            inputs = {key: value for key, value in batch.items() if key != "labels"}
+            labels = batch["labels"][:, 1:]
+            counts = labels != IGNORED
+            logits = model(**inputs).logits[:, :-1][counts]
+            for part, wanted in zip(logits.split(1024), labels[counts].split(1024), strict=True):
+                total += float(F.cross_entropy(part.float(), wanted, reduction="sum"))
+            count += len(logits)
+            kept.append(logits[:room].cpu())
+            room -= len(kept[-1])
+    if not count:
+        raise DataError(
+            "no position of the evaluation rows counts in the loss",
+            why="every label is masked, or cut off by train.max_length",
+            fix="longer rows (train.max_length), or other evaluation rows (data.eval_path)",
+        )
+    return Observation(total / count, count, torch.cat(kept))
+
+
+def compare(reference: Observation, export: Observation) -> Parity:
+    """The figures of an export against its reference, over the same batches."""
+    kl = error = signal = same = 0.0
+    for ours, theirs in zip(reference.logits.split(256), export.logits.split(256), strict=True):
+        r, e = (x.float() for x in (ours, theirs))
+        same += float((r.argmax(-1) == e.argmax(-1)).sum())
+        ours, theirs = r.log_softmax(-1), e.log_softmax(-1)
+        kl += float(F.kl_div(theirs, ours, reduction="sum", log_target=True))
+        r, e = (x - x.mean(-1, keepdim=True) for x in (r, e))
+        error += float((e - r).square().sum())
+        signal += float(r.square().sum())
+    kept = len(reference.logits)
+    return Parity(
+        loss_reference=reference.loss,
+        loss_export=export.loss,
+        loss_gap=abs(export.loss - reference.loss) / max(reference.loss, 1.0),
+        kl=max(kl / kept, 0.0),
+        logit_error=(error / signal) ** 0.5,
+        agreement=same / kept,
+        positions=reference.positions,
+        compared=kept,
+    )
+
+
+def check(parity: Parity, target: str, where: str) -> None:
+    """Raise where an export is not what was trained.
+
+    Args:
+        parity: from `compare`.
+        target: a key of `BOUNDS`.
+        where: the folder, for the message.
+
+    Raises:
+        ParityError: figures are out of bounds; it names them.
+    """
+    failures = parity.failures(BOUNDS[target])
+    if failures:
+        raise ParityError(
+            f"the export does not say what the run's model says: {', '.join(failures)}",
+            where=f"{where} holds it, unfinished; its export.json has the figures",
+            why=f"{target}: {BOUNDS[target].reason}; this is more",
+            fix="a model whose weights have a wider range needs a wider type: nvfp4 -> fp8 -> "
+            "merged"
+            if target in ("fp8", "nvfp4")
+            else "please report it, with export.json",
+        )
+
+
+def as_record(parity: Parity, target: str) -> dict[str, Any]:
+    """Figures and bounds as plain data, for `export.json`."""
+    bounds = BOUNDS[target]
+    failed = parity.failures(bounds)
+    return {**asdict(parity), "bounds": asdict(bounds), "passed": not failed, "failed": failed}
