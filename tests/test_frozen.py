@@ -198,6 +198,8 @@ def test_evaluation_runs_in_high_precision_from_the_same_codes(make_llama):
         assert torch.equal(high, model(**batch()).logits)
         apply(model, plan(model, fp8(eval="fp8")))
         low = model(**batch()).logits
+    with torch.inference_mode():
+        assert torch.equal(low, model(**batch()).logits)
     assert conversion.plan.held
     assert not torch.equal(high, low)
     assert (high - low).norm() < 0.1 * high.norm()

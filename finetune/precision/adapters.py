@@ -130,7 +130,7 @@ class AdaptedLinear(torch.autograd.Function):
             assert w_inverse is not None
             y = fprop(x, operand(values, x_inverse), w, w_inverse, how)
         t = _of(told, 0, a, False, torch.mm, x, a.t().to(x.dtype)).mul_(scaling)
-        y = _of(told, 1, b, False, torch.addmm, y, t, b.t().to(x.dtype))
+        y = _of(told, 1, b, False, y.addmm_, t, b.t().to(x.dtype))
         saved = (x, None) if kept is None else (kept, x_inverse)
         saved = saved if ctx.needs_input_grad[6] else (None, None)
         ctx.save_for_backward(*saved, t, w, w_inverse, a, b)
@@ -151,7 +151,7 @@ class AdaptedLinear(torch.autograd.Function):
         if needs_x or needs_a:
             u = _of(told, 1, b, True, torch.mm, g, b.to(g.dtype)).mul_(ctx.scaling)
             if needs_x:
-                dx = _of(told, 0, a, True, torch.addmm, dx, u, a.to(g.dtype))
+                dx = _of(told, 0, a, True, dx.addmm_, u, a.to(g.dtype))
             if needs_a:
                 if x_inverse is not None:  # codes: their scales go into u
                     x, u = decode_bits(x.view(torch.uint8)).to(g.dtype), u * x_inverse

@@ -180,7 +180,8 @@ class SharedCast:
 
     def __call__(self, x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Operand:
         """Codes of `x` [..., K] as a matrix [M, K], cast from `dtype`."""
-        state = (x._version, dtype, how.per_row, how.pow2)
+        version = -1 if x.is_inference() else x._version
+        state = (version, dtype, how.per_row, how.pow2)
         known = self._of is not None and self._of() is x and self._state == state
         if not known or self._operand is None:
             with torch.no_grad():
