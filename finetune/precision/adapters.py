@@ -150,7 +150,7 @@ class AdaptedLinear(torch.autograd.Function):
             dx = g @ w.to(g.dtype) if plain else dgrad(g, w, w_inverse, how)
         if needs_x or needs_a:
             u = _of(told, 1, b, True, torch.mm, g, b.to(g.dtype)).mul_(ctx.scaling)
-            if needs_x:
+            if dx is not None:
                 dx = _of(told, 0, a, True, dx.addmm_, u, a.to(g.dtype))
             if needs_a:
                 if x_inverse is not None:  # codes: their scales go into u

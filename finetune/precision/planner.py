@@ -75,6 +75,11 @@ class LayerPlan:
         return self.name if self.kind == "linear" else self.name.rpartition(".")[0]
 
     @property
+    def plain_name(self) -> str:
+        """The name of the module in the model without PEFT's wrapping."""
+        return self.name.removeprefix("base_model.model.").removesuffix(".base_layer")
+
+    @property
     def gemms(self) -> tuple[Gemm, ...]:
         """GEMMs that this layer may run in a training step."""
         return ("fprop", "dgrad") if self.frozen else GEMMS
@@ -155,7 +160,7 @@ def _shown(layer: LayerPlan) -> tuple[str, str]:
 
 
 def _group(name: str) -> str:
-    name = name.removeprefix("base_model.model.")  # PEFT's wrapping says nothing to a reader
+    name = name.removeprefix("base_model.model.")
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
