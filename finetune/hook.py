@@ -45,7 +45,9 @@ def setup_fp8_mixed_precision_training(
     """Make every `Trainer`, `SFTTrainer` or `Accelerator` built after this call train in FP8.
 
     This is about *compute*: linear layers multiply in FP8, from weights held as usual in 16 or 32
-    bits. For weights *stored* in FP8 see `load_in_fp8`; a model loaded quantised is refused here.
+    bits. For weights *stored* in FP8 see `load_in_fp8`; a model loaded quantised is refused here,
+    but for one stored in FP8 under adapters, with `frozen="fp8"`: then its codes are multiplied as
+    they are. That also stores anew the frozen base of a model that was loaded plain.
 
         setup_fp8_mixed_precision_training(backend="te")
         trainer = SFTTrainer(model=model, args=SFTConfig(...), train_dataset=dataset)
@@ -73,8 +75,8 @@ def setup_fp8_mixed_precision_training(
         on_unsupported: where FP8 cannot be had, stop or train in BF16 with a loud warning.
         health_every: optimizer steps between logs of training health, of `Trainer`s (a loop
             written by hand has no log); 0 for none. See `finetune.HealthMonitor`.
-        **more: any other setting of a recipe's `precision` section by its name (`map`, `first_n`,
-            `high_gemms`, `power_of_two_scales`, ...); the rest goes to `accelerate.Accelerator`.
+        **more: any other setting of a recipe's `precision` section by its name (`frozen`, `map`,
+            `first_n`, `high_gemms`, ...); the rest goes to `accelerate.Accelerator`.
 
     Returns:
         An `accelerate.Accelerator` that trains in FP8.
