@@ -29,13 +29,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.errors import StorageNotComputeError
-from finetune.precision.blocks import block_amax, split, times_blocks, widen
+from finetune.precision.blocks import block_amax, join, split, times_blocks, widen
 from finetune.precision.linears import is_conv1d
 from finetune.precision.numerics import E4M3, amax, decode_bits, scale_from_amax
 
 Granularity = Literal["row", "tensor", "block"]
 Tile = tuple[int, int]
 BLOCK = 128
+SLAB = 2**22
+"""Numbers that are quantised at a time."""
 
 
 def tile_of(granularity: Granularity, shape: tuple[int, int]) -> Tile:
@@ -56,6 +58,8 @@ def serves(tile: Tile, shape: tuple[int, int], granularity: Granularity) -> bool
 def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tensor, Tensor]:
     """E4M3 codes of a weight under the largest scale that saturates nothing.
 
+    Some rows at a time: the float32 products of a whole weight would take four times its codes.
+
     Args:
         w: [N, K], floating point.
         tile: what shares a scale.
@@ -65,15 +69,29 @@ def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tenso
         bits, uint8 [N, K]; inverse scales, float32, one for each tile [ceil(N/r), ceil(K/c)]. A
         tile with NaN or infinity has a NaN or infinite inverse, which nothing hides.
     """
-    if tile == (1, w.shape[1]):
-        scale = scale_from_amax(amax(w, 1), E4M3, pow2=pow2)
-        codes = (w * scale).to(E4M3.dtype)
-    else:
-        tiles = split(w.float(), tile)
-        scale = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
-        codes = (tiles * widen(scale)).flatten(2, 3).flatten(0, 1)
-        codes = codes[: w.shape[0], : w.shape[1]].to(E4M3.dtype)
-    return codes.contiguous().view(torch.uint8), scale.reciprocal()
+    n, k = w.shape
+    bits = torch.empty(n, k, dtype=torch.uint8, device=w.device)
+    if tile == (n, k):
+        scale = scale_from_amax(amax(w), E4M3, pow2=pow2)
+        rows = max(SLAB // k, 1)
+        for part, into in zip(w.split(rows), bits.split(rows), strict=True):
+            into.copy_(_bits(part.float() * scale))
+        return bits, scale.reciprocal().reshape(1, 1)
+    rows, inverses = max(SLAB // k // tile[0], 1) * tile[0], []
+    for part, into in zip(w.split(rows), bits.split(rows), strict=True):
+        if tile == (1, k):
+            scale = scale_from_amax(amax(part, 1), E4M3, pow2=pow2)
+            into.copy_(_bits(part * scale))
+        else:
+            tiles = split(part.float(), tile)
+            scale = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
+            into.copy_(_bits(join(tiles * widen(scale), part)))
+        inverses.append(scale.reciprocal())
+    return bits, torch.cat(inverses)
+
+
+def _bits(codes: Tensor) -> Tensor:
+    return codes.to(E4M3.dtype).view(torch.uint8)
 
 
 def dequantise_weight(
@@ -88,7 +106,7 @@ def dequantise_weight(
         dtype: of the result [N, K].
     """
     values = decode_bits(bits).float()
-    if tile[0] == 1 or inverse.numel() == 1:
+    if inverse.shape[1] == 1 and inverse.shape[0] in (1, values.shape[0]):
         return values.mul_(inverse).to(dtype)
     return times_blocks(values, inverse, tile).to(dtype)
 
@@ -122,6 +140,11 @@ class Fp8Bits(nn.Parameter):
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
         return super().__new__(cls, data, requires_grad=requires_grad)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Fp8Bits:
+        if requires_grad:
+            raise refuse_training()
+        return self
+
     @property
     def data(self) -> Tensor:
         return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
@@ -147,6 +170,18 @@ def refuse_merge(where: str = "") -> StorageNotComputeError:
         "by: rounding would undo the training",
         fix="merge into the original weights: `python -m finetune export RUN --to merged OUT`, or "
         "load the base model plain and the adapter over it with peft, then merge_and_unload()",
+    )
+
+
+def refuse_training() -> StorageNotComputeError:
+    """The error of training weights that are held in FP8."""
+    return StorageNotComputeError(
+        "weights stored in FP8 cannot be trained",
+        where="a model of load_in_fp8, or a base with precision.frozen=fp8",
+        why="codes are integers and have no gradient (only floating point has), and an update is "
+        "far smaller than one step of E4M3",
+        fix="to train all weights with FP8 compute, load the model plain and call "
+        "setup_fp8_mixed_precision_training(); to train adapters, attach them with peft",
     )
 
 
