@@ -14,6 +14,7 @@ memory is filled with NaN first.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,9 @@ def build_stored(
     granularity = check_granularity(granularity)
     with torch.device("meta"):
         model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, **kwargs)
-    filling = _Filling(set(resolve(model, names)), granularity, torch.device(device))
+    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    tied = {key for key, count in shared.items() if count > 1}
+    filling = _Filling(set(resolve(model, names)), granularity, torch.device(device), tied)
     with torch.no_grad(), init.guard_torch_init_functions():
         filling.fill(model, "", model)
         filling.hold_due(model)
@@ -75,11 +78,15 @@ def build_stored(
 class _Filling:
     """One walk over a model on the meta device, children before parents, as Transformers does."""
 
-    def __init__(self, names: set[str], granularity: Granularity, device: torch.device) -> None:
+    def __init__(
+        self, names: set[str], granularity: Granularity, device: torch.device, tied: set[int]
+    ) -> None:
         self.granularity: Granularity = granularity
-        self.names, self.device = names, device
+        self.names, self.device, self.tied = names, device, tied
         self.due: list[str] = []
-        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # the key lives as long as its id is used
+        # Memory of weights that are codes by now, for the next layer: freed, it would be cut up.
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor whose id is the key
 
     def fill(self, module: nn.Module, name: str, owner: Any) -> None:
         """Memory and initial values for a module and all that is in it."""
@@ -103,7 +110,10 @@ class _Filling:
     def hold_due(self, root: nn.Module, prefix: str = "") -> None:
         """Quantise what is complete: the named layers inside a decoder layer, or the rest."""
         for name in self.due:
-            hold(root.get_submodule(name.removeprefix(prefix)), self.granularity)
+            module: Any = root.get_submodule(name.removeprefix(prefix))
+            used = module.weight.detach()
+            hold(module, self.granularity)
+            self.spare.setdefault((used.shape, used.dtype), []).append(used)
         self.due = []
 
     def _real(self, tensor: Tensor) -> Tensor:
@@ -113,12 +123,15 @@ class _Filling:
             real = self.made[id(tensor)][1]
             real._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
             return real
-        real = torch.empty_like(tensor, device=self.device, requires_grad=False)
+        spare = self.spare.get((tensor.shape, tensor.dtype))
+        real = spare.pop() if spare else torch.empty_like(tensor, device=self.device)
+        real = real.detach()
         if real.is_floating_point():
             real.fill_(torch.nan)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, requires_grad=False)
-        self.made[id(tensor)] = (tensor, real)
+        if id(tensor) in self.tied:
+            self.made[id(tensor)] = (tensor, real)
         return real
 
 

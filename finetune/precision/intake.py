@@ -14,7 +14,7 @@ from torch import Tensor
 from finetune.errors import StorageNotComputeError
 from finetune.precision.layouts import refuse_layout
 from finetune.precision.numerics import E4M3
-from finetune.precision.storage import SLAB, Fp8Bits
+from finetune.precision.storage import Fp8Bits, slab_rows
 
 NAN = 0x7F
 
@@ -76,7 +76,7 @@ def settle(name: str, module: Any) -> None:
             why="it would be in every output of the model",
             fix="take another copy of the checkpoint",
         )
-    parts = module.weight.detach().split(max(SLAB // k, 1))
+    parts = module.bits.detach().split(slab_rows((n, k), scale.device))
     bad = sum(int(((part & NAN) == NAN).sum()) for part in parts)
     if bad:
         raise StorageNotComputeError(

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from finetune.errors import ConfigError, ModelNotFoundError, PlanError
-from finetune.precision.choices import matches
+from finetune.errors import ConfigError, ModelNotFoundError
 from finetune.precision.layouts import OWN, layout_of
 from finetune.precision.quantiser import (
     Fp8StorageConfig,
@@ -36,7 +35,7 @@ from finetune.precision.quantiser import (
     check_granularity,
 )
 from finetune.precision.rescaling import release, requantise
-from finetune.precision.roles import resolve, storable
+from finetune.precision.roles import leave_out, resolve
 from finetune.precision.storage import Granularity, hold, iter_stored
 
 if TYPE_CHECKING:
@@ -100,8 +99,7 @@ def load_in_fp8(
         storage = Fp8StorageConfig(wanted or "row", keep)
         return _load(source, config, dtype, auto_class, kwargs, storage)
     model = _load(source, config, dtype, auto_class, kwargs)
-    kept = set(_kept(model, keep))
-    left = [name for name, _ in iter_stored(model) if name not in kept]
+    left = leave_out(model, [name for name, _ in iter_stored(model)], keep)
     return _conform(model, dict.fromkeys(left, wanted))
 
 
@@ -223,22 +221,6 @@ def _load(
         raise
     except OSError as error:
         raise _not_loaded(source, error) from error
-
-
-def _kept(model: Any, keep: Iterable[str]) -> list[str]:
-    """Stored layers that the patterns leave out; a pattern that matches nothing is an error."""
-    stored = [name for name, _ in iter_stored(model)]
-    if keep:
-        storable(model, keep)
-    kept = [name for name in stored if any(matches(pattern, name) for pattern in keep)]
-    if len(kept) == len(stored):
-        raise PlanError(
-            "there is no linear layer to store in FP8",
-            where=type(model).__name__,
-            why="all are kept",
-            fix="keep fewer layers",
-        )
-    return kept
 
 
 def _conform(model: Any, held: Mapping[str, Granularity | None]) -> Any:

@@ -86,7 +86,7 @@ class Fp8StorageConfig(QuantizationConfigMixin):
         quant_method: str = OWN,
     ) -> None:
         self.quant_method: Any = quant_method
-        self.granularity = check_granularity(granularity)
+        self.granularity: Granularity = check_granularity(granularity)
         self.keep = [keep] if isinstance(keep, str) else list(keep)
         self.modules = {k: list(v) for k, v in modules.items()} if modules is not None else None
         self.published = dict(published) if published is not None else None
@@ -237,15 +237,19 @@ class Fp8StorageQuantizer(HfQuantizer):
         for name, tile in tiles.items():
             _expect(model.get_submodule(name), tile, dtype)
         self._names = set(tiles)
-        ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *self._layout.ignored]
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *self._layout.ignored}
         model._keys_to_ignore_on_load_unexpected = ignored
 
     def _chosen(self, model: Any) -> dict[str, Granularity]:
-        config = self.quantization_config
-        if config.modules is not None:
-            named = config.modules
-            return {name: check_granularity(k) for k in named for name in resolve(model, named[k])}
-        return dict.fromkeys(storable(model, config.keep), config.granularity)
+        config, chosen = self.quantization_config, dict[str, Granularity]()
+        if config.modules is None:
+            for name in storable(model, config.keep):
+                chosen[name] = config.granularity
+            return chosen
+        for kind, names in config.modules.items():
+            for name in resolve(model, names):
+                chosen[name] = check_granularity(kind)
+        return chosen
 
     def _found(self, model: Any, files: list[str]) -> dict[str, Tile]:
         """The linear layers whose weights the files hold as E4M3 codes, and their tiles."""
@@ -333,9 +337,9 @@ def adopt(model: Any, quantiser: Fp8StorageQuantizer) -> None:
     for name, module in iter_stored(model):
         kind = granularity_name(module.stored_tile, tuple(module.bits.shape))
         config.modules.setdefault(kind, []).append(name)
-    kinds = [kind for kind in KINDS if kind in config.modules]
-    if len(config.modules) == 1 and kinds:
-        config.granularity = kinds[0]
+    for kind in KINDS:
+        if config.modules.keys() == {kind}:
+            config.granularity = check_granularity(kind)
     model.hf_quantizer = quantiser
     model.is_quantized = True
     model.quantization_method = config.quant_method

@@ -101,6 +101,23 @@ def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
         for name, module, role, _ in iter_roles(model)
         if role == "base" and not why_own_forward(module)
     ]
+    left = leave_out(model, names, keep)
+    if not left:
+        raise PlanError(
+            "there is no linear layer to store in FP8",
+            where=type(model).__name__,
+            why="besides head and routers it has no linear layers",
+            fix="load the model without FP8 storage",
+        )
+    return left
+
+
+def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> list[str]:
+    """The names without those that a pattern keeps.
+
+    Raises:
+        PlanError: a pattern that matches no linear layer, or patterns that keep all names.
+    """
     every = [name for name, _, _ in iter_linears(model)]
     for pattern in keep:
         if not any(matches(pattern, name) for name in every):
@@ -112,13 +129,14 @@ def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
                 why="a layer meant to stay in high precision would silently be held in FP8",
                 fix=f"layer names are made of: {', '.join(words)}",
             )
+    names = list(names)
     left = [name for name in names if not any(matches(pattern, name) for pattern in keep)]
-    if not left:
+    if names and not left:
         raise PlanError(
-            "there is no linear layer to store in FP8",
-            where=type(model).__name__,
-            why="all are kept" if names else "besides head and routers it has no linear layers",
-            fix="keep fewer layers" if names else "load the model without FP8 storage",
+            "there is no linear layer left to store in FP8",
+            where="keep",
+            why=f"its patterns keep all {len(names)}",
+            fix="keep fewer layers",
         )
     return left
 

@@ -21,7 +21,8 @@ change: the high-precision one is gone, and nothing brings it back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,8 +37,10 @@ from finetune.precision.numerics import E4M3, amax, decode_bits, scale_from_amax
 Granularity = Literal["row", "tensor", "block"]
 Tile = tuple[int, int]
 BLOCK = 128
-SLAB = 2**22
-"""Numbers that are quantised at a time."""
+SLAB = {"cpu": 2**16}
+"""Numbers that are quantised at a time. On a heap larger temporaries come to lie between codes, and
+leave holes as large as these; a GPU's allocator does not mind, and its kernels want more."""
+SLAB_ELSEWHERE = 2**24
 
 
 def tile_of(granularity: Granularity, shape: tuple[int, int]) -> Tile:
@@ -70,28 +73,56 @@ def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tenso
         tile with NaN or infinity has a NaN or infinite inverse, which nothing hides.
     """
     n, k = w.shape
-    bits = torch.empty(n, k, dtype=torch.uint8, device=w.device)
-    if tile == (n, k):
-        scale = scale_from_amax(amax(w), E4M3, pow2=pow2)
-        rows = max(SLAB // k, 1)
-        for part, into in zip(w.split(rows), bits.split(rows), strict=True):
-            into.copy_(_bits(part.float() * scale))
-        return bits, scale.reciprocal().reshape(1, 1)
-    rows, inverses = max(SLAB // k // tile[0], 1) * tile[0], []
-    for part, into in zip(w.split(rows), bits.split(rows), strict=True):
-        if tile == (1, k):
-            scale = scale_from_amax(amax(part, 1), E4M3, pow2=pow2)
-            into.copy_(_bits(part * scale))
+    rows, bits = (
+        slab_rows((n, k), w.device, tile),
+        torch.empty(n, k, dtype=torch.uint8, device=w.device),
+    )
+    return bits, quantise_slabs(lambda: w.split(rows), bits, tile, pow2=pow2)
+
+
+def slab_rows(shape: tuple[int, int], device: torch.device, *tiles: Tile) -> int:
+    """How many rows of a weight [N, K] are worked on at a time: whole tiles, or whole rows."""
+    n, k = shape
+    whole = math.lcm(*(tile[0] for tile in tiles if tile != shape))
+    slab = SLAB.get(device.type, SLAB_ELSEWHERE)
+    return min(max(slab // k // whole, 1) * whole, n)
+
+
+def quantise_slabs(
+    slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Tile, *, pow2: bool = False
+) -> Tensor:
+    """`quantise_weight` of a weight that comes some rows at a time.
+
+    Args:
+        slabs: gives the rows in order, `slab_rows` at a time; called twice for a scale of all.
+        bits: uint8 [N, K]; is written.
+        tile: what shares a scale.
+        pow2: scales are powers of two.
+
+    Returns:
+        Inverse scales, float32, one for each tile.
+    """
+    shape, inverses, row = tuple(bits.shape), [], 0
+    scale = None
+    if tile == shape:
+        top = torch.stack([amax(slab) for slab in slabs()]).amax()
+        scale = scale_from_amax(top, E4M3, pow2=pow2)
+        inverses.append(scale.reciprocal().reshape(1, 1))
+    for slab in slabs():
+        if scale is not None:
+            codes = slab.float() * scale
+        elif tile == (1, shape[1]):
+            own = scale_from_amax(amax(slab, 1), E4M3, pow2=pow2)
+            codes = slab * own
+            inverses.append(own.reciprocal())
         else:
-            tiles = split(part.float(), tile)
-            scale = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
-            into.copy_(_bits(join(tiles * widen(scale), part)))
-        inverses.append(scale.reciprocal())
-    return bits, torch.cat(inverses)
-
-
-def _bits(codes: Tensor) -> Tensor:
-    return codes.to(E4M3.dtype).view(torch.uint8)
+            tiles = split(slab.float(), tile)
+            own = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
+            codes = join(tiles * widen(own), slab)
+            inverses.append(own.reciprocal())
+        bits[row : row + len(slab)] = codes.to(E4M3.dtype).view(torch.uint8)
+        row += len(slab)
+    return torch.cat(inverses)
 
 
 def dequantise_weight(
