@@ -1,9 +1,8 @@
 """Bytes of tensors that are alive, counted from outside: at every operation, by weak references.
 
 A tensor counts from the operation that made its storage until that storage is gone. Views share
-one. A tensor that no operation made, a page of a memory-mapped file, does not count: it is the
-file's, and the system may drop it. Operations of other threads are not seen: Transformers reads
-files in threads unless HF_DEACTIVATE_ASYNC_LOAD is set.
+one. Tensors whose storage is pages of a memory-mapped file count too. Operations of other threads
+are not seen: Transformers reads files in threads unless HF_DEACTIVATE_ASYNC_LOAD is set.
 """
 
 from __future__ import annotations

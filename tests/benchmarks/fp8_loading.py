@@ -4,9 +4,10 @@
     python -m tests.benchmarks.fp8_loading --errors     block scales -> row scales
 
 Each way of loading runs in a process of its own. `live` is the peak of bytes of tensors alive,
-counted at every operation (`tests.live_tensors`); `anon` is the growth of RssAnon of the process
-over that of one that has loaded a tiny model, looked at every millisecond. Pages of memory-mapped
-files are in neither: the system may drop them. `bound` is 1.15 times the final model and one shard.
+counted at every operation (`tests.live_tensors`), also those in pages of a memory-mapped file;
+`anon` is the growth of RssAnon of the process over that of one that has loaded a tiny model, looked
+at every millisecond: without such pages, which the system may drop, and with the holes of the heap.
+`bound` is 1.15 times the final model and one shard.
 """
 
 from __future__ import annotations
