@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from finetune.errors import StorageNotComputeError
+from finetune.precision.frozen import FrozenMixin
 from finetune.precision.layouts import granularity_name, layout_of, tile_of_scale
 from finetune.precision.loading import load_in_fp8, load_stored
 from finetune.precision.numerics import E4M3
@@ -187,6 +189,31 @@ def test_blocks_that_are_a_base_for_rows(tmp_path):
     assert list(rows.config.quantization_config.modules) == ["row"]
 
 
+@pytest.mark.parametrize("layout", ["blocks", "channel", "tensor"])
+def test_a_published_base_trains_adapters_in_fp8(layout, tmp_path, setup_backend):
+    """From the published codes to FP8 GEMMs of a frozen base, with no weight in BF16 between."""
+    config, granularity, how = LAYOUTS[layout]
+    written = publish(plain(), tmp_path, config, granularity, **how)
+    model = get_peft_model(load_in_fp8(tmp_path), LoraConfig(r=4, target_modules="all-linear"))
+    accelerator = setup_backend("emulated", scaling="rowwise", frozen="fp8")
+    model = accelerator.prepare(model.train())
+    frozen = {
+        name.removeprefix("base_model.model.").removesuffix(".base_layer"): module
+        for name, module in model.named_modules()
+        if isinstance(module, FrozenMixin)
+    }
+    assert frozen.keys() == written.keys()
+    for name, module in frozen.items():
+        n, k = module.weight.shape
+        assert module.weight_scale.shape in ((n, 1), (1, 1))
+        assert torch.equal(module.weight, written[name][0]) == (layout != "blocks")
+    loss = model(TOKENS, labels=TOKENS).loss
+    accelerator.backward(loss)
+    gradients = {n: p.grad for n, p in model.named_parameters() if "lora_B" in n}
+    assert len(gradients) == 14
+    assert all(g is not None and g.isfinite().all() and g.any() for g in gradients.values())
+
+
 def test_requantising_costs_one_more_rounding():
     torch.manual_seed(0)
     layer = nn.Linear(512, 384, bias=False)
@@ -210,6 +237,16 @@ def test_requantising_to_the_scales_it_has_changes_nothing():
     before = layer.weight
     requantise(layer, "row")
     assert layer.weight is before
+
+
+def test_one_scale_is_one_a_row_without_a_cast():
+    layer = nn.Linear(272, 144, bias=False)
+    hold(layer, "tensor")
+    bits, w = layer.weight, layer.dequantise()
+    requantise(layer, "row")
+    assert layer.weight is bits
+    assert layer.weight_scale.shape == (144, 1)
+    assert torch.equal(layer.dequantise(), w)
 
 
 def test_layers_that_are_named_are_stored_and_no_others(tmp_path):

@@ -13,21 +13,11 @@ published codes by it; no BF16 checkpoint has to be made on the way, nor a layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from finetune.precision.storage import (
-    Fp8Bits,
-    Granularity,
-    StoredMixin,
-    dequantise_weight,
-    quantise_slabs,
-    slab_rows,
-    tile_of,
-)
+from finetune.precision.storage import Granularity, StoredMixin, recast, tile_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +27,8 @@ if TYPE_CHECKING:
 def requantise(module: nn.Module, granularity: Granularity) -> None:
     """Give a stored layer scales of another granularity. Its weight changes by a rounding.
 
-    A layer that has them already stays as it is, bit for bit.
+    A layer that has them already keeps its codes, and so does one with a single scale that gets
+    one a row, all equal.
 
     Args:
         module: a stored layer.
@@ -49,23 +40,7 @@ def requantise(module: nn.Module, granularity: Granularity) -> None:
     tile = tile_of(granularity, (n, k))
     if module.stored_tile == tile:
         return
-    held = module.stored_tile
-    rows = slab_rows((n, k), module.bits.device, tile, held)
-    one = held == (n, k)  # scale
-
-    def slabs() -> Iterator[Tensor]:
-        for start in range(0, n, rows):
-            stop = min(start + rows, n)
-            above = slice(None) if one else slice(start // held[0], -(-stop // held[0]))
-            part = (stop - start, k) if one else held
-            yield dequantise_weight(module.bits[start:stop], module.weight_scale[above], part)
-
-    bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)
-    inverse = quantise_slabs(slabs, bits, tile)
-    bits = bits.t().contiguous() if module.stored_transposed else bits
-    module.weight = Fp8Bits(bits)
-    module.weight_scale = inverse
-    module.stored_tile = tile
+    recast(module, tile)
 
 
 @torch.no_grad()

@@ -367,12 +367,38 @@ def store(module: nn.Module, granularity: Granularity, *, pow2: bool = False) ->
     n, k = module.bits.shape
     if serves(module.stored_tile, (n, k), granularity):
         return None
-    tile = tile_of(granularity, (n, k))
-    bits, inverse = quantise_weight(module.dequantise(torch.float32), tile, pow2=pow2)
-    bits = bits.t().contiguous() if module.stored_transposed else bits
-    module.weight = Fp8Bits(bits)
-    module.weight_scale, module.stored_tile = inverse, tile
+    recast(module, tile_of(granularity, (n, k)), pow2=pow2)
     return None
+
+
+def recast(module: StoredMixin, tile: Tile, *, pow2: bool = False) -> None:
+    """Give a stored layer scales of another tile: codes are multiplied out and cast again.
+
+    In float32, some rows at a time. From one scale to one a row nothing has to be cast.
+
+    Args:
+        module: a stored layer.
+        tile: what shall share a scale.
+        pow2: scales are powers of two.
+    """
+    (n, k), held, inverse = module.bits.shape, module.stored_tile, module.weight_scale
+    one = held == (n, k)
+    if one and tile == (1, k) and not pow2:
+        module.weight_scale, module.stored_tile = inverse.repeat(n, 1), tile
+        return
+    rows = slab_rows((n, k), module.bits.device, tile, held)
+
+    def slabs() -> Iterator[Tensor]:
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            above = slice(None) if one else slice(start // held[0], -(-stop // held[0]))
+            part = (stop - start, k) if one else held
+            yield dequantise_weight(module.bits[start:stop], inverse[above], part)
+
+    bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)
+    new = quantise_slabs(slabs, bits, tile, pow2=pow2)
+    module.weight = Fp8Bits(bits.t().contiguous() if module.stored_transposed else bits)
+    module.weight_scale, module.stored_tile = new, tile
 
 
 def iter_stored(model: nn.Module) -> Iterator[tuple[str, Any]]:
