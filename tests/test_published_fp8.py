@@ -193,7 +193,7 @@ def test_blocks_that_are_a_base_for_rows(tmp_path):
 def test_a_published_base_trains_adapters_in_fp8(layout, tmp_path, setup_backend):
     """From the published codes to FP8 GEMMs of a frozen base, with no weight in BF16 between."""
     config, granularity, how = LAYOUTS[layout]
-    written = publish(plain(), tmp_path, config, granularity, **how)
+    written = publish(plain(head_dim=32), tmp_path, config, granularity, **how)
     model = get_peft_model(load_in_fp8(tmp_path), LoraConfig(r=4, target_modules="all-linear"))
     accelerator = setup_backend("emulated", scaling="rowwise", frozen="fp8")
     model = accelerator.prepare(model.train())
@@ -204,8 +204,7 @@ def test_a_published_base_trains_adapters_in_fp8(layout, tmp_path, setup_backend
     }
     assert frozen.keys() == written.keys()
     for name, module in frozen.items():
-        n, k = module.weight.shape
-        assert module.weight_scale.shape in ((n, 1), (1, 1))
+        assert module.weight_scale.shape in ((len(module.weight), 1), (1, 1))
         assert torch.equal(module.weight, written[name][0]) == (layout != "blocks")
     loss = model(TOKENS, labels=TOKENS).loss
     accelerator.backward(loss)

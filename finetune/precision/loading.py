@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+import finetune.models  # noqa: F401  makes our own model types known
 from finetune.errors import ConfigError, ModelNotFoundError
 from finetune.precision.layouts import OWN, layout_of
 from finetune.precision.quantiser import (
