@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from finetune.precision.declared import (
         register_parameter_matmuls as register_parameter_matmuls,
     )
+    from finetune.precision.loading import load_in_fp8 as load_in_fp8
     from finetune.precision.planner import plan as plan
     from finetune.recipe import list_recipes as list_recipes
     from finetune.recipe import load_recipe as load_recipe
@@ -43,6 +44,7 @@ _HOME = {
     "apply": "precision.convert",
     "disabled": "precision.convert",
     "list_recipes": "recipe",
+    "load_in_fp8": "precision.loading",
     "load_recipe": "recipe",
     "plan": "precision.planner",
     "get_receipt": "hook",

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import StorageNotComputeError
+from finetune.precision import storage
 from finetune.precision.numerics import E4M3, decode_bits
 from finetune.precision.storage import (
     Fp8Bits,
@@ -20,7 +21,9 @@ from finetune.precision.storage import (
     dequantise_weight,
     hold,
     iter_stored,
+    put,
     quantise_weight,
+    recast,
     tile_of,
 )
 
@@ -96,6 +99,44 @@ def test_forward_and_input_gradient_are_those_of_the_dequantised_weight(kind, gr
     yb.backward(g)
     torch.testing.assert_close(a.grad, b.grad)
     assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_some_rows_at_a_time_are_the_whole(granularity, monkeypatch):
+    w = weight(300, 272).bfloat16()
+    tile = tile_of(granularity, tuple(w.shape))
+    parts = quantise_weight(w, tile)
+    monkeypatch.setitem(storage.SLAB, "cpu", 1000)
+    for other, whole in zip(quantise_weight(w, tile), parts, strict=True):
+        assert torch.equal(other, whole)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_layers_on_the_meta_device_can_be_held(granularity):
+    layer = nn.Linear(272, 200, device="meta")
+    hold(layer, granularity)
+    assert layer.weight.shape == (200, 272)
+    assert layer.weight_scale.is_meta
+
+
+@pytest.mark.parametrize("old", [*GRANULARITIES, (64, 32), (1, 16)])
+@pytest.mark.parametrize("new", GRANULARITIES)
+def test_recast_is_the_cast_of_the_dequantised_weight(old, new, monkeypatch):
+    layer = nn.Linear(272, 200, bias=False)
+    layer.weight.data.copy_(weight())
+    tile = tile_of(old, (200, 272)) if isinstance(old, str) else old
+    put(layer, *quantise_weight(layer.weight.detach(), tile), tile, torch.float32)
+    wanted = tile_of(new, (200, 272))
+    bits, inverse = quantise_weight(layer.dequantise(), wanted)
+    w = layer.dequantise()
+    monkeypatch.setitem(storage.SLAB, "cpu", 1000)
+    recast(layer, wanted)
+    assert layer.stored_tile == wanted
+    if (old, new) == ("tensor", "row"):  # nothing has to be cast
+        assert torch.equal(layer.dequantise(), w)
+    else:
+        assert torch.equal(layer.weight, bits)
+        assert torch.equal(layer.weight_scale, inverse)
 
 
 def test_no_high_precision_copy_is_kept_for_backward():

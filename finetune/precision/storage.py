@@ -21,7 +21,8 @@ change: the high-precision one is gone, and nothing brings it back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,13 +30,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.errors import StorageNotComputeError
-from finetune.precision.blocks import block_amax, split, times_blocks, widen
+from finetune.precision.blocks import block_amax, join, split, times_blocks, widen
 from finetune.precision.linears import is_conv1d
 from finetune.precision.numerics import E4M3, amax, decode_bits, scale_from_amax
 
 Granularity = Literal["row", "tensor", "block"]
 Tile = tuple[int, int]
 BLOCK = 128
+SLAB = {"cpu": 2**16}
+"""Numbers that are quantised at a time. On a heap larger temporaries come to lie between codes, and
+leave holes as large as these; a GPU's allocator does not mind, and its kernels want more."""
+SLAB_ELSEWHERE = 2**24
 
 
 def tile_of(granularity: Granularity, shape: tuple[int, int]) -> Tile:
@@ -56,6 +61,8 @@ def serves(tile: Tile, shape: tuple[int, int], granularity: Granularity) -> bool
 def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tensor, Tensor]:
     """E4M3 codes of a weight under the largest scale that saturates nothing.
 
+    Some rows at a time: the float32 products of a whole weight would take four times its codes.
+
     Args:
         w: [N, K], floating point.
         tile: what shares a scale.
@@ -65,15 +72,57 @@ def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tenso
         bits, uint8 [N, K]; inverse scales, float32, one for each tile [ceil(N/r), ceil(K/c)]. A
         tile with NaN or infinity has a NaN or infinite inverse, which nothing hides.
     """
-    if tile == (1, w.shape[1]):
-        scale = scale_from_amax(amax(w, 1), E4M3, pow2=pow2)
-        codes = (w * scale).to(E4M3.dtype)
-    else:
-        tiles = split(w.float(), tile)
-        scale = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
-        codes = (tiles * widen(scale)).flatten(2, 3).flatten(0, 1)
-        codes = codes[: w.shape[0], : w.shape[1]].to(E4M3.dtype)
-    return codes.contiguous().view(torch.uint8), scale.reciprocal()
+    n, k = w.shape
+    rows, bits = (
+        slab_rows((n, k), w.device, tile),
+        torch.empty(n, k, dtype=torch.uint8, device=w.device),
+    )
+    return bits, quantise_slabs(lambda: w.split(rows), bits, tile, pow2=pow2)
+
+
+def slab_rows(shape: tuple[int, int], device: torch.device, *tiles: Tile) -> int:
+    """How many rows of a weight [N, K] are worked on at a time: whole tiles, or whole rows."""
+    n, k = shape
+    whole = math.lcm(*(tile[0] for tile in tiles if tile != shape))
+    slab = SLAB.get(device.type, SLAB_ELSEWHERE)
+    return min(max(slab // k // whole, 1) * whole, n)
+
+
+def quantise_slabs(
+    slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Tile, *, pow2: bool = False
+) -> Tensor:
+    """`quantise_weight` of a weight that comes some rows at a time.
+
+    Args:
+        slabs: gives the rows in order, `slab_rows` at a time; called twice for a scale of all.
+        bits: uint8 [N, K]; is written.
+        tile: what shares a scale.
+        pow2: scales are powers of two.
+
+    Returns:
+        Inverse scales, float32, one for each tile.
+    """
+    shape, inverses, row = tuple(bits.shape), [], 0
+    scale = None
+    if tile == shape:
+        top = torch.stack([amax(slab) for slab in slabs()]).amax()
+        scale = scale_from_amax(top, E4M3, pow2=pow2)
+        inverses.append(scale.reciprocal().reshape(1, 1))
+    for slab in slabs():
+        if scale is not None:
+            codes = slab.float() * scale
+        elif tile == (1, shape[1]):
+            own = scale_from_amax(amax(slab, 1), E4M3, pow2=pow2)
+            codes = slab * own
+            inverses.append(own.reciprocal())
+        else:
+            tiles = split(slab.float(), tile)
+            own = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
+            codes = join(tiles * widen(own), slab)
+            inverses.append(own.reciprocal())
+        bits[row : row + len(slab)] = codes.to(E4M3.dtype).view(torch.uint8)
+        row += len(slab)
+    return torch.cat(inverses)
 
 
 def dequantise_weight(
@@ -88,7 +137,7 @@ def dequantise_weight(
         dtype: of the result [N, K].
     """
     values = decode_bits(bits).float()
-    if tile[0] == 1 or inverse.numel() == 1:
+    if inverse.shape[1] == 1 and inverse.shape[0] in (1, values.shape[0]):
         return values.mul_(inverse).to(dtype)
     return times_blocks(values, inverse, tile).to(dtype)
 
@@ -122,6 +171,11 @@ class Fp8Bits(nn.Parameter):
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
         return super().__new__(cls, data, requires_grad=requires_grad)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Fp8Bits:
+        if requires_grad:
+            raise refuse_training()
+        return self
+
     @property
     def data(self) -> Tensor:
         return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
@@ -147,6 +201,18 @@ def refuse_merge(where: str = "") -> StorageNotComputeError:
         "by: rounding would undo the training",
         fix="merge into the original weights: `python -m finetune export RUN --to merged OUT`, or "
         "load the base model plain and the adapter over it with peft, then merge_and_unload()",
+    )
+
+
+def refuse_training() -> StorageNotComputeError:
+    """The error of training weights that are held in FP8."""
+    return StorageNotComputeError(
+        "weights stored in FP8 cannot be trained",
+        where="a model of load_in_fp8, or a base with precision.frozen=fp8",
+        why="codes are integers and have no gradient (only floating point has), and an update is "
+        "far smaller than one step of E4M3",
+        fix="to train all weights with FP8 compute, load the model plain and call "
+        "setup_fp8_mixed_precision_training(); to train adapters, attach them with peft",
     )
 
 
@@ -301,12 +367,38 @@ def store(module: nn.Module, granularity: Granularity, *, pow2: bool = False) ->
     n, k = module.bits.shape
     if serves(module.stored_tile, (n, k), granularity):
         return None
-    tile = tile_of(granularity, (n, k))
-    bits, inverse = quantise_weight(module.dequantise(torch.float32), tile, pow2=pow2)
-    bits = bits.t().contiguous() if module.stored_transposed else bits
-    module.weight = Fp8Bits(bits)
-    module.weight_scale, module.stored_tile = inverse, tile
+    recast(module, tile_of(granularity, (n, k)), pow2=pow2)
     return None
+
+
+def recast(module: StoredMixin, tile: Tile, *, pow2: bool = False) -> None:
+    """Give a stored layer scales of another tile: codes are multiplied out and cast again.
+
+    In float32, some rows at a time. From one scale to one a row nothing has to be cast.
+
+    Args:
+        module: a stored layer.
+        tile: what shall share a scale.
+        pow2: scales are powers of two.
+    """
+    (n, k), held, inverse = module.bits.shape, module.stored_tile, module.weight_scale
+    one = held == (n, k)
+    if one and tile == (1, k) and not pow2:
+        module.weight_scale, module.stored_tile = inverse.repeat(n, 1), tile
+        return
+    rows = slab_rows((n, k), module.bits.device, tile, held)
+
+    def slabs() -> Iterator[Tensor]:
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            above = slice(None) if one else slice(start // held[0], -(-stop // held[0]))
+            part = (stop - start, k) if one else held
+            yield dequantise_weight(module.bits[start:stop], inverse[above], part)
+
+    bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)
+    new = quantise_slabs(slabs, bits, tile, pow2=pow2)
+    module.weight = Fp8Bits(bits.t().contiguous() if module.stored_transposed else bits)
+    module.weight_scale, module.stored_tile = new, tile
 
 
 def iter_stored(model: nn.Module) -> Iterator[tuple[str, Any]]:
