@@ -18,6 +18,7 @@ Scaling = Literal[
 ]
 Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
+Storage = Literal["nf4", "fp8"]
 
 BUILTIN = "builtin:"
 """Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""
@@ -42,12 +43,13 @@ class ModelConfig(Section):
         description="type of the stored weights; with `float32` the optimizer updates full "
         "precision masters while matmuls run in `precision.compute`",
     )
-    storage: Literal["nf4"] | None = Field(
+    storage: Storage | None = Field(
         default=None,
         description="how the weights of a frozen base are held while adapters train in BF16: left "
         "out, plain, in `dtype`; `nf4`: 4-bit NormalFloat with double quantisation, dequantised "
-        "before each BF16 matmul (QLoRA, extra `bnb`). `dtype` is then that of embeddings, norms "
-        "and the output head",
+        "before each BF16 matmul (QLoRA, extra `bnb`); `fp8`: E4M3 codes with a scale per output "
+        "channel, dequantised likewise. `dtype` is then that of embeddings, norms and the output "
+        "head",
     )
     attention: str | None = Field(
         default=None, description="attention implementation (`sdpa`, `flash_attention_2`, `eager`)"
@@ -90,7 +92,8 @@ class PrecisionConfig(Section):
     power_of_two_scales: bool | None = Field(
         default=None,
         description="round scales down to powers of two; left out: yes with rowwise and blockwise, "
-        "no with delayed and tensorwise (mxfp8 and nvfp4 have scales of their own)",
+        "no with delayed and tensorwise (mxfp8 and nvfp4 have scales of their own); weights held in "
+        "FP8 (`frozen`) have float32 scales, and left out so have their activations and gradients",
     )
     high_gemms: tuple[Gemm, ...] = Field(
         default=(),

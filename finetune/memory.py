@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import RunConfig
+from finetune.base_storage import fp8_bytes, held_bytes, held_layers
+from finetune.config import RunConfig, Storage
 from finetune.device import GIB, Device, available_gib
 from finetune.errors import MemoryShortError
-from finetune.nf4 import held_linears, stored_bytes
 from finetune.optimizer_checks import chosen
 from finetune.optimizers import state_bytes
 
@@ -55,7 +55,7 @@ def bound(
     train: dict[str, Any],
     *,
     shards: int = 1,
-    storage: str | None = None,
+    storage: Storage | None = None,
 ) -> MemoryBound:
     """The bound of a model, also on the meta device.
 
@@ -77,14 +77,14 @@ def bound(
         state_bytes(optimizer, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
         for p in training
     )
-    held = {id(m.weight) for m in held_linears(model).values()} if storage == "nf4" else set()
-    weights = sum(
-        stored_bytes(p.numel()) if id(p) in held else p.numel() * p.element_size() for p in every
-    )
+    weights = sum(p.numel() * p.element_size() for p in every)
+    for layer in held_layers(model, storage).values():
+        assert storage is not None
+        weights += held_bytes(layer, storage) - layer.weight.numel() * layer.weight.element_size()
     for layer in the_plan.held:
-        (n, k), plain = layer.shape, model.get_submodule(layer.name).weight
-        scales = 4 * (n if layer.held == "row" else 1)
-        weights += n * k + scales - n * k * plain.element_size()  # pyright: ignore
+        plain: Any = model.get_submodule(layer.name).weight
+        scales = None if layer.held == "row" else 1
+        weights += fp8_bytes(*layer.shape, scales) - plain.numel() * plain.element_size()
     return MemoryBound(
         weights=weights / GIB / shards,
         gradients=sum(p.numel() * p.element_size() for p in training) / GIB / shards,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import nf4
 from finetune.config import BUILTIN, LoraSection, ModelConfig, RunConfig
-from finetune.errors import ConfigError, ModelNotFoundError, nearest
+from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, nearest
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune.precision.planner import LayerPlan
+    from finetune.precision.storage import Granularity
 
 ASSETS = Path(__file__).parent / "assets"
 SHAPES = ASSETS / "shapes"
@@ -110,6 +114,9 @@ def sketch(config: RunConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     shape = load_shape(config.model)
+    if "fp8" in (config.precision.frozen, config.model.storage):
+        # A checkpoint published in FP8 is read into layers that hold FP8, or refused on loading.
+        shape.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.model.dtype))
     if config.lora is not None:
@@ -130,50 +137,103 @@ def sketch(config: RunConfig) -> PreTrainedModel:
     return model  # pyright: ignore[reportReturnType]
 
 
-def load_model(model: ModelConfig) -> PreTrainedModel:
+def load_model(model: ModelConfig, held: Sequence[LayerPlan] = ()) -> PreTrainedModel:
     """The model with its weights, pretrained or random, on the device where it is cheap to make.
+
+    Args:
+        model: which one.
+        held: rows of the run's plan whose weights are to be held in FP8 from the beginning: the
+            model never exists without.
 
     Raises:
         ConfigError: an attention implementation that the model or machine does not have.
         ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
+        StorageNotComputeError: FP8 weights were asked of a checkpoint that is quantised otherwise.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     import finetune.models  # noqa: F401  makes our own model types known
-    from finetune.device import this_device
-    from finetune.precision.holdings import held_weights
 
     kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attention is not None:
         kwargs["attn_implementation"] = model.attention
-    if model.weights == "random":
-        shape = load_shape(model)
-        try:
-            if model.storage == "nf4":
-                return nf4.build_random(shape, **kwargs)
-            with torch.device(this_device().kind):
-                return AutoModelForCausalLM.from_config(shape, **kwargs)
-        except (ValueError, ImportError) as error:
-            if model.attention is None:
-                raise
-            raise ConfigError(
-                f"{model.name} cannot be built like this",
-                where=f"model.attention: {model.attention}",
-                why=str(error).strip().splitlines()[0],
-                fix="~model.attention takes the model's own",
-            ) from error
-    source = locate(model)
-    if model.storage == "nf4":
-        kwargs["quantization_config"] = nf4.quantization_config()
+    if model.weights == "pretrained":
+        return _load_pretrained(model, held, kwargs)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source, revision=model.revision, trust_remote_code=model.trust_remote_code, **kwargs
-        )
+        return _build_random(model, held, kwargs)
+    except FinetuneError:
+        raise
+    except (ValueError, ImportError) as error:
+        if model.attention is None:
+            raise
+        raise ConfigError(
+            f"{model.name} cannot be built like this",
+            where=f"model.attention: {model.attention}",
+            why=str(error).strip().splitlines()[0],
+            fix="~model.attention takes the model's own",
+        ) from error
+
+
+def _build_random(
+    model: ModelConfig, held: Sequence[LayerPlan], kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from finetune.device import this_device
+
+    shape, device = load_shape(model), this_device().kind
+    if model.storage == "nf4":
+        return nf4.build_random(shape, **kwargs)
+    if held or model.storage == "fp8":
+        from finetune.precision.building import build_stored
+        from finetune.precision.roles import storable
+
+        if held:
+            names, granularity = [row.plain_name for row in held], _granularity(held)
+        else:
+            with torch.device("meta"):
+                names = storable(AutoModelForCausalLM.from_config(shape))
+            granularity = "row"
+        return build_stored(shape, names, granularity, device=device, **kwargs)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(shape, **kwargs)
+
+
+def _load_pretrained(
+    model: ModelConfig, held: Sequence[LayerPlan], kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    from finetune.precision.holdings import held_weights
+
+    source = locate(model)
+    kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    try:
+        if held or model.storage == "fp8":
+            from finetune.precision.loading import load_in_fp8, load_stored
+
+            if not held:
+                return load_in_fp8(source, "row", **kwargs)
+            names = [row.plain_name for row in held]
+            return load_stored(source, names, _granularity(held), **kwargs)
+        if model.storage == "nf4":
+            kwargs["quantization_config"] = nf4.quantization_config()
+        loaded = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+    except FinetuneError:
+        raise
     except (OSError, ValueError) as error:
         raise _not_loaded(source, error) from error
     stored = model.storage == "nf4" or "nf4" in held_weights(loaded)  # also a checkpoint of its own
     return nf4.prepare(loaded) if stored else loaded
+
+
+def _granularity(held: Sequence[LayerPlan]) -> Granularity:
+    """What shares a scale: one plan has one scaling."""
+    first = held[0].held
+    assert first
+    assert all(row.held == first for row in held)
+    return first
 
 
 def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from finetune.base_storage import held_layers
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
-from finetune.nf4 import held_linears
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,6 +70,8 @@ def _why_not(config: RunConfig, where: str) -> FinetuneError | None:
             why="they are dequantised to BF16 and multiplied in BF16",
             fix="precision.compute=bf16, or ~model.storage",
         )
+    if config.model.storage == "fp8":
+        return None
     if config.train.get("fsdp"):
         return ConfigError(
             "FSDP cannot shard weights that are held quantised",
@@ -101,7 +103,7 @@ def check_held_layers(config: RunConfig, model: nn.Module, the_plan: PrecisionPl
     """
     if config.model.storage is None:
         return
-    held = held_linears(model)
+    held = held_layers(model, config.model.storage)
     where = f"model.storage={config.model.storage}"
     copies = [name for name in held if "modules_to_save" in name.split(".")]
     if copies:

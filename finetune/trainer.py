@@ -154,7 +154,7 @@ def train(
     from finetune.health.monitor import HealthMonitor
 
     config, device = recipe.config, this_device()
-    preflight(config, device, force=force)
+    ahead = preflight(config, device, force=force)
     state = PartialState(cpu=device.kind == "cpu")
     main_process = state.is_main_process
     console = console or Console(quiet=not main_process)
@@ -183,7 +183,7 @@ def train(
         metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
         set_seed(args.seed)
-        model: Any = load_model(config.model)
+        model: Any = load_model(config.model, ahead.plan.held)
         adapters = lora_config(config.lora) if config.lora else None
         if adapters is not None and held_weights(model):  # the trainer would cast what it attaches
             model, adapters = get_peft_model(model, adapters), None

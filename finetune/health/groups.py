@@ -12,7 +12,8 @@ from torch import nn
 
 from finetune.precision.choices import part_of
 from finetune.precision.declared import declared_matmuls
-from finetune.precision.planner import HEADS, PrecisionPlan, Role
+from finetune.precision.planner import PrecisionPlan
+from finetune.precision.roles import HEADS, Role
 
 _BY_ROLE: dict[Role, str] = {"head": "head", "adapter": "adapter", "router": "router"}
 

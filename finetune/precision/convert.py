@@ -76,7 +76,7 @@ class Conversion:
             engine = self.frozen if layer.held else self.backend
             assert engine is not None
             if layer.held:
-                store(module, layer.held, pow2=bool(self.plan.precision.power_of_two_scales))
+                store(module, layer.held)
             attributes = {"fp8_backend": engine, **engine.attributes(module, layer)}
             self._swap(module, engine.layer_class(module), attributes)
         if self.backend is not None:

@@ -29,6 +29,7 @@ from finetune.precision.choices import Choices, Part, part_of
 from finetune.precision.declared import iter_parameters, why_made_anew
 from finetune.precision.holdings import tell_holdings
 from finetune.precision.linears import iter_linears
+from finetune.precision.roles import Role, is_low_rank, iter_roles, output_head, why_own_forward
 from finetune.precision.storage import Granularity, StoredMixin, iter_stored, serves
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
-Role = Literal["base", "head", "adapter", "router"]
 
 
 @dataclass(frozen=True)
@@ -187,17 +187,18 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     if precision.compute == "fp8":
         refuse_quantised(model, precision)
     linears = list(iter_linears(model))
-    head = _output_head(model)
-    experts = _expert_count(model)
+    head = output_head(model)
     in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
-    roles = {name: _role(name, module, in_head, experts) for name, module, _ in linears}
+    roles: dict[str, tuple[Role, str]] = {
+        name: (role, why) for name, _, role, why in iter_roles(model)
+    }
     parameters = list(iter_parameters(model))
     roles |= {name: _parameter_role(name, owner in in_head) for name, owner, _ in parameters}
     parts: dict[str, Part] = {
         name: _part(name, roles[name][0], m in in_head) for name, m, _ in linears
     }
     parts |= {name: _part(name, roles[name][0], m in in_head) for name, m, _ in parameters}
-    parts = {name: part for name, part in parts.items() if not _is_low_rank(name)}
+    parts = {name: part for name, part in parts.items() if not is_low_rank(name)}
     choices = Choices(model, precision, parts | _elementwise(model))
     shared = _shared_parameters(model)
     layers = []
@@ -246,6 +247,8 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 def _held(row: LayerPlan, module: Any, precision: PrecisionConfig) -> LayerPlan:
     """The row of a linear layer, whose weight is held in FP8 where it is frozen and computes so."""
     if precision.frozen != "fp8" or row.compute != "fp8" or not row.frozen:
+        return row
+    if row.name.endswith(".original_module"):  # PEFT trains a copy of it in its place
         return row
     granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"
     reason = f"frozen, held in FP8 by {granularity}"
@@ -311,10 +314,6 @@ def _part(name: str, role: Role, in_head: bool) -> Part:
     return "router" if role == "router" else part_of(name)
 
 
-def _is_low_rank(name: str) -> bool:
-    return any(part.startswith("lora_") for part in name.split("."))
-
-
 def _elementwise(model: nn.Module) -> dict[str, Part]:
     """Name -> part of embeddings and norms: modules with weights and no matmul."""
     from torch import nn
@@ -371,37 +370,6 @@ def refuse_quantised(model: nn.Module, precision: PrecisionConfig) -> None:
     )
 
 
-HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
-
-
-def _expert_count(model: Any) -> int | None:
-    """Experts of a mixture-of-experts model, by its configuration."""
-    config = getattr(model, "config", None)
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return next(
-        (getattr(config, n) for n in names if isinstance(getattr(config, n, None), int)), None
-    )
-
-
-def _output_head(model: Any) -> Any:
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if callable(getter) else None
-
-
-def _role(name: str, module: Any, in_head: set[nn.Module], experts: int | None) -> tuple[Role, str]:
-    parts = name.split(".")
-    if _is_low_rank(name):
-        return "adapter", "adapter: small, and what is being learned"
-    if "modules_to_save" in parts:
-        return "adapter", "trained in full beside the adapters (modules_to_save)"
-    # A classifier is a child of the root; deeper down, a layer of such a name is just a layer.
-    if module in in_head or (len(parts) <= 3 and parts[-1] in HEADS and "layers" not in parts):
-        return "head", "output head: its rounding goes straight into the loss"
-    if "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
-        return "router", "router: rounding would change which expert is chosen"
-    return "base", ""
-
-
 def _parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
     if "modules_to_save" in name.split("."):
         return "adapter", "trained in full beside the adapters (modules_to_save)"
@@ -425,19 +393,8 @@ def _why_not_parameter(shape: tuple[int, int], precision: PrecisionConfig) -> st
 
 
 def _why_not_fp8(module: nn.Module, shape: tuple[int, int], precision: PrecisionConfig) -> str:
-    from torch import nn
-    from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-
-    unaligned = _why_not_aligned(shape, precision)
-    if unaligned:
-        return unaligned
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "multiplied by its parent, nn.MultiheadAttention, past its forward"
-    known = nn.Linear.forward, StoredMixin.forward
-    own = isinstance(module, nn.Linear) and type(module).forward not in known
-    if own or "forward" in module.__dict__:
-        return f"{type(module).__name__} has a forward of its own"
-    return ""
+    own = "" if isinstance(module, StoredMixin) else why_own_forward(module)
+    return _why_not_aligned(shape, precision) or own
 
 
 def alignment(precision: PrecisionConfig) -> int:

@@ -58,7 +58,7 @@ def serves(tile: Tile, shape: tuple[int, int], granularity: Granularity) -> bool
     return tile == wanted or (granularity == "row" and tile == tile_of("tensor", shape))
 
 
-def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tensor, Tensor]:
+def quantise_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """E4M3 codes of a weight under the largest scale that saturates nothing.
 
     Some rows at a time: the float32 products of a whole weight would take four times its codes.
@@ -66,7 +66,6 @@ def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tenso
     Args:
         w: [N, K], floating point.
         tile: what shares a scale.
-        pow2: scales are powers of two.
 
     Returns:
         bits, uint8 [N, K]; inverse scales, float32, one for each tile [ceil(N/r), ceil(K/c)]. A
@@ -77,7 +76,7 @@ def quantise_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tenso
         slab_rows((n, k), w.device, tile),
         torch.empty(n, k, dtype=torch.uint8, device=w.device),
     )
-    return bits, quantise_slabs(lambda: w.split(rows), bits, tile, pow2=pow2)
+    return bits, quantise_slabs(lambda: w.split(rows), bits, tile)
 
 
 def slab_rows(shape: tuple[int, int], device: torch.device, *tiles: Tile) -> int:
@@ -88,16 +87,13 @@ def slab_rows(shape: tuple[int, int], device: torch.device, *tiles: Tile) -> int
     return min(max(slab // k // whole, 1) * whole, n)
 
 
-def quantise_slabs(
-    slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Tile, *, pow2: bool = False
-) -> Tensor:
+def quantise_slabs(slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Tile) -> Tensor:
     """`quantise_weight` of a weight that comes some rows at a time.
 
     Args:
         slabs: gives the rows in order, `slab_rows` at a time; called twice for a scale of all.
         bits: uint8 [N, K]; is written.
         tile: what shares a scale.
-        pow2: scales are powers of two.
 
     Returns:
         Inverse scales, float32, one for each tile.
@@ -106,18 +102,18 @@ def quantise_slabs(
     scale = None
     if tile == shape:
         top = torch.stack([amax(slab) for slab in slabs()]).amax()
-        scale = scale_from_amax(top, E4M3, pow2=pow2)
+        scale = scale_from_amax(top, E4M3)
         inverses.append(scale.reciprocal().reshape(1, 1))
     for slab in slabs():
         if scale is not None:
             codes = slab.float() * scale
         elif tile == (1, shape[1]):
-            own = scale_from_amax(amax(slab, 1), E4M3, pow2=pow2)
+            own = scale_from_amax(amax(slab, 1), E4M3)
             codes = slab * own
             inverses.append(own.reciprocal())
         else:
             tiles = split(slab.float(), tile)
-            own = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
+            own = scale_from_amax(block_amax(tiles), E4M3)
             codes = join(tiles * widen(own), slab)
             inverses.append(own.reciprocal())
         bits[row : row + len(slab)] = codes.to(E4M3.dtype).view(torch.uint8)
@@ -341,37 +337,36 @@ def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: tor
 
 
 @torch.no_grad()
-def hold(module: nn.Module, granularity: Granularity = "row", *, pow2: bool = False) -> None:
+def hold(module: nn.Module, granularity: Granularity = "row") -> None:
     """Quantise the weight of a linear layer in place. Its high-precision weight is dropped.
 
     Args:
         module: a linear layer (`finetune.precision.linears`), also on the meta device.
         granularity: what shares a scale.
-        pow2: scales are powers of two.
     """
     weight: Any = module.weight
     w = weight.t() if is_conv1d(type(module)) else weight
     tile = tile_of(granularity, tuple(w.shape))
-    bits, inverse = quantise_weight(w, tile, pow2=pow2)
+    bits, inverse = quantise_weight(w, tile)
     put(module, bits, inverse, tile, weight.dtype)
 
 
 @torch.no_grad()
-def store(module: nn.Module, granularity: Granularity, *, pow2: bool = False) -> None:
+def store(module: nn.Module, granularity: Granularity) -> None:
     """Have a linear layer held at a granularity, whatever it holds now.
 
     Codes of another granularity are cast again, by way of the float32 weight of this one layer.
     """
     if not isinstance(module, StoredMixin):
-        return hold(module, granularity, pow2=pow2)
+        return hold(module, granularity)
     n, k = module.bits.shape
     if serves(module.stored_tile, (n, k), granularity):
         return None
-    recast(module, tile_of(granularity, (n, k)), pow2=pow2)
+    recast(module, tile_of(granularity, (n, k)))
     return None
 
 
-def recast(module: StoredMixin, tile: Tile, *, pow2: bool = False) -> None:
+def recast(module: StoredMixin, tile: Tile) -> None:
     """Give a stored layer scales of another tile: codes are multiplied out and cast again.
 
     In float32, some rows at a time. From one scale to one a row nothing has to be cast.
@@ -379,11 +374,10 @@ def recast(module: StoredMixin, tile: Tile, *, pow2: bool = False) -> None:
     Args:
         module: a stored layer.
         tile: what shall share a scale.
-        pow2: scales are powers of two.
     """
     (n, k), held, inverse = module.bits.shape, module.stored_tile, module.weight_scale
     one = held == (n, k)
-    if one and tile == (1, k) and not pow2:
+    if one and tile == (1, k):
         module.weight_scale, module.stored_tile = inverse.repeat(n, 1), tile
         return
     rows = slab_rows((n, k), module.bits.device, tile, held)
@@ -396,7 +390,7 @@ def recast(module: StoredMixin, tile: Tile, *, pow2: bool = False) -> None:
             yield dequantise_weight(module.bits[start:stop], inverse[above], part)
 
     bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)
-    new = quantise_slabs(slabs, bits, tile, pow2=pow2)
+    new = quantise_slabs(slabs, bits, tile)
     module.weight = Fp8Bits(bits.t().contiguous() if module.stored_transposed else bits)
     module.weight_scale, module.stored_tile = new, tile
 
