@@ -66,6 +66,14 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         rows = rows.select(range(min(data.max_rows, len(rows))))
     source = data.path or data.name or ""
     kind, convert = _recognise(rows, bool(tokenizer.chat_template), source)
+    if kind == "messages" and not tokenizer.chat_template:
+        raise DataError(
+            "these rows are chat messages, and the model's tokenizer has no chat template",
+            where=source,
+            why="base models often have none, and nothing then says how turns become text",
+            fix="take the -Instruct model, put a chat_template.jinja beside its tokenizer, or give "
+            "rows with columns prompt and completion, or text",
+        )
     rows = _convert(rows, convert, source)
     if held_out is not None:
         held_source = data.eval_path or source

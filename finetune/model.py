@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.precision.planner import LayerPlan
-    from finetune.precision.storage import Granularity
+    from finetune.precision.tiles import Granularity
 
 ASSETS = Path(__file__).parent / "assets"
 SHAPES = ASSETS / "shapes"

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.precision.numerics import E4M3
-from finetune.precision.storage import quantise_weight, tile_of
+from finetune.precision.tiles import quantise_weight, tile_of
 
 FINE_GRAINED = {
     "quant_method": "fp8",

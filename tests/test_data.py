@@ -161,6 +161,12 @@ def test_csv_cells_are_text_whatever_they_look_like(load, answer):
     assert list(rows.train) == [pair("2+2?", answer)]
 
 
+def test_without_a_chat_template_messages_are_refused(load):
+    path = write("chat.jsonl", [MESSAGES] * 4)
+    with pytest.raises(DataError, match="no chat template"):
+        load(path, tokenizer=SimpleNamespace(chat_template=None))
+
+
 def test_without_a_chat_template_a_pair_stays_text(load):
     path = write("rows.jsonl", [{"question": "a?", "answer": "b."}])
     rows = load(path, tokenizer=SimpleNamespace(chat_template=None))

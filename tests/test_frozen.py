@@ -18,13 +18,8 @@ from finetune.precision.convert import apply
 from finetune.precision.frozen import Arithmetic, FrozenBackend, FrozenMixin, cast, dgrad, fprop
 from finetune.precision.numerics import E4M3
 from finetune.precision.planner import plan
-from finetune.precision.storage import (
-    StoredMixin,
-    dequantise_weight,
-    hold,
-    quantise_weight,
-    tile_of,
-)
+from finetune.precision.storage import StoredMixin, hold
+from finetune.precision.tiles import dequantise_weight, quantise_weight, tile_of
 from tests.conftest import batch
 
 M, K, N = 96, 160, 224

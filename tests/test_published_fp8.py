@@ -26,7 +26,8 @@ from finetune.precision.layouts import granularity_name, layout_of, tile_of_scal
 from finetune.precision.loading import load_in_fp8, load_stored
 from finetune.precision.numerics import E4M3
 from finetune.precision.rescaling import requantise
-from finetune.precision.storage import hold, iter_stored, tile_of
+from finetune.precision.storage import hold, iter_stored
+from finetune.precision.tiles import tile_of
 from tests.published import FINE_GRAINED, compressed, publish
 
 TOKENS = torch.arange(3, 15)[None]

@@ -13,19 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import StorageNotComputeError
-from finetune.precision import storage
+from finetune.precision import tiles
 from finetune.precision.numerics import E4M3, decode_bits
-from finetune.precision.storage import (
-    Fp8Bits,
-    StoredMixin,
-    dequantise_weight,
-    hold,
-    iter_stored,
-    put,
-    quantise_weight,
-    recast,
-    tile_of,
-)
+from finetune.precision.rescaling import recast
+from finetune.precision.storage import Fp8Bits, StoredMixin, hold, iter_stored, put
+from finetune.precision.tiles import dequantise_weight, quantise_weight, tile_of
 
 GRANULARITIES = ("row", "tensor", "block")
 
@@ -106,7 +98,7 @@ def test_some_rows_at_a_time_are_the_whole(granularity, monkeypatch):
     w = weight(300, 272).bfloat16()
     tile = tile_of(granularity, tuple(w.shape))
     parts = quantise_weight(w, tile)
-    monkeypatch.setitem(storage.SLAB, "cpu", 1000)
+    monkeypatch.setitem(tiles.SLAB, "cpu", 1000)
     for other, whole in zip(quantise_weight(w, tile), parts, strict=True):
         assert torch.equal(other, whole)
 
@@ -129,7 +121,7 @@ def test_recast_is_the_cast_of_the_dequantised_weight(old, new, monkeypatch):
     wanted = tile_of(new, (200, 272))
     bits, inverse = quantise_weight(layer.dequantise(), wanted)
     w = layer.dequantise()
-    monkeypatch.setitem(storage.SLAB, "cpu", 1000)
+    monkeypatch.setitem(tiles.SLAB, "cpu", 1000)
     recast(layer, wanted)
     assert layer.stored_tile == wanted
     if (old, new) == ("tensor", "row"):  # nothing has to be cast

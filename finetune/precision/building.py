@@ -27,7 +27,8 @@ from finetune.errors import PlanError
 from finetune.precision.loading import mark_stored
 from finetune.precision.quantiser import check_granularity
 from finetune.precision.roles import resolve
-from finetune.precision.storage import Granularity, hold
+from finetune.precision.storage import hold
+from finetune.precision.tiles import Granularity
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

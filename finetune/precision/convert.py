@@ -24,7 +24,7 @@ from finetune.precision.forced import ForcedMixin, forced_class
 from finetune.precision.frozen import FrozenBackend
 from finetune.precision.parameters import ParameterMixin, parameter_class, seats
 from finetune.precision.planner import PrecisionPlan, iter_weights
-from finetune.precision.storage import store
+from finetune.precision.rescaling import store
 
 ATTRIBUTE = "_finetune_conversion"
 

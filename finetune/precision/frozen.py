@@ -36,7 +36,8 @@ from finetune.precision.gemm import Codes, scaled_mm
 from finetune.precision.numerics import E4M3, amax, decode_bits, scale_from_amax
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import scaled, to_codes
-from finetune.precision.storage import StoredMixin, Tile, dequantise_weight
+from finetune.precision.storage import StoredMixin
+from finetune.precision.tiles import Tile, dequantise_weight
 
 
 class Arithmetic(NamedTuple):

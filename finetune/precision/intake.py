@@ -14,7 +14,8 @@ from torch import Tensor
 from finetune.errors import StorageNotComputeError
 from finetune.precision.layouts import refuse_layout
 from finetune.precision.numerics import E4M3
-from finetune.precision.storage import Fp8Bits, slab_rows
+from finetune.precision.storage import Fp8Bits
+from finetune.precision.tiles import slab_rows
 
 NAN = 0x7F
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import StorageNotComputeError, nearest
-from finetune.precision.storage import BLOCK, Granularity, Tile
+from finetune.precision.tiles import BLOCK, Granularity, Tile
 
 OWN = "fp8_storage"
 SCALE = ".weight_scale"

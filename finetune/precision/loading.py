@@ -37,7 +37,8 @@ from finetune.precision.quantiser import (
 )
 from finetune.precision.rescaling import release, requantise
 from finetune.precision.roles import leave_out, resolve
-from finetune.precision.storage import Granularity, hold, iter_stored
+from finetune.precision.storage import hold, iter_stored
+from finetune.precision.tiles import Granularity
 
 if TYPE_CHECKING:
     import os

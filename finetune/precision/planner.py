@@ -30,7 +30,8 @@ from finetune.precision.declared import iter_parameters, why_made_anew
 from finetune.precision.holdings import tell_holdings
 from finetune.precision.linears import iter_linears
 from finetune.precision.roles import Role, is_low_rank, iter_roles, output_head, why_own_forward
-from finetune.precision.storage import Granularity, StoredMixin, iter_stored, serves
+from finetune.precision.storage import StoredMixin, iter_stored
+from finetune.precision.tiles import Granularity, serves
 
 if TYPE_CHECKING:
     from torch import nn

@@ -48,16 +48,8 @@ from finetune.precision.linears import linear_shape
 from finetune.precision.numerics import E4M3
 from finetune.precision.rescaling import release
 from finetune.precision.roles import resolve, storable, why_own_forward
-from finetune.precision.storage import (
-    Fp8Bits,
-    Granularity,
-    Tile,
-    iter_stored,
-    put,
-    quantise_weight,
-    refuse_training,
-    tile_of,
-)
+from finetune.precision.storage import Fp8Bits, iter_stored, put, refuse_training
+from finetune.precision.tiles import Granularity, Tile, quantise_weight, tile_of
 
 log = logging.getLogger(__name__)
 SHOWN = 5

@@ -13,14 +13,69 @@ published codes by it; no BF16 checkpoint has to be made on the way, nor a layer
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from finetune.precision.storage import Granularity, StoredMixin, recast, tile_of
+from finetune.precision.storage import Fp8Bits, StoredMixin, hold
+from finetune.precision.tiles import (
+    Granularity,
+    Tile,
+    dequantise_weight,
+    quantise_slabs,
+    serves,
+    slab_rows,
+    tile_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+@torch.no_grad()
+def store(module: nn.Module, granularity: Granularity) -> None:
+    """Have a linear layer held at a granularity, whatever it holds now.
+
+    Codes of another granularity are cast again, by way of the float32 weight of this one layer.
+    """
+    if not isinstance(module, StoredMixin):
+        return hold(module, granularity)
+    n, k = module.bits.shape
+    if serves(module.stored_tile, (n, k), granularity):
+        return None
+    recast(module, tile_of(granularity, (n, k)))
+    return None
+
+
+def recast(module: StoredMixin, tile: Tile) -> None:
+    """Give a stored layer scales of another tile: codes are multiplied out and cast again.
+
+    In float32, some rows at a time. From one scale to one a row nothing has to be cast.
+
+    Args:
+        module: a stored layer.
+        tile: what shall share a scale.
+    """
+    (n, k), held, inverse = module.bits.shape, module.stored_tile, module.weight_scale
+    one = held == (n, k)
+    if one and tile == (1, k):
+        module.weight_scale, module.stored_tile = inverse.repeat(n, 1), tile
+        return
+    rows = slab_rows((n, k), module.bits.device, tile, held)
+
+    def slabs() -> Iterator[Tensor]:
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            above = slice(None) if one else slice(start // held[0], -(-stop // held[0]))
+            part = (stop - start, k) if one else held
+            yield dequantise_weight(module.bits[start:stop], inverse[above], part)
+
+    bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)
+    new = quantise_slabs(slabs, bits, tile)
+    module.weight = Fp8Bits(bits.t().contiguous() if module.stored_transposed else bits)
+    module.weight_scale, module.stored_tile = new, tile
 
 
 @torch.no_grad()

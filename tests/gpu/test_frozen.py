@@ -12,7 +12,7 @@ from finetune import (
     teardown_fp8_mixed_precision_training,
 )
 from finetune.precision.frozen import Arithmetic, cast, dgrad, fprop
-from finetune.precision.storage import quantise_weight, tile_of
+from finetune.precision.tiles import quantise_weight, tile_of
 from tests.conftest import batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
