@@ -187,6 +187,25 @@ def test_a_decoder_layer_compiles_without_a_graph_break(make_llama, precision):
     assert apart(compiled, eager) < 2e-2
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", [FP8, {"compute": "bf16"}], ids=["fp8", "bf16"])
+def test_all_decoder_layers_are_one_compiled_graph(make_llama, precision):
+    """Layers past `recompile_limit` would run uncompiled if each were a graph of its own."""
+    deep = torch._dynamo.config.recompile_limit + 2
+    torch.manual_seed(3)
+    base = make_llama(num_hidden_layers=deep, hidden_size=32, intermediate_size=32)
+    model = get_peft_model(base, LoraConfig(**LORA)).train()
+    convert(model, **precision)
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in model.base_model.model.model.layers:
+        layer.compile(backend="aot_eager")
+    gradients(model)
+    # The first layer's input needs no gradient, all others' does.
+    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["frames"]["ok"] == counters["frames"]["total"] == 2
+
+
 OTHERS = {
     "dropout": ({"lora_dropout": 0.1}, "dropout"),
     "dora": ({"use_dora": True}, "DoraLinearVariant"),

@@ -195,6 +195,11 @@ class SeatMixin:
         return reduce_as_plain(self, protocol)
 
 
+# A compiled layer must not depend on its name, or each decoder layer is a graph of its own and those
+# past `torch._dynamo.config.recompile_limit` are none.
+_UNHEARD = ("", "")
+
+
 class FusedMixin:
     """In front of PEFT's LoRA layer: in training its adapter goes into the call of the base.
 
@@ -214,14 +219,16 @@ class FusedMixin:
         if args or kwargs or not this.training or why_not_fused(this, active):
             return self.fp8_original.forward(this, x, *args, **kwargs)
         (name,) = active
-        a, b = f"{self.fp8_name}.lora_A.{name}", f"{self.fp8_name}.lora_B.{name}"
+        names = _UNHEARD
+        if self.fp8_listeners:
+            names = f"{self.fp8_name}.lora_A.{name}", f"{self.fp8_name}.lora_B.{name}"
         return self.base_layer(
             x,
             Adapter(
                 this.lora_A[name].weight,
                 this.lora_B[name].weight,
                 float(this.scaling[name]),
-                (a, b),
+                names,
                 self.fp8_listeners,
             ),
         )
