@@ -195,8 +195,8 @@ class SeatMixin:
         return reduce_as_plain(self, protocol)
 
 
-# A compiled layer must not depend on its name, or each decoder layer is a graph of its own and those
-# past `torch._dynamo.config.recompile_limit` are none.
+# A compiled layer must not depend on its name: each decoder layer would be a graph of its own, and
+# those past `torch._dynamo.config.recompile_limit` none.
 _UNHEARD = ("", "")
 
 

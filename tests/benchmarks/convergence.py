@@ -39,6 +39,7 @@ import math
 import os
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,13 @@ def finished(file: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
 def run(model: str, recipe: str, seed: int, steps: int, out: Path) -> dict[str, Any]:
     """The result of a run, from its file when it was finished before."""
     settings = settings_of(model, recipe, seed, steps)
-    file = out / f"{model}-{recipe}-seed{seed}.json"
+    return once(out / f"{model}-{recipe}-seed{seed}.json", settings, train)
+
+
+def once(
+    file: Path, settings: dict[str, Any], train: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `train(settings)` returns, from its file when that was done before."""
     if (result := finished(file, settings)) is not None:
         print(f"{file.stem}: finished before")
         return result

@@ -1,0 +1,74 @@
+"""How many bytes of tensors are alive, and how many were at most: counted, on any device.
+
+A dispatch mode sees every operator's results. Their storages are counted once each, however many
+tensors share one, and given back by a weak reference when the storage dies, which is when the
+allocator gets it back. So `with LiveTensors(parameters) as live:` around a training step knows the
+bytes that weights, saved activations, gradients, optimizer states and temporaries hold at any
+moment. Sorting them is a matter of asking at the right moment: before forward, at its end, at the
+peak.
+
+What it cannot see: buffers inside one kernel, what an allocator rounds up or keeps cached, and
+tensors made before that it was not told of. What an operator written in Python makes in passing
+counts as inside of it. Wrapper subclasses (torchao's) count as what they wrap.
+
+torch has `torch.distributed._tools.mem_tracker`, which sorts by hooks on modules and is private;
+`tests/test_live_tensors.py` holds the peak of a step to be the same in both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts storages while it is entered.
+
+    Attributes:
+        bytes: held now.
+        peak: the most that was held since the beginning or since `reset_peak`.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        """Counts `known` tensors, made before, from the beginning."""
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in known:
+            self.count(tensor)
+
+    def reset_peak(self) -> None:
+        """From now on."""
+        self.peak = self.bytes
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it is counted already."""
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                self.count(getattr(tensor, name))
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def died(_: Any) -> None:
+            del self._alive[key]
+            self.bytes -= size
+
+        self._alive[key] = weakref.ref(storage, died)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(leaf)
+        return result
