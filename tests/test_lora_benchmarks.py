@@ -52,7 +52,7 @@ def test_adapters_learn_over_both_bases(monkeypatch, tmp_path) -> None:
     for base in ("bf16", "fp8"):
         settings = lora_loss.settings_of(4, base, 0, 8)
         result = once(tmp_path / f"{base}.json", settings, lora_loss.train)
-        assert once(tmp_path / f"{base}.json", settings, pytest.fail) == result
+        assert once(tmp_path / f"{base}.json", settings, lambda _: {}) == result
         assert result["held_out"] < 0.95 * result["before"]
         results.append(result)
     lora_loss.tokens.cache_clear()

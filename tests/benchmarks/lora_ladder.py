@@ -272,9 +272,12 @@ def row_of(name: str, rank: int, results: Results, tokens: int) -> str:
     speed, memory = [], []
     for base in FIRST:
         other = results.get((base.name, rank))
-        found = other is not None and not other.why
-        speed.append(f"{statistics.median(other.seconds) / middle:.2f}x" if found else "")
-        memory.append(f"{result.peak / other.peak:.2f}x" if found else "")
+        if other is None or other.why:
+            speed.append("")
+            memory.append("")
+        else:
+            speed.append(f"{statistics.median(other.seconds) / middle:.2f}x")
+            memory.append(f"{result.peak / other.peak:.2f}x")
     cells = [
         name, str(rank), f"{middle * 1e3:.0f}", f"{low * 1e3:.0f} to {high * 1e3:.0f}",
         f"{tokens / middle:,.0f}", *speed, f"{result.peak / GIB:.2f}", *memory,

@@ -99,7 +99,8 @@ def make_model(shape: Shape) -> Any:
         max_position_embeddings=shape.tokens, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16)
     lora = LoraConfig(r=shape.rank, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
     return get_peft_model(model, lora).train()
 
