@@ -38,7 +38,7 @@ from finetune.precision.convert import apply, revert
 from finetune.precision.planner import plan
 from tests.benchmarks import convergence
 from tests.benchmarks.convergence import BETWEEN_FILES, once, read_text, rows_of, share
-from tests.benchmarks.convergence_report import band_of, plot, verdict
+from tests.benchmarks.convergence_report import band_of, smoothed, verdict
 
 FP8 = {"compute": "fp8", "backend": "emulated", "emulation": "allow", "frozen": "fp8"}
 BASES: dict[str, dict[str, Any]] = {
@@ -165,21 +165,45 @@ def is_bf16(result: dict[str, Any]) -> bool:
     return result["settings"]["recipe"] == "bf16"
 
 
+def plot(by_rank: list[list[dict[str, Any]]], file: Path) -> None:
+    """A column for each rank: training losses, and below them the gap to BF16 of the same seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6 * len(by_rank), 7), layout="constrained")
+    axes = figure.subplots(2, len(by_rank), sharex=True, sharey="row", squeeze=False)
+    for (losses, gaps), results in zip(axes.T, by_rank, strict=True):
+        bf16 = {r["settings"]["seed"]: smoothed(r["losses"]) for r in results if is_bf16(r)}
+        for r in results:
+            base, seed = r["settings"]["recipe"], r["settings"]["seed"]
+            line, name = smoothed(r["losses"]), f"{base}, seed {seed}"
+            look: dict[str, Any] = {"color": f"C{seed % 10}", "linewidth": 1.2}
+            losses.plot(line, label=name, linestyle="--" if is_bf16(r) else "-", **look)
+            if not is_bf16(r):
+                gap = [100 * (a / b - 1) for a, b in zip(line, bf16[seed], strict=True)]
+                gaps.plot(gap, label=name, **look)
+        losses.set_title(results[0]["settings"]["model"])
+        losses.legend()
+        gaps.axhline(0, color="#000000", linewidth=0.8)
+        gaps.set_xlabel("step")
+    axes[0, 0].set(ylabel="training loss, mean of 25 steps", yscale="log")
+    axes[1, 0].set_ylabel("FP8 base: gap to BF16 of the same seed, %")
+    figure.savefig(file, dpi=100)
+
+
 def run_text(ranks: list[int], bases: list[str], seeds: list[int], steps: int, out: Path) -> None:
-    """Every base and seed at every rank; tables and plots into `out`."""
-    tables = []
+    """Every base and seed at every rank; tables and a plot into `out`."""
+    by_rank, tables = [], []
     for rank in ranks:
         results = []
         for base in bases:
             for seed in seeds:
                 settings = settings_of(rank, base, seed, steps)
                 results.append(once(out / f"rank{rank}-{base}-seed{seed}.json", settings, train))
+        by_rank.append(results)
         tables.append(table_of(results))
         (out / "lora_loss.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-        # The plot names a run by recipe alone, and by seed too where the recipe is BF16.
-        first = [r for r in results if is_bf16(r) or r["settings"]["seed"] == seeds[0]]
-        plot(first, out / f"lora_loss_rank{rank}.png")
-    print("\n" + "\n\n".join(tables))
+        plot(by_rank, out / "lora_loss.png")
+    print("\n" + "\n\n".join(tables) + f"\n\n{out / 'lora_loss.png'}")
 
 
 def run_recipes(ranks: list[int], seeds: list[int]) -> None:
