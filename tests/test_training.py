@@ -84,6 +84,20 @@ def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
         assert all(s.answer.endswith("Fair winds.") for s in report.samples)
 
 
+def test_an_fp8_base_at_rank_32_learns_what_a_bf16_base_does(tmp_path) -> None:
+    """A quarter of the shipped pair at another rank: what it ends at is in FP8_FINDINGS.md."""
+    asked = ["lora.r=32", "lora.alpha=64", "train.max_steps=40", "train.eval_steps=40"]
+    reports = [
+        train(load_recipe(f"tiny_lora_{base}", asked), out=tmp_path, console=QUIET)
+        for base in ("fp8", "bf16")
+    ]
+    fp8, bf16 = reports
+    assert fp8.receipt.precision["effective"]["frozen"]["w"] == "e4m3, held"
+    assert fp8.eval_loss == pytest.approx(bf16.eval_loss, rel=0.02)
+    assert fp8.eval_loss != bf16.eval_loss
+    assert all(report.final_loss < 0.8 * report.first_loss for report in reports)
+
+
 def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     """Delayed scaling state is stored beside the checkpoint: resuming changes no bit."""
     overrides = [
