@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from finetune.precision.backend import in_backward
+
 
 class Listener(Protocol):
     """Who looks on."""
@@ -51,7 +53,9 @@ def stop(listener: Listener) -> None:
 def _watched(plain: Any) -> Any:
     @functools.wraps(plain)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        listening = list(_listeners)
+        # A backward inside one (reentrant checkpointing) is a part of it: modes are entered
+        # already, and what has run so far is not all of it.
+        listening = [] if in_backward() else list(_listeners)
         with contextlib.ExitStack() as stack:
             for listener in listening:
                 stack.enter_context(listener.watch_backward())

@@ -91,6 +91,19 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
         raise _not_loaded(source, error) from error
 
 
+def is_published_fp8(shape: PretrainedConfig) -> bool:
+    """Whether a checkpoint holds FP8 weights, ours or published ones, by its configuration.
+
+    Raises:
+        StorageNotComputeError: FP8 in a layout that is not known here.
+    """
+    if getattr(shape.get_text_config(decoder=True), "quantization_config", None) is None:
+        return False
+    from finetune.precision.loading import holds_fp8
+
+    return holds_fp8(shape)
+
+
 def _is_cached(source: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
@@ -207,16 +220,23 @@ def _load_pretrained(
 
     from finetune.precision.holdings import held_weights
 
-    source = locate(model)
+    source, published = locate(model), is_published_fp8(load_shape(model))
     kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    if published and model.storage == "nf4":
+        raise ConfigError(
+            "this checkpoint is published in FP8, and was to be held in four bits",
+            where=f"model.storage: {model.storage}",
+            why="its codes would be rounded a second time, to fewer levels",
+            fix="~model.storage holds the published codes, or take the checkpoint in 16 bits",
+        )
     try:
-        if held or model.storage == "fp8":
+        if held or published or model.storage == "fp8":
             from finetune.precision.loading import load_in_fp8, load_stored
 
-            if not held:
-                return load_in_fp8(source, "row", **kwargs)
-            names = [row.plain_name for row in held]
-            return load_stored(source, names, _granularity(held), **kwargs)
+            if held:
+                names = [row.plain_name for row in held]
+                return load_stored(source, names, _granularity(held), **kwargs)
+            return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
         loaded = AutoModelForCausalLM.from_pretrained(source, **kwargs)

@@ -12,7 +12,7 @@ from finetune.errors import ConfigError, PlanError, PrecisionError
 from finetune.extras import check_extras
 from finetune.loss_scaling import refuse_half_weights
 from finetune.memory import MemoryBound, advice, bound, check_fits, shards_of, why_too_small
-from finetune.model import sketch
+from finetune.model import is_published_fp8, sketch
 from finetune.optimizer_checks import check_here, check_optimizer
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.storage_checks import check_held_layers, check_storage
@@ -55,7 +55,10 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahea
     model = sketch(config)
     the_plan = check_settings(config, model)
     shards = shards_of(config, processes())
-    need = bound(model, the_plan, config.train, shards=shards, storage=config.model.storage)
+    storage = config.model.storage
+    if storage is None and is_published_fp8(model.config):
+        storage = "fp8"
+    need = bound(model, the_plan, config.train, shards=shards, storage=storage)
     try:
         resolution = resolve(config.precision, device)
     except PrecisionError as error:
@@ -127,6 +130,15 @@ def check_settings(config: RunConfig, model: nn.Module) -> PrecisionPlan:
 def _check_head(the_plan: PrecisionPlan) -> None:
     """`SFTTrainer` multiplies by the head's weight inside its loss, past the layer."""
     for layer in the_plan.layers:
+        if layer.role == "head" and layer.name.endswith(".base_layer"):
+            raise PlanError(
+                "adapters were asked on the output head, which SFTTrainer multiplies outside of "
+                "its layer",
+                where=f"lora.target_modules: {layer.plain_name}",
+                why="TRL fuses the head with the loss, past any adapter; it refuses this too",
+                fix=f"leave it out of lora.target_modules, or train it in full: "
+                f"lora.modules_to_save=[{layer.plain_name}]",
+            )
         if layer.role == "head" and (layer.forced or layer.compute == "fp8"):
             raise PlanError(
                 f"{layer.compute.upper()} was chosen for the output head, which SFTTrainer "

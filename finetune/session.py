@@ -169,6 +169,10 @@ class Session:
         return prepare
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        if isinstance(optimizer, AcceleratedOptimizer):  # prepared before: a second train()
+            optimizer = optimizer.optimizer
         self._undo.append(guards.watch_owner(optimizer, self.conversions))
         if self.precision.compute == "fp16":
             loss_scaling.skip_like_any_other(optimizer)
@@ -240,6 +244,8 @@ class Session:
         the_plan = plan(model, self.precision)
         conversion = convert.apply(model, the_plan, hardware=bool(self.device.has_fp8))
         self.conversions.add(conversion)
+        if the_plan.held:
+            _tell_configuration(model)
         if before:
             # A finished proof keeps its model alive: only the last is needed, for the receipt.
             for proof in self.proofs:
@@ -373,6 +379,18 @@ def _format(precision: PrecisionConfig, engines: list[Backend]) -> str:
 
 
 _session: Session | None = None
+
+
+def _tell_configuration(model: nn.Module) -> None:
+    """Say in a model's configuration what is held in FP8, should it be saved."""
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from finetune.precision.quantiser import describe
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(base, PreTrainedModel):
+        describe(base)
 
 
 def _multiplies(module: nn.Module) -> bool:

@@ -292,3 +292,15 @@ def test_fusing_can_be_switched_off(make_llama):
     setup_fp8_mixed_precision_training(
         "emulated", emulation="allow", cpu=True, fused_adapters=False
     )
+
+
+def test_a_base_weight_that_is_thawed_gets_its_gradient(make_llama):
+    model = adapted(make_llama)
+    convert(model, compute="bf16")
+    layer = model.base_model.model.model.layers[0].self_attn.o_proj
+    layer.base_layer.weight.requires_grad_(True)
+    _, found = gradients(model)
+    assert any("o_proj.base_layer.weight" in name for name in found)
+    model.base_model.model.model.layers[0].self_attn.o_proj.base_layer.weight.requires_grad_(False)
+    _, found = gradients(model)
+    assert not any("base_layer" in name for name in found)

@@ -349,6 +349,16 @@ def test_figures_of_models_that_agree_and_that_do_not():
     assert len(nan.failures(parity.BOUNDS["nvfp4"])) == 4
 
 
+@pytest.mark.parametrize(("loss", "held"), [(0.80, True), (1.9, False), (float("nan"), False)])
+def test_a_reference_that_is_not_the_run_is_found(loss, held):
+    parity.check_reference(loss, None)
+    if held:
+        parity.check_reference(loss, 0.77)
+        return
+    with pytest.raises(ParityError, match="cannot be put together again"):
+        parity.check_reference(loss, 0.77)
+
+
 def test_rows_without_a_position_that_counts():
     batch = {"input_ids": ids(), "labels": torch.full_like(ids(), -100)}
     model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import weakref
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from finetune.errors import ConfigError
 from finetune.export.checkpoint import open_checkpoint
 from finetune.export.merging import Merger
 from finetune.export.writing import write_config, write_weights
+from tests.benchmarks.live_tensors import LiveTensors
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -332,34 +332,6 @@ def test_nothing_is_merged_into_fp8(make_llama, tmp_path):
 # ------------------------------------------------------------------------------------------ memory
 
 
-class LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Bytes of the storages that torch made and that still live, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak, self.seen = 0, 0, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                self.note(tensor.untyped_storage())
-        return made
-
-    def note(self, storage):
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.seen or size == 0:
-            return
-        self.seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self.forget, key, size)
-
-    def forget(self, key, size):
-        self.seen.discard(key)
-        self.live -= size
-
-
 def test_never_more_than_a_shard_in_memory(make_llama, tmp_path):
     """Peak while merging: one shard as it is written, and the temporaries of its largest weight."""
     sizes = {
@@ -376,10 +348,10 @@ def test_never_more_than_a_shard_in_memory(make_llama, tmp_path):
     largest = max(p.numel() for p in model.parameters()) * 4
     del model
     (tmp_path / "out").mkdir()
-    with LiveBytes() as memory:
+    with LiveTensors() as memory:
         checkpoint = open_checkpoint(base)
         merger = Merger(checkpoint, tmp_path / "adapter")
-        before = memory.live
+        before = memory.bytes
         write_weights(checkpoint, tmp_path / "out", merger)
     assert before <= 1.3 * adapter
     assert memory.peak - before <= 1.05 * max(shards) + 4 * largest

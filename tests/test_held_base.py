@@ -9,12 +9,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from finetune import load_in_fp8, load_recipe, train
+from finetune import (
+    load_in_fp8,
+    load_recipe,
+    teardown_fp8_mixed_precision_training,
+    train,
+)
 from finetune.errors import FinetuneError, PlanError
 from finetune.memory import bound
 from finetune.model import TINY_LLAMA, load_model, sketch
 from finetune.precision.planner import plan
 from finetune.precision.storage import StoredMixin, iter_stored
+from finetune.preflight import check_settings
 from finetune.recipe import Recipe
 from tests.published import FINE_GRAINED, compressed, publish
 
@@ -118,6 +124,41 @@ def test_a_checkpoint_published_in_fp8_is_trained_over(published, tmp_path, layo
     assert receipt.trainable["before"] == receipt.trainable["moved"] == 90112
 
 
+@pytest.mark.parametrize("layout", ["blocks", "channels", "own"])
+@pytest.mark.parametrize("name", ["tiny_lora_bf16", "fallback"])
+def test_bf16_compute_over_published_codes(published, tmp_path, layout, name) -> None:
+    """Its loss is that of the plain model: codes are read with their scales."""
+    overrides = [f"model.name={published / layout}", "model.dtype=bfloat16"]
+    if name == "fallback":
+        name = "tiny_lora_fp8"
+        overrides += ["precision.emulation=forbid", "precision.on_unsupported=bf16"]
+    report = train(recipe(name, *overrides), out=tmp_path)
+    assert report.receipt.status == "proven"
+    assert report.receipt.fp8_flop_share == 0
+    assert report.receipt.precision["storage"] == {"fp8": 28}
+    plain = train(recipe("tiny_lora_bf16", "model.dtype=bfloat16"), out=tmp_path)
+    assert report.eval_loss == pytest.approx(plain.eval_loss, rel=0.02)
+
+
+def test_published_codes_are_not_rounded_to_four_bits(published, tmp_path) -> None:
+    chosen = recipe("tiny_lora_bf16", f"model.name={published / 'own'}", "model.storage=nf4")
+    with pytest.raises(FinetuneError, match="published in FP8"):
+        train(chosen, out=tmp_path)
+
+
+def test_a_model_stored_by_the_helper_is_saved_as_what_it_is(setup_backend, tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    wrapped = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"])).train()
+    setup_backend("emulated", scaling="rowwise", frozen="fp8").prepare(wrapped)
+    wrapped.unload().save_pretrained(tmp_path)
+    teardown_fp8_mixed_precision_training()
+    again = load_in_fp8(tmp_path, dtype=torch.float32)
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(again(ids).logits, wrapped.base_model.model.eval()(ids).logits)
+
+
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 def test_storage_in_fp8_with_bf16_compute(tmp_path, weights) -> None:
     chosen = recipe("tiny_lora_bf16", "model.storage=fp8", f"model.weights={weights}")
@@ -146,6 +187,12 @@ def test_a_module_that_peft_trains_in_full_is_not_held(tmp_path) -> None:
     rows = [row for row in receipt.layers if "up_proj.modules_to_save" in row.name]
     assert rows
     assert {row.wgrad for row in rows} == {"bf16"}
+
+
+def test_adapters_on_the_head_are_refused() -> None:
+    chosen = recipe("tiny_lora_fp8", "lora.target_modules=[lm_head]")
+    with pytest.raises(PlanError, match="adapters were asked on the output head"):
+        check_settings(chosen.config, sketch(chosen.config))
 
 
 def test_frozen_weights_are_asked_of_a_full_fine_tune() -> None:

@@ -328,3 +328,43 @@ def test_whole_model_compile_is_refused(make_llama, setup_backend) -> None:
     accelerator = Accelerator(cpu=True, dynamo_backend="inductor")
     with pytest.raises(PrecisionError, match=r"precision.compile=on"):
         accelerator.prepare(make_llama())
+
+
+@pytest.mark.parametrize("frozen", ["fp8", "bf16"])
+def test_reentrant_checkpointing_is_witnessed_whole(make_llama, setup_backend, frozen) -> None:
+    """Its backwards run inside another: the receipt is that of the other kind of checkpointing."""
+    from peft import LoraConfig, get_peft_model
+
+    rows = []
+    for reentrant in (False, True):
+        torch.manual_seed(3)
+        model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+        model.enable_input_require_grads()
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        trained = [p for p in model.parameters() if p.requires_grad]
+        accelerator, model, optimizer = prepared(
+            model, setup_backend, trained, scaling="rowwise", frozen=frozen
+        )
+        for seed in range(2):
+            step(accelerator, model, optimizer, seed)
+        receipt = get_receipt()
+        assert receipt.status == "proven"
+        rows.append([(r.name, r.fprop, r.dgrad, r.wgrad) for r in receipt.layers])
+    assert rows[0] == rows[1]
+    assert all(wgrad == "bf16" for name, _, _, wgrad in rows[1] if "lora_" in name)
+
+
+def test_a_trainer_may_train_twice(make_llama, setup_backend, tmp_path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    setup_backend("emulated")
+    ids = batch()["input_ids"].tolist()
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", learning_rate=1e-2, bf16=True,
+    )  # fmt: skip
+    rows = [{"input_ids": x, "labels": x} for x in ids * 4]
+    trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)
+    trainer.train()
+    trainer.train()
+    assert get_receipt().status == "proven"

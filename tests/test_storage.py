@@ -216,15 +216,16 @@ def stored() -> LlamaForCausalLM:
     return model
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.02])  # below one it is nothing in the type of the codes
 @pytest.mark.parametrize("safe", [False, True])
-def test_peft_attaches_and_its_merge_corrupts_nothing(safe):
+def test_peft_attaches_and_its_merge_corrupts_nothing(safe, scale):
     model = get_peft_model(stored(), LoraConfig(r=4, target_modules="all-linear"))
     adapters = {p.dtype for n, p in model.named_parameters() if "lora_" in n}
     assert adapters == {torch.float32}
     assert len(list(iter_stored(model))) == 14
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            nn.init.normal_(parameter)
+            nn.init.normal_(parameter, std=scale)
     before = {n: m.weight.clone() for n, m in iter_stored(model)}
     # In place torch refuses by itself; the safe merge casts the adapter to the type of the codes.
     refused = (StorageNotComputeError, "merged") if safe else (RuntimeError, "can't be cast")

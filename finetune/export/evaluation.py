@@ -17,7 +17,8 @@ import torch
 from finetune.config import RunConfig
 from finetune.data import load_data
 from finetune.device import this_device
-from finetune.model import load_tokenizer
+from finetune.model import is_published_fp8, load_tokenizer
+from finetune.precision.loading import load_in_fp8
 from finetune.trainer import sft_config
 
 if TYPE_CHECKING:
@@ -80,18 +81,24 @@ def load_stock(
         adapter: folder of a PEFT adapter.
     """
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     import finetune.models  # noqa: F401  makes our own model types known
 
     kwargs: dict[str, Any] = {}
     if config.model.attention is not None:
         kwargs["attn_implementation"] = config.model.attention
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    load: Any = AutoModelForCausalLM.from_pretrained
+    trust = config.model.trust_remote_code
+    if adapter is not None and is_published_fp8(
+        AutoConfig.from_pretrained(weights, trust_remote_code=trust)
+    ):
+        load = load_in_fp8  # what others make of such a base depends on their device
+    model: Any = load(
         weights,
         dtype=compute_dtype(config),
         device_map=this_device().kind,
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=trust,
         **kwargs,
     )
     if adapter is not None:

@@ -205,6 +205,7 @@ def _observe_reference(run: FinishedRun, source: Path, calibrate: list[str]) -> 
     batches = batches_of(run.config, model)
     said = parity.observe(model.eval(), batches.evaluation)
     largest = input_amax(model, calibrate, batches.calibration) if calibrate else {}
+    parity.check_reference(said.loss, run.eval_loss)
     del model
     gc.collect()  # the trainer that made the batches refers to the model in circles
     return _Reference(batches.evaluation, batches.rows, said, largest)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from finetune.errors import DataError, ParityError
 
 KEPT_POSITIONS = 2048
+REFERENCE_GAP = 0.25
 IGNORED = -100
 
 
@@ -157,6 +158,26 @@ def compare(reference: Observation, export: Observation) -> Parity:
         positions=reference.positions,
         compared=kept,
     )
+
+
+def check_reference(loss: float, reported: float | None) -> None:
+    """Raise where the reference is not the model that the run evaluated.
+
+    Args:
+        loss: of the original weights under the run's adapter, over all positions.
+        reported: held-out loss of the run, None where it had none. It averages batches and not
+            positions, and its base may have been held in FP8 or NF4: a few percent apart.
+
+    Raises:
+        ParityError: they are further apart than that can explain.
+    """
+    if reported is not None and not abs(loss - reported) <= REFERENCE_GAP * max(reported, 1.0):
+        raise ParityError(
+            "the run's model cannot be put together again",
+            where=f"held-out loss {reported:.4f} in the run's report.json, {loss:.4f} now",
+            why="the weights behind model.name, or the rows, are not those of the run any more",
+            fix="give the run its weights and rows back (model.revision, the folder it used)",
+        )
 
 
 def check(parity: Parity, target: str, where: str) -> None:

@@ -251,6 +251,8 @@ def why_not_fused(layer: Any, active: list[str]) -> str:
     """
     if not isinstance(layer.base_layer, SeatMixin):  # switched off for a while
         return "the base layer is not its own"
+    if layer.base_layer.weight.requires_grad:
+        return "the base trains"
     if layer.disable_adapters or layer.merged:
         return "adapters are disabled or merged"
     if len(active) != 1:

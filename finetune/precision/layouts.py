@@ -28,6 +28,7 @@ from finetune.errors import StorageNotComputeError, nearest
 from finetune.precision.tiles import BLOCK, Granularity, Tile
 
 OWN = "fp8_storage"
+METHODS = (OWN, "fp8", "compressed-tensors")
 SCALE = ".weight_scale"
 KINDS: tuple[Granularity, ...] = ("row", "tensor", "block")
 

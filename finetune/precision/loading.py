@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import finetune.models  # noqa: F401  makes our own model types known
 from finetune.errors import ConfigError, ModelNotFoundError
-from finetune.precision.layouts import OWN, layout_of
+from finetune.precision.layouts import METHODS, OWN, layout_of
 from finetune.precision.quantiser import (
     Fp8StorageConfig,
     Fp8StorageQuantizer,
@@ -137,6 +137,16 @@ def load_stored(
         return _load(source, config, dtype, auto_class, kwargs, storage)
     model = _load(source, config, dtype, auto_class, kwargs)
     return _conform(model, dict.fromkeys(resolve(model, names), granularity))
+
+
+def holds_fp8(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint's weights are FP8 in a layout that is known here, by its `config.json`.
+
+    Raises:
+        StorageNotComputeError: it says FP8, in a variant that is not.
+    """
+    given = _quantised(config)
+    return given is not None and given.get("quant_method") in METHODS and bool(layout_of(given))
 
 
 def mark_stored(model: PreTrainedModel) -> PreTrainedModel:

@@ -202,12 +202,15 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     parts = {name: part for name, part in parts.items() if not is_low_rank(name)}
     choices = Choices(model, precision, parts | _elementwise(model))
     shared = _shared_parameters(model)
+    # PEFT's adapters of a parameter add to it in its own type.
+    parametrised = {id(m.base_layer) for m in model.modules() if type(m).__name__ == "ParamWrapper"}
     layers = []
     for name, module, shape in linears:
         cannot = _why_not_fp8(module, shape, precision)
         frozen = not module.weight.requires_grad
         row = _plan_layer(name, shape, frozen, roles[name], cannot, choices)
-        layers.append(_held(row, module, precision) if id(module.weight) not in shared else row)
+        plain = id(module.weight) in shared or id(module) in parametrised
+        layers.append(row if plain else _held(row, module, precision))
     for name, owner, parameter in parameters:
         n, k = parameter.shape[-2:]
         cannot = why_made_anew(model, name, owner) or _why_not_parameter((n, k), precision)

@@ -323,18 +323,30 @@ class Fp8StorageQuantizer(HfQuantizer):
 def adopt(model: Any, quantiser: Fp8StorageQuantizer) -> None:
     """Freeze a model with stored layers, and write into its configuration which those are."""
     model.requires_grad_(False)
-    config = quantiser.quantization_config
+    describe(model, quantiser.quantization_config)
+    model.hf_quantizer = quantiser
+    model.is_quantized = True
+    model.quantization_method = quantiser.quantization_config.quant_method
+
+
+def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
+    """Write into a model's configuration which of its layers are stored: files must say so.
+
+    Without it, codes that were saved would be read back by others as the weights themselves.
+
+    Args:
+        model: a `PreTrainedModel`, also with PEFT's layers in it.
+        config: to be filled in; left out: a new one.
+    """
+    config = config or Fp8StorageConfig()
     config.published = None
     config.modules = {}
     for name, module in iter_stored(model):
         kind = granularity_name(module.stored_tile, tuple(module.bits.shape))
-        config.modules.setdefault(kind, []).append(name)
+        config.modules.setdefault(kind, []).append(name.removesuffix(".base_layer"))
     for kind in KINDS:
         if config.modules.keys() == {kind}:
             config.granularity = check_granularity(kind)
-    model.hf_quantizer = quantiser
-    model.is_quantized = True
-    model.quantization_method = config.quant_method
     model.config.quantization_config = config
 
 

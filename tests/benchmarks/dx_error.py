@@ -43,7 +43,7 @@ from finetune.model import ASSETS, TINY_LLAMA
 from finetune.precision.convert import apply, revert
 from finetune.precision.frozen import Arithmetic, cast, dgrad, multiply
 from finetune.precision.planner import plan
-from finetune.precision.storage import quantise_weight, tile_of
+from finetune.precision.tiles import quantise_weight, tile_of
 
 M, N, K = 512, 1024, 768
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

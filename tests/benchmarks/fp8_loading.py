@@ -112,7 +112,7 @@ class Resident(threading.Thread):
 
 def measure(folder: Path, tiny: Path, source: str, granularity: Any) -> dict[str, int]:
     """Bytes at the peak and of the final model, in this process."""
-    from tests.live_tensors import LiveTensors
+    from tests.benchmarks.live_tensors import LiveTensors
 
     for way in (source, "plain"):
         load(tiny, way, granularity or "row")  # imports, thread pools, kernels

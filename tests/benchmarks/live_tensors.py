@@ -48,10 +48,12 @@ class LiveTensors(TorchDispatchMode):
         self.peak = self.bytes
 
     def count(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, unless it is counted already."""
+        """Count a tensor's storage, unless it is counted already or has no memory (meta)."""
         if is_traceable_wrapper_subclass(tensor):
             for name in tensor.__tensor_flatten__()[0]:
                 self.count(getattr(tensor, name))
+            return
+        if tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
