@@ -94,7 +94,7 @@ def _of(
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """A frozen base and its adapter: five GEMMs, or six where x needs a gradient."""
+    """A frozen base and its adapter: six GEMMs, or eight where x needs a gradient."""
 
     @staticmethod
     def forward(
