@@ -137,7 +137,7 @@ def test_a_run_that_no_scale_can_save_is_stopped(tmp_path, monkeypatch) -> None:
 
     load = trainer.load_model
 
-    def broken(config):
+    def broken(config, *_):
         model = load(config)
         model.model.layers[2].mlp.up_proj.weight.data[0, 0] = float("inf")
         return model

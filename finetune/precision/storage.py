@@ -64,16 +64,19 @@ class Fp8Bits(nn.Parameter):
             raise refuse_training()
         return self
 
+    moving = False
+    """Its module is being moved, by which the bits stay what they are."""
+
     @property
     def data(self) -> Tensor:
         return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        same_type = new.dtype is self.dtype
-        moved = new.device != self.device
         # Not by value: an adapter smaller than one is nothing at all in the type of the codes.
-        if not (same_type and (moved or new.data_ptr() == self.data_ptr())):
+        elsewhere = self.moving or new.device != self.device
+        same = elsewhere or new.data_ptr() == self.data_ptr()
+        if new.dtype is not self.dtype or not same:
             raise refuse_merge()
         Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -154,8 +157,12 @@ class StoredMixin:
         return y.reshape(*input.shape[:-1], y.shape[-1])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = self.weight_scale
-        result = super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
+        before, bits = self.weight_scale, self.weight
+        bits.__dict__["moving"] = True  # where FSDP2 has put its own parameter, it says nothing
+        try:
+            result = super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            bits.__dict__.pop("moving", None)
         if self.weight_scale.dtype is not torch.float32:  # model.to(dtype) is not about scales
             self.weight_scale = before.to(self.weight_scale.device)
         return result
