@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ class StoredMixin:
         return y.reshape(*input.shape[:-1], y.shape[-1])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before, bits = self.weight_scale, self.weight
+        before, bits = self.weight_scale, cast("Any", self.weight)
         bits.__dict__["moving"] = True  # where FSDP2 has put its own parameter, it says nothing
         try:
             result = super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
