@@ -32,6 +32,7 @@ from finetune.precision.declared import iter_parameters
 from finetune.precision.holdings import held_weights
 from finetune.precision.numerics import E4M3
 from finetune.precision.planner import iter_weights, plan, refuse_quantised
+from finetune.precision.storage import before_sharding, share_scales
 from finetune.proof import Proof, named_trainable
 from finetune.receipt import Receipt
 
@@ -164,7 +165,14 @@ class Session:
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
                     session._prepare_optimizer(optimizer)
-            return original(accelerator, *args, **kwargs)
+            if "FSDP" not in str(accelerator.distributed_type):
+                return original(accelerator, *args, **kwargs)
+            for model in models:
+                before_sharding(model)
+            prepared = original(accelerator, *args, **kwargs)
+            for model in models if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading else ():
+                share_scales(model)
+            return prepared
 
         return prepare
 

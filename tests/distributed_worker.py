@@ -4,7 +4,8 @@
 
 MODE is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain
 parameters), `local` (DDP with reduce_amax off), or `frozen` and `frozen_fsdp` (adapters over a base
-held in FP8, under DDP and FSDP2). Each process writes OUT/RANK.json.
+held in FP8, under DDP and FSDP2), or `frozen_ram` (FSDP2 whose weights come from the first process:
+the other one's are made wrong before). Each process writes OUT/RANK.json.
 """
 
 from __future__ import annotations
@@ -53,11 +54,21 @@ def main(out: Path, mode: str) -> None:
         model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4))
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape, pad_token_id=0))
-    frozen, fsdp = mode.startswith("frozen"), mode in ("fsdp", "experts", "frozen_fsdp")
+    frozen, fsdp = (
+        mode.startswith("frozen"),
+        mode in ("fsdp", "experts", "frozen_fsdp", "frozen_ram"),
+    )
     if frozen:
         lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
-    sharded = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+    fsdp_config = {"version": 2, "reshard_after_forward": True}
+    if mode == "frozen_ram":
+        fsdp_config["cpu_ram_efficient_loading"] = True
+        if rank:  # nothing of it may be used
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(3.0)
+    sharded = {"fsdp": True, "fsdp_config": fsdp_config}
     args = TrainingArguments(
         output_dir=str(out / "run"), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
         bf16=True, learning_rate=1e-2, logging_steps=1, report_to="none", disable_tqdm=True,

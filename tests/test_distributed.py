@@ -46,15 +46,18 @@ def test_two_processes_train_in_fp8(tmp_path, mode) -> None:
 
 def test_a_base_held_in_fp8_is_sharded_as_codes(tmp_path) -> None:
     """FSDP2 gathers bytes, whatever its mixed precision is, and trains as DDP does."""
-    one, sharded = launch(tmp_path / "ddp", "frozen"), launch(tmp_path / "fsdp", "frozen_fsdp")
-    for facts in (*one, *sharded):
+    one, sharded, first = (
+        launch(tmp_path / mode, mode) for mode in ("frozen", "frozen_fsdp", "frozen_ram")
+    )
+    for facts in (*one, *sharded, *first):
         assert facts["status"] == "proven"
         assert set(facts["base"]) <= {"fp8fp8", "fp8none"}
         assert facts["codes"] == ["torch.uint8"] * 14
-    for facts in sharded:
+    for facts in (*sharded, *first):
         assert facts["local"] == [0.5] * 14
-    for a, b in zip(one[0]["loss"], sharded[0]["loss"], strict=True):
+    for a, b, c in zip(one[0]["loss"], sharded[0]["loss"], first[0]["loss"], strict=True):
         assert abs(a - b) < 2e-3 * a
+        assert b == c, "with the weights of the first process alone"
 
 
 def test_without_reduce_amax_scales_differ(tmp_path) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -116,6 +117,7 @@ class StoredMixin:
         weight_scale: float32 buffer, one for each tile of the weight taken as [N, K].
         stored_tile: what shares a scale.
         compute_dtype: type of the model; PEFT gives it to new adapters.
+        stored_raw: state dicts hold bytes and no scales (see `before_sharding`).
     """
 
     weight: nn.Parameter
@@ -125,6 +127,7 @@ class StoredMixin:
     compute_dtype: torch.dtype
     stored_original: ClassVar[type[nn.Module]]
     stored_transposed: ClassVar[bool] = False
+    stored_raw: bool = False
 
     @property
     def bits(self) -> Tensor:
@@ -170,7 +173,7 @@ class StoredMixin:
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # pyright: ignore
         bits = destination[prefix + "weight"]
-        if type(bits) in (Tensor, Fp8Bits):  # a shard of FSDP2 stays what it is
+        if not self.stored_raw:
             destination[prefix + "weight"] = bits.detach().view(E4M3.dtype)
 
     def _load_from_state_dict(
@@ -249,6 +252,25 @@ def hold(module: nn.Module, granularity: Granularity = "row") -> None:
     tile = tile_of(granularity, tuple(w.shape))
     bits, inverse = quantise_weight(w, tile)
     put(module, bits, inverse, tile, weight.dtype)
+
+
+def before_sharding(model: nn.Module) -> None:
+    """Make stored layers what FSDP2 and accelerate can shard: bytes, with scales left to us.
+
+    Accelerate moves weights by way of a state dict in which everything is sharded. Scales are not:
+    they are small, and as parameters FSDP2's mixed precision would round them to BF16.
+    """
+    for _, module in iter_stored(model):
+        module.__dict__["stored_raw"] = True
+        module._non_persistent_buffers_set.add("weight_scale")
+        if module.weight_scale.is_meta:  # another process has the weights
+            module.weight_scale = torch.empty_like(module.weight_scale, device="cpu")
+
+
+def share_scales(model: nn.Module) -> None:
+    """Take the scales of the first process, where the codes were taken from it as well."""
+    for _, module in iter_stored(model):
+        dist.broadcast(module.weight_scale, src=0)
 
 
 def iter_stored(model: nn.Module) -> Iterator[tuple[str, Any]]:
