@@ -368,3 +368,23 @@ def test_a_trainer_may_train_twice(make_llama, setup_backend, tmp_path) -> None:
     trainer.train()
     trainer.train()
     assert get_receipt().status == "proven"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_recomputes_is_not_the_gradient_of_a_layer(
+    make_llama, setup_backend, reentrant
+) -> None:
+    """LoHa multiplies outside of any linear layer, and again while `down_proj` runs backward."""
+    from peft import LoHaConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = get_peft_model(make_llama(), LoHaConfig(r=4, alpha=4, target_modules=["q_proj"]))
+    model.train().enable_input_require_grads()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    accelerator, model, optimizer = prepared(model, setup_backend, trained)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert {row.wgrad for row in receipt.layers if row.role == "base"} == {"none"}

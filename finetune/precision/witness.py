@@ -150,6 +150,10 @@ class Witness:
             if isinstance(module, FusedMixin):
                 module.fp8_listeners.append(self)
                 self._told.append(module)
+        planned = {layer.name for layer in plan.layers}
+        for name, module in modules.items():
+            if name not in planned:
+                self._watch_container(module)
         for layer in plan.layers:
             module = modules[layer.owner]
             if layer.kind == "parameter":
@@ -235,6 +239,18 @@ class Witness:
             self._handles.append(node.register_prehook(self._enter_node(name, shape)))
             self._handles.append(node.register_hook(self._leave_node))
             pending.extend(n for n, _ in node.next_functions if n is not None)
+
+    def _watch_container(self, module: nn.Module) -> None:
+        """What a module multiplies besides its layers is nobody's.
+
+        Also in a checkpoint's recomputation, which begins inside an autograd node of some layer.
+        """
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.enter(OTHER, (0, 0))
+
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
 
     def _enter_layer(self, layer: LayerPlan) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
