@@ -29,9 +29,9 @@ from finetune.precision import convert
 from finetune.precision.adapters import fused_adapters
 from finetune.precision.backend import Backend
 from finetune.precision.declared import iter_parameters
-from finetune.precision.holdings import held_weights
+from finetune.precision.holdings import held_weights, iter_weights, refuse_quantised
 from finetune.precision.numerics import E4M3
-from finetune.precision.planner import iter_weights, plan, refuse_quantised
+from finetune.precision.planner import plan
 from finetune.precision.storage import before_sharding, share_scales
 from finetune.proof import Proof, named_trainable
 from finetune.receipt import Receipt

@@ -348,13 +348,25 @@ def test_prompt_tuning_is_not_refused(folder, tmp_path):
     from peft import PromptTuningConfig
 
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    trainer(get_peft_model(load_in_fp8(folder), prompts), tmp_path).train()
+    all_that_trains_moves(get_peft_model(load_in_fp8(folder), prompts), tmp_path)
+
+
+def all_that_trains_moves(model, tmp_path):
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    codes = {name: module.weight.clone() for name, module in iter_stored(model)}
+    assert before
+    assert codes
+    trainer(model, tmp_path).train()
+    after = dict(model.named_parameters())
+    assert not any(torch.equal(after[name], old) for name, old in before.items())
+    stored = dict(iter_stored(model))
+    assert all(torch.equal(stored[name].weight, old) for name, old in codes.items())
 
 
 def test_transformers_own_adapters_train(folder, tmp_path):
     model = load_in_fp8(folder)
     model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
-    trainer(model, tmp_path).train()
+    all_that_trains_moves(model, tmp_path)
 
 
 def test_sft_trainer_takes_it_with_adapters(folder, tmp_path):

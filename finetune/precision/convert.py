@@ -22,8 +22,9 @@ from finetune.precision.adapters import fused_class, iter_fusable, seat_class
 from finetune.precision.backend import Backend, Fp8Mixin, in_backward, reduce_as_plain
 from finetune.precision.forced import ForcedMixin, forced_class
 from finetune.precision.frozen import FrozenBackend
+from finetune.precision.holdings import iter_weights
 from finetune.precision.parameters import ParameterMixin, parameter_class, seats
-from finetune.precision.planner import PrecisionPlan, iter_weights
+from finetune.precision.planner import PrecisionPlan
 from finetune.precision.rescaling import store
 
 ATTRIBUTE = "_finetune_conversion"

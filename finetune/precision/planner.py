@@ -19,18 +19,17 @@ way: its module decides which it contracts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config import Compute, Gemm, PrecisionConfig
-from finetune.errors import PlanError, StorageNotComputeError
+from finetune.errors import PlanError
 from finetune.precision.choices import Choices, Part, part_of
 from finetune.precision.declared import iter_parameters, why_made_anew
-from finetune.precision.holdings import tell_holdings
+from finetune.precision.holdings import refuse_quantised, tell_holdings
 from finetune.precision.linears import iter_linears
 from finetune.precision.roles import Role, is_low_rank, iter_roles, output_head, why_own_forward
-from finetune.precision.storage import StoredMixin, iter_stored
+from finetune.precision.storage import StoredMixin
 from finetune.precision.tiles import Granularity, serves
 
 if TYPE_CHECKING:
@@ -163,14 +162,6 @@ def _shown(layer: LayerPlan) -> tuple[str, str]:
 def _group(name: str) -> str:
     name = name.removeprefix("base_model.model.")
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
-    """Name, weight and (N, K) of all that is planned: linear layers and declared parameters."""
-    for name, module, shape in iter_linears(model):
-        yield name, module.weight, shape
-    for name, _, parameter in iter_parameters(model):
-        yield name, parameter, (parameter.shape[-2], parameter.shape[-1])
 
 
 def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
@@ -329,49 +320,6 @@ def _elementwise(model: nn.Module) -> dict[str, Part]:
         elif "norm" in type(module).__name__.lower() and not list(module.children()):
             found[name] = "norm"
     return found
-
-
-def refuse_quantised(model: nn.Module, precision: PrecisionConfig) -> None:
-    """Raise `StorageNotComputeError` for quantised weights that FP8 GEMMs cannot be fed from.
-
-    Storage (4-bit, 8-bit, `load_in_fp8`) saves memory and is dequantised before each matmul;
-    compute multiplies in FP8. Frozen weights stored in FP8 can do both (`precision.frozen`).
-    """
-    stored = {f"{name}.weight" for name, _ in iter_stored(model)}
-    quantised = [
-        (name, f"{name}.weight" in stored)
-        for name, weight, _ in iter_weights(model)
-        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
-    ]
-    flags = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized")
-    flag = next((name for name in flags if getattr(model, name, False)), None)
-    if not flag and getattr(getattr(model, "config", None), "quantization_config", None):
-        flag = "config.quantization_config"
-    where = next((name for name, ours in quantised if not ours), flag)
-    if quantised and all(ours for _, ours in quantised):
-        if precision.frozen == "fp8":
-            return
-        raise StorageNotComputeError(
-            "this model is stored in FP8 (load_in_fp8), and FP8 compute was not told to use that",
-            where=quantised[0][0],
-            why="load_in_fp8 is about storage: weights are dequantised before a 16-bit matmul; "
-            "frozen weights can also be multiplied as they are stored",
-            fix="frozen='fp8' with adapters over it, in setup_fp8_mixed_precision_training("
-            "scaling='rowwise', frozen='fp8') or precision.frozen=fp8; to train all parameters, "
-            "load the model plain",
-        )
-    if where is None:
-        return
-    raise StorageNotComputeError(
-        "this model was loaded quantised, and FP8 compute needs plain weights",
-        where=where,
-        why="load_in_4bit, load_in_8bit and load_in_fp8 are about storage: weights are kept small "
-        "and dequantised before a 16-bit matmul; FP8 training is about compute: the matmul itself "
-        "runs in FP8 from 16- or 32-bit weights",
-        fix="load the model without a quantization_config to train in FP8 (precision.frozen=fp8 "
-        "holds a base under adapters in one byte a number), or keep it quantised and train without "
-        "setup_fp8_mixed_precision_training (QLoRA in BF16)",
-    )
 
 
 def _parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
