@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,8 +121,15 @@ def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
     )
 
 
-def sketch(config: RunConfig) -> PreTrainedModel:
-    """The model with its adapters on the meta device: shapes without memory, in a second."""
+def sketch(
+    config: RunConfig, before_adapters: Callable[[PreTrainedModel], None] | None = None
+) -> PreTrainedModel:
+    """The model with its adapters on the meta device: shapes without memory, in a second.
+
+    Args:
+        config: the run.
+        before_adapters: what to do to the plain model first.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -130,8 +137,11 @@ def sketch(config: RunConfig) -> PreTrainedModel:
     if "fp8" in (config.precision.frozen, config.model.storage):
         # A checkpoint published in FP8 is read into layers that hold FP8, or refused on loading.
         shape.__dict__.pop("quantization_config", None)
+    kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.model.dtype))
+        model = AutoModelForCausalLM.from_config(shape, **kwargs)
+    if before_adapters is not None:
+        before_adapters(model)
     if config.lora is not None:
         from peft import get_peft_model
 

@@ -1,15 +1,21 @@
-"""The `train` section: checked against the fields of `trl.SFTConfig`, converted by their types."""
+"""The `train` section: checked against the fields of `trl.SFTConfig`, converted, and made one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from finetune.config import RunConfig
 from finetune.errors import ConfigError, nearest
 from finetune.optimizer_checks import check_name
+from finetune.optimizers import OWN_NAMES
 from finetune.plain_yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
+
+if TYPE_CHECKING:
+    from trl import SFTConfig
 
 OWNED_BY_US = {
     "output_dir": "the run folder holds it (use --out to choose the folder of runs)",
@@ -97,3 +103,48 @@ def _members(annotation: Any) -> set[type]:
     if args:
         return set().union(*(_members(a) for a in args))
     return {annotation} if isinstance(annotation, type) else set()
+
+
+def sft_config(
+    config: RunConfig, folder: Path, settings: dict[str, Any], *, on_cpu: bool
+) -> SFTConfig:
+    """`trl.SFTConfig` of a run: the `train` section unchanged, and what other sections decide.
+
+    Args:
+        config: the run.
+        folder: of the run.
+        settings: that go with the data, unless the recipe sets them.
+        on_cpu: whether it trains on a CPU.
+
+    Raises:
+        ConfigError: a combination that SFTConfig refuses.
+    """
+    from trl import SFTConfig
+
+    train = {k: v for k, v in config.train.items() if k != "resume_from_checkpoint"}
+    if train.get("optim") in OWN_NAMES:
+        del train["optim"]  # Transformers knows no such name: the class is given to the trainer
+    if train.get("fsdp") and on_cpu:
+        raise ConfigError(
+            "train.fsdp was asked on a CPU",
+            where="train.fsdp",
+            why="accelerate shards on GPUs only, and would run plain data parallelism silently",
+            fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",
+        )
+    compute = config.precision.compute
+    # Every parameter of a causal language model takes part; looking for idle ones costs time.
+    settings = {"ddp_find_unused_parameters": False, **settings}
+    try:
+        return SFTConfig(
+            output_dir=str(folder / "checkpoints"),
+            bf16=compute in ("bf16", "fp8"),
+            fp16=compute == "fp16",
+            use_cpu=on_cpu,  # without it SFTConfig refuses bf16 on a CPU
+            disable_tqdm=True,
+            **{**settings, **train},
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"trl.SFTConfig refuses this combination: {str(error).strip().splitlines()[0]}",
+            where="section train",
+        ) from error

@@ -23,17 +23,15 @@ from finetune.device import this_device
 from finetune.errors import ConfigError, FinetuneError
 from finetune.model import load_model, load_tokenizer, lora_config
 from finetune.optimizer_checks import chosen
-from finetune.optimizers import OWN_NAMES
 from finetune.precision.holdings import held_weights
 from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe
 from finetune.samples import Sample, answer, prompts_of
 from finetune.session import Session
+from finetune.sft_arguments import sft_config
 
 if TYPE_CHECKING:
-    from trl import SFTConfig
-
     from finetune.callbacks import MetricsWriter
 
 
@@ -82,43 +80,6 @@ def new_run_folder(out: Path, name: str) -> Path:
     return out / name / stamp
 
 
-def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any]) -> SFTConfig:
-    """`trl.SFTConfig` of a run: the `train` section unchanged, and what other sections decide.
-
-    Raises:
-        ConfigError: a combination that SFTConfig refuses.
-    """
-    from trl import SFTConfig
-
-    train = {k: v for k, v in config.train.items() if k != "resume_from_checkpoint"}
-    if train.get("optim") in OWN_NAMES:
-        del train["optim"]  # Transformers knows no such name: the class is given to the trainer
-    if train.get("fsdp") and this_device().kind == "cpu":
-        raise ConfigError(
-            "train.fsdp was asked on a CPU",
-            where="train.fsdp",
-            why="accelerate shards on GPUs only, and would run plain data parallelism silently",
-            fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",
-        )
-    compute = config.precision.compute
-    # Every parameter of a causal language model takes part; looking for idle ones costs time.
-    settings = {"ddp_find_unused_parameters": False, **settings}
-    try:
-        return SFTConfig(
-            output_dir=str(folder / "checkpoints"),
-            bf16=compute in ("bf16", "fp8"),
-            fp16=compute == "fp16",
-            use_cpu=this_device().kind == "cpu",  # without it SFTConfig refuses bf16 on a CPU
-            disable_tqdm=True,
-            **{**settings, **train},
-        )
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(
-            f"trl.SFTConfig refuses this combination: {str(error).strip().splitlines()[0]}",
-            where="section train",
-        ) from error
-
-
 def train(
     recipe: Recipe,
     *,
@@ -162,7 +123,7 @@ def train(
     tokenizer, note = load_tokenizer(config.model)
     with state.main_process_first():
         rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
-    args = sft_config(config, folder, rows.settings)
+    args = sft_config(config, folder, rows.settings, on_cpu=device.kind == "cpu")
     resume = _resume_folder(config)
     if main_process:
         try:

@@ -31,7 +31,7 @@ def test_a_run_is_bit_equal_to_a_plain_trainer(tmp_path) -> None:
 
     from finetune.data import load_data
     from finetune.model import load_model, load_tokenizer
-    from finetune.trainer import sft_config
+    from finetune.sft_arguments import sft_config
 
     recipe = load_recipe("tiny_full_bf16", FP32)
     ours = train(recipe, out=tmp_path, console=Console(quiet=True))
@@ -40,7 +40,9 @@ def test_a_run_is_bit_equal_to_a_plain_trainer(tmp_path) -> None:
     config = recipe.config
     tokenizer, _ = load_tokenizer(config.model)
     rows = load_data(config.data, tokenizer, config.train["seed"])
-    args = sft_config(config, tmp_path / "plain", rows.settings)
+    args = sft_config(
+        config, tmp_path / "plain", rows.settings, on_cpu=not torch.cuda.is_available()
+    )
     assert not args.bf16
     assert not args.fp16
     set_seed(args.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +13,7 @@ from finetune.config import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError
 from finetune.plain_yaml import dump_yaml, parse_yaml
 from finetune.recipe import find_recipe, list_recipes, load_recipe
-from finetune.sft_arguments import convert_train
-from finetune.trainer import sft_config
+from finetune.sft_arguments import convert_train, sft_config
 
 RECIPES = list_recipes()
 QLORA = [name for name in RECIPES if "_qlora_" in name]
@@ -97,7 +97,7 @@ def test_a_qlora_recipe_is_the_lora_recipe_with_another_storage(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
     config = load_recipe(name, ["~train.fsdp", "~train.fsdp_config"]).config  # needs GPUs
-    args = sft_config(config, tmp_path, {})
+    args = sft_config(config, tmp_path, {}, on_cpu=not torch.cuda.is_available())
     for key in ("learning_rate", "max_length", "per_device_train_batch_size", "seed"):
         assert getattr(args, key) == config.train[key]
     assert args.bf16

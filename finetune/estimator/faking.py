@@ -2,36 +2,59 @@
 
 A meta tensor tells every program that asks that it lies nowhere, and autocast, optimizers and
 attention then go other ways than they would in training. A *fake* tensor has shape, type and
-device, but no bytes. So models are built and adapters attached on meta, where that is fast, and then
+device, but no bytes. So models are built and adapters attached on meta, where that is fast; then
 their parameters are replaced by fake ones. The device is always the CPU: fake CUDA tensors need a
 CUDA build of torch. What a GPU does otherwise is in `finetune.estimator.target`.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-
-def fake_mode() -> FakeTensorMode:
-    """Operators under it give fake tensors; real ones may meet them (a batch, which is small)."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+from finetune.precision import tiles
 
 
-def to_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace parameters and buffers on meta by fake ones on the CPU, ties kept, in place."""
+@contextlib.contextmanager
+def without_memory() -> Iterator[FakeTensorMode]:
+    """Operators give fake tensors; real ones may meet them (a batch, which is small)."""
+    whole: list[tuple[Any, str, Any]] = [(tiles, "SLAB", {}), (tiles, "SLAB_ELSEWHERE", 2**62)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced(whole):
+        yield mode
+
+
+@contextlib.contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes other values for a while: (owner, name, value)."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            else:  # inherited
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
+
+
+def to_fake(model: nn.Module) -> None:
+    """Replace parameters and buffers on meta by ones on the CPU, ties kept, in place.
+
+    Inside of `without_memory` those are fake.
+    """
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            with mode:
-                data = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
+            data: Tensor = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
             if isinstance(tensor, nn.Parameter):
                 data = nn.Parameter(data, requires_grad=tensor.requires_grad)
-                data.__dict__.update(tensor.__dict__)
             made[id(tensor)] = data
         return made[id(tensor)]
 

@@ -10,9 +10,10 @@ it is what has no tensor: buffers inside of a kernel, and what an allocator roun
 (`finetune.estimator.hidden`, `finetune.estimator.allocator`).
 
 Storages are sorted by what they turn out to be. Weights are those that were there before; a
-gradient is what `parameter.grad` holds at the end; what is born in an optimizer's step and outlives
-it is its state; what is born in forward and lives when backward begins was saved for it; anything
-else is temporary.
+gradient is what `parameter.grad` holds when the optimizer steps; what is born in that step and
+outlives it is the optimizer's state; what is born around the decoder (head and loss) belongs to the logits;
+an FP8 copy tells itself by its type; what is born in forward and lives when backward begins was
+saved for it; anything else is temporary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,8 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 Phase = Literal["forward", "recompute", "backward", "optimizer", "load", "other"]
-Kind = Literal["weights", "gradients", "optimizer", "saved", "logits", "temporary"]
-KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "saved", "logits", "temporary")
+Kind = Literal["weights", "fp8", "gradients", "optimizer", "saved", "logits", "temporary"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Operand(NamedTuple):
@@ -84,6 +85,7 @@ class Block:
     nbytes: int
     phase: Phase
     module: str
+    dtype: torch.dtype
     op: str = ""
     kind: Kind = "temporary"
     saved: bool = False
@@ -146,11 +148,13 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
         self._names: dict[int, str] = {}
+        self._around: set[str] = set()
         self._modules: list[str] = []
         self._hooks: list[Any] = []
         self._model = model
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
+            self._around = around_decoder(model)
             for tensor in (*model.parameters(), *model.buffers()):
                 self.hold(tensor)
         for tensor in known:
@@ -175,7 +179,7 @@ class Recorder(TorchDispatchMode):
         number, size, tape = self._next, storage.nbytes(), self.tape
         self._next += 1
         module = self._modules[-1] if self._modules else ""
-        tape.blocks[number] = Block(size, self.phase, module, op, kind or "temporary")
+        tape.blocks[number] = Block(size, self.phase, module, tensor.dtype, op, kind or "temporary")
         if kind is None:
             tape.events.append(Event(number, size, len(tape.ops)))
         numbers, alive = self._numbers, self._alive
@@ -243,8 +247,17 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exc)
         self.sort_gradients()
         for block in self.tape.blocks.values():
-            if block.kind == "temporary" and block.saved and block.phase == "forward":
-                block.kind = "saved"
+            if block.kind == "temporary":
+                block.kind = self._kind(block)
+
+    def _kind(self, block: Block) -> Kind:
+        if block.phase == "optimizer":
+            return "temporary"
+        if block.dtype.is_floating_point and block.dtype.itemsize == 1:
+            return "fp8"
+        if block.module in self._around:
+            return "logits"
+        return "saved" if block.saved and block.phase == "forward" else "temporary"
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         self._modules.append(
@@ -352,6 +365,18 @@ _NOTHING = {
     torch.ops.aten._unsafe_view.default,
 }
 """Operators that launch nothing, besides views."""
+
+
+def around_decoder(model: nn.Module) -> set[str]:
+    """Names of the modules that run before and after the decoder: the roots, and the head."""
+    lists = [(len(m), n) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        return {""}
+    decoder = max(lists)[1].rpartition(".")[0]
+    parts = decoder.split(".")
+    around = {".".join(parts[:i]) for i in range(len(parts))}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return around | {n for n, m in model.named_modules() if m is head}
 
 
 def _is_small(inputs: list[Tensor]) -> bool:

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from finetune.estimator.attention import fused_attention
+from finetune.estimator.faking import replaced
 
 _MATHS = (
     "acos asin cosh cumprod cumsum dist erfinv exp expm1 log log10 log1p log2 norm pow prod "
@@ -33,8 +34,8 @@ _MATHS = (
 FLOAT32 = {
     torch: f"{_MATHS} cdist layer_norm group_norm",
     Tensor: f"{_MATHS} __pow__ __rpow__ __rdiv__ __rtruediv__",
-    F: "layer_norm group_norm softmax log_softmax softmin softplus normalize cross_entropy nll_loss "
-    "kl_div l1_loss mse_loss smooth_l1_loss cosine_similarity",
+    F: "layer_norm group_norm softmax log_softmax softmin softplus normalize cross_entropy "
+    "nll_loss kl_div l1_loss mse_loss smooth_l1_loss cosine_similarity",
 }
 """Functions that CUDA's autocast runs in float32, by where Python finds them."""
 
@@ -101,11 +102,5 @@ def on_gpu() -> Iterator[None]:
     ]
     for owner, names in FLOAT32.items():
         changes += [(owner, name, _in_float32(getattr(owner, name))) for name in names.split()]
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in changes:
-            if name in vars(owner):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-            else:  # inherited
-                stack.callback(delattr, owner, name)
-            setattr(owner, name, value)
+    with replaced(changes):
         yield

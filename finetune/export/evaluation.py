@@ -19,7 +19,7 @@ from finetune.data import load_data
 from finetune.device import this_device
 from finetune.model import is_published_fp8, load_tokenizer
 from finetune.precision.loading import load_in_fp8
-from finetune.trainer import sft_config
+from finetune.sft_arguments import sft_config
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -125,7 +125,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     with tempfile.TemporaryDirectory() as scratch:
         trainer = SFTTrainer(
             model=model,
-            args=sft_config(only, Path(scratch), rows.settings),
+            args=sft_config(only, Path(scratch), rows.settings, on_cpu=this_device().kind == "cpu"),
             train_dataset=_first(rows.train, CALIBRATION_ROWS),
             eval_dataset=evaluation,
             processing_class=tokenizer,

@@ -1,0 +1,232 @@
+"""A rehearsal of a run: its own trainer, on tensors without memory, for one step.
+
+What a run allocates is decided by code that nobody wants to describe twice: Transformers' layers,
+PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code is
+run. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
+by the plan that the target device would have, and is handed to a stock `SFTTrainer`, whose
+`train()` takes one step over a made-up batch: as many tokens as the recipe allows, none of them
+padding, since the longest row rules the peak.
+
+Before that step the optimizer has stepped once, on gradients of nothing, so that its states are
+there as they are from the second step on. With gradient accumulation the gradients stay too, as
+they do for every micro-batch but the first. So one pass over the model shows what every step holds.
+
+Not rehearsed: the proof of the first steps and the logs of training health (both look at a few
+numbers at a time), evaluation, saving, and what other processes do (`finetune.estimator.sharding`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from finetune import low_bit
+from finetune.config import RunConfig
+from finetune.estimator.engine import stand_in
+from finetune.estimator.faking import replaced, to_fake, without_memory
+from finetune.estimator.stored import as_four_bit, hold_base
+from finetune.estimator.tape import Recorder, Tape
+from finetune.estimator.target import on_gpu
+from finetune.model import TINY_LLAMA, sketch
+from finetune.optimizer_checks import chosen
+from finetune.precision import convert
+from finetune.precision.planner import PrecisionPlan, plan
+from finetune.sft_arguments import sft_config
+
+if TYPE_CHECKING:
+    from finetune.device import Device, Resolution
+
+DOCUMENTS = 8
+"""Rows that are packed into one, of those that a recipe packs."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a step of a run was seen to do.
+
+    Attributes:
+        tape: of a micro-batch's forward and backward and of the optimizer's step.
+        plan: the precision of every layer.
+        tokens: in a micro-batch, on one device.
+        parameters, trainable: counts.
+        notes: what could not be rehearsed, and how the truth would differ.
+    """
+
+    tape: Tape
+    plan: PrecisionPlan
+    tokens: int
+    parameters: int
+    trainable: int
+    notes: list[str] = field(default_factory=list)
+
+
+def rehearse(config: RunConfig, device: Device, resolution: Resolution) -> Rehearsal:
+    """Run one step of a recipe on tensors without memory.
+
+    Args:
+        config: the run.
+        device: that it would train on; its kind decides what libraries do.
+        resolution: of the run's precision on that device.
+
+    Raises:
+        FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
+    """
+    notes: list[str] = []
+    model: nn.Module = sketch(config, as_four_bit if config.model.storage == "nf4" else None)
+    the_plan = plan(model, resolution.precision)
+    with without_memory(), contextlib.ExitStack() as stack:
+        to_fake(model)
+        if device.kind == "cuda":
+            stack.enter_context(on_gpu())
+        hold_base(model, config.model.storage)
+        if resolution.precision.backend == "te":
+            engine = stand_in(device.capability or (0, 0))
+            stack.enter_context(replaced([(convert, "make_backend", engine)]))
+        conversion = convert.apply(model, the_plan, hardware=bool(device.has_fp8))
+        stack.callback(conversion.revert)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        trainer = _trainer(model, config, Path(folder))
+        recorder = Recorder(model, _tensors(trainer.batches))
+        with _phases(trainer, recorder), recorder:
+            trainer.train()
+    tokens = trainer.batches[0]["input_ids"].numel()
+    parameters = list(model.parameters())
+    return Rehearsal(
+        recorder.tape,
+        the_plan,
+        tokens,
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+        notes,
+    )
+
+
+def _trainer(model: nn.Module, config: RunConfig, folder: Path) -> Any:
+    """The recipe's trainer over made-up rows, that takes one step and writes nothing."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from transformers.trainer_callback import PrinterCallback
+
+    train = {k: v for k, v in config.train.items() if k not in _NOT_REHEARSED}
+    accumulates = int(train.get("gradient_accumulation_steps", 1)) > 1
+    train |= _SHORT
+    only = config.model_copy(update={"train": train})
+    args = sft_config(only, folder, {}, on_cpu=True)
+    rows = Dataset.from_list([_row(args)] * args.per_device_train_batch_size)
+    optimizer = chosen(config.train)
+    trainer = _rehearsal_trainer()(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
+        optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
+        if optimizer.library == "torchao"
+        else None,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.accelerator.device_placement = False
+    trainer.accumulates = accumulates
+    with unset_fake_temporarily():
+        trainer.batches = [trainer.data_collator(list(rows))]
+    return trainer
+
+
+_SHORT: dict[str, Any] = {
+    "max_steps": 1,
+    "gradient_accumulation_steps": 1,
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+}
+_NOT_REHEARSED = {
+    "num_train_epochs",
+    "eval_steps",
+    "save_steps",
+    "logging_steps",
+    "fsdp",
+    "fsdp_config",
+    "use_liger_kernel",
+    "resume_from_checkpoint",
+}
+
+
+def _row(args: Any) -> dict[str, Any]:
+    """A row of the greatest length; with packing, one that several documents fill."""
+    length = args.max_length
+    documents = min(DOCUMENTS, length) if args.packing else 1
+    lengths = [length // documents] * documents
+    lengths[-1] += length - sum(lengths)
+    row: dict[str, Any] = {"input_ids": [1] * length, "labels": [1] * length}
+    return row | ({"seq_lengths": lengths} if args.packing else {})
+
+
+def _rehearsal_trainer() -> type[Any]:
+    from trl import SFTTrainer
+
+    class Rehearsal(SFTTrainer):
+        """Takes its batches as they are, and begins where the first step would end."""
+
+        batches: list[dict[str, Any]]
+        accumulates: bool
+
+        def get_train_dataloader(self) -> Any:
+            return self.batches
+
+        def _move_model_to_device(self, model: Any, device: Any) -> None:
+            """It is where it shall be, and fake parameters cannot be moved."""
+
+    return Rehearsal
+
+
+def _tensors(batches: list[dict[str, Any]]) -> list[Tensor]:
+    return [value for batch in batches for value in batch.values() if isinstance(value, Tensor)]
+
+
+@contextlib.contextmanager
+def _phases(trainer: Any, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder where backward and the optimizer's step begin and end."""
+    accelerator, made = trainer.accelerator, trainer.create_optimizer
+    backward = accelerator.backward
+
+    def recorded_backward(*args: Any, **kwargs: Any) -> None:
+        recorder.mark("backward")
+        with recorder.during("backward"):
+            backward(*args, **kwargs)
+
+    def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+        optimizer = made(*args, **kwargs)
+        step, zero = optimizer.step, optimizer.zero_grad
+        with recorder.during("optimizer"):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.empty_like(p)
+            recorder.sort_gradients()
+            step()
+            if not trainer.accumulates:
+                zero()
+        recorder.mark("step")
+
+        def recorded_step(*args: Any, **kwargs: Any) -> Any:
+            recorder.mark("optimizer")
+            recorder.sort_gradients()
+            with recorder.during("optimizer"):
+                return step(*args, **kwargs)
+
+        optimizer.step = recorded_step
+        return optimizer
+
+    accelerator.backward, trainer.create_optimizer = recorded_backward, create_optimizer
+    try:
+        yield
+    finally:
+        del accelerator.backward, trainer.create_optimizer
