@@ -38,7 +38,7 @@ _library.impl(
     lambda x, size: x.new_empty(round(x.numel() * size), dtype=torch.float8_e4m3fn),
     "Meta",
 )
-_library.impl("fp8_mm", lambda a, b, shape, dtype: a.new_empty(shape, dtype=dtype), "Meta")
+_library.impl("fp8_mm", lambda a, _, shape, dtype: a.new_empty(shape, dtype=dtype), "Meta")
 _OPS = torch.ops.finetune_estimator
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ from finetune.config import RunConfig
 from finetune.estimator.engine import stand_in
 from finetune.estimator.faking import replaced, to_fake, without_memory
 from finetune.estimator.stored import as_four_bit, hold_base
-from finetune.estimator.tape import Recorder, Tape
+from finetune.estimator.tape import Phase, Recorder, Tape
 from finetune.estimator.target import on_gpu
 from finetune.model import TINY_LLAMA, sketch
 from finetune.optimizer_checks import chosen
@@ -94,13 +93,13 @@ def rehearse(config: RunConfig, device: Device, resolution: Resolution) -> Rehea
         stack.callback(conversion.revert)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         trainer = _trainer(model, config, Path(folder))
-        recorder = Recorder(model, _tensors(trainer.batches))
-        with _phases(trainer, recorder), recorder:
+        trainer.recorder = Recorder(model, _tensors(trainer.batches))
+        with trainer.recorder:
             trainer.train()
     tokens = trainer.batches[0]["input_ids"].numel()
     parameters = list(model.parameters())
     return Rehearsal(
-        recorder.tape,
+        trainer.recorder.tape,
         the_plan,
         tokens,
         sum(p.numel() for p in parameters),
@@ -173,11 +172,12 @@ def _row(args: Any) -> dict[str, Any]:
 def _rehearsal_trainer() -> type[Any]:
     from trl import SFTTrainer
 
-    class Rehearsal(SFTTrainer):
-        """Takes its batches as they are, and begins where the first step would end."""
+    class RehearsalTrainer(SFTTrainer):
+        """Takes its batches as they are, begins where the first step would end, and is watched."""
 
         batches: list[dict[str, Any]]
         accumulates: bool
+        recorder: Recorder
 
         def get_train_dataloader(self) -> Any:
             return self.batches
@@ -185,48 +185,37 @@ def _rehearsal_trainer() -> type[Any]:
         def _move_model_to_device(self, model: Any, device: Any) -> None:
             """It is where it shall be, and fake parameters cannot be moved."""
 
-    return Rehearsal
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            recorder: Recorder = self.recorder
+            optimizer: Any = self.optimizer.optimizer  # pyright: ignore[reportOptionalMemberAccess]
+            with recorder.during("optimizer"):
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        p.grad = torch.empty_like(p)
+                recorder.sort_gradients()
+                optimizer.step()
+                if not self.accumulates:
+                    optimizer.zero_grad()
+            recorder.mark("step")
+            _watch(self.accelerator, "backward", recorder, "backward")
+            _watch(optimizer, "step", recorder, "optimizer")
+            return super().training_step(*args, **kwargs)
+
+    return RehearsalTrainer
+
+
+def _watch(owner: Any, name: str, recorder: Recorder, phase: Phase) -> None:
+    """Have the recorder told when `owner.name` begins and ends."""
+    function = getattr(owner, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        recorder.mark(phase)
+        recorder.sort_gradients()
+        with recorder.during(phase):
+            return function(*args, **kwargs)
+
+    setattr(owner, name, watched)
 
 
 def _tensors(batches: list[dict[str, Any]]) -> list[Tensor]:
     return [value for batch in batches for value in batch.values() if isinstance(value, Tensor)]
-
-
-@contextlib.contextmanager
-def _phases(trainer: Any, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder where backward and the optimizer's step begin and end."""
-    accelerator, made = trainer.accelerator, trainer.create_optimizer
-    backward = accelerator.backward
-
-    def recorded_backward(*args: Any, **kwargs: Any) -> None:
-        recorder.mark("backward")
-        with recorder.during("backward"):
-            backward(*args, **kwargs)
-
-    def create_optimizer(*args: Any, **kwargs: Any) -> Any:
-        optimizer = made(*args, **kwargs)
-        step, zero = optimizer.step, optimizer.zero_grad
-        with recorder.during("optimizer"):
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    p.grad = torch.empty_like(p)
-            recorder.sort_gradients()
-            step()
-            if not trainer.accumulates:
-                zero()
-        recorder.mark("step")
-
-        def recorded_step(*args: Any, **kwargs: Any) -> Any:
-            recorder.mark("optimizer")
-            recorder.sort_gradients()
-            with recorder.during("optimizer"):
-                return step(*args, **kwargs)
-
-        optimizer.step = recorded_step
-        return optimizer
-
-    accelerator.backward, trainer.create_optimizer = recorded_backward, create_optimizer
-    try:
-        yield
-    finally:
-        del accelerator.backward, trainer.create_optimizer

@@ -11,9 +11,9 @@ it is what has no tensor: buffers inside of a kernel, and what an allocator roun
 
 Storages are sorted by what they turn out to be. Weights are those that were there before; a
 gradient is what `parameter.grad` holds when the optimizer steps; what is born in that step and
-outlives it is the optimizer's state; what is born around the decoder (head and loss) belongs to the logits;
-an FP8 copy tells itself by its type; what is born in forward and lives when backward begins was
-saved for it; anything else is temporary.
+outlives it is the optimizer's state; what is born around the decoder (head and loss) belongs to the
+logits; an FP8 copy tells itself by its type; what is born in forward and lives when backward begins
+was saved for it; anything else is temporary.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Tape:
         return sum(self.held.values())
 
     def peak(self, start: int = 0, end: int | None = None) -> tuple[int, int]:
-        """The most bytes alive in `events[start:end]`, and the event at which."""
+        """The most bytes alive in `events[start:end]`, and the event after which."""
         alive = self.held_bytes + sum(e.nbytes for e in self.events[:start])
-        most, at = alive, start
+        most, at = alive, start - 1
         for i, event in enumerate(self.events[start:end], start):
             alive += event.nbytes
             if alive > most:
