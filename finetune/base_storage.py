@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import nf4
 from finetune.precision.linears import linear_shape
 from finetune.precision.roles import storable
+from finetune.stored_sizes import fp8_bytes, nf4_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,9 +43,4 @@ def held_bytes(layer: nn.Module, storage: Storage) -> int:
     shape = linear_shape(layer)
     assert shape is not None
     n, k = shape
-    return nf4.stored_bytes(n * k) if storage == "nf4" else fp8_bytes(n, k)
-
-
-def fp8_bytes(n: int, k: int, scales: int | None = None) -> int:
-    """Bytes of a weight [N, K] in FP8: codes, and float32 scales, one for each row."""
-    return n * k + 4 * (n if scales is None else scales)
+    return nf4_bytes(n * k) if storage == "nf4" else fp8_bytes(n, k)

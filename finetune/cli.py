@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from finetune import __version__
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, nearest
+from finetune.estimator.preview import preview
 from finetune.plain_yaml import read_text
 from finetune.recipe import Recipe, find_recipe, is_path, list_recipes, load_recipe
 
@@ -192,7 +193,7 @@ def export(
 
 
 def _row(name: str, config: RunConfig) -> dict[str, Any]:
-    lora = config.lora
+    lora, about = config.lora, preview(config)
     precision = config.precision
     fp8 = precision.compute == "fp8"
     return {
@@ -202,26 +203,34 @@ def _row(name: str, config: RunConfig) -> dict[str, Any]:
         "precision": f"fp8 {precision.scaling}" if fp8 else precision.compute,
         "length": str(config.train.get("max_length", "")),
         "data": (config.data.path or config.data.name or "").rpartition("/")[2],
+        "preview_gib": None if about is None else round(about.peak_gib, 2),
     }
+
+
+def _about(gib: float | None) -> str:
+    """A preview of memory with as many digits as it is worth."""
+    return "-" if gib is None else f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}"
 
 
 @app.command("ls")
 def ls(as_json: AsJson = False) -> None:
-    """List the shipped recipes."""
+    """List the shipped recipes; ≈GiB is a preview of peak memory on one GPU."""
     rows = [_row(n, load_recipe(n, check_train=False).config) for n in list_recipes()]
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in rows[0]:
-        if column != "data":
-            table.add_column(column, no_wrap=True)
+    console = Console()
+    columns = {k: k for k in rows[0] if k != "data"} | {"preview_gib": "≈GiB"}
+    gap = 2 if console.width >= 86 else 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for key, title in columns.items():
+        table.add_column(title, no_wrap=True, justify="right" if key == "preview_gib" else "left")
     for row in rows:
+        shown = row | {"preview_gib": _about(row["preview_gib"])}
         table.add_row(
-            *(v for k, v in row.items() if k != "data"),
-            style=None if "fp8" in row["precision"] else "dim",
+            *(shown[key] for key in columns), style=None if "fp8" in row["precision"] else "dim"
         )
-    Console().print(table)
+    console.print(table)
 
 
 @app.command("cat")

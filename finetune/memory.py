@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.base_storage import fp8_bytes, held_bytes, held_layers
+from finetune.base_storage import held_bytes, held_layers
 from finetune.config import RunConfig, Storage
 from finetune.device import GIB, Device, available_gib
 from finetune.errors import MemoryShortError
 from finetune.optimizer_checks import chosen
 from finetune.optimizers import state_bytes
+from finetune.stored_sizes import fp8_bytes
 
 if TYPE_CHECKING:
     from torch import nn

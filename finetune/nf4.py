@@ -1,13 +1,10 @@
 """A frozen base in four bits: QLoRA (Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes.
 
 NF4 has 16 levels at the quantiles of a normal distribution. 64 weights in a row share an absmax,
-which is itself held in 8 bits, 256 of them under one float32 (double quantisation):
-
-    bits per weight = 4 + 8 / 64 + 32 / (64 · 256) = 4.127
-
-This is storage: before each matmul a weight is dequantised to BF16, and multiplied in BF16. The
-weight gets no gradient, so adapters are what trains. Which layers are held so is decided by
-Transformers: all linear ones but the output head, tied weights and the last module.
+which is itself quantised: 4.127 bits a weight in all (`finetune.stored_sizes`). This is storage:
+before each matmul a weight is dequantised to BF16, and multiplied in BF16. The weight gets no
+gradient, so adapters are what trains. Which layers are held so is decided by Transformers: all
+linear ones but the output head, tied weights and the last module.
 
 Two things that libraries do are undone here. TRL casts adapters of a 4-bit base to BF16, where
 updates below 2^-8 of a weight are lost; `masters_kept` keeps them float32 as over a plain base. And
@@ -18,7 +15,6 @@ no gradient: training after it would go on with a base that passes none back. `p
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -26,15 +22,14 @@ from typing import TYPE_CHECKING, Any
 from finetune.device import this_device
 from finetune.errors import PlanError
 from finetune.precision.holdings import held_as
+from finetune.stored_sizes import nf4_bytes
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
-BLOCK = 64
-"""Weights that share an absmax."""
-SUPERBLOCK = 256
-"""Absmaxes that share a float32 scale."""
+stored_bytes = nf4_bytes
+"""Bytes of one weight, by its number of elements."""
 
 
 def quantization_config() -> BitsAndBytesConfig:
@@ -48,12 +43,6 @@ def quantization_config() -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-
-
-def stored_bytes(numel: int) -> int:
-    """Bytes of one weight of `numel` elements with its scales, lookup tables left out."""
-    blocks = math.ceil(numel / BLOCK)
-    return math.ceil(numel / 2) + blocks + 4 * math.ceil(blocks / SUPERBLOCK)
 
 
 def held_linears(model: nn.Module) -> dict[str, Any]:

@@ -137,7 +137,9 @@ def test_ls_as_json_has_every_recipe(cli):
         "precision": "bf16",
         "length": "2048",
         "data": "alpaca",
+        "preview_gib": rows["llama_8b_lora32_bf16"]["preview_gib"],
     }
+    assert 17 < rows["llama_8b_lora32_bf16"]["preview_gib"] < 26
     assert rows["tiny_full_fp8"]["precision"] == "fp8 delayed"
     assert rows["tiny_full_fp8"]["method"] == "full"
 
