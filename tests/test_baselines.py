@@ -50,4 +50,4 @@ def test_it_is_what_the_command_prints(shape, dtype, monkeypatch, capsys) -> Non
 def test_it_makes_no_weights(shape) -> None:
     shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 8192, 28672, 80
     shape.num_attention_heads = 64
-    assert accelerate_estimate(shape, "float32") > 900 * 2**30
+    assert accelerate_estimate(shape, "float32") > 800 * 2**30

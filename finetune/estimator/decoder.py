@@ -22,7 +22,7 @@ from finetune.config import BUILTIN, ModelConfig
 ASSETS = Path(__file__).parents[1] / "assets"
 LLAMA_LIKE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
-    *("mixtral", "qwen3_moe"),
+    *("granite", "mixtral", "qwen3_moe"),
 )
 FAMILIES = (*LLAMA_LIKE, "gpt2", "bdh")
 _TEXT_OF = {"gemma3": "gemma3_text"}
@@ -209,7 +209,7 @@ def _llama_like(family: str, values: dict[str, Any]) -> Decoder | None:
         Linear("self_attn.o_proj", d, q, biased and family != "qwen2"),
     ]
     if not experts:
-        b = bool(values.get("mlp_bias", False)) and family == "llama"
+        b = bool(values.get("mlp_bias", False)) and family in ("llama", "granite")
         linears += [
             Linear("mlp.gate_proj", inner, d, b),
             Linear("mlp.up_proj", inner, d, b),

@@ -11,11 +11,9 @@ where gradients that accumulate over micro-steps are there in both. What a layer
 The head never makes logits of a whole batch: TRL 1.16 takes 4096 tokens times 32768 words at a
 time, and sums its gradients in float32.
 
-Time is the work of the matmuls over the GPU's peak times what large GEMMs reach of it (0.70 in
-BF16, 0.67 in FP8), attention at half of peak, and what the rest moves over 0.85 of the bandwidth:
-what layers keep, written and read in each pass, and weights, gradients and states of the optimizer.
+Time is what the step computes and moves over what the GPU does (`finetune.estimator.effort`).
 
-This is a preview: no allocator, no masks, no engine's own copies, no communication, no launch gaps.
+This is a preview: no allocator, no masks, no engine's own copies, no communication.
 It is never below weights + gradients + optimizer (`floor_gib`), which bounds the traced estimate.
 """
 
@@ -25,13 +23,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import RunConfig
+from finetune.errors import ConfigError
 from finetune.estimator.decoder import Decoder, shape_at_hand
+from finetune.estimator.effort import Effort, effort
 from finetune.estimator.held import Held, element_bytes, held
 from finetune.estimator.saved import FLOAT, HALF, Trained, layer_bytes
 from finetune.optimizer_checks import chosen
 
 if TYPE_CHECKING:
-    from finetune.gpus import Gpu, Peak
+    from finetune.gpus import Gpu
 
 GIB = 2**30
 CONTEXT_GIB = 0.5
@@ -39,7 +39,6 @@ TOKEN_CHUNK, WORD_CHUNK = 4096, 32768
 """The head's tiles: trl/kernels/chunked_logprob.py and trl/trainer/utils.py of TRL 1.16."""
 DEFAULT_ROWS, DEFAULT_LENGTH = 8, 1024
 """`per_device_train_batch_size` and `max_length` of `trl.SFTConfig`."""
-BF16_REACHED, FP8_REACHED, ATTENTION_REACHED, BANDWIDTH_REACHED = 0.70, 0.67, 0.50, 0.85
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,7 @@ class Preview:
         peak_gib: at the worse of the two moments; not the sum of all these.
         tokens: of one micro-step on this GPU.
         accumulated: micro-steps of one optimizer step.
-        flops: of one micro-step: in linear layers of the decoder, in the head, in attention.
-        low: precision in which linear layers of the decoder multiply.
-        moved: bytes that pass through memory beside the matmuls in one micro-step, and in the
-            optimizer's step.
+        effort: what one GPU computes and moves.
     """
 
     parameters: int
@@ -74,9 +70,7 @@ class Preview:
     peak_gib: float
     tokens: int
     accumulated: int
-    flops: tuple[float, float, float]
-    low: Peak
-    moved: tuple[float, float]
+    effort: Effort
 
     @property
     def floor_gib(self) -> float:
@@ -84,20 +78,8 @@ class Preview:
         return self.weights + self.gradients + self.optimizer
 
     def step_seconds(self, gpu: Gpu) -> float:
-        """Time of one optimizer step on this GPU; communication of several is left out.
-
-        What the GPU has no units for takes the time of its 16 bits.
-        """
-        high = gpu.tflops.get("bf16") or gpu.tflops["fp16"]
-        low, reached = high, BF16_REACHED
-        if self.low in gpu.tflops and self.low != "bf16":
-            low, reached = gpu.tflops[self.low], FP8_REACHED
-        linear, head, attention = self.flops
-        micro = linear / (low * reached) + head / (high * BF16_REACHED)
-        micro += attention / (high * ATTENTION_REACHED)
-        pace = gpu.gb_s * 1e9 * BANDWIDTH_REACHED
-        micro = micro / 1e12 + self.moved[0] / pace
-        return self.accumulated * micro + self.moved[1] / pace
+        """Time of one optimizer step on this GPU; communication of several is left out."""
+        return self.effort.seconds(gpu, self.accumulated)
 
     def tokens_per_s(self, gpu: Gpu) -> float:
         """Of one GPU."""
@@ -123,20 +105,30 @@ def preview(config: RunConfig, *, gpus: int = 1) -> Preview | None:
         not known here, or where no length is set (`max_length: null`).
 
     Raises:
-        ConfigError: there is no such optimizer.
+        ConfigError: there is no such optimizer, or a number that is none or less than one.
     """
     decoder = shape_at_hand(config.model)
     return None if decoder is None else preview_of(decoder, config, gpus=gpus)
 
 
-def preview_of(decoder: Decoder, config: RunConfig, *, gpus: int = 1) -> Preview | None:
-    """The same, of a shape in hand."""
+def preview_of(
+    decoder: Decoder, config: RunConfig, *, gpus: int = 1, logits: float = 0.0
+) -> Preview | None:
+    """The same, of a shape in hand.
+
+    Args:
+        decoder: the shape.
+        config: of the run; the name of its model does not matter.
+        gpus: processes.
+        logits: bytes that the loss makes for each token and word. 0 for the head of TRL 1.16, which
+            makes none; other trainers make logits in BF16, in float32 and their gradient.
+    """
     train = config.train
     if "max_length" in train and train["max_length"] is None:
         return None
-    rows = int(train.get("per_device_train_batch_size") or DEFAULT_ROWS)
-    length = int(train.get("max_length") or DEFAULT_LENGTH)
-    accumulated = int(train.get("gradient_accumulation_steps") or 1)
+    rows = _count(train, "per_device_train_batch_size", DEFAULT_ROWS)
+    length = _count(train, "max_length", DEFAULT_LENGTH)
+    accumulated = _count(train, "gradient_accumulation_steps", 1)
     tokens = rows * length
     holds = held(decoder, config, gpus if train.get("fsdp") else 1)
     how = _how(decoder, config, holds)
@@ -149,7 +141,9 @@ def preview_of(decoder: Decoder, config: RunConfig, *, gpus: int = 1) -> Preview
     saved = decoder.layers * (stream if checkpointing else layer) + cast_for_all
     saved += (FLOAT + how.stream * (2 + how.full)) * decoder.hidden * tokens  # last norm, result
     loss, head_gradient = _head(decoder, how, holds, tokens, head_trains)
-    at_work = _layer_temporaries(decoder, config, how, tokens) + _unpacked(decoder, config, holds)
+    loss = max(loss, logits * decoder.vocabulary * tokens)
+    whole = _whole(decoder, config, holds)
+    at_work = _layer_temporaries(decoder, config, how, tokens)
     at_work += stream + (layer if checkpointing else 0.0)
     # One kernel for each list of tensors makes a copy of all gradients; a fused one makes none.
     optimizer = chosen(train)
@@ -157,10 +151,9 @@ def preview_of(decoder: Decoder, config: RunConfig, *, gpus: int = 1) -> Preview
     stepping = holds.gradients if foreach else holds.largest
     before = holds.gradients if accumulated > 1 else 0.0
     moments = (
-        saved + head_gradient + max(loss, at_work) + before,
-        holds.gradients + max(at_work, stepping),
+        saved + head_gradient + max(loss, at_work) + whole + before,
+        holds.gradients + max(at_work + whole, stepping),
     )
-    trained = sum(trainee.nbytes for trainee in holds.trained) / holds.shards
     return Preview(
         parameters=holds.parameters,
         trainable=holds.trainable,
@@ -169,18 +162,36 @@ def preview_of(decoder: Decoder, config: RunConfig, *, gpus: int = 1) -> Preview
         optimizer=holds.optimizer / GIB,
         saved=saved / GIB,
         loss=loss / GIB,
-        temporaries=max(at_work, stepping) / GIB,
+        temporaries=max(at_work + whole, stepping) / GIB,
         context=CONTEXT_GIB,
         peak_gib=(holds.weights + holds.optimizer + max(moments)) / GIB + CONTEXT_GIB,
         tokens=tokens,
         accumulated=accumulated,
-        flops=_flops(decoder, how, tokens, length, checkpointing, holds.added, head_trains),
-        low=config.precision.low if config.precision.compute == "fp8" else "bf16",
-        moved=(
-            (4 if checkpointing else 3) * decoder.layers * layer,
-            3 * trained + 2 * holds.optimizer,
+        effort=effort(
+            decoder,
+            how,
+            holds,
+            rows=rows,
+            length=length,
+            forwards=2 if checkpointing else 1,
+            kept=layer,
+            low=config.precision.low if config.precision.compute == "fp8" else "bf16",
         ),
     )
+
+
+def _count(train: dict[str, Any], key: str, default: int) -> int:
+    """A number of the `train` section, also as it was written."""
+    value = train.get(key)
+    try:
+        number = default if value is None else int(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigError(
+            f"train.{key} cannot be {value!r}", where=f"train.{key}", fix="1 or more"
+        )
+    return number
 
 
 def _is_true(value: Any) -> bool:
@@ -221,8 +232,6 @@ def _head(
     words = decoder.vocabulary * decoder.hidden
     tile = min(tokens, TOKEN_CHUNK) * min(decoder.vocabulary, WORD_CHUNK) * how.compute
     passing = tile + (FLOAT + how.compute) * decoder.hidden * tokens + FLOAT * words * trains
-    if holds.shards > 1:  # gathered whole
-        passing += words * how.stream
     return passing, words * how.stream * trains / holds.shards
 
 
@@ -242,12 +251,18 @@ def _cast_weights(
     return (adapters + linear + experts) * HALF, shared * HALF
 
 
-def _unpacked(decoder: Decoder, config: RunConfig, holds: Held) -> float:
-    """A weight in four bits unpacked for its matmul; with shards a layer gathered whole."""
-    whole = holds.layer if holds.shards > 1 else 0.0
-    if config.model.storage != "nf4":
-        return whole
-    return whole + max((x.n * x.k for x in decoder.linears), default=0) * HALF
+def _whole(decoder: Decoder, config: RunConfig, holds: Held) -> float:
+    """Weights that are whole for a while: one in four bits unpacked; with shards more.
+
+    FSDP gathers the layer at work and the next one, and keeps embedding and head gathered.
+    """
+    whole = 0.0
+    if config.model.storage == "nf4":
+        whole += max((x.n * x.k for x in decoder.linears), default=0) * HALF
+    if holds.shards > 1:
+        words = decoder.vocabulary * decoder.hidden * (1 if decoder.tied else 2)
+        whole += 2 * holds.layer + words * element_bytes(config)
+    return whole
 
 
 def _layer_temporaries(decoder: Decoder, config: RunConfig, how: Trained, tokens: int) -> float:
@@ -263,26 +278,3 @@ def _layer_temporaries(decoder: Decoder, config: RunConfig, how: Trained, tokens
     if decoder.family == "bdh":  # of queries and keys, which are the neurons
         attention = 2 * decoder.inner * how.compute
     return max(inside, attention + 2 * decoder.hidden * how.compute) * tokens
-
-
-def _flops(
-    decoder: Decoder,
-    how: Trained,
-    tokens: int,
-    length: int,
-    checkpointing: bool,
-    adapters: int,
-    head_trains: bool,
-) -> tuple[float, float, float]:
-    """Of one micro-step: linear layers of the decoder, the head, attention."""
-    forwards = 2 if checkpointing else 1
-    linear = 2.0 * decoder.multiplied * tokens * (forwards + 1 + how.full)
-    linear += 2.0 * adapters * tokens * (forwards + 2)
-    # The head is multiplied once more in backward instead of keeping logits.
-    head = 2.0 * decoder.vocabulary * decoder.hidden * tokens * (3 + head_trains)
-    if decoder.family == "bdh":
-        table = 2.0 * length * (decoder.inner + decoder.heads * decoder.hidden)
-        attention = table * (forwards + 2)
-    else:
-        attention = 2.0 * length * decoder.heads * decoder.head_dim * (forwards + 2.5)  # causal
-    return linear, head, attention * decoder.layers * tokens
