@@ -188,9 +188,7 @@ def _count(train: dict[str, Any], key: str, default: int) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise ConfigError(
-            f"train.{key} cannot be {value!r}", where=f"train.{key}", fix="1 or more"
-        )
+        raise ConfigError(f"train.{key} cannot be {value!r}", where=f"train.{key}", fix="1 or more")
     return number
 
 
