@@ -23,7 +23,6 @@ from typer.core import TyperGroup
 from finetune import __version__
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, nearest
-from finetune.estimator.preview import preview
 from finetune.plain_yaml import read_text
 from finetune.recipe import Recipe, find_recipe, is_path, list_recipes, load_recipe
 
@@ -193,6 +192,8 @@ def export(
 
 
 def _row(name: str, config: RunConfig) -> dict[str, Any]:
+    from finetune.estimator.preview import preview
+
     lora, about = config.lora, preview(config)
     precision = config.precision
     fp8 = precision.compute == "fp8"
