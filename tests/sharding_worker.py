@@ -85,7 +85,7 @@ class SizedTensors(LiveTensors):
 
 
 def build(case: str) -> nn.Module:
-    """`full`, `tied` or `lora`, `-ckpt` or not, and a number of layers."""
+    """`full`, `tied` or `lora`, `-ckpt` or `-sum` (of two batches) or neither, and layers."""
     method, *options, layers = case.split("-")
     torch.manual_seed(0)
     shape = LlamaConfig(
@@ -103,16 +103,21 @@ def build(case: str) -> nn.Module:
     return model.train()
 
 
+def backward(model: nn.Module, move: Callable[[str, int], None] = lambda *_: None) -> None:
+    """Forward and backward of a batch."""
+    ids = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 1536
+    loss = model(input_ids=ids, labels=ids).loss
+    move("loss", 0)
+    loss.backward()
+
+
 def step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     move: Callable[[str, int], None] = lambda *_: None,
 ) -> None:
     """A step; `move` is told of the loss and the update."""
-    ids = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 1536
-    loss = model(input_ids=ids, labels=ids).loss
-    move("loss", 0)
-    loss.backward()
+    backward(model, move)
     move("optimizer", 0)
     optimizer.step()
     optimizer.zero_grad()
@@ -133,6 +138,9 @@ def run_sharded(case: str, accelerator: Accelerator) -> dict[str, int]:
         held, peaks = live.bytes, []
         for _ in range(3):
             live.reset_peak()
+            if "-sum-" in case:
+                with accelerator.no_sync(model):
+                    backward(model)
             step(model, optimizer)
             gc.collect()
             peaks.append(live.peak)
@@ -231,6 +239,7 @@ def run_alone(case: str) -> dict[str, Any]:
 
 def main(out: Path, cases: list[str]) -> None:
     rank = os.environ["RANK"]
+    gc.freeze()  # so that collecting does not walk through all of torch
     if rank == "0":
         facts: dict[str, Any] = {case: run_alone(case) for case in cases}
         (out / "alone.json").write_text(json.dumps(facts))

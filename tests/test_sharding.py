@@ -22,7 +22,7 @@ from finetune.estimator.sharding import (
 )
 
 ROOT = Path(__file__).parent.parent
-CASES = ("full-4", "full-8", "tied-4", "lora-8", "lora-ckpt-4")
+CASES = ("full-4", "full-8", "full-sum-4", "tied-4", "lora-8", "lora-ckpt-4")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,11 @@ def test_two_processes_hold_what_is_predicted(steps: dict[str, Any], case: str) 
     )
     model = Fsdp2(groups, gpus=2)
     trainable = sum(group.trainable for group in groups)
-    peak = model.find_peak((Moment(*m) for m in alone["moments"]), optimizer_bytes=8 * trainable)
+    peak = model.find_peak(
+        (Moment(*m) for m in alone["moments"]),
+        optimizer_bytes=8 * trainable,
+        accumulates="-sum-" in case,
+    )
     for name in ("sharded-0", "sharded-1"):
         real = steps[name][case]
         assert model.weight_bytes() + 4 * trainable == pytest.approx(real["held"], rel=1e-3)

@@ -33,9 +33,9 @@ trace of the model with weights in the dtype that is computed in, as `Moment`s.
 Sources: `_fsdp_param_group.py`, `_fsdp_collectives.py` and `_fsdp_state.py` of torch 2.13,
 `fsdp2_prepare_model` of accelerate 1.15, `reducer.cpp`.
 
-Limits: no hybrid sharding, no CPU offload, one backward a step (`no_sync` keeps whole gradients).
-A first dimension that N does not divide is padded, which is not counted. The buffers are made on
-streams of their own, whose memory the caching allocator does not mix, so reserved is more.
+Limits: no hybrid sharding, no CPU offload. A first dimension that N does not divide is padded, and
+the padding not counted. The buffers are made on streams of their own, whose memory the caching
+allocator does not mix, so reserved is more.
 """
 
 from __future__ import annotations
@@ -133,13 +133,17 @@ class Fsdp2:
         """Bytes of the shards of all gradients on one GPU."""
         return sum(group.trainable for group in self.groups) * self.held // self.gpus
 
-    def find_peak(self, moments: Iterable[Moment], optimizer_bytes: int = 0) -> Peak:
+    def find_peak(
+        self, moments: Iterable[Moment], optimizer_bytes: int = 0, *, accumulates: bool = False
+    ) -> Peak:
         """The peak of a step of one GPU.
 
         Args:
             moments: of the step, in order. Enough are the first and the last one of each visit to
                 a group, and the one with the most `other` and `gradients` of it.
             optimizer_bytes: states of the whole model, as they are held for its shards.
+            accumulates: gradients of several batches are added up before they are reduced
+                (`no_sync`): whole ones, on every GPU.
 
         Raises:
             ValueError: no moments, or one of a group that there is not.
@@ -150,7 +154,7 @@ class Fsdp2:
                 raise ValueError(f"moment {where} is of group {moment.group} of {len(self.groups)}")
         if not step:
             raise ValueError("a step has at least one moment")
-        run = _Step(self, step, optimizer_bytes)
+        run = _Step(self, step, optimizer_bytes, accumulates)
         for where in range(len(step)):
             run.enter(where)
         run.leave(len(step) - 1)
@@ -161,7 +165,9 @@ class Fsdp2:
 class _Step:
     """FSDP's own memory while it walks through the moments."""
 
-    def __init__(self, model: Fsdp2, moments: Sequence[Moment], optimizer_bytes: int) -> None:
+    def __init__(
+        self, model: Fsdp2, moments: Sequence[Moment], optimizer_bytes: int, accumulates: bool
+    ) -> None:
         self.model = model
         self.moments = moments
         self.peak: Peak | None = None
@@ -171,7 +177,9 @@ class _Step:
         self.buffer = 0  # of the last gather of forward
         self.sending = 0
         self.reduced = 0
-        self.pending: dict[int, int] = {}  # gradients of groups that have not been reduced
+        # Whole gradients, of batches before and of this one.
+        sizes = (group.trainable * model.compute * accumulates for group in model.groups)
+        self.pending = dict(enumerate(sizes))
         self.order: list[int] = []  # in which groups ended forward
         self.last = {(moment.phase, moment.group): i for i, moment in enumerate(moments)}
         self.begun: set[int] = set()  # groups whose backward has begun
@@ -196,7 +204,7 @@ class _Step:
                 self.begun.add(moment.group)
                 self._gather_ahead(where)
         if moment.phase == "backward":
-            self.pending[moment.group] = moment.gradients
+            self.pending[moment.group] = max(self.pending[moment.group], moment.gradients)
         self._look(where)
 
     def leave(self, where: int) -> None:
@@ -214,7 +222,7 @@ class _Step:
         self.whole.discard(index)
         self.sending = group.trainable * self.model.reduce
         self._look(where)  # the gradients, and their copy
-        self.pending.pop(index)
+        self.pending[index] = 0
         self.reduced += group.trainable * self.model.held // self.model.gpus
         unreduced = self.sending // self.model.gpus if self.model.held != self.model.reduce else 0
         self._look(where, unreduced)
