@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from finetune.estimator.hidden import attention_backward_extra
+from finetune.estimator.attention_buffers import attention_backward_extra
 
 _library = torch.library.Library("finetune_estimator", "DEF")
 _library.define(

@@ -1,18 +1,119 @@
-"""What fused kernels allocate in passing."""
+"""GPU memory that no tensor of the program shows: the context, library workspaces, NCCL's buffers.
+
+A trace of a training step sees tensors. A GPU holds more, in two places:
+
+* *Inside of the caching allocator*, so in allocated and reserved: cuBLAS gets a workspace for each
+  handle, and each thread has a handle. Training runs forward in one thread and backward (with what
+  checkpointing computes again) in autograd's, so there are two. They are never freed.
+* *Outside of it*, so only in what `nvidia-smi` shows: the CUDA context with the code of the kernels
+  used so far, and NCCL's buffers for each communicator.
+
+Triton kernels (Liger, compiled graphs) allocate with `torch.empty`, which a trace sees if it sees
+inside of them; their code counts into the context. What attention kernels take is in `attention`.
+
+Sources: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.4, 2.9 and 2.13 and the pull requests
+168175 (one workspace for both libraries) and 175344 (32 MiB on Blackwell); for what lies outside,
+measurements named at each table, to about 150 MiB.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import metadata
+from typing import Literal
+
+MIB = 1 << 20
+Link = Literal["nvlink", "pcie"]
 
 
-def attention_backward_extra(
-    kernel: str, b: int, h: int, hkv: int, lq: int, lk: int, d: int, dtype: Any
+def installed_torch() -> tuple[int, int, int]:
+    """Version of the installed torch, without importing it."""
+    major, minor, patch = metadata.version("torch").split("+")[0].split(".")[:3]
+    return int(major), int(minor), int("".join(filter(str.isdigit, patch)) or 0)
+
+
+def cublas_workspace(
+    capability: tuple[int, int], torch_version: tuple[int, ...] | None = None
+) -> int:
+    """Bytes of the workspace of one cuBLAS handle.
+
+    `:4096:2:16:8`, 8.125 MiB; 32 MiB on Hopper, and on Blackwell from torch 2.12 on. The
+    environment's `CUBLAS_WORKSPACE_CONFIG` overrides it on the machine that trains, and is not
+    looked at here.
+    """
+    version = torch_version or installed_torch()
+    large = (9,) if version < (2, 12) else (9, 10, 12)
+    return 32 * MIB if capability[0] in large else 2 * 4096 * 1024 + 8 * 16 * 1024
+
+
+def library_workspaces(
+    capability: tuple[int, int], torch_version: tuple[int, ...] | None = None
 ) -> list[int]:
-    """Bytes of each passing buffer of an attention backward."""
+    """Bytes of each allocation that cuBLAS and cuBLASLt keep in a process that trains.
 
-    def up(x: int, to: int) -> int:
-        return -(-x // to) * to
+    One for the thread of forward and one for that of backward. cuBLASLt (FP8 products, and linear
+    layers with a bias) has 1 MiB of its own for each, before torch 2.11 made it share.
+    """
+    version = torch_version or installed_torch()
+    blas = cublas_workspace(capability, version)
+    return [blas, blas] if version >= (2, 11) else [blas, MIB, blas, MIB]
 
-    rows = up(lq, 128)
-    sizes = [b * h * rows * up(d, 32) * 4, b * h * rows * 4] if kernel == "flash" else []
-    return sizes + [b * lk * h * d * dtype.itemsize] * (2 if hkv != h else 0)
+
+# Context and kernel code of a process that has trained a step, MiB. Measured: 426 before the first
+# kernel on an RTX 6000 Ada (torch 2.10, CUDA 13.0: unslothai/unsloth-zoo#1053), 274 with a first
+# kernel on an older GPU (torch 1.13, CUDA 11.7, lazy loading: pytorch/pytorch#86509). It grows with
+# the number of multiprocessors; the others are scaled by that, plus 80 of kernels (cuBLAS,
+# attention, pointwise) loaded on first use.
+CONTEXT_MIB = {
+    (7, 5): 250,
+    (8, 0): 480,
+    (8, 6): 380,
+    (8, 9): 500,
+    (9, 0): 560,
+    (10, 0): 640,
+    (10, 3): 640,
+    (12, 0): 620,
+}
+
+
+def context_bytes(capability: tuple[int, int]) -> int:
+    """Bytes of the CUDA context and the code loaded into it, by compute capability.
+
+    What `nvidia-smi` shows beyond reserved, on one GPU. A capability that is not listed has that of
+    the nearest before it. Kernels are taken to load lazily, the default since CUDA 11.7; before,
+    all of torch's were loaded at once, more than 1000 MiB.
+    """
+    known = [listed for listed in CONTEXT_MIB if listed <= capability]
+    return CONTEXT_MIB[max(known, default=min(CONTEXT_MIB))] * MIB
+
+
+# One connection of one channel: 10 MiB to receive (4 MiB for the simple protocol, the rest for LL
+# and LL128) and 2 MiB to send, as NCCL_DEBUG_SUBSYS=ALLOC lists them on H100 (NVIDIA/nccl#1685).
+NCCL_CONNECTION = 12 * MIB
+NCCL_CHANNELS: dict[Link, int] = {"nvlink": 24, "pcie": 2}
+
+
+def nccl_bytes(gpus: int, link: Link = "nvlink", communicators: int = 1) -> int:
+    """Bytes of NCCL's buffers on each GPU, outside of the caching allocator.
+
+    A communicator that runs collectives has a ring (all-gather, reduce-scatter) and a tree
+    (all-reduce of a gradient norm or loss) through 24 channels over NVLink switches, 2 over PCIe.
+    With the context that makes 1.1 GB on H100, as that issue reports. Sends between single pairs
+    (pipelines, experts) connect each pair and take far more.
+    """
+    if gpus < 2:
+        return 0
+    return 2 * NCCL_CHANNELS[link] * NCCL_CONNECTION * communicators
+
+
+def nf4_temporaries(numel: int, itemsize: int = 2) -> list[int]:
+    """Bytes of each tensor that a bitsandbytes 4-bit linear makes to multiply by its weight.
+
+    The weight in the dtype of computing, and with double quantisation the scales of its blocks of
+    64 in float32, each in forward and again in backward (`bitsandbytes/functional.py`,
+    `dequantize_4bit`).
+
+    Args:
+        numel: elements of the weight.
+        itemsize: bytes of an element of the dtype of computing.
+    """
+    return [-(-numel // 64) * 4, numel * itemsize]

@@ -1,0 +1,193 @@
+"""What an attention kernel allocates besides its results: nothing that fake tensors show.
+
+Flash attention keeps no scores, so its backward walks over blocks of keys and adds to the gradient
+of the queries from many thread blocks at once. That sum is done in float32, in a buffer as large
+as the queries in float32, with lengths and head sizes rounded up to the kernel's tiles: twice the
+bytes of the bfloat16 queries, alive for the length of one kernel. With grouped queries (fewer heads
+of keys than of queries) the gradients of keys and values are made for every query head first and
+summed after. And every kernel keeps one float32 for a row of scores, the log-sum-exp, from forward
+to backward.
+
+Which kernel `scaled_dot_product_attention` takes depends on the version, the GPU and the mask:
+`sdpa_kernel` says. The kernels:
+
+* `flash`: FlashAttention 2, of torch's SDPA and of the `flash-attn` package;
+* `flash_varlen`: the same for rows packed without padding (`cu_seqlens`), as Transformers calls
+  the package when there is a padding mask;
+* `flash3`: FlashAttention 3 (`flash_attn_3`, Hopper);
+* `efficient`: CUTLASS memory-efficient attention, which takes masks and float32;
+* `cudnn`: cuDNN, whose buffers come in one piece out of the caching allocator;
+* `math`, `eager`: made of ordinary operators, which the trace shows: nothing hidden.
+
+Sources, read at torch 2.4 to 2.13, flash-attn 2.8 and cudnn-frontend 1.12:
+`aten/src/ATen/native/transformers/cuda/attention_backward.cu`, `flash_attn/flash_api.cpp`,
+`mem_eff_attention/kernel_backward.h`, `sdp_utils.cpp` (`check_prefer_cudnn_attention`),
+flash-attention's `csrc/flash_attn/flash_api.cpp` and `hopper/flash_api.cpp`, cudnn-frontend's
+`scaled_dot_product_flash_attention.h` (`CompositeSDPABackwardNode`).
+
+Limits: no dropout, no deterministic mode (a dq buffer for each split), head sizes a multiple of
+8. Tile sizes of `efficient` are those of sm_80 and later. cudnn-frontend asks for the float32 sums;
+that the plan itself takes a dk and a dv for every head of queries is an assumption, to be on the
+safe side.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Kernel = Literal["flash", "flash_varlen", "flash3", "efficient", "cudnn", "math", "eager"]
+
+FLOAT32 = 4
+FLASH_ROWS = 128  # tile of rows that lengths are rounded up to
+EFFICIENT_ROWS = 32  # of the log-sum-exp
+
+
+def sdpa_kernel(
+    capability: tuple[int, int],
+    torch_version: tuple[int, ...],
+    *,
+    head_dim: int,
+    masked: bool,
+    itemsize: int = 2,
+) -> Kernel:
+    """The kernel that torch's `scaled_dot_product_attention` takes for training on a CUDA device.
+
+    Args:
+        capability: of the GPU.
+        torch_version: (major, minor[, patch]) of torch.
+        head_dim: size of a head.
+        masked: an explicit mask is passed (`is_causal` alone is none).
+        itemsize: bytes of an element of the queries; 4 rules flash and cuDNN out.
+
+    cuDNN comes first on sm_90 in 2.5.0 (taken back in 2.5.1), on sm_90 and sm_100 in 2.9 and from
+    2.11 on, when wheels bring the cuDNN later than 9.15 that is asked for; 2.10 has the code with
+    an older cuDNN. A wheel of 2.11 or later with an older one takes flash, and so does
+    TORCH_CUDNN_SDPA_DEPRIORITIZED=1. Flash knows no mask, and no backward of heads above 192 on
+    sm_86 and sm_89.
+    """
+    half = itemsize == 2
+    hopper = capability == (9, 0)
+    if half and head_dim <= (256 if hopper else 128) and _prefers_cudnn(capability, torch_version):
+        return "cudnn"
+    flash_limit = 192 if capability in ((8, 6), (8, 9)) else 256
+    if half and capability >= (8, 0) and not masked and head_dim <= flash_limit:
+        return "flash"
+    return "efficient"
+
+
+def _prefers_cudnn(capability: tuple[int, int], torch_version: tuple[int, ...]) -> bool:
+    version = (*torch_version, 0)[:3]
+    if capability not in ((9, 0), (10, 0), (10, 3)):
+        return False
+    if version == (2, 5, 0):
+        return capability[0] == 9
+    if capability == (10, 3) and version < (2, 11, 0):
+        return False
+    return (2, 9, 0) <= version < (2, 10, 0) or version >= (2, 11, 0)
+
+
+def attention_forward_extra(kernel: Kernel, batch: int, heads: int, queries: int) -> int:
+    """Bytes that forward makes besides its output and keeps for backward.
+
+    The log-sum-exp, [batch, heads, queries] float32.
+
+    Raises:
+        ValueError: a kernel that is not known.
+    """
+    _check(kernel)
+    if kernel in ("math", "eager"):
+        return 0
+    rows = _round(queries, EFFICIENT_ROWS) if kernel == "efficient" else queries
+    return batch * heads * rows * FLOAT32
+
+
+def attention_forward_temporary(
+    kernel: Kernel, batch: int, heads: int, queries: int, head_dim: int
+) -> int:
+    """Bytes that forward holds while it runs: the output in float32, of `efficient` above 128.
+
+    Raises:
+        ValueError: a kernel that is not known.
+    """
+    _check(kernel)
+    wide = kernel == "efficient" and head_dim > 128
+    return batch * heads * queries * head_dim * FLOAT32 if wide else 0
+
+
+def attention_backward_extra(
+    kernel: Kernel,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    itemsize: int = 2,
+) -> list[int]:
+    """Bytes of each tensor that backward holds while it runs, besides the gradients it returns.
+
+    Args:
+        kernel: which one.
+        batch, heads, kv_heads, queries, keys, head_dim: q is [batch, heads, queries, head_dim], k
+            and v [batch, kv_heads, keys, head_dim]. For `flash_varlen` the tokens of a batch count:
+            batch x queries, padding left out.
+        itemsize: bytes of an element of q.
+
+    Raises:
+        ValueError: a kernel that is not known, or heads that kv_heads does not divide.
+    """
+    _check(kernel)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads of queries cannot share {kv_heads} heads of keys")
+    grouped = heads != kv_heads
+    expanded = batch * keys * heads * head_dim * itemsize  # one of dk, dv for every query head
+    if kernel in ("math", "eager"):
+        return []
+    if kernel == "cudnn":
+        total = batch * heads * queries * (1 + head_dim) * FLOAT32
+        return [total + (2 * expanded if grouped else 0)]
+    if kernel == "efficient":
+        return [
+            batch * heads * queries * FLOAT32,
+            _efficient_workspace(batch, heads, queries, keys, head_dim),
+        ]
+    width = _flash_width(head_dim)
+    if kernel == "flash_varlen":
+        rows = batch * queries + FLASH_ROWS * batch
+        parts = [heads * rows * FLOAT32, rows * heads * width * FLOAT32]
+        return [*parts, expanded, expanded] if grouped else parts
+    rows = batch * _round(queries, FLASH_ROWS)
+    parts = [heads * rows * FLOAT32, rows * heads * width * FLOAT32]
+    if kernel == "flash":
+        return [*parts, expanded, expanded] if grouped else parts
+    sums = batch * kv_heads * _round(keys, FLASH_ROWS) * width * FLOAT32
+    parts.insert(0, parts[0])  # flash3 has the log-sum-exp in base 2 as well
+    return [*parts, sums, sums] if grouped else parts
+
+
+def _efficient_workspace(batch: int, heads: int, queries: int, keys: int, head_dim: int) -> int:
+    """`Params::workspace_size()` of the CUTLASS kernel: tiles of dq in float32, each with a lock.
+
+    Heads above 128 do not fit registers, so tiles of dk and dv are in memory as well.
+    """
+    rows = columns = 64 if head_dim <= 64 or head_dim > 128 else 128
+    tiles = -(-queries // rows) * -(-head_dim // columns)
+    nbytes = tiles * (16 + rows * columns * FLOAT32)
+    if head_dim > 128:
+        splits = min(-(-keys // columns), max(1, 200 // (batch * heads)))
+        nbytes += 2 * splits * columns * _round(head_dim, rows) * FLOAT32
+    return batch * heads * _round(nbytes, 16)
+
+
+def _flash_width(head_dim: int) -> int:
+    """Head size of flash attention's float32 buffers."""
+    return _round(head_dim, 32 if head_dim <= 128 else 64)
+
+
+def _check(kernel: str) -> None:
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"no attention kernel {kernel!r}: one of {', '.join(get_args(Kernel))}")
+
+
+def _round(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

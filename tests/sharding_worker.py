@@ -1,0 +1,259 @@
+"""Steps of small Llamas under FSDP2, by Accelerate, and alone: what was alive.
+
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m tests.sharding_worker OUT CASES
+
+CASES are names of `test_sharding.CASES`, such as `full-4`, with commas. Each process writes the
+peak of a step to OUT/sharded-RANK.json, and the first one to OUT/alone.json what the estimate is
+made of: a step on its own, with weights in the dtype of computing, moment by moment.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+torch.set_num_threads(1)
+
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from tests.benchmarks.live_tensors import LiveTensors
+
+ROWS, LENGTH = 2, 96
+
+
+class SizedTensors(LiveTensors):
+    """Counts storages as large as they are: FSDP2 frees gathered weights by resizing them to 0."""
+
+    def __init__(self, known: Any = ()) -> None:
+        self.sizes: dict[int, int] = {}
+        super().__init__(known)
+
+    def count(self, tensor: Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):
+            for part in map(tensor.__getattribute__, tensor.__tensor_flatten__()[0]):
+                if isinstance(part, Tensor):  # and not a DTensor's mesh
+                    self.count(part)
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if tensor.is_meta or key in self._alive:
+            return
+
+        def died(_: Any) -> None:
+            del self._alive[key]
+            self.bytes -= self.sizes.pop(key)
+
+        self._alive[key] = weakref.ref(storage, died)
+        self.sizes[key] = 0
+        self.resized(storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is known anew."""
+        if storage._cdata in self.sizes:
+            self.bytes += storage.nbytes() - self.sizes[storage._cdata]
+            self.sizes[storage._cdata] = storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+
+    def __enter__(self) -> Self:
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self.resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = counted
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*details)
+
+
+def build(case: str) -> nn.Module:
+    """`full`, `tied` or `lora`, `-ckpt` or `-sum` (of two batches) or neither, and layers."""
+    method, *options, layers = case.split("-")
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=256, intermediate_size=640, num_hidden_layers=int(layers), pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=1536, use_cache=False,
+        tie_word_embeddings=method == "tied", dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape).to(torch.bfloat16)
+    if options == ["ckpt"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    if method == "lora":
+        lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora)
+    return model.train()
+
+
+def backward(model: nn.Module, move: Callable[[str, int], None] = lambda *_: None) -> None:
+    """Forward and backward of a batch."""
+    ids = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 1536
+    loss = model(input_ids=ids, labels=ids).loss
+    move("loss", 0)
+    loss.backward()
+
+
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    move: Callable[[str, int], None] = lambda *_: None,
+) -> None:
+    """A step; `move` is told of the loss and the update."""
+    backward(model, move)
+    move("optimizer", 0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def run_sharded(case: str, accelerator: Accelerator) -> dict[str, int]:
+    """Least peak of some steps after the first, on this process.
+
+    Of some, because gloo's threads let go of a buffer a little after the collective is over, so
+    one may be counted for too long.
+    """
+    model = build(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with SizedTensors([*model.parameters(), *model.buffers()]) as live:
+        step(model, optimizer)
+        gc.collect()
+        held, peaks = live.bytes, []
+        for _ in range(3):
+            live.reset_peak()
+            if "-sum-" in case:
+                with accelerator.no_sync(model):
+                    backward(model)
+            step(model, optimizer)
+            gc.collect()
+            peaks.append(live.peak)
+    return {"peak": min(peaks), "held": held}
+
+
+class Recorder(SizedTensors):
+    """What is alive besides weights, gradients and optimizer states, by group of `groups_of`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([*model.parameters(), *model.buffers()])
+        self.weights, self.states = self.bytes, 0
+        self.phase, self.group = "forward", 0
+        self.gradients: dict[int, int] = {}
+        self.visits: list[list[Any]] = []
+        for index, module in groups_of(model):
+            module.register_forward_pre_hook(lambda *_, i=index: self.move("forward", i))
+            module.register_forward_hook(lambda _m, _i, out, i=index: self.watch(out, i))
+            for parameter in filter(lambda p: p.requires_grad, module.parameters()):
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, i=index: self.made(i, p.grad.nbytes)
+                )
+
+    def move(self, phase: str, group: int) -> None:
+        """On to another group, unless checkpointing goes forward within backward."""
+        if phase == "forward" and self.phase != "forward":
+            return
+        if (phase, group) != (self.phase, self.group) or not self.visits:
+            self.phase, self.group = phase, group
+            self.visits.append([phase, group])
+        self.look()
+
+    def watch(self, output: Any, group: int) -> None:
+        output = output if isinstance(output, Tensor) else output[0]
+        if output.requires_grad:
+            output.register_hook(lambda _: self.move("backward", group))
+
+    def made(self, group: int, nbytes: int) -> None:
+        self.gradients[group] = self.gradients.get(group, 0) + nbytes
+        self.look()
+
+    def look(self) -> None:
+        if not self.visits:
+            return
+        own = self.gradients.get(self.group, 0) if self.phase == "backward" else 0
+        rest = self.bytes - self.weights - self.states - sum(self.gradients.values())
+        visit = self.visits[-1]
+        if len(visit) == 2:
+            visit += [[rest, own]] * 3
+        visit[4] = [rest, own]
+        if rest + own >= sum(visit[3]):
+            visit[3] = [rest, own]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.look()
+        return result
+
+
+def groups_of(model: nn.Module) -> list[tuple[int, nn.Module]]:
+    """Modules of each group, as Accelerate makes them."""
+    base = model.base_model.model if hasattr(model, "peft_config") else model
+    layers = list(base.model.layers)
+    tail = 0 if base.config.tie_word_embeddings else len(layers) + 1
+    return [
+        (0, base.model.embed_tokens),
+        *((i + 1, layer) for i, layer in enumerate(layers)),
+        (tail, base.model.norm),
+        (tail, base.lm_head),
+    ]
+
+
+def run_alone(case: str) -> dict[str, Any]:
+    """Moments of a step on one process, and the sizes of the groups."""
+    model = build(case).to(torch.bfloat16)
+    groups: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for index, module in groups_of(model):
+        own = groups.setdefault(index, [0, 0])
+        for parameter in module.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                size = parameter.numel() if parameter.requires_grad else parameter.nbytes
+                own[parameter.requires_grad] += size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    # As Accelerate does for mixed precision on one process.
+    model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
+    with Recorder(model) as live:
+        step(model, optimizer)
+        live.states, live.gradients = live.bytes - live.weights, {}
+        live.visits, live.phase = [], "forward"
+        step(model, optimizer, live.move)
+    moments = [[phase, group, *part] for phase, group, *parts in live.visits for part in parts]
+    return {"moments": moments, "groups": [groups[i] for i in sorted(groups)]}
+
+
+def main(out: Path, cases: list[str]) -> None:
+    rank = os.environ["RANK"]
+    gc.freeze()  # so that collecting does not walk through all of torch
+    if rank == "0":
+        facts: dict[str, Any] = {case: run_alone(case) for case in cases}
+        (out / "alone.json").write_text(json.dumps(facts))
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[LlamaDecoderLayer.__name__], cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+    # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+    facts = {case: run_sharded(case, accelerator) for case in cases}
+    (out / f"sharded-{rank}.json").write_text(json.dumps(facts))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2].split(","))
