@@ -121,19 +121,41 @@ def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
     )
 
 
+def first_layers(shape: PretrainedConfig, layers: int) -> None:
+    """Make an architecture one of its first `layers` decoder layers, in place.
+
+    Lists with an entry for each layer (`layer_types`) are cut alike. A model that has no more
+    layers than that stays as it is.
+    """
+    text = shape.get_text_config(decoder=True)
+    depth = text.num_hidden_layers
+    if layers >= depth:
+        return
+    for name, value in vars(text).items():
+        if isinstance(value, (list, tuple)) and len(value) == depth:
+            text.__dict__[name] = value[:layers]
+    text.num_hidden_layers = layers
+
+
 def sketch(
-    config: RunConfig, before_adapters: Callable[[PreTrainedModel], None] | None = None
+    config: RunConfig,
+    before_adapters: Callable[[PreTrainedModel], None] | None = None,
+    *,
+    layers: int | None = None,
 ) -> PreTrainedModel:
     """The model with its adapters on the meta device: shapes without memory, in a second.
 
     Args:
         config: the run.
         before_adapters: what to do to the plain model first.
+        layers: how many of its decoder layers, from the first on; all, if left out.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     shape = load_shape(config.model)
+    if layers is not None:
+        first_layers(shape, layers)
     if "fp8" in (config.precision.frozen, config.model.storage):
         # A checkpoint published in FP8 is read into layers that hold FP8, or refused on loading.
         shape.__dict__.pop("quantization_config", None)

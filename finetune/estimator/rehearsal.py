@@ -67,19 +67,24 @@ class Rehearsal:
     notes: list[str] = field(default_factory=list)
 
 
-def rehearse(config: RunConfig, device: Device, resolution: Resolution) -> Rehearsal:
+def rehearse(
+    config: RunConfig, device: Device, resolution: Resolution, *, layers: int | None = None
+) -> Rehearsal:
     """Run one step of a recipe on tensors without memory.
 
     Args:
         config: the run.
         device: that it would train on; its kind decides what libraries do.
         resolution: of the run's precision on that device.
+        layers: of the model, from the first on; all, if left out. Fewer are rehearsed sooner, and
+            tell what one more costs.
 
     Raises:
         FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
     """
     notes: list[str] = []
-    model: nn.Module = sketch(config, as_four_bit if config.model.storage == "nf4" else None)
+    before = as_four_bit if config.model.storage == "nf4" else None
+    model: nn.Module = sketch(config, before, layers=layers)
     the_plan = plan(model, resolution.precision)
     with without_memory(), contextlib.ExitStack() as stack:
         to_fake(model)
