@@ -5,11 +5,9 @@ and allocates other things than those of a GPU. For a GPU target its call is rep
 that computes nothing, but has the results, the saved tensors and the passing buffers of the kernel
 that CUDA would choose:
 
-* *flash* (FlashAttention-2, Dao 2023, arXiv 2307.08691): BF16 or FP16, no mask. It saves q, k, v,
-  the output and one float32 per row (log-sum-exp); its backward accumulates dq in float32 and, when
-  heads share keys and values, makes dk and dv per query head before it sums them.
-* *efficient* (xFormers' kernel, for masks and for float32): saves the mask too, which torch first
-  turns from truth values into numbers of the operands' type.
+q, k, v, the output and one float32 per row (log-sum-exp) are saved, and a mask, which torch first
+turns from truth values into numbers of the operands' type. Which kernel it is, and what its
+backward makes in passing, says `finetune.estimator.attention_buffers`.
 
 Shapes: q [B, H, L, D]; k, v [B, Hkv, S, D]; output [B, H, L, D], laid out as [B, L, H, D].
 Source: torch 2.13, aten/src/ATen/native/transformers/cuda.
@@ -17,13 +15,20 @@ Source: torch 2.13, aten/src/ATen/native/transformers/cuda.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from finetune.estimator.attention_buffers import attention_backward_extra
+from finetune.estimator.attention_buffers import (
+    Kernel,
+    attention_backward_extra,
+    attention_forward_extra,
+    sdpa_kernel,
+)
+from finetune.estimator.hidden import installed_torch
 
 _library = torch.library.Library("finetune_estimator", "DEF")
 _library.define(
@@ -36,17 +41,19 @@ _library.define(
 )
 
 
-def _by_position(x: Tensor, heads: int) -> Tensor:
-    """An empty [B, heads, L, D] whose memory is [B, L, heads, D], as the kernels lay it out."""
-    b, _, length, d = x.shape
+def _by_position(x: Tensor) -> Tensor:
+    """An empty [B, H, L, D] whose memory is [B, L, H, D], as the kernels lay it out."""
+    b, heads, length, d = x.shape
     return x.new_empty((b, length, heads, d)).transpose(1, 2)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])).transpose(1, 2)
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+    b, heads, length, _ = q.shape
+    out = q.new_empty((b, length, heads, v.shape[3])).transpose(1, 2)
+    kept = attention_forward_extra(kernel, b, heads, length)
+    return out, q.new_empty(kept // 4, dtype=torch.float32)
 
 
 def _backward(
@@ -58,18 +65,12 @@ def _backward(
     lse: Tensor,
     mask: Tensor | None,
     causal: bool,
-    kernel: str,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    sizes = attention_backward_extra(
-        kernel, q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype
-    )
+    (b, heads, rows, d), (_, kv_heads, keys, _) = q.shape, k.shape
+    sizes = attention_backward_extra(kernel, b, heads, kv_heads, rows, keys, d, q.element_size())
     passing = [q.new_empty(size, dtype=torch.uint8) for size in sizes]
-    return (
-        _by_position(q, q.shape[1]),
-        _by_position(k, k.shape[1]),
-        _by_position(v, v.shape[1]),
-        passing,
-    )
+    return _by_position(q), _by_position(k), _by_position(v), passing
 
 
 for _name, _call in (("attention", _forward), ("attention_backward", _backward)):
@@ -80,7 +81,7 @@ _OPS = torch.ops.finetune_estimator
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: str
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
     ) -> Tensor:
         out, lse = _OPS.attention(q, k, v, mask, causal, kernel)
         ctx.save_for_backward(q, k, v, out, lse, *([] if mask is None else [mask]))
@@ -97,30 +98,42 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def kernel_of(q: Tensor, mask: Tensor | None) -> str:
-    """What CUDA would choose: `flash` or `efficient`."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return "flash" if half and mask is None and q.shape[-1] <= 256 else "efficient"
+def attention_on(
+    capability: tuple[int, int], torch_version: tuple[int, ...] | None = None
+) -> Callable[..., Tensor]:
+    """`F.scaled_dot_product_attention` as it is on a GPU, for tensors without memory.
 
+    Args:
+        capability: compute capability of the GPU.
+        torch_version: of torch, the installed one unless given.
 
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`F.scaled_dot_product_attention` of a GPU, on tensors without memory.
-
-    Under autocast the operands are cast as autocast casts them for it.
+    Returns:
+        A function with the same arguments. Under autocast it casts the operands as autocast would.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        wanted = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
-    if attn_mask is not None and attn_mask.dtype != query.dtype:
-        attn_mask = attn_mask.to(query.dtype)
-    kernel = kernel_of(query, attn_mask)
-    return _Attention.apply(query, key, value, attn_mask, is_causal, kernel)  # pyright: ignore
+    version = torch_version or installed_torch()
+
+    def fused_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if torch.is_autocast_enabled(query.device.type):
+            wanted = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+        if attn_mask is not None and attn_mask.dtype != query.dtype:
+            attn_mask = attn_mask.to(query.dtype)
+        kernel = sdpa_kernel(
+            capability,
+            version,
+            head_dim=query.shape[-1],
+            masked=attn_mask is not None,
+            itemsize=query.element_size(),
+        )
+        return _Attention.apply(query, key, value, attn_mask, is_causal, kernel)  # pyright: ignore
+
+    return fused_attention

@@ -89,7 +89,7 @@ def rehearse(
     with without_memory(), contextlib.ExitStack() as stack:
         to_fake(model)
         if device.kind == "cuda":
-            stack.enter_context(on_gpu())
+            stack.enter_context(on_gpu(device.capability or (9, 0)))
         hold_base(model, config.model.storage)
         if resolution.precision.backend == "te":
             engine = stand_in(device.capability or (0, 0))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from finetune.estimator.attention import fused_attention
+from finetune.estimator.attention import attention_on
 from finetune.estimator.faking import replaced
 
 _MATHS = (
@@ -76,9 +76,16 @@ _library.impl("addmm_fp32", lambda *_: None, "Meta")
 
 
 @contextlib.contextmanager
-def on_gpu() -> Iterator[None]:
-    """Treat tensors of the CPU as CUDA would treat its own."""
-    from torch.optim import optimizer
+def on_gpu(
+    capability: tuple[int, int] = (9, 0), torch_version: tuple[int, ...] | None = None
+) -> Iterator[None]:
+    """Treat tensors of the CPU as CUDA would treat its own.
+
+    Args:
+        capability: compute capability of the GPU.
+        torch_version: of torch, the installed one unless given; decides which attention runs.
+    """
+    import torch.optim.optimizer as optimizers
     from torch.utils import _foreach_utils
     from trl.kernels import chunked_logprob
     from trl.trainer import utils as trl_utils
@@ -90,15 +97,15 @@ def on_gpu() -> Iterator[None]:
         return True
 
     changes: list[tuple[Any, str, Any]] = [
-        (optimizer, "_get_foreach_kernels_supported_devices", also_cpu),
+        (optimizers, "_get_foreach_kernels_supported_devices", also_cpu),
         (_foreach_utils, "_get_foreach_kernels_supported_devices", also_cpu),
-        (optimizer, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
+        (optimizers, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
         (trl_utils, "_use_triton", always),
         (chunked_logprob, "_use_triton", always),
         (chunked_logprob, "_addmm_fp32", torch.ops.finetune_estimator.addmm_fp32),
         (chunked_logprob, "_forward_kernel", _Launcher("logprob_forward")),
         (chunked_logprob, "_backward_kernel", _Launcher("logprob_backward")),
-        (F, "scaled_dot_product_attention", fused_attention),
+        (F, "scaled_dot_product_attention", attention_on(capability, torch_version)),
     ]
     for owner, names in FLOAT32.items():
         changes += [(owner, name, _in_float32(getattr(owner, name))) for name in names.split()]
