@@ -73,7 +73,7 @@ def _build(
 
 
 def read_text(source: Path) -> str:
-    """The text of a recipe file.
+    """The text of a recipe or another file of ours.
 
     Raises:
         ConfigError: the file is not UTF-8; with file and line.
@@ -84,7 +84,7 @@ def read_text(source: Path) -> str:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(
-            "the recipe is not UTF-8 text", where=f"{shown(source)}:{line}", fix="save it as UTF-8"
+            "the file is not UTF-8 text", where=f"{shown(source)}:{line}", fix="save it as UTF-8"
         ) from None
 
 
