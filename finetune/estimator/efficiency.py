@@ -24,7 +24,7 @@ from finetune.plain_yaml import read_text
 TABLE = Path(__file__).parents[1] / "assets" / "efficiency.yaml"
 
 Direction = Literal["forward", "backward"]
-HostKind = Literal["eager", "compiled", "native"]
+HostKind = Literal["eager", "slow", "compiled", "native"]
 
 
 class _Row(BaseModel):
@@ -49,7 +49,8 @@ class Shared(_Row):
 
     bandwidth: PositiveFloat
     l2: PositiveFloat
-    barrier: PositiveFloat
+    columns: PositiveFloat
+    transpose: PositiveFloat
     rowwise: PositiveFloat
     blocks: PositiveFloat
     masked_attention: PositiveFloat

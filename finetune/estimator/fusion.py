@@ -23,10 +23,14 @@ compute again rather than to store are not modelled: some rows move a little mor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from finetune.estimator.kernels import FUSABLE, Kind, base_name, is_barrier, kind_of, traffic
 from finetune.estimator.tape import Op
+
+
+Pattern = Literal["straight", "columns", "transpose"]
+"""How memory is walked through; reductions over columns and transposed writes waste bandwidth."""
 
 
 class Launch(NamedTuple):
@@ -36,8 +40,7 @@ class Launch(NamedTuple):
     kind: Kind
     read: float
     written: float
-    strided: bool
-    """Whether it reduces over columns or writes transposed, which wastes bandwidth."""
+    pattern: Pattern
 
 
 class _Value(NamedTuple):
@@ -59,7 +62,7 @@ def launches(
     if compiled is None:
         for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
             if kind != "none":
-                yield Launch((index,), kind, *traffic(op), is_strided(op))
+                yield Launch((index,), kind, *traffic(op), pattern_of(op))
         return
     groups = _groups(ops, kinds, [compiled(op) for op in ops])
     uses = _uses(ops, kinds)
@@ -72,20 +75,22 @@ def launches(
             continue
         group = groups[index]
         if group is None:
-            yield Launch((index,), kind, *traffic(op), is_strided(op))
+            yield Launch((index,), kind, *traffic(op), pattern_of(op))
         elif members[group][0] == index:
             yield _joined(ops, kinds, members[group], uses)
 
 
-def is_strided(op: Op) -> bool:
+def pattern_of(op: Op) -> Pattern:
     """Whether a kernel reduces over columns or writes the transpose of what it reads."""
     kind = kind_of(op)
     if kind == "reduction":
-        return is_barrier(op) and any(_numel(out.shape) > 1 for out in op.outputs)
+        columns = is_barrier(op) and any(_numel(out.shape) > 1 for out in op.outputs)
+        return "columns" if columns else "straight"
     if kind != "copy" or not op.inputs or not op.outputs:
-        return False
+        return "straight"
     before, after = op.inputs[-1].shape, op.outputs[0].shape
-    return len(before) == 2 and before != after and before == after[::-1]
+    turned = len(before) == 2 and before != after and before == after[::-1]
+    return "transpose" if turned else "straight"
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -209,5 +214,6 @@ def _joined(
             if not readers or any(reader not in inside for reader in readers):
                 written += operand.nbytes
     kind: Kind = "reduction" if any(kinds[index] == "reduction" for index in members) else "pointwise"
-    strided = any(is_strided(ops[index]) for index in members)
-    return Launch(tuple(members), kind, sum(reads.values()), written, strided)
+    patterns = {pattern_of(ops[index]) for index in members}
+    pattern = next((p for p in ("columns", "transpose") if p in patterns), "straight")
+    return Launch(tuple(members), kind, sum(reads.values()), written, pattern)

@@ -287,8 +287,8 @@ def _bandwidth(gpu: Gpu, launch: Launch, moved: float, shares: Efficiency) -> fl
     speed = gpu.gb_s * 1e9 * numbers.bandwidth
     if launch.kind == "dequantise":
         return gpu.gb_s * 1e9 * numbers.dequantise
-    if launch.strided:
-        speed *= numbers.barrier
+    if launch.pattern != "straight":
+        speed *= numbers.columns if launch.pattern == "columns" else numbers.transpose
     if launch.kind != "gemm" and moved <= gpu.l2_mib * 2**20 / 2:
         speed *= numbers.l2
     return speed

@@ -59,6 +59,11 @@ class Linear(NamedTuple):
     fp8: Fp8 | None = None
     rank: int = 0
 
+    @property
+    def base(self) -> str:
+        """The module that multiplies: inside of the one that carries an adapter."""
+        return f"{self.name}.base_layer" if self.rank else self.name
+
 
 class Writer:
     """Collects operators.
@@ -189,11 +194,11 @@ class Writer:
         """`y = x Wᵀ`, with the adapter's branch."""
         n = to.weight.shape[0]
         if to.fp8:
-            x8, sx = self._cast(x, to.fp8, at=to.name)
+            x8, sx = self._cast(x, to.fp8, at=to.base)
             w8, sw = self._weight(to)
-            y = self._scaled(x8, w8, sx, sw, n, at=to.name)
+            y = self._scaled(x8, w8, sx, sw, n, at=to.base)
         else:
-            y = self.product(x, self._unpack(to), n, at=to.name)
+            y = self.product(x, self._unpack(to), n, at=to.base)
         return self._adapter(x, y, to) if to.rank else y
 
     def linear_backward(self, g: Tensor, x: Tensor, to: Linear) -> Tensor:
@@ -202,10 +207,10 @@ class Writer:
         if to.fp8:
             dx = self._fp8_backward(g, x, to)
         else:
-            dx = self.product(g, self._unpack(to), k, at=to.name)
+            dx = self.product(g, self._unpack(to), k, at=to.base)
             if to.trained:
                 turned = Tensor(g.storage, (n, g.shape[0]), g.dtype, g.nbytes)
-                self.product(turned, x, k, at=to.name)
+                self.product(turned, x, k, at=to.base)
         return self._adapter_backward(g, x, dx, to) if to.rank else dx
 
     def _unpack(self, to: Linear) -> Tensor:
@@ -213,7 +218,7 @@ class Writer:
             return to.weight
         codes = Tensor(to.weight.storage, (to.packed,), "uint8", to.packed)
         wide = self.tensor(*to.weight.shape)
-        self.op("bitsandbytes.dequantize_4bit.default", (codes,), (wide,), to.name)
+        self.op("bitsandbytes.dequantize_4bit.default", (codes,), (wide,), to.base)
         return wide
 
     # ----------------------------------------------------------------------------------- adapters
@@ -263,7 +268,7 @@ class Writer:
         return out
 
     def _fp8_backward(self, g: Tensor, x: Tensor, to: Linear) -> Tensor:
-        how, at = to.fp8, to.name
+        how, at = to.fp8, to.base
         assert how
         g8, sg = self._cast(g, how, at=at)
         w8, sw = self._weight(to, turned=True)
@@ -280,14 +285,14 @@ class Writer:
             n, k = to.weight.shape[::-1] if turned else to.weight.shape
             return self.tensor(n, k, dtype=FP8), self.tensor(1, dtype="float32")
         if to.fp8 != "frozen":
-            return self._cast(to.weight, to.fp8 or "tensorwise", at=to.name, turned=turned)
+            return self._cast(to.weight, to.fp8 or "tensorwise", at=to.base, turned=turned)
         n, k = to.weight.shape
         codes = Tensor(to.weight.storage, (n, k), FP8, n * k)
         scale = self.tensor(n, dtype="float32")
         if not turned:
             return codes, scale
         out = self.tensor(k, n, dtype=FP8)
-        self.op("aten.clone.default", (codes,), (out,), to.name)
+        self.op("aten.clone.default", (codes,), (out,), to.base)
         return out, scale
 
     def _cast(
@@ -295,7 +300,7 @@ class Writer:
     ) -> tuple[Tensor, Tensor]:
         """x in FP8 (transposed, where asked) and its scale: of all, of each row, or per block."""
         key = (x.storage, how, turned, self.phase)
-        if self._once and key in self._casts:
+        if (self._once or how == "delayed") and key in self._casts:
             return self._casts[key]
         if turned and self._turn_codes and how == "tensorwise":
             for phase in (self.phase, "forward"):
@@ -305,6 +310,8 @@ class Writer:
                     self.op("aten.clone.default", before[:1], (out,), at)
                     return out, before[1]
         shape = x.shape[::-1] if turned else x.shape
+        if how == "delayed":
+            return self._cast_transpose(x, turned, at)
         if how == "blocks":  # the largest of 32 neighbours is known where they are read
             scale = self.tensor(shape[0], -(-shape[1] // 32), dtype="float8_e8m0fnu")
             out = self.tensor(*shape, dtype=FP8)
@@ -323,9 +330,18 @@ class Writer:
         self._casts[key] = (out, scale)
         return out, scale
 
+    def _cast_transpose(self, x: Tensor, turned: bool, at: str) -> tuple[Tensor, Tensor]:
+        """Transformer Engine's kernel: both layouts in one pass, the scale known from before."""
+        scale = self.tensor(1, dtype="float32")
+        straight, flat = self.tensor(*x.shape, dtype=FP8), self.tensor(*x.shape[::-1], dtype=FP8)
+        name = "transformer_engine.cast_transpose.default"
+        self.op(name, (x, scale), (straight, flat), at)
+        for phase in (self.phase, "backward"):
+            self._casts[x.storage, "delayed", False, phase] = (straight, scale)
+            self._casts[x.storage, "delayed", True, phase] = (flat, scale)
+        return (flat if turned else straight), scale
+
     def _scale(self, x: Tensor, how: Fp8, turned: bool, at: str) -> Tensor:
-        if how == "delayed":  # known from earlier steps; the maximum is taken in passing
-            return self.tensor(1, dtype="float32")
         size = self.map("abs.default", x, at=at)
         if how in ("rowwise", "frozen"):
             most = self.columns("amax.default", size, at=at) if turned else self.rows("amax.default", size, at=at)
