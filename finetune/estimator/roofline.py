@@ -243,19 +243,27 @@ def product_seconds(
 ) -> float:
     """Seconds that the tensor cores need for a matrix product, memory aside."""
     rate = _rate(product.precision, gpu, shares, tf32)
-    units = gpu.sms
-    extra = shares.shared.pipeline_k
-    best = math.inf
+    return product.flops / (rate * shape_share(product, gpu.sms, shares.shared.pipeline_k))
+
+
+def shape_share(product: Product, units: int, pipeline_k: float) -> float:
+    """What a product of this shape gets of the rate of one without an end, at most 1.
+
+    Args:
+        product: its sizes.
+        units: multiprocessors.
+        pipeline_k: what a tile costs beside its products, as elements of K.
+    """
+    best = math.inf  # seconds at a rate of one
     for rows, columns, relative in _TILES:
         tiles = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns)
         for split in _SPLITS:
             if split > 1 and (tiles >= 2 * units or product.k < 256 * split):
                 break
             rounds = math.ceil(tiles * split / units)
-            depth = product.k / split + extra
-            work = 2.0 * rows * columns * depth * rounds
-            best = min(best, work / (rate / units * relative))
-    return best
+            depth = product.k / split + pipeline_k
+            best = min(best, 2.0 * rows * columns * depth * rounds * units / relative)
+    return product.flops / best
 
 
 def _rate(precision: Precision, gpu: Gpu, shares: Efficiency, tf32: bool) -> float:

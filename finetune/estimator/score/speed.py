@@ -289,6 +289,8 @@ def _stack(row: Row, setting: Setting, gpus: int) -> tuple[Setting, Stack]:
         setting = replace(setting, optimizer="8bit")
     elif "fused" in row["optimizer"].lower():
         setting = replace(setting, optimizer="fused")
+    if re.search(r"fp32 (params|weights|master)|mixed", precision):
+        setting = replace(setting, weight_dtype="float32", state_dtype="float32")
     text = " ".join((framework, precision, row["notes"].lower()))
     if "compile" in text or ("torchtitan" in framework and "eager" not in text):
         return replace(setting, compiled=True), Stack("compiled", ("*",))
