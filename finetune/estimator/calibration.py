@@ -170,5 +170,3 @@ def _plain() -> Efficiency:
         shared=shared(),
         origin="",
     )
-
-

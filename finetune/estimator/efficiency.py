@@ -139,4 +139,3 @@ def efficiency_of(gpu: Gpu) -> Efficiency:
         shared=table.shared,
         origin=own.origin if own else family.origin,
     )
-

@@ -49,9 +49,7 @@ class _Value(NamedTuple):
     maker: int
 
 
-def launches(
-    ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None
-) -> Iterator[Launch]:
+def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) -> Iterator[Launch]:
     """The kernels of a tape, in the order of their first operator.
 
     Args:
@@ -213,7 +211,9 @@ def _joined(
             readers = uses.get((operand.storage, index), [])
             if not readers or any(reader not in inside for reader in readers):
                 written += operand.nbytes
-    kind: Kind = "reduction" if any(kinds[index] == "reduction" for index in members) else "pointwise"
+    kind: Kind = (
+        "reduction" if any(kinds[index] == "reduction" for index in members) else "pointwise"
+    )
     patterns = {pattern_of(ops[index]) for index in members}
     pattern = next((p for p in ("columns", "transpose") if p in patterns), "straight")
     return Launch(tuple(members), kind, sum(reads.values()), written, pattern)

@@ -45,7 +45,7 @@ FUSABLE = frozenset({"pointwise", "reduction", "copy", "gather"})
 """What Inductor generates code for and can join into one kernel."""
 
 _GEMMS = frozenset(
-    "mm addmm bmm baddbmm linear matmul _scaled_mm scaled_mm _int_mm _grouped_mm "
+    "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul _scaled_mm scaled_mm _int_mm _grouped_mm "
     "_scaled_grouped_mm".split()
 )
 _REDUCTIONS = frozenset(
@@ -61,7 +61,7 @@ _ROW_REDUCTIONS = frozenset(
 )
 _COPIES = frozenset(
     "copy_ copy clone _to_copy contiguous cat stack fill_ fill zero_ zeros zeros_like ones "
-    "ones_like full full_like new_zeros new_ones new_full constant_pad_nd arange repeat "
+    "ones_like full full_like new_zeros new_ones new_full constant_pad_nd pad arange repeat "
     "repeat_interleave scalar_tensor roll flip tril triu".split()
 )
 _FILLS = frozenset(
@@ -112,7 +112,12 @@ def dtype_name(operand: Operand) -> str:
 
 def kind_of(op: Op) -> Kind:
     """The kind of kernel that this operator launches."""
-    return _kind(op.name, op.phase)
+    kind = _kind(op.name, op.phase)
+    if kind == "copy" and op.outputs and not base_name(op).endswith("_"):
+        taken = {operand.storage for operand in op.inputs}
+        if all(operand.storage in taken for operand in op.outputs):
+            return "none"  # nothing to do: it gave its argument back
+    return kind
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,12 +161,12 @@ def product_of(op: Op) -> Product | None:
     """The matrix product of a GEMM operator, None for another kind or for operands unknown."""
     matrices = [operand for operand in op.inputs if len(operand.shape) >= 2]
     name = base_name(op)
-    if kind_of(op) != "gemm" or len(matrices) < 2 or not op.outputs:
+    if kind_of(op) != "gemm" or len(matrices) < 2:
         return None
-    if name in ("addmm", "baddbmm") and len(matrices) >= 3:
+    output = (op.outputs or op.inputs)[0].shape
+    if name.startswith(("addmm", "baddbmm")) and len(matrices) >= 3:
         matrices = matrices[1:]
     a, b = matrices[0], matrices[1]
-    output = op.outputs[0].shape
     k = a.shape[-1]
     n = output[-1]
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
@@ -211,6 +216,8 @@ def traffic(op: Op) -> tuple[float, float]:
         if name == "embedding_dense_backward":
             return read, 2 * written  # the gradient of the whole table is cleared, then added to
         return min(read, 2 * written), written
+    if not op.outputs and op.inputs:
+        return read, float(op.inputs[0].nbytes)  # it worked in place
     if kind == "copy":
         if name in _FILLS:
             return 0.0, written

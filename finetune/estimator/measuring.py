@@ -116,9 +116,7 @@ def _launch_us(on: torch.device, longest: float) -> float:
     return _seconds(many, on, longest) / 200 * 1e6
 
 
-def _sustained(
-    name: Precision, size: int, on: torch.device, units: int, longest: float
-) -> float:
+def _sustained(name: Precision, size: int, on: torch.device, units: int, longest: float) -> float:
     """10^12 operations a second of an endless product, from one of `size` x `size` x `2 size`."""
     product = Product(1, size, size, 2 * size, name)
     seconds = _seconds(_multiplication(product, on), on, longest)

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from finetune.errors import ConfigError
-from finetune.estimator.classes import Names, class_of, names_of
+from finetune.estimator.classes import classes_of
 from finetune.estimator.efficiency import Efficiency, Host, efficiency_of, host
 from finetune.estimator.fusion import Launch, launches
 from finetune.estimator.kernels import (
@@ -49,7 +49,7 @@ from finetune.estimator.kernels import (
     is_backward_attention,
     product_of,
 )
-from finetune.estimator.tape import Op
+from finetune.estimator.tape import Op, Tape
 from finetune.gpus import Gpu
 
 Bound = Literal["compute", "memory", "launch"]
@@ -148,7 +148,7 @@ def step_time(
     """
     shares = efficiency or efficiency_of(gpu)
     pace = launched_by or host("eager")
-    names = names_of(ops)
+    classes = classes_of(ops)
     by_class: dict[str, float] = defaultdict(float)
     by_bound: dict[str, dict[Bound, float]] = defaultdict(lambda: defaultdict(float))
     rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
@@ -162,7 +162,7 @@ def step_time(
         issued += pace.microseconds(op.phase) * 1e-6
         waited = max(0.0, issued - ends)
         ends = max(ends, issued) + kernel.seconds
-        cls = _class(ops, launch, names)
+        cls = _class(ops, launch, classes)
         bound: Bound = "launch" if waited > kernel.seconds else kernel.bound
         by_class[cls] += kernel.seconds
         by_class[WAITING] += waited
@@ -198,16 +198,22 @@ def step_time(
     )
 
 
+def ops_of_step(tape: Tape) -> list[Op]:
+    """The operators of a rehearsed step: those after its mark `step`, all where there is none.
+
+    What is before prepares it: states of the optimizer are made there.
+    """
+    if "step" not in tape.marks or tape.marks["step"] >= len(tape.events):
+        return tape.ops
+    return tape.ops[tape.events[tape.marks["step"]].at :]
+
+
 def speed_ratio(step: StepTime, other: StepTime, efficiency: Efficiency) -> Interval:
     """How many times faster `step` is than `other`, nine cases in ten between low and high.
 
-    The spread is that of published pairs that differ in precision only; two steps that differ in
-    nothing are equally fast for sure, so it shrinks for ratios near 1: by |ln ratio| / 0.1 below a
-    tenth.
+    The spread is that of published pairs of steps that differ in the precision of their products.
     """
-    value = other.seconds / step.seconds
-    near = min(1.0, abs(math.log(value)) / 0.1) if value > 0 else 1.0
-    return _interval(value, efficiency.shared.scatter_ratio * max(near, 0.4))
+    return _interval(other.seconds / step.seconds, efficiency.shared.scatter_ratio)
 
 
 def kernel_time(
@@ -238,9 +244,7 @@ def half_peak(gpu: Gpu) -> float:
     return gpu.tflops.get("bf16", gpu.tflops.get("fp16", 0.0)) * 1e12
 
 
-def product_seconds(
-    product: Product, gpu: Gpu, shares: Efficiency, *, tf32: bool = False
-) -> float:
+def product_seconds(product: Product, gpu: Gpu, shares: Efficiency, *, tf32: bool = False) -> float:
     """Seconds that the tensor cores need for a matrix product, memory aside."""
     rate = _rate(product.precision, gpu, shares, tf32)
     return product.flops / (rate * shape_share(product, gpu.sms, shares.shared.pipeline_k))
@@ -307,14 +311,14 @@ def _interval(value: float, scatter: float) -> Interval:
     return Interval(value, value / factor, value * factor)
 
 
-def _class(ops: Sequence[Op], launch: Launch, names: Names) -> str:
-    """The class of a kernel: of its heaviest operator, when it joins several."""
+def _class(ops: Sequence[Op], launch: Launch, classes: Sequence[str]) -> str:
+    """The class of a kernel: of its heaviest operators, when it joins several."""
     if len(launch.ops) == 1:
-        return class_of(ops[launch.ops[0]], names)
+        return classes[launch.ops[0]]
     weights: dict[str, float] = defaultdict(float)
     for index in launch.ops:
         op = ops[index]
-        weights[class_of(op, names)] += sum(o.nbytes for o in (*op.inputs, *op.outputs))
+        weights[classes[index]] += sum(o.nbytes for o in (*op.inputs, *op.outputs))
     return max(weights, key=lambda cls: weights[cls])
 
 

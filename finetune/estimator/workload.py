@@ -113,7 +113,7 @@ class Setting:
         accumulation: micro-batches per update.
         shards: GPUs that share weights, gradients and moments.
         turn_codes: FP8 operands are transposed as codes, not cast again from BF16 (C++ programs).
-        cast_weights_once: whether FP8 weights are cast once per update, not per micro-batch.
+        cast_weights_once: FP8 weights are cast (each GPU its share) before the micro-batches.
         compiled: whether equal casts are done once (compiled layers).
         adapter_dtype: of the adapters' products.
     """
@@ -262,7 +262,9 @@ class _Builder:
             return self.w.rms_norm_backward(g, x, trained=self.full, at=at)
         return self.w.layer_norm_backward(g, x, at=at)
 
-    def _forward(self, layer: _Layer, x: Tensor, at: str, skip: frozenset[str] = frozenset()) -> Tensor:
+    def _forward(
+        self, layer: _Layer, x: Tensor, at: str, skip: frozenset[str] = frozenset()
+    ) -> Tensor:
         """One layer; `skip` names what is not computed again."""
         w, s, b, kept = self.w, self.shape, self.setting.batch, layer.kept
         length = self.setting.length
@@ -289,7 +291,9 @@ class _Builder:
 
     def _linear(self, layer: _Layer, name: str, x: Tensor, skip: frozenset[str]) -> Tensor:
         to = layer.linears[name]
-        return self.w.tensor(x.shape[0], to.weight.shape[0]) if name in skip else self.w.linear(x, to)
+        return (
+            self.w.tensor(x.shape[0], to.weight.shape[0]) if name in skip else self.w.linear(x, to)
+        )
 
     def _mlp(self, layer: _Layer, h: Tensor, at: str, skip: frozenset[str]) -> Tensor:
         w, s = self.w, self.shape
@@ -323,7 +327,9 @@ class _Builder:
         if self.setting.checkpointing != "off":
             w.phase = "recompute"
             selective = frozenset({"attention", "k_proj", "o_proj", "up_proj", "down_proj"})
-            skip = selective if self.setting.checkpointing == "selective" else frozenset({"down_proj"})
+            skip = (
+                selective if self.setting.checkpointing == "selective" else frozenset({"down_proj"})
+            )
             # the layer's last product is computed again too, though nothing needs it
             self._forward(layer, kept["x"], at, skip if skip is selective else frozenset())
             w.phase = "backward"
@@ -337,7 +343,12 @@ class _Builder:
         out = Tensor(kept["a"].storage, q.shape, q.dtype, q.nbytes)
         dq, dk, dv = w.tensor(*q.shape), w.tensor(*k.shape), w.tensor(*v.shape)
         operands = (grad, q, k, v, out)
-        w.op("finetune_estimator.attention_backward.default", operands, (dq, dk, dv), f"{at}.self_attn")
+        w.op(
+            "finetune_estimator.attention_backward.default",
+            operands,
+            (dq, dk, dv),
+            f"{at}.self_attn",
+        )
         table = w.tensor(length, s.width // s.heads)
         rotary = f"{at}.self_attn.rotary"
         dqf = w.rotary_backward(_flat(dq), table, at=rotary)
@@ -368,7 +379,9 @@ class _Builder:
         d = w.linear_backward(g, kept["inner" + tag], layer.linears["down_proj"])
         h, up = kept["hm" + tag], kept["up" + tag]
         if not self.shape.gated:
-            return w.linear_backward(w.map("gelu_backward.default", d, up, at=act), h, layer.linears["up_proj"])
+            return w.linear_backward(
+                w.map("gelu_backward.default", d, up, at=act), h, layer.linears["up_proj"]
+            )
         gate = kept["gate" + tag]
         dup = w.map("mul.Tensor", d, w.tensor(*gate.shape), at=act)
         dsilu = w.map("mul.Tensor", d, up, at=act)
@@ -405,7 +418,8 @@ class _Builder:
         if s.fp8 and s.cast_weights_once:
             for index in range(self.shape.layers):
                 for name, (n, k) in self.shape.linears().items():
-                    w.cast_weight(w.tensor(n, k), s.fp8, at=f"model.layers.{index}.{name}")
+                    shard = w.tensor(-(-n // s.shards), k)
+                    w.cast_weight(shard, s.fp8, at=f"model.layers.{index}.{name}")
         p, g = w.tensor(count, dtype=dtype), w.tensor(count, dtype=dtype)
         m, v = w.tensor(count, dtype=states), w.tensor(count, dtype=states)
         w.op("aten._foreach_norm.Scalar", (g,), (w.tensor(1),), "")

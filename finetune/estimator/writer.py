@@ -229,7 +229,9 @@ class Writer:
         if dtype != x.dtype:
             inner = self.map("_to_copy.default", x, at=to.name, dtype=dtype)
         low = self.product(inner, weight, to.rank, at=a, dtype=dtype)
-        high = self.product(low, self.tensor(to.rank, y.shape[1], dtype=dtype), y.shape[1], at=b, dtype=dtype)
+        high = self.product(
+            low, self.tensor(to.rank, y.shape[1], dtype=dtype), y.shape[1], at=b, dtype=dtype
+        )
         scaled = self.map("mul.Tensor", high, at=to.name)
         total = self.map("add.Tensor", y, scaled, at=to.name, dtype=dtype)
         if dtype == y.dtype:
@@ -295,9 +297,7 @@ class Writer:
         self.op("aten.clone.default", (codes,), (out,), to.base)
         return out, scale
 
-    def _cast(
-        self, x: Tensor, how: Fp8, *, at: str, turned: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _cast(self, x: Tensor, how: Fp8, *, at: str, turned: bool = False) -> tuple[Tensor, Tensor]:
         """x in FP8 (transposed, where asked) and its scale: of all, of each row, or per block."""
         key = (x.storage, how, turned, self.phase)
         if (self._once or how == "delayed") and key in self._casts:
@@ -344,7 +344,11 @@ class Writer:
     def _scale(self, x: Tensor, how: Fp8, turned: bool, at: str) -> Tensor:
         size = self.map("abs.default", x, at=at)
         if how in ("rowwise", "frozen"):
-            most = self.columns("amax.default", size, at=at) if turned else self.rows("amax.default", size, at=at)
+            most = (
+                self.columns("amax.default", size, at=at)
+                if turned
+                else self.rows("amax.default", size, at=at)
+            )
         else:
             key = (x.storage, "amax", self.phase)
             if self._once and key in self._casts:

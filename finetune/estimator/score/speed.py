@@ -88,6 +88,9 @@ _CANNOT = {
 }
 
 
+_ENGINE = r"\bte\b|transformer.?engine"
+
+
 @dataclass(frozen=True)
 class Stack:
     """How a framework runs a step.
@@ -95,7 +98,6 @@ class Stack:
     Attributes:
         launched: how the host launches.
         fused: parts that are one kernel each; `("*",)` for compiled layers.
-        gpu_shards: whether several GPUs share weights.
     """
 
     launched: HostKind
@@ -141,7 +143,9 @@ def predict(case: Case) -> float:
     update = step_time(step.update, case.gpu, launched_by=launched)
     seconds = setting.accumulation * micro.seconds + update.seconds
     if setting.shards > 1:
-        held = case.shape.parameters * setting.base_bits / 8
+        # FP8 weights that are cast on their shards are gathered in FP8
+        gathered = setting.base_bits / (2 if setting.cast_weights_once else 1)
+        held = case.shape.parameters * gathered / 8
         trained = 2 * case.shape.parameters if setting.method == "full" else 0
         seconds += setting.accumulation * fsdp_seconds(
             held, trained, case.gpu, case.gpus, micro.seconds
@@ -215,7 +219,9 @@ def _method(row: Row) -> dict[str, Any] | None:
     if re.search(r"dora|lorafa|mica|bdlora|--lora-.*variant", name):
         return None
     targets = row["lora_targets"]
-    found = [linear for linear in ATTENTION_LINEARS if linear[0] in re.findall(r"\b([qkvo])\b", targets)]
+    found = [
+        linear for linear in ATTENTION_LINEARS if linear[0] in re.findall(r"\b([qkvo])\b", targets)
+    ]
     found += [linear for linear in (*ATTENTION_LINEARS, *MLP_LINEARS) if linear in targets]
     if re.search(r"mlp|gate", targets):
         found += MLP_LINEARS
@@ -251,7 +257,7 @@ def _fp8(row: Row) -> dict[str, Any]:
     if "rowwise" in precision:
         return {"fp8": "rowwise"}
     if "fp8" in precision or "float8" in precision:
-        delayed = "te " in framework or "transformer engine" in framework
+        delayed = re.search(_ENGINE, framework + row["notes"].lower())
         return {"fp8": "delayed" if delayed else "tensorwise"}
     return {}
 
@@ -265,9 +271,7 @@ def _stack(row: Row, setting: Setting, gpus: int) -> tuple[Setting, Stack]:
     elif re.match(r"selective|per-op|auto", checkpointing):
         kept = "selective"
     sharded = gpus > 1 and "ddp" not in row["notes"].lower()
-    setting = replace(
-        setting, checkpointing=kept, shards=gpus if sharded else 1, **_fp8(row)
-    )
+    setting = replace(setting, checkpointing=kept, shards=gpus if sharded else 1, **_fp8(row))
     if "llm.q" in framework:
         micro = max(1, 524_288 // (setting.tokens * gpus))
         setting = replace(
@@ -284,7 +288,13 @@ def _stack(row: Row, setting: Setting, gpus: int) -> tuple[Setting, Stack]:
     loss = "fused" if re.search("fast|liger|chunk|cut", row["fused_ce"]) else "plain"
     setting = replace(setting, loss=loss)
     if "torchtitan" in framework:
-        setting = replace(setting, weight_dtype="float32", state_dtype="float32", optimizer="fused")
+        setting = replace(
+            setting,
+            weight_dtype="float32",
+            state_dtype="float32",
+            optimizer="fused",
+            cast_weights_once=setting.fp8 == "tensorwise" and setting.shards > 1,
+        )
     if "8bit" in row["optimizer"].lower() or "8-bit" in row["optimizer"].lower():
         setting = replace(setting, optimizer="8bit")
     elif "fused" in row["optimizer"].lower():
@@ -294,9 +304,21 @@ def _stack(row: Row, setting: Setting, gpus: int) -> tuple[Setting, Stack]:
     text = " ".join((framework, precision, row["notes"].lower()))
     if "compile" in text or ("torchtitan" in framework and "eager" not in text):
         return replace(setting, compiled=True), Stack("compiled", ("*",))
+    if re.search("nemo|megatron", framework):
+        return replace(setting, compiled=True), Stack("compiled", ("*",))
+    if re.search("unsloth|liger", framework + row["fused_ce"]) and "foak" not in framework:
+        return setting, Stack("eager", FUSED_PARTS)
+    if re.search(_ENGINE, framework + row["notes"].lower()):
+        return setting, Stack("eager", ("norm", "rotary", "act_fn"))
     if "foak" in framework:
-        parts = FUSED_PARTS if setting.method == "lora" or "liger" in framework else (
-            "norm", "rotary", "loss",
+        parts = (
+            FUSED_PARTS
+            if setting.method == "lora" or "liger" in framework
+            else (
+                "norm",
+                "rotary",
+                "loss",
+            )
         )
         return setting, Stack("eager", parts)
     if "litgpt" in framework:
@@ -398,8 +420,10 @@ def judge(scored: list[Scored]) -> dict[str, float]:
 
 
 def _spread(logs: list[float]) -> float:
-    """A standard deviation that a few wild rows do not rule: 1.48 x the median of |x|."""
-    return 1.4826 * median(map(abs, logs)) if logs else math.nan
+    """The standard deviation whose 1.645-fold holds nine in ten, wild rows among the tenth."""
+    if not logs:
+        return math.nan
+    return sorted(map(abs, logs))[math.ceil(0.9 * len(logs)) - 1] / 1.645
 
 
 def _share(hits: Iterable[bool]) -> float:
