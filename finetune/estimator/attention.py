@@ -98,6 +98,13 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
+) -> Tensor:
+    """The output [B, H, L, D] of a kernel, with the backward of that kernel behind it."""
+    return _Attention.apply(q, k, v, mask, causal, kernel)  # pyright: ignore[reportReturnType]
+
+
 def attention_on(
     capability: tuple[int, int], torch_version: tuple[int, ...] | None = None
 ) -> Callable[..., Tensor]:
@@ -134,6 +141,6 @@ def attention_on(
             masked=attn_mask is not None,
             itemsize=query.element_size(),
         )
-        return _Attention.apply(query, key, value, attn_mask, is_causal, kernel)  # pyright: ignore
+        return fused(query, key, value, attn_mask, is_causal, kernel)
 
     return fused_attention

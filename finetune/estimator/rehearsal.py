@@ -31,6 +31,7 @@ from finetune import low_bit
 from finetune.config import RunConfig
 from finetune.estimator.engine import stand_in
 from finetune.estimator.faking import replaced, to_fake, without_memory
+from finetune.estimator.flash import choose_attention
 from finetune.estimator.stored import as_four_bit, hold_base
 from finetune.estimator.tape import Phase, Recorder, Tape
 from finetune.estimator.target import on_gpu
@@ -90,6 +91,7 @@ def rehearse(
         to_fake(model)
         if device.kind == "cuda":
             stack.enter_context(on_gpu(device.capability or (9, 0)))
+        choose_attention(model, config.model.attention)
         hold_base(model, config.model.storage)
         if resolution.precision.backend == "te":
             engine = stand_in(device.capability or (0, 0))

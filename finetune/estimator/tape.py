@@ -124,6 +124,11 @@ class Tape:
                 most, at = alive, i
         return most, at
 
+    def since(self, mark: str) -> list[Op]:
+        """Operators after a mark."""
+        place = self.marks[mark]
+        return self.ops[self.events[place].at if place < len(self.events) else len(self.ops) :]
+
     def alive(self, at: int) -> set[int]:
         """Storages alive after event number `at`."""
         living = set(self.held)

@@ -1,0 +1,170 @@
+"""What one configuration takes at one place: rehearsed whole, or from its first layers.
+
+Every layer of a decoder adds the same: what two and four layers take says what thirty-two do, in a
+second rather than in five. That is exact for what is allocated, and a guess for fragments. So the
+answer to a question is rehearsed whole, and the search around it is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune.config import RunConfig
+from finetune.device import Resolution
+from finetune.errors import ConfigError
+from finetune.estimator import footprint as sizes
+from finetune.estimator import timing
+from finetune.estimator.footprint import Footprint, footprint
+from finetune.estimator.place import Place, resolve_there
+from finetune.estimator.rehearsal import Rehearsal, rehearse
+from finetune.estimator.timing import Pace, compiles, pace
+from finetune.model import load_shape
+
+FEW = (2, 4)
+"""Layers of the smaller models."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One configuration at one place.
+
+    Attributes:
+        config: of the run.
+        resolution: its precision there.
+        footprint: memory of one device.
+        pace: time of a step; None where nothing is known of the device's speed.
+        parameters, trainable: counts.
+        compiled: decoder layers are compiled.
+    """
+
+    config: RunConfig
+    resolution: Resolution
+    footprint: Footprint
+    pace: Pace | None
+    parameters: int
+    trainable: int
+    compiled: bool
+
+
+def micro_batches(config: RunConfig) -> int:
+    """Forward and backward passes of an optimizer step."""
+    return int(config.train.get("gradient_accumulation_steps", 1))
+
+
+def depth(config: RunConfig) -> int:
+    """Decoder layers of a run's model."""
+    return int(load_shape(config.model).get_text_config(decoder=True).num_hidden_layers)
+
+
+def check_sizes(config: RunConfig) -> None:
+    """Refuse numbers that no batch has.
+
+    Raises:
+        ConfigError: a batch or length below one, or rows longer than the model can take.
+    """
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"):
+        value = config.train.get(key)
+        if value is not None and int(value) < 1:
+            raise ConfigError(f"train.{key} is {value}", where=f"train.{key}", fix="1 or more")
+    if "max_length" in config.train and config.train["max_length"] is None:
+        raise ConfigError(
+            "rows have no greatest length, so their memory has no end",
+            where="train.max_length: null",
+            fix="train.max_length=2048, or what your longest row has",
+        )
+    shape = load_shape(config.model).get_text_config(decoder=True)
+    limit = getattr(shape, "max_position_embeddings", None)
+    length = config.train.get("max_length", 1024)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"rows of {length} tokens are longer than {config.model.name} can take",
+            where=f"train.max_length={length}",
+            why=f"it has {limit} positions (max_position_embeddings)",
+            fix=f"train.max_length={limit} or less",
+        )
+
+
+def measure(config: RunConfig, place: Place, *, length: int | None = None) -> Measured:
+    """Rehearse a whole model.
+
+    Args:
+        config: of the run.
+        place: where.
+        length: tokens of the longest row, where it is known; else the greatest allowed.
+
+    Raises:
+        FinetuneError: what the run itself would raise.
+    """
+    if length is not None:
+        config = changed(config, train={"max_length": length})
+    resolution = resolve_there(config.precision, place)
+    rehearsal = rehearse(config, place.device, resolution)
+    return _measured(config, place, resolution, rehearsal)
+
+
+def measure_fast(config: RunConfig, place: Place) -> Measured:
+    """The same from the model's first layers, in about a second.
+
+    Raises:
+        FinetuneError: what the run itself would raise.
+    """
+    layers = depth(config)
+    if layers <= FEW[1]:
+        return measure(config, place)
+    resolution = resolve_there(config.precision, place)
+    few, more = (
+        _measured(config, place, resolution, rehearse(config, place.device, resolution, layers=n))
+        for n in FEW
+    )
+    times = (layers - FEW[0]) / (FEW[1] - FEW[0])
+    both = few.pace is not None and more.pace is not None
+    return Measured(
+        config,
+        resolution,
+        sizes.extrapolated(few.footprint, more.footprint, FEW, layers),
+        timing.extrapolated(few.pace, more.pace, FEW, layers) if both else None,  # pyright: ignore
+        round(few.parameters + times * (more.parameters - few.parameters)),
+        round(few.trainable + times * (more.trainable - few.trainable)),
+        more.compiled,
+    )
+
+
+def _measured(
+    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
+) -> Measured:
+    compiled = compiles(resolution.precision, place)
+    return Measured(
+        config,
+        resolution,
+        footprint(rehearsal.tape, place.device),
+        pace(rehearsal, place, micro_batches=micro_batches(config), compiled=compiled),
+        rehearsal.parameters,
+        rehearsal.trainable,
+        compiled,
+    )
+
+
+def changed(config: RunConfig, **sections: dict[str, Any] | None) -> RunConfig:
+    """A configuration with other values, checked anew.
+
+    Args:
+        config: the run.
+        **sections: section -> keys to set; a key of None is unset. None for a section removes it.
+
+    Raises:
+        ConfigError: the values do not go together.
+    """
+    data = config.model_dump()
+    for name, values in sections.items():
+        if values is None:
+            data[name] = None
+            continue
+        section = {**(data[name] or {}), **values}
+        data[name] = {k: v for k, v in section.items() if v is not None or k not in values}
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
