@@ -147,6 +147,11 @@ def _beside(
     fp8, plain = (asked.pace, other.pace) if fp8_first else (other.pace, asked.pace)
     one_of_each = (other.config.precision.compute == "fp8") != fp8_first
     why = explain(fp8, plain) if one_of_each else ()
+    if one_of_each and asked.compiled != other.compiled:
+        why += (
+            "layers are compiled in FP8 only, whose casts need it; precision.compile=on would give "
+            "BF16 its fused pointwise kernels too",
+        )
     return Beside(label, written, other, speed, memory, why)
 
 

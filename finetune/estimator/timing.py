@@ -10,7 +10,6 @@ Decoder layers that `precision.compile` compiles run with their pointwise chains
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from finetune.estimator.calibration import (
     calibrated_host,
     load_calibration,
 )
-from finetune.estimator.efficiency import Efficiency, efficiency_of, host
+from finetune.estimator.efficiency import Efficiency, Host, efficiency_of, host
 from finetune.estimator.place import Place
 from finetune.estimator.rehearsal import Rehearsal
 from finetune.estimator.roofline import COMMUNICATION, Bound, Interval, StepTime, step_time
@@ -104,18 +103,17 @@ def pace(
     whole = rehearsal.tape.since("step")
     batch = timed(whole[: len(whole) - len(update)])
     once = timed(update)
-    classes = Counter({name: value * micro_batches for name, value in batch.by_class.items()})
-    classes.update(once.by_class)
+    classes = {name: value * micro_batches for name, value in batch.by_class.items()}
+    for name, value in once.by_class.items():
+        classes[name] = classes.get(name, 0.0) + value
     if exposed is not None:
-        backward = sum(o.phase != "forward" for o in whole) / len(whole)
-        classes[COMMUNICATION] = exposed(
-            batch.seconds * (1 - backward) * micro_batches, batch.seconds * backward * micro_batches
-        )
+        forward = timed([op for op in whole if op.phase == "forward"]).seconds
+        classes[COMMUNICATION] = exposed(forward, batch.seconds - forward)
     seconds = sum(classes.values())
     return Pace(
         seconds=seconds,
         tokens=rehearsal.tokens * micro_batches,
-        classes={name: value for name, value in classes.most_common() if value > 0},
+        classes=dict(sorted(classes.items(), key=lambda part: -part[1])),
         bound=once.bound | batch.bound,
         mfu=batch.mfu * batch.seconds * micro_batches / seconds,
         scatter=shares.shared.scatter_time,
@@ -123,7 +121,7 @@ def pace(
     )
 
 
-def _known(place: Place) -> tuple[Gpu, Efficiency, bool, object] | None:
+def _known(place: Place) -> tuple[Gpu, Efficiency, bool, Host] | None:
     measured = load_calibration(place.device.name) if place.here else None
     if measured is not None:
         gpu = calibrated_gpu(measured, place.gpu)
