@@ -172,6 +172,49 @@ def _show_report(report: Any) -> None:
     console.print(f"run folder: {report.folder}")
 
 
+@app.command("estimate")
+def estimate(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")
+    ] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="H100, 4090, A100-80GB, ...; left out: this machine.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of one GPU.")] = None,
+    gpus: Annotated[int, typer.Option(help="How many.")] = 1,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of the whole run.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of one GPU and hour.")] = None,
+    alternatives: Annotated[
+        bool, typer.Option(help="Also look at other scalings, engines, optimizers, storages.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what memory and time a recipe will take, on a GPU that need not be here."""
+    if recipe is None:
+        raise ConfigError(
+            "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
+        )
+    checked = load_recipe(recipe, overrides or ())
+    from finetune.estimator import estimate as estimator
+
+    result = estimator.estimate(
+        checked,
+        gpu=gpu,
+        memory_gib=memory,
+        gpus=gpus,
+        tokens=tokens,
+        price=price,
+        alternatives=alternatives,
+    )
+    if as_json:
+        print(result.to_json())
+        return
+    from finetune.estimator.words import describe
+
+    Console(highlight=False, soft_wrap=True).print(describe(result))
+
+
 @app.command("export")
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
