@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from finetune.config import PrecisionConfig as PrecisionConfig
     from finetune.config import RunConfig as RunConfig
     from finetune.errors import FinetuneError as FinetuneError
+    from finetune.estimator.estimate import estimate as estimate
     from finetune.export.exporter import export_run as export_run
     from finetune.health.monitor import HealthMonitor as HealthMonitor
     from finetune.hook import get_receipt as get_receipt
@@ -43,6 +44,7 @@ _HOME = {
     "RunConfig": "config",
     "apply": "precision.convert",
     "disabled": "precision.convert",
+    "estimate": "estimator.estimate",
     "list_recipes": "recipe",
     "load_in_fp8": "precision.loading",
     "load_recipe": "recipe",

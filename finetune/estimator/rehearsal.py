@@ -18,11 +18,14 @@ numbers at a time), evaluation, saving, and what other processes do (`finetune.e
 from __future__ import annotations
 
 import contextlib
+import random
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -87,7 +90,7 @@ def rehearse(
     before = as_four_bit if config.model.storage == "nf4" else None
     model: nn.Module = sketch(config, before, layers=layers)
     the_plan = plan(model, resolution.precision)
-    with without_memory(), contextlib.ExitStack() as stack:
+    with leaving_no_trace(), without_memory(), contextlib.ExitStack() as stack:
         to_fake(model)
         if device.kind == "cuda":
             stack.enter_context(on_gpu(device.capability or (9, 0)))
@@ -115,6 +118,27 @@ def rehearse(
     )
 
 
+@contextlib.contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """Give random generators and Accelerate's process-wide state back as they were."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    shared = [cls._shared_state for cls in (AcceleratorState, GradientState)]
+    before = [dict(state) for state in shared]
+    python, numbers = random.getstate(), np.random.get_state()
+    for state in shared:
+        state.clear()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        for state, values in zip(shared, before, strict=True):
+            state.clear()
+            state.update(values)
+
+
 def _trainer(model: nn.Module, config: RunConfig, folder: Path) -> Any:
     """The recipe's trainer over made-up rows, that takes one step and writes nothing."""
     from datasets import Dataset
@@ -139,6 +163,7 @@ def _trainer(model: nn.Module, config: RunConfig, folder: Path) -> Any:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.accelerator.device_placement = False
+    trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
     trainer.accumulates = accumulates
     with unset_fake_temporarily():
         trainer.batches = [trainer.data_collator(list(rows))]

@@ -1,0 +1,253 @@
+"""Estimates: what they say, that they add up, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from rich.console import Console
+
+import finetune
+from finetune.config import PrecisionConfig, RunConfig
+from finetune.device import GIB
+from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, PrecisionError
+from finetune.estimator.estimate import Estimate, estimate
+from finetune.estimator.footprint import Footprint, footprint
+from finetune.estimator.measure import changed, measure, measure_fast
+from finetune.estimator.place import place_of, resolve_there
+from finetune.estimator.rehearsal import rehearse
+from finetune.estimator.words import describe, duration, size
+from finetune.gpus import named_gpu
+from finetune.recipe import load_recipe
+
+H100 = place_of("H100")
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory) -> str:
+    """A folder with the shape of a Llama of six layers."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("shape")
+    LlamaConfig(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def config(shape) -> RunConfig:
+    """FP8 under LoRA on that shape."""
+    recipe = load_recipe(
+        "llama_8b_lora_fp8",
+        [
+            f"model.name={shape}",
+            "model.weights=random",
+            "train.max_length=256",
+            "train.packing=false",
+        ],
+    )
+    return recipe.config
+
+
+@pytest.fixture(scope="module")
+def result(config) -> Estimate:
+    """Its estimate on an H100."""
+    return estimate(config, gpu="H100", tokens=10**6, price=3.0)
+
+
+def text_of(result: Estimate) -> str:
+    console = Console(width=200, no_color=True)
+    with console.capture() as shown:
+        console.print(describe(result))
+    return shown.get()
+
+
+# ---------------------------------------------------------------------------------- what it says
+
+
+def test_the_figures_are_each_larger_than_the_one_before(result):
+    held = result.measured.footprint
+    assert 0 < held.tensors < held.allocated <= held.reserved < held.shown
+    assert held.shown + held.margin <= H100.memory_bytes
+    assert result.fit == "fits"
+
+
+def test_kinds_add_up_to_the_peak_of_every_phase(config):
+    rehearsal = rehearse(config, H100.device, resolve_there(config.precision, H100))
+    held = footprint(rehearsal.tape, H100.device)
+    assert list(held.phases) == ["load", "forward", "backward", "optimizer"]
+    whole = rehearsal.tape.marks["step"]
+    assert held.tensors == rehearsal.tape.peak(whole)[0]
+    assert held.kinds["weights"] == rehearsal.tape.held_bytes == sum(held.phases["load"].values())
+
+
+def test_the_time_of_a_step_is_the_sum_of_its_parts(result):
+    pace = result.measured.pace
+    assert sum(pace.classes.values()) == pytest.approx(pace.seconds)
+    assert sum(pace.share(part) for part in pace.classes) == pytest.approx(1)
+    assert 0 < pace.mfu < 1
+    assert result.run_seconds == pytest.approx(10**6 / result.tokens_per_s)
+    assert result.cost == pytest.approx(result.run_seconds / 3600 * 3.0)
+
+
+def test_micro_batches_take_their_time_each_and_gradients_stay(config):
+    alone = measure(changed(config, train={"gradient_accumulation_steps": 1}), H100)
+    four = measure(config, H100)
+    assert four.pace.tokens == 4 * alone.pace.tokens
+    assert four.pace.seconds == pytest.approx(4 * alone.pace.seconds, rel=0.1)
+    assert four.footprint.phases["forward"]["gradients"] > 0
+    assert alone.footprint.phases["forward"]["gradients"] == 0
+
+
+def test_the_first_layers_say_what_all_of_them_take(config):
+    whole, fast = measure(config, H100), measure_fast(config, H100)
+    assert fast.footprint.tensors == pytest.approx(whole.footprint.tensors, rel=1e-3)
+    assert fast.pace.seconds == pytest.approx(whole.pace.seconds, rel=1e-2)
+    assert (fast.parameters, fast.trainable) == (whole.parameters, whole.trainable)
+
+
+def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
+    assert result.twin.label == "BF16"
+    back = estimate(
+        changed(result.twin.measured.config, train={}), gpu="H100"
+    )  # what was FP8 is the twin's twin
+    assert back.twin.label == "FP8"
+    assert back.measured.footprint.allocated == result.twin.measured.footprint.allocated
+    # A frozen base in one byte a number against two.
+    assert result.measured.footprint.kinds["weights"] < back.measured.footprint.kinds["weights"]
+    assert result.twin.why
+
+
+def test_alternatives_are_possible_or_say_why_not(config):
+    found = {other.label: other for other in estimate(config, gpu="H100", alternatives=True).others}
+    assert {"BF16", "FP8 torchao rowwise", "FP8 Transformer Engine delayed", "QLoRA"} <= set(found)
+    assert all(other.measured or other.why for other in found.values())
+    nf4, frozen = (
+        found[k].measured.footprint.kinds["weights"] for k in ("QLoRA", "FP8 frozen base")
+    )
+    assert nf4 < frozen < found["BF16"].measured.footprint.kinds["weights"]
+    old = estimate(
+        changed(config, precision=dict.fromkeys(PrecisionConfig.model_fields)), gpu="A100-80GB",
+        alternatives=True,
+    )  # fmt: skip
+    refused = [other for other in old.others if other.measured is None]
+    assert "FP8 needs 8.9" in refused[0].why[0]
+
+
+def test_json_says_the_same_as_the_words(result):
+    facts = json.loads(result.to_json())
+    held = result.measured.footprint
+    assert facts["memory"]["allocated"] == held.allocated
+    assert facts["fit"] == "fits"
+    words = text_of(result)
+    assert size(held.allocated) in words
+    assert duration(result.measured.pace.seconds) in words
+    assert "FP8" in words
+    assert all(note in words for note in result.notes)
+
+
+def test_an_estimate_leaves_no_trace(config):
+    from accelerate.state import AcceleratorState
+    from torch.nn import functional as F
+
+    torch.manual_seed(1)
+    random.seed(1)
+    before = torch.get_rng_state(), random.getstate(), dict(AcceleratorState._shared_state)
+    attention, power = F.scaled_dot_product_attention, torch.pow
+    estimate(config, gpu="H100", twin=False)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert before[2] == AcceleratorState._shared_state
+    assert (attention, power) == (F.scaled_dot_product_attention, torch.pow)
+    assert "pow" not in vars(torch.Tensor)
+
+
+def test_the_same_question_has_the_same_answer(config):
+    first, again = (estimate(config, gpu="L40S").facts() for _ in range(2))
+    assert first == again
+
+
+# ----------------------------------------------------------------------------- what decides the fit
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "fit"), [(8.0, "does not fit"), (10.6, "tight"), (11.5, "fits")]
+)
+def test_fit_is_decided_by_what_cannot_be_given_back(memory_gib, fit):
+    held = Footprint({"backward": {"weights": 10 * GIB}}, fragments=GIB // 4, outside=GIB // 2)
+    assert held.fit(int(memory_gib * GIB)) == fit
+
+
+def test_memory_alone_is_enough_for_a_verdict(config):
+    small = estimate(config, memory_gib=0.1, twin=False)
+    assert small.fit == "does not fit"
+    assert small.measured.pace is None
+    assert any("only the memory of this GPU is known" in note for note in small.notes)
+    assert estimate(config, memory_gib=8, twin=False).fit == "fits"
+
+
+def test_memory_overrides_the_table(config):
+    assert place_of("H100", memory_gib=10).memory_bytes == 10 * GIB
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"per_device_train_batch_size": 0}, "train.per_device_train_batch_size is 0"),
+        ({"gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps is 0"),
+        ({"max_length": 8192}, "longer than"),
+    ],
+)
+def test_numbers_that_no_batch_has_are_refused(config, train, words):
+    with pytest.raises(ConfigError, match=words):
+        estimate(changed(config, train=train), gpu="H100")
+
+
+def test_rows_without_end_are_refused(config):
+    endless = config.model_copy(update={"train": {**config.train, "max_length": None}})
+    with pytest.raises(ConfigError, match="no greatest length"):
+        estimate(endless, gpu="H100")
+
+
+def test_what_is_not_there_is_refused(config, tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'H100'"):
+        estimate(config, gpu="H1000")
+    with pytest.raises(ModelNotFoundError, match="no model in"):
+        estimate(changed(config, model={"name": str(tmp_path / "nowhere")}), gpu="H100")
+    with pytest.raises(ConfigError, match="peft can put no such adapters"):
+        estimate(changed(config, lora={"target_modules": ["nowhere"]}), gpu="H100")
+    with pytest.raises(PrecisionError, match="cannot be had on NVIDIA A100"):
+        estimate(config, gpu="A100-80GB")
+    for wrong in ({"gpus": 0}, {"memory_gib": 0}, {"memory_gib": -1}, {"tokens": 0}, {"price": -1}):
+        with pytest.raises(ConfigError):
+            estimate(config, **{"gpu": "H100", **wrong})
+
+
+def test_transformer_engine_need_not_be_installed_to_be_estimated():
+    asked = PrecisionConfig(compute="fp8", backend="te", scaling="delayed")
+    there = resolve_there(asked, H100)
+    assert (there.precision.backend, "taken to be installed" in there.reason) == ("te", True)
+    with pytest.raises(FinetuneError):
+        resolve_there(asked, place_of("A100-80GB"))
+    # MXFP8 needs Blackwell, with whatever engine.
+    blocks = PrecisionConfig(compute="fp8", backend="te", scaling="mxfp8")
+    with pytest.raises(FinetuneError):
+        resolve_there(blocks, H100)
+    assert resolve_there(blocks, place_of("B200")).precision.backend == "te"
+
+
+def test_it_is_a_public_name(config):
+    assert finetune.estimate is estimate
+    assert finetune.estimate(config, gpu=named_gpu("H200"), twin=False).place.gpu.name == "H200"
