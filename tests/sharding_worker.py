@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tests.benchmarks.live_tensors import LiveTensors
+from finetune.live_tensors import LiveTensors
 
 ROWS, LENGTH = 2, 96
 
