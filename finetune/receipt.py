@@ -62,6 +62,10 @@ class Receipt:
             moments and their scales as they are stored, on this process.
         layers: every linear layer.
         environment: versions, device, seed, processes, patches in force.
+        memory: `measured_gib`, the most that a step or the training held (None: not measured);
+            `measured`, what that is or why it is missing; `reserved_gib`, the most that torch's
+            allocator kept (GPUs); `predicted_gib`, `predicted_reserved_gib` and `predicted`, the
+            same as they were expected before the run, and by whom.
     """
 
     status: str
@@ -71,6 +75,7 @@ class Receipt:
     trainable: dict[str, int] = field(default_factory=dict)
     layers: list[LayerReceipt] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -139,7 +144,37 @@ class Receipt:
                         style="yellow",
                     )
                 )
+        if line := memory_line(self.memory):
+            parts.append(Text(line))
         return Group(*parts)
+
+
+def memory_line(memory: dict[str, Any]) -> str:
+    """`Receipt.memory` in one line; empty when it has neither a prediction nor a measurement.
+
+    `memory: predicted 37.9 MiB, measured 38.0 MiB (+0.3 %)`: of the prediction.
+    """
+    parts = []
+    for kind, predicted, measured in (
+        ("", memory.get("predicted_gib"), memory.get("measured_gib")),
+        ("reserved ", memory.get("predicted_reserved_gib"), memory.get("reserved_gib")),
+    ):
+        if predicted is not None:
+            parts.append(f"{kind}predicted {in_units(predicted)}")
+        if measured is not None:
+            over = f" ({measured / predicted - 1:+.1%})".replace("%", " %") if predicted else ""
+            parts.append(f"{kind}measured {in_units(measured)}{over}")
+    return f"memory: {', '.join(parts)}" if parts else ""
+
+
+def in_units(gib: float) -> str:
+    """A size in the largest binary unit of which it has one or more: `37.9 MiB`."""
+    size, unit = gib * 2**30, "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if unit != "B" else f"{size:.0f} B"
 
 
 def _per_parameter(trainable: dict[str, int]) -> str:

@@ -113,6 +113,7 @@ def train(
         peak_memory_gib,
     )
     from finetune.health.monitor import HealthMonitor
+    from finetune.measured_memory import MemoryMeter
 
     config, device = recipe.config, this_device()
     ahead = preflight(config, device, force=force)
@@ -143,6 +144,7 @@ def train(
     with _session(config, console) as running:
         metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
+        meter = MemoryMeter(running)
         set_seed(args.seed)
         model: Any = load_model(config.model, ahead.plan.held)
         adapters = lora_config(config.lora) if config.lora else None
@@ -162,7 +164,7 @@ def train(
                 optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
                 if optimizer.library == "torchao"
                 else None,
-                callbacks=[metrics, bar, stop, ScalingStateKeeper(running, resume)],
+                callbacks=[metrics, bar, stop, ScalingStateKeeper(running, resume), meter],
             )
         monitor = HealthMonitor(trainer, say=lambda line: console.print(f"[yellow]! {line}[/]"))
         trainer.add_callback(monitor)
@@ -184,9 +186,11 @@ def train(
             stopped = error.what
             raise
         finally:
+            meter.close()
             bar.close()
             monitor.close()
             receipt = running.receipt()
+            receipt.memory = ahead.predicted | meter.reading()
             receipt.run = {"name": recipe.name, "folder": str(folder)}
             receipt.run |= {"interrupted": interrupted, "stopped": stopped}
             if main_process:
@@ -209,7 +213,7 @@ def train(
         eval_loss=next(iter(metrics.values("eval_loss")[-1:]), None),
         tokens_per_s=speeds[len(speeds) // 2] if speeds else None,
         seconds=seconds,
-        peak_memory_gib=peak_memory_gib(),
+        peak_memory_gib=max(meter.earlier_gib, peak_memory_gib()),
         samples=samples,
         interrupted=interrupted,
     )

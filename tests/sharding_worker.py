@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tests.benchmarks.live_tensors import LiveTensors
+from finetune.live_tensors import LiveTensors
 
 ROWS, LENGTH = 2, 96
 

@@ -23,7 +23,7 @@ from finetune.errors import ConfigError
 from finetune.export.checkpoint import open_checkpoint
 from finetune.export.merging import Merger
 from finetune.export.writing import write_config, write_weights
-from tests.benchmarks.live_tensors import LiveTensors
+from finetune.live_tensors import LiveTensors
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

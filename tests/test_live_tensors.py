@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from tests.benchmarks.live_tensors import LiveTensors
+from finetune.live_tensors import LiveTensors
 
 
 def test_a_storage_counts_once_and_until_it_dies():

@@ -40,7 +40,7 @@ from finetune.precision.planner import plan
 from finetune.precision.quantiser import Fp8StorageConfig
 from finetune.precision.roles import iter_roles, storable
 from finetune.precision.storage import Fp8Bits, hold, iter_stored
-from tests.benchmarks.live_tensors import LiveTensors
+from finetune.live_tensors import LiveTensors
 
 TOKENS = torch.arange(3, 15)[None]
 GRANULARITIES = ("row", "tensor", "block")

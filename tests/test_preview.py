@@ -170,7 +170,7 @@ def measured_layer_bytes(values: dict, dtype: str, lora: tuple[str, ...], precis
     from finetune.config import PrecisionConfig
     from finetune.precision.convert import apply
     from finetune.precision.planner import plan
-    from tests.benchmarks.live_tensors import LiveTensors
+    from finetune.live_tensors import LiveTensors
 
     rows, length, kept = 2, 64, []
     for layers in (1, 2):

@@ -38,6 +38,7 @@ from finetune.estimator.flash import choose_attention
 from finetune.estimator.stored import as_four_bit, hold_base
 from finetune.estimator.tape import Phase, Recorder, Tape
 from finetune.estimator.target import on_gpu
+from finetune.estimator.updates import COMPILED, SteadyScale, torchao_updates
 from finetune.model import TINY_LLAMA, sketch
 from finetune.optimizer_checks import chosen
 from finetune.precision import convert
@@ -95,27 +96,31 @@ def rehearse(
         if device.kind == "cuda":
             stack.enter_context(on_gpu(device.capability or (9, 0)))
         choose_attention(model, config.model.attention)
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         hold_base(model, config.model.storage)
         if resolution.precision.backend == "te":
             engine = stand_in(device.capability or (0, 0))
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
         conversion = convert.apply(model, the_plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
+        if conversion.backend is not None:
+            conversion.backend.begin_step()  # the first, which delayed scaling begins differently
+        if chosen(config.train).library == "torchao":
+            on_cuda = device.kind == "cuda"
+            stack.enter_context(torchao_updates(compiled=on_cuda))
+            notes += [COMPILED] if on_cuda else []
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         trainer = _trainer(model, config, Path(folder))
-        trainer.recorder = Recorder(model, _tensors(trainer.batches))
+        if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
+            trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
+        waiting = [_copies(trainer.batches) for _ in range(trainer.micro_batches - 1)]
+        trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *sum(waiting, [])])
         with trainer.recorder:
             trainer.train()
     tokens = trainer.batches[0]["input_ids"].numel()
-    parameters = list(model.parameters())
-    return Rehearsal(
-        trainer.recorder.tape,
-        the_plan,
-        tokens,
-        sum(p.numel() for p in parameters),
-        sum(p.numel() for p in parameters if p.requires_grad),
-        notes,
-    )
+    parameters = sum(size for size, _ in sizes)
+    trainable = sum(size for size, trains in sizes if trains)
+    return Rehearsal(trainer.recorder.tape, the_plan, tokens, parameters, trainable, notes)
 
 
 @contextlib.contextmanager
@@ -146,7 +151,7 @@ def _trainer(model: nn.Module, config: RunConfig, folder: Path) -> Any:
     from transformers.trainer_callback import PrinterCallback
 
     train = {k: v for k, v in config.train.items() if k not in _NOT_REHEARSED}
-    accumulates = int(train.get("gradient_accumulation_steps", 1)) > 1
+    micro_batches = int(train.get("gradient_accumulation_steps", 1))
     train |= _SHORT
     only = config.model_copy(update={"train": train})
     args = sft_config(only, folder, {}, on_cpu=True)
@@ -164,7 +169,7 @@ def _trainer(model: nn.Module, config: RunConfig, folder: Path) -> Any:
     trainer.remove_callback(PrinterCallback)
     trainer.accelerator.device_placement = False
     trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
-    trainer.accumulates = accumulates
+    trainer.micro_batches = micro_batches
     with unset_fake_temporarily():
         trainer.batches = [trainer.data_collator(list(rows))]
     return trainer
@@ -208,7 +213,7 @@ def _rehearsal_trainer() -> type[Any]:
         """Takes its batches as they are, begins where the first step would end, and is watched."""
 
         batches: list[dict[str, Any]]
-        accumulates: bool
+        micro_batches: int
         recorder: Recorder
 
         def get_train_dataloader(self) -> Any:
@@ -226,11 +231,11 @@ def _rehearsal_trainer() -> type[Any]:
                         p.grad = torch.empty_like(p)
                 recorder.sort_gradients()
                 optimizer.step()
-                if not self.accumulates:
+                if self.micro_batches == 1:
                     optimizer.zero_grad()
             recorder.mark("step")
             _watch(self.accelerator, "backward", recorder, "backward")
-            _watch(optimizer, "step", recorder, "optimizer")
+            _watch(self.optimizer, "step", recorder, "optimizer")
             return super().training_step(*args, **kwargs)
 
     return RehearsalTrainer
@@ -247,6 +252,12 @@ def _watch(owner: Any, name: str, recorder: Recorder, phase: Phase) -> None:
             return function(*args, **kwargs)
 
     setattr(owner, name, watched)
+
+
+def _copies(batches: list[dict[str, Any]]) -> list[Tensor]:
+    """The trainer fetches all micro-batches of a step before the first of them runs."""
+    with unset_fake_temporarily():
+        return [tensor.clone() for tensor in _tensors(batches)]
 
 
 def _tensors(batches: list[dict[str, Any]]) -> list[Tensor]:

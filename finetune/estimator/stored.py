@@ -21,6 +21,10 @@ from finetune.base_storage import held_layers
 from finetune.precision.storage import hold
 
 
+TABLES = 4 * (16 + 256 + 1)
+"""Bytes that a layer in four bits holds besides: NF4's codes, those of its absmaxes, their mean."""
+
+
 class _FourBitMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -87,6 +91,6 @@ def hold_base(model: nn.Module, storage: str | None) -> None:
 
     for module in [m for m in model.modules() if isinstance(m, Linear4bit)]:
         shaped: Any = module
-        packed = nf4.stored_bytes(math.prod(shaped.weight.shape))
+        packed = nf4.stored_bytes(math.prod(shaped.weight.shape)) + TABLES
         shaped.weight = nn.Parameter(torch.empty(packed, dtype=torch.uint8), requires_grad=False)
         shaped.__class__ = type(f"FourBit{type(module).__name__}", (FourBitMixin, type(module)), {})

@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, tensor: Tensor, kind: Kind = "weights") -> None:
         """Count a tensor that was there before."""
-        for plain in _plain(tensor):
+        for plain in plain_tensors(tensor):
             known = self._numbers.get(plain.untyped_storage()._cdata)
             number = self._number(plain, "held", kind=kind)
             if known is None:
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
 
     def numbers_of(self, tensors: Iterable[Tensor | None]) -> set[int]:
         """Numbers of the storages of tensors, of those that are known."""
-        keys = (p.untyped_storage()._cdata for t in tensors if t is not None for p in _plain(t))
+        keys = (p.untyped_storage()._cdata for t in tensors if t is not None for p in plain_tensors(t))
         return {self._numbers[key] for key in keys if key in self._numbers}
 
     # ------------------------------------------------------------------------------------ phases
@@ -293,6 +293,9 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
                 return NotImplemented  # what it wraps comes back here, one by one
+        for tensor in inputs:  # what was there before and nobody told of
+            if tensor.dim() and tensor.untyped_storage()._cdata not in self._numbers:
+                self.hold(tensor)
         result = self._run(func, inputs, args, kwargs)
         outputs: list[Tensor] = []
         _collect(result if isinstance(result, (tuple, list)) else (result,), outputs)
@@ -402,10 +405,10 @@ def _collect(values: Any, found: list[Tensor]) -> None:
             _collect(value, found)
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory that a wrapper holds; itself, if it is none."""
     if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from plain_tensors(getattr(tensor, name))
     else:
         yield tensor

@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -39,6 +40,10 @@ from finetune.precision.backend import Backend, compute_dtype, reduce_as_plain
 from finetune.precision.contraction import Linear, contract, gathered, grouped
 from finetune.precision.planner import LayerPlan, alignment
 from finetune.precision.products import products, read
+
+
+PLAIN = (nn.Parameter, FakeTensor)
+"""Types of a parameter that has memory of its own, or is said to (rehearsals)."""
 
 
 class Observer(Protocol):
@@ -78,13 +83,13 @@ class Parameters:
 
     def add(self, name: str, parameter: Tensor | None) -> None:
         """Know a parameter by this name; one of a tensor subclass has no memory of its own."""
-        if type(parameter) is nn.Parameter:
+        if type(parameter) in PLAIN:
             # Kept alive with its storage, whose address is the key.
             self._by_storage[parameter.untyped_storage()._cdata][id(parameter)] = name, parameter
 
     def find(self, x: Any) -> str | None:
         """Name of the parameter that `x` is or is a view of."""
-        if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+        if type(x) not in (Tensor, *PLAIN) or x.layout is not torch.strided:
             return None
         held = self._by_storage.get(x.untyped_storage()._cdata, {})
         for name, parameter in held.values():
@@ -121,7 +126,7 @@ class ParameterMode(TorchFunctionMode):
         self._taken = WeakTensorKeyDictionary()
         for name, seat in self.seats.items():
             parameter = getattr(owner, seat.local)
-            if type(parameter) is not nn.Parameter:
+            if type(parameter) not in PLAIN:
                 raise ConversionError(
                     f"{name!r} is planned in FP8 and is a {type(parameter).__name__} in its "
                     "module's forward",

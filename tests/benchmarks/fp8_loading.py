@@ -4,7 +4,7 @@
     python -m tests.benchmarks.fp8_loading --errors     block scales -> row scales
 
 Each way of loading runs in a process of its own. `live` is the peak of bytes of tensors alive,
-counted at every operation (`tests.live_tensors`), also those in pages of a memory-mapped file;
+counted at every operation (`finetune.live_tensors`), also those in pages of a memory-mapped file;
 `anon` is the growth of RssAnon of the process over that of one that has loaded a tiny model, looked
 at every millisecond: without such pages, which the system may drop, and with the holes of the heap.
 `bound` is 1.15 times the final model and one shard.
@@ -112,7 +112,7 @@ class Resident(threading.Thread):
 
 def measure(folder: Path, tiny: Path, source: str, granularity: Any) -> dict[str, int]:
     """Bytes at the peak and of the final model, in this process."""
-    from tests.benchmarks.live_tensors import LiveTensors
+    from finetune.live_tensors import LiveTensors
 
     for way in (source, "plain"):
         load(tiny, way, granularity or "row")  # imports, thread pools, kernels

@@ -45,7 +45,7 @@ from finetune.errors import PrecisionError
 from finetune.model import load_shape
 from finetune.precision.convert import apply
 from finetune.precision.planner import plan
-from tests.benchmarks.live_tensors import LiveTensors
+from finetune.live_tensors import LiveTensors
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FP8 = {"compute": "fp8", "backend": "torchao", "emulation": "allow"}

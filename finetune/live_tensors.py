@@ -9,7 +9,10 @@ peak.
 
 What it cannot see: buffers inside one kernel, what an allocator rounds up or keeps cached, and
 tensors made before that it was not told of. What an operator written in Python makes in passing
-counts as inside of it. Wrapper subclasses (torchao's) count as what they wrap.
+counts as inside of it. Wrapper subclasses (torchao's) count as what they wrap. `thorough` sees the
+last two: an operand that was not known must have been there before, so it is counted from the
+beginning; and a wrapper's operator is left to the wrapper, whose own operators come by one at a
+time.
 
 torch has `torch.distributed._tools.mem_tracker`, which sorts by hooks on modules and is private;
 `tests/test_live_tensors.py` holds the peak of a step to be the same in both.
@@ -35,10 +38,16 @@ class LiveTensors(TorchDispatchMode):
         peak: the most that was held since the beginning or since `reset_peak`.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        """Counts `known` tensors, made before, from the beginning."""
+    def __init__(self, known: Iterable[Tensor] = (), *, thorough: bool = False) -> None:
+        """Begin with what is there.
+
+        Args:
+            known: tensors made before, counted from the beginning.
+            thorough: count also operands that are not known, and look inside of wrappers.
+        """
         super().__init__()
         self.bytes = self.peak = 0
+        self.thorough = thorough
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in known:
             self.count(tensor)
@@ -47,18 +56,20 @@ class LiveTensors(TorchDispatchMode):
         """From now on."""
         self.peak = self.bytes
 
-    def count(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, unless it is counted already or has no memory (meta)."""
+    def count(self, tensor: Tensor) -> int:
+        """Count a tensor's storage, unless it is counted already or it has none (meta, sparse).
+
+        Returns:
+            The bytes that are new.
+        """
         if is_traceable_wrapper_subclass(tensor):
-            for name in tensor.__tensor_flatten__()[0]:
-                self.count(getattr(tensor, name))
-            return
-        if tensor.is_meta:
-            return
+            return sum(self.count(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0])
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return 0
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
-            return
+            return 0
 
         def died(_: Any) -> None:
             del self._alive[key]
@@ -67,8 +78,20 @@ class LiveTensors(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, died)
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
+        return size
+
+    def _count_from_the_beginning(self, tensor: Tensor) -> None:
+        before = self.peak
+        size = self.count(tensor)
+        self.peak = max(self.peak, before + size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.thorough:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            for tensor in given:
+                self._count_from_the_beginning(tensor)
+            if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
+                return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
