@@ -18,6 +18,7 @@ numbers at a time), evaluation, saving, and what other processes do (`finetune.e
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import tempfile
 from collections.abc import Iterator
@@ -245,6 +246,7 @@ def _watch(owner: Any, name: str, recorder: Recorder, phase: Phase) -> None:
     """Have the recorder told when `owner.name` begins and ends."""
     function = getattr(owner, name)
 
+    @functools.wraps(function)  # learning rate schedules mark a step that they have seen
     def watched(*args: Any, **kwargs: Any) -> Any:
         recorder.mark(phase)
         recorder.sort_gradients()
