@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
 from finetune.live_tensors import LiveTensors
@@ -31,11 +32,14 @@ class MemoryMeter(TrainerCallback):
 
     Attributes:
         earlier_gib: on a GPU, the peak before training began.
+        batch: (rows, length) of the largest micro-batch that was measured; None before.
     """
 
     def __init__(self, session: Session) -> None:
         self.session, self.kind = session, session.device.kind
         self.earlier_gib = 0.0
+        self.batch: tuple[int, int] | None = None
+        self._hook: RemovableHandle | None = None
         self._live: LiveTensors | None = None
         self._begun = 0  # steps of this process, which may have resumed
         self._bytes = self._reserved = 0
@@ -45,13 +49,16 @@ class MemoryMeter(TrainerCallback):
 
     # ---------------------------------------------------------------------------------- measuring
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         self.close()
         self._begun = 0
         if self.kind == "cuda":
             self.earlier_gib = max(self.earlier_gib, torch.cuda.max_memory_allocated() / GIB)
             torch.cuda.reset_peak_memory_stats()
             self._open = True
+            self._watch(model)
         elif self.kind != "cpu":
             self._why_not = f"{self.kind} has no count of its peak"
         else:
@@ -74,6 +81,19 @@ class MemoryMeter(TrainerCallback):
         elif self._is_due(last=state.max_steps - state.global_step == 1):
             self._live = LiveTensors(known(model, optimizer), thorough=True)
             self._live.__enter__()
+            self._watch(model)
+
+    def _watch(self, model: nn.Module) -> None:
+        """Note the shape of the batches that the model is given from now on."""
+
+        def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            ids = kwargs.get("input_ids")
+            if module.training and isinstance(ids, Tensor):
+                seen = self.batch or (0, 0)
+                if ids.numel() > seen[0] * seen[1]:
+                    self.batch = (ids.shape[0], ids.shape[1])
+
+        self._hook = model.register_forward_pre_hook(note, with_kwargs=True)
 
     def _is_due(self, *, last: bool) -> bool:
         if self._begun == 1:
@@ -94,6 +114,9 @@ class MemoryMeter(TrainerCallback):
 
     def close(self) -> None:
         """Stop counting, also out of a step that was broken off. Harmless when already done."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         live, self._live = self._live, None
         if live is not None:
             live.__exit__(None, None, None)

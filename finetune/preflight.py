@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from finetune.config import RunConfig
 from finetune.device import Device, resolve
@@ -33,12 +33,10 @@ class Ahead:
     Attributes:
         plan: of its model, in the precision that will run here.
         need: the memory it takes at least.
-        predicted: the memory it is expected to take, as `Receipt.memory` has it.
     """
 
     plan: PrecisionPlan
     need: MemoryBound
-    predicted: dict[str, Any] = field(default_factory=dict)
 
 
 def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahead:

@@ -21,6 +21,7 @@ from finetune.config import RunConfig
 from finetune.data import load_data
 from finetune.device import this_device
 from finetune.errors import ConfigError, FinetuneError
+from finetune.estimator.verdict import check_room, predicted
 from finetune.model import load_model, load_tokenizer, lora_config
 from finetune.optimizer_checks import chosen
 from finetune.precision.holdings import held_weights
@@ -117,6 +118,8 @@ def train(
 
     config, device = recipe.config, this_device()
     ahead = preflight(config, device, force=force)
+    if not force:
+        check_room(config, device, processes())
     state = PartialState(cpu=device.kind == "cpu")
     main_process = state.is_main_process
     console = console or Console(quiet=not main_process)
@@ -190,7 +193,7 @@ def train(
             bar.close()
             monitor.close()
             receipt = running.receipt()
-            receipt.memory = ahead.predicted | meter.reading()
+            receipt.memory = meter.reading()
             receipt.run = {"name": recipe.name, "folder": str(folder)}
             receipt.run |= {"interrupted": interrupted, "stopped": stopped}
             if main_process:
@@ -204,6 +207,9 @@ def train(
             assert isinstance(unwrapped, (PeftModel, type(model)))
             samples = answer(unwrapped, tokenizer, prompts_of(config, rows))
 
+    if not interrupted and main_process:
+        receipt.memory |= predicted(config, device, meter.batch, processes())
+        receipt.save(folder / "receipt.json")
     losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
     report = RunReport(
         folder=folder,
