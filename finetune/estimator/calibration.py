@@ -3,8 +3,8 @@
 The table of efficiencies speaks of a family of GPUs. One machine differs: its power limit, cooling,
 driver and libraries, and the speed of the host that launches. `measuring.py` multiplies matrices,
 copies, and runs one decoder layer for less than a minute; what came out is a `Calibration`, kept as
-JSON below `$XDG_CACHE_HOME/fp8-finetune/calibration` (`~/.cache` unless set) under the device's name,
-and taken up when a step is predicted for a device of that name.
+JSON below `$XDG_CACHE_HOME/fp8-finetune/calibration` (`~/.cache` unless set) under the device's
+name, and taken up when a step is predicted for a device of that name.
 
 From a calibration follow the shares of the peaks that roofline.py multiplies with:
 

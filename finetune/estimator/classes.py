@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from finetune.estimator.kernels import base_name, dtype_name, kind_of, product_of
+from finetune.estimator.kernels import base_name, dtype_name, kind_of, product_of, words
 from finetune.estimator.tape import Op
 
 LINEARS = "linears"
@@ -38,14 +38,14 @@ EMBEDDING = "embedding"
 
 _ADAPTER = re.compile(r"\.(lora_|adapter|vera_|hada_|lokr_|oft_|boft_)")
 _IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
-_CASTING = frozenset(
+_CASTING = words(
     "abs amax aminmax max clamp reciprocal _to_copy pad contiguous clone copy_ mul mul_ div div_ "
     "bitwise_and bitwise_and_ bitwise_or __lshift__ __rshift__ full_like new_ones log2 floor ceil "
-    "exp2 pow cast_transpose where".split()
+    "exp2 pow cast_transpose where"
 )
-_MULTIPLYING = frozenset("mul mul_ div div_".split())
+_MULTIPLYING = words("mul mul_ div div_")
 _SMALL = 2**16
-_LOSS = frozenset("in_place addmm_fp32 nll_loss_forward nll_loss_backward".split())
+_LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 
 
 def classes_of(ops: Sequence[Op]) -> list[str]:

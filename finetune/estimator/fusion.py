@@ -28,7 +28,6 @@ from typing import Literal, NamedTuple
 from finetune.estimator.kernels import FUSABLE, Kind, base_name, is_barrier, kind_of, traffic
 from finetune.estimator.tape import Op
 
-
 Pattern = Literal["straight", "columns", "transpose"]
 """How memory is walked through; reductions over columns and transposed writes waste bandwidth."""
 
@@ -56,7 +55,7 @@ def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) ->
         ops: the operators, in order.
         compiled: whether an operator lies in a compiled region; None for eager throughout.
     """
-    kinds = [kind_of(op) for op in ops]
+    kinds: list[Kind] = [kind_of(op) for op in ops]
     if compiled is None:
         for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
             if kind != "none":
@@ -119,10 +118,10 @@ def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) ->
             here = (regions[index], generations[index])
             for operand in op.inputs:
                 maker = makers.get(operand.storage, -1)
-                if maker in parent and not _ends_kernel(ops[maker], kinds[maker]):
-                    if (regions[maker], generations[maker]) == here:
-                        parent[find(index)] = find(maker)
-                        continue
+                joins = maker in parent and not _ends_kernel(ops[maker], kinds[maker])
+                if joins and (regions[maker], generations[maker]) == here:
+                    parent[find(index)] = find(maker)
+                    continue
                 if operand.storage >= 0 and len(operand.shape) > 1:  # a vector joins nothing
                     other = readers.setdefault((operand.storage, maker, *here), index)
                     parent[find(index)] = find(other)
@@ -215,5 +214,6 @@ def _joined(
         "reduction" if any(kinds[index] == "reduction" for index in members) else "pointwise"
     )
     patterns = {pattern_of(ops[index]) for index in members}
-    pattern = next((p for p in ("columns", "transpose") if p in patterns), "straight")
+    slow: tuple[Pattern, ...] = ("columns", "transpose")
+    pattern: Pattern = next((p for p in slow if p in patterns), "straight")
     return Launch(tuple(members), kind, sum(reads.values()), written, pattern)

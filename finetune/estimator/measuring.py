@@ -111,7 +111,7 @@ def _launch_us(on: torch.device, longest: float) -> float:
 
     def many() -> None:
         for _ in range(200):
-            x + 1  # noqa: B018  # pyright: ignore[reportUnusedExpression]
+            x + 1  # pyright: ignore[reportUnusedExpression]
 
     return _seconds(many, on, longest) / 200 * 1e6
 
