@@ -26,7 +26,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from finetune.errors import ConfigError
-from finetune.estimator.efficiency import Efficiency, Host, efficiency_of, shared
+from finetune.estimator.efficiency import Direction, Efficiency, Host, efficiency_of, shared
 from finetune.gpus import Gpu
 
 _REFERENCE_LAUNCH_US = 4.5
@@ -134,7 +134,9 @@ def calibrated_efficiency(calibration: Calibration, gpu: Gpu | None) -> Efficien
         }
     )
     scale = gemm["bf16"] / base.gemm["bf16"] if gpu is not None else pace
-    attention = {name: share * scale for name, share in base.attention.items()}
+    attention: dict[Direction, float] = {
+        direction: share * scale for direction, share in base.attention.items()
+    }
     return Efficiency(
         gemm=gemm,
         attention=attention,

@@ -213,7 +213,8 @@ def _joined(
     kind: Kind = (
         "reduction" if any(kinds[index] == "reduction" for index in members) else "pointwise"
     )
-    patterns = {pattern_of(ops[index]) for index in members}
-    slow: tuple[Pattern, ...] = ("columns", "transpose")
-    pattern: Pattern = next((p for p in slow if p in patterns), "straight")
+    patterns: set[Pattern] = {pattern_of(ops[index]) for index in members}
+    pattern: Pattern = "straight"
+    if patterns - {"straight"}:
+        pattern = "columns" if "columns" in patterns else "transpose"
     return Launch(tuple(members), kind, sum(reads.values()), written, pattern)

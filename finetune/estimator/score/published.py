@@ -1,12 +1,12 @@
 """What a published measurement of speed ran, in the words of the time model.
 
-A row of a CSV of measurements becomes a `Case`: shape, setting, GPU, and how the framework launches.
-What cannot be said from a row is a reason, not a guess.
+A row of a CSV of measurements becomes a `Case`: shape, setting, GPU, and how the framework
+launches. What cannot be said from a row is a reason, not a guess.
 
 A row's `tokens_per_s` is of one GPU or of the whole job, as its source counts (`_WHOLE_JOB`). Rows
-of data with changing lengths count tokens without padding: their batch is taken to be as long as the
-source's data is on average, and only the time of the step itself is compared (tokens per second),
-not that of a run with its pauses.
+of data with changing lengths count tokens without padding: their batch is taken to be as long as
+the source's data is on average, and only the time of the step itself is compared (tokens per
+second), not that of a run with its pauses.
 
 What frameworks are in terms of this model is in `_stack`: eager, compiled or native launches, fused
 parts, path of the loss. These are facts of the frameworks, the same for all rows.
@@ -23,15 +23,7 @@ from typing import Any
 from finetune.errors import ConfigError
 from finetune.estimator.efficiency import HostKind
 from finetune.estimator.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
-from finetune.estimator.workload import (
-    ATTENTION_LINEARS,
-    FUSED_PARTS,
-    MLP_LINEARS,
-    Setting,
-    Shape,
-    in_layers,
-    in_parts,
-)
+from finetune.estimator.workload import FUSED_PARTS, in_layers, in_parts
 from finetune.gpus import Gpu, named_gpu
 
 Row = Mapping[str, str]

@@ -26,7 +26,7 @@ from finetune.estimator.workload import write_step
 
 def predict(case: Case) -> float:
     """Tokens per second and GPU."""
-    step: Step = write_step(case.shape, case.setting)
+    step = write_step(case.shape, case.setting)
     setting, launched = case.setting, host(case.stack.launched)
     micro = step_time(step.micro, case.gpu, compiled=case.stack.compiled, launched_by=launched)
     update = step_time(step.update, case.gpu, launched_by=launched)
