@@ -93,9 +93,7 @@ def shape_share(product: Product, units: int, pipeline_k: float) -> float:
     best = math.inf  # seconds at a rate of one
     for rows, columns, relative in _TILES:
         tiles = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns)
-        for split in _SPLITS:
-            if split > 1 and (tiles >= 2 * units or product.k < 256 * split):
-                break
+        for split in _SPLITS if tiles < 2 * units else (1,):
             rounds = math.ceil(tiles * split / units)
             depth = product.k / split + pipeline_k
             best = min(best, 2.0 * rows * columns * depth * rounds * units / relative)
