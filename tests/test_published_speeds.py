@@ -1,4 +1,4 @@
-"""Rows of published speeds: what they ran, or why that cannot be said. All rows here are made up."""
+"""Rows of published speeds: what they ran, or why that cannot be said. Rows here are made up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from finetune.estimator.score.published import Case, read_case
 from finetune.estimator.score.speed import judge, pair_up, predict, read_rows, score_rows
 
-COLUMNS = (
-    "id source gpu n_gpus model params_b method lora_rank lora_targets precision optimizer "
-    "batch_per_gpu seq_len grad_ckpt attention fused_ce framework peak_mem_gb mem_kind "
-    "tokens_per_s step_time_s notes verified"
-).split()
+COLUMNS = [
+    *("id", "source", "gpu", "n_gpus", "model", "params_b", "method", "lora_rank", "lora_targets"),
+    *("precision", "optimizer", "batch_per_gpu", "seq_len", "grad_ckpt", "attention", "fused_ce"),
+    *("framework", "peak_mem_gb", "mem_kind", "tokens_per_s", "step_time_s", "notes", "verified"),
+]
 
 
 def row(**changes: str) -> dict[str, str]:
@@ -138,6 +138,7 @@ def test_pairs_and_figures(tmp_path: Path):
     assert (pair.fp8.case.row["id"], pair.bf16.case.row["id"]) == ("c", "b")
     assert pair.published == pytest.approx(1.1)
     figures = judge(scored)
-    assert figures["rows"] == 3 and figures["pairs"] == 1
+    assert figures["rows"] == 3
+    assert figures["pairs"] == 1
     assert figures["median_error"] > 0
     assert figures["sign_right"] in (0.0, 1.0)

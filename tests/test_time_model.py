@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
 from finetune.estimator.classes import classes_of
-from finetune.estimator.communication import ddp_seconds, fsdp_seconds
+from finetune.estimator.collectives import ddp_seconds, fsdp_seconds
 from finetune.estimator.efficiency import efficiency_of, host
 from finetune.estimator.fusion import Launch, launches
 from finetune.estimator.kernels import (
@@ -177,7 +179,8 @@ def test_a_round_that_is_hardly_filled_is_a_round():
     """132 multiprocessors: 132 tiles take one round, 133 do not fit one."""
     share = shape_share(Product(1, 128 * 132, 256, 8192, "bf16"), 132, 128)
     more = shape_share(Product(1, 128 * 133, 256, 8192, "bf16"), 132, 128)
-    assert share > 0.97 and more < 0.9
+    assert share > 0.97
+    assert more < 0.9
 
 
 sizes = st.integers(1, 20_000)
@@ -188,12 +191,12 @@ sizes = st.integers(1, 20_000)
 def test_a_larger_product_is_never_faster(m, n, k, more, which):
     gpu = named_gpu("H100")
     shares = efficiency_of(gpu)
-    small, large = [m, n, k], [m, n, k]
-    large[which] += more
-    before = product_seconds(Product(1, *small, "bf16"), gpu, shares)
-    after = product_seconds(Product(1, *large, "bf16"), gpu, shares)
+    small = Product(1, m, n, k, "bf16")
+    name = ("m", "n", "k")[which]
+    large = small._replace(**{name: getattr(small, name) + more})
+    before, after = (product_seconds(one, gpu, shares) for one in (small, large))
     assert after >= before * (1 - 1e-9)
-    assert 0 < shape_share(Product(1, *small, "bf16"), gpu.sms, 128) <= 1
+    assert 0 < shape_share(small, gpu.sms, 128) <= 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -424,9 +427,7 @@ def test_fp8_changes_the_precision_of_layers_only():
     plain = write_step(QWEN["0.5B"], Setting(1, 256)).micro
     fp8 = write_step(QWEN["0.5B"], Setting(1, 256, fp8="tensorwise")).micro
     assert products(fp8) == products(plain)
-    kinds = {
-        product.precision: product.n for one in fp8 if (product := product_of(one))
-    }
+    kinds = {product.precision: product.n for one in fp8 if (product := product_of(one))}
     assert set(kinds) == {"bf16", "fp8"}
     head = [p for one in fp8 if (p := product_of(one)) and p.precision == "bf16"]
     assert all(151936 in (p.m, p.n, p.k) for p in head)
@@ -444,9 +445,9 @@ def test_a_written_step_is_like_a_traced_one():
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
     ids = torch.randint(512, (2, 64))
     with Recorder(model, known=(ids,)) as recorder:
         loss = model(ids, labels=ids).loss
@@ -464,23 +465,25 @@ def test_a_written_step_is_like_a_traced_one():
 
     assert moved(written) == pytest.approx(moved(traced), rel=0.3)
     fused = step_time(traced, named_gpu("H100"), compiled=in_parts("norm"))
-    assert fused.by_class["linears"] > 0 and fused.flops == pytest.approx(
-        step_time(traced, named_gpu("H100")).flops
-    )
+    assert fused.flops == pytest.approx(step_time(traced, named_gpu("H100")).flops)
 
 
 def test_a_mixture_computes_with_the_chosen_experts():
     mixture = Shape(2, 512, 8, 2, 1024, 1000, experts=8, chosen=2)
     dense = Shape(2, 512, 8, 2, 1024, 1000)
     setting = Setting(1, 1024)
-    extra = products(write_step(mixture, setting).micro) - products(write_step(dense, setting).micro)
+    extra = products(write_step(mixture, setting).micro) - products(
+        write_step(dense, setting).micro
+    )
     assert extra == pytest.approx(6 * 2 * 3 * 512 * 1024 * 1024, rel=0.02)  # one expert more
 
 
 # ------------------------------------------------------------------------------------------ anchors
 
 
-def ratio(shape: Shape, setting: Setting, fp8: dict[str, object], compiled, launched: str) -> float:
+def ratio(
+    shape: Shape, setting: Setting, fp8: Mapping[str, object], compiled, launched: str
+) -> float:
     from dataclasses import replace
 
     gpu, seconds = named_gpu("H100"), []
@@ -509,7 +512,9 @@ def test_llm_q_on_an_h100(size, batch, published):
         turn_codes=True,
     )
     fp8 = {"fp8": "tensorwise", "cast_weights_once": True}
-    assert ratio(QWEN[size], setting, fp8, in_layers, "native") == pytest.approx(published, abs=0.08)
+    assert ratio(QWEN[size], setting, fp8, in_layers, "native") == pytest.approx(
+        published, abs=0.08
+    )
 
 
 @pytest.mark.parametrize(("how", "published"), [("tensorwise", 1.25), ("rowwise", 1.10)])

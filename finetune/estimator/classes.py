@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from finetune.estimator.kernels import base_name, dtype_name, kind_of, product_of, words
-from finetune.estimator.tape import Op
 
 LINEARS = "linears"
 ADAPTERS = "adapters"
@@ -43,6 +43,9 @@ _CASTING = words(
     "bitwise_and bitwise_and_ bitwise_or __lshift__ __rshift__ full_like new_ones log2 floor ceil "
     "exp2 pow cast_transpose where"
 )
+
+if TYPE_CHECKING:
+    from finetune.estimator.tape import Op
 _MULTIPLYING = words("mul mul_ div div_")
 _SMALL = 2**16
 _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")

@@ -23,10 +23,12 @@ compute again rather than to store are not modelled: some rows move a little mor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.estimator.kernels import FUSABLE, Kind, base_name, is_barrier, kind_of, traffic
-from finetune.estimator.tape import Op
+
+if TYPE_CHECKING:
+    from finetune.estimator.tape import Op
 
 Pattern = Literal["straight", "columns", "transpose"]
 """How memory is walked through; reductions over columns and transposed writes waste bandwidth."""

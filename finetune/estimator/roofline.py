@@ -7,8 +7,8 @@ region, where chains share a kernel (fusion.py).
 ahead of the GPU, so a kernel starts when the GPU is free and the host has launched it. Small shapes
 leave the GPU waiting; that time is the class `waiting for launches`.
 
-Communication between GPUs is not on the tape; the caller gives the seconds that are not hidden
-behind computation (communication.py).
+Communication between GPUs is not on the tape; the caller gives the seconds of it that computation
+does not hide.
 
 How sure it is. The standard deviation of ln(predicted / published) over published step times and
 over published FP8-to-BF16 pairs stands in `assets/efficiency.yaml` (`scatter_*`): measured by
@@ -22,15 +22,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.estimator.classes import classes_of
 from finetune.estimator.efficiency import Efficiency, Host, efficiency_of, host
 from finetune.estimator.fusion import Launch, launches
 from finetune.estimator.kernels import product_of
 from finetune.estimator.roofs import Bound, half_peak, kernel_time
-from finetune.estimator.tape import Op, Tape
 from finetune.gpus import Gpu
+
+if TYPE_CHECKING:
+    from finetune.estimator.tape import Op, Tape
 
 WAITING = "waiting for launches"
 COMMUNICATION = "communication"

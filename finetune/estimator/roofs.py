@@ -18,7 +18,7 @@ all it touches fits into half of it.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.errors import ConfigError
 from finetune.estimator.efficiency import Efficiency
@@ -30,8 +30,10 @@ from finetune.estimator.kernels import (
     is_backward_attention,
     product_of,
 )
-from finetune.estimator.tape import Op
 from finetune.gpus import Gpu
+
+if TYPE_CHECKING:
+    from finetune.estimator.tape import Op
 
 Bound = Literal["compute", "memory", "launch"]
 
