@@ -63,6 +63,8 @@ def test_a_plain_row():
         ({"method": "peft:boft"}, "peft:boft"),
         ({"notes": "SUSPECT: a line"}, "doubtful"),
         ({"notes": "CPU offload"}, "offload"),
+        ({"framework": "torchtitan FSDP2+CP", "attention": "sdpa + CP4"}, "context parallelism"),
+        ({"framework": "NeMo TP2 PP4"}, "tensor and pipeline"),
         ({"n_gpus": "128"}, "several machines"),
     ],
 )
@@ -125,6 +127,7 @@ def test_pairs_and_figures(tmp_path: Path):
         row(id="b", precision="bf16", batch_per_gpu="8", tokens_per_s="50000", **common),
         row(id="c", precision="fp8 tensorwise", batch_per_gpu="8", tokens_per_s="55000", **common),
         row(id="d", method="peft:boft"),
+        row(id="e", gpu="A100-80GB", precision="fp8 tensorwise"),
     ]
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
@@ -132,7 +135,8 @@ def test_pairs_and_figures(tmp_path: Path):
         writer.writeheader()
         writer.writerows(rows)
     scored, reasons = score_rows(read_rows(path))
-    assert set(reasons) == {"d"}
+    assert set(reasons) == {"d", "e"}
+    assert "no matrix units for fp8" in reasons["e"]
     assert len(scored) == 3
     (pair,) = pair_up(scored)
     assert (pair.fp8.case.row["id"], pair.bf16.case.row["id"]) == ("c", "b")

@@ -370,6 +370,23 @@ def test_words_for_adapters_without_modules_in_backward():
     assert classes_of(ops) == ["linears", adapters, adapters, adapters, adapters, "linears"]
 
 
+def test_products_of_the_engine_and_their_casts():
+    x, w = operand(1, 64, 32), operand(2, 48, 32)
+    codes = [operand(i, size, dtype=FP8) for i, size in ((3, 2048), (4, 2048), (5, 1536))]
+    cast, multiply = "finetune_estimator.fp8_cast.default", "finetune_estimator.fp8_mm.default"
+    y = operand(6, 64, 48)
+    ops = [
+        op(cast, [x], codes[:1]),
+        op(cast, [x], codes[1:2]),
+        op(cast, [w], codes[2:]),
+        op(multiply, [codes[0], codes[2]], [y]),
+    ]
+    assert product_of(ops[3]) == Product(1, 64, 48, 32, "fp8")
+    assert [launch.read for launch in launches(ops[:3])] == [x.nbytes, 0, w.nbytes]
+    assert classes_of(ops)[3] == "linears"
+    assert set(classes_of(ops)[:1]) == {"FP8 casts"}
+
+
 def test_what_only_feeds_fp8_products_is_a_cast():
     x, wide, codes, y = (
         operand(1, M, H),

@@ -51,8 +51,8 @@ def words(text: str) -> frozenset[str]:
 
 
 _GEMMS = words(
-    "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul _scaled_mm scaled_mm _int_mm _grouped_mm "
-    "_scaled_grouped_mm"
+    "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul fp8_mm _scaled_mm scaled_mm _int_mm "
+    "_grouped_mm _scaled_grouped_mm"
 )
 _REDUCTIONS = words(
     "sum mean amax amin max min norm linalg_vector_norm var var_mean _softmax _log_softmax "
@@ -167,6 +167,9 @@ def product_of(op: Op) -> Product | None:
     """The matrix product of a GEMM operator, None for another kind or for operands unknown."""
     matrices = [operand for operand in op.inputs if len(operand.shape) >= 2]
     name = base_name(op)
+    if name == "fp8_mm":  # codes are given as they lie in memory, without a shape
+        m, n = op.outputs[0].shape
+        return Product(1, m, n, max(1, op.inputs[0].nbytes // m), "fp8")
     if kind_of(op) != "gemm" or len(matrices) < 2:
         return None
     output = (op.outputs or op.inputs)[0].shape

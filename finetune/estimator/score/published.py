@@ -59,13 +59,12 @@ _MEAN_LENGTHS = {"metamathqa": 222, "alpaca": 130}
 tokenizer is 210 on average (4,198,051 in 20,000, PEFT's own count) before padding in batches sorted
 by length; Alpaca with its prompt about 130."""
 _CANNOT = {
-    "cpu offload": "CPU offload is not modelled",
-    "offload_to_cpu": "CPU offload is not modelled",
-    " cp": "context parallelism is not modelled",
-    "tp2": "tensor and pipeline parallelism are not modelled",
-    "paged": "a paged optimizer is not modelled",
-    "suspect": "the source's figure is doubtful",
-    "nvfp4": "NVFP4 is not modelled",
+    r"cpu offload|offload_to_cpu": "CPU offload is not modelled",
+    r"\bcp ?[2-9]": "context parallelism is not modelled",
+    r"\b[tp]p ?[2-9]": "tensor and pipeline parallelism are not modelled",
+    r"paged": "a paged optimizer is not modelled",
+    r"suspect": "the source's figure is doubtful",
+    r"nvfp4": "NVFP4 is not modelled",
 }
 
 
@@ -107,9 +106,9 @@ class Case:
     @property
     def published(self) -> float:
         """Tokens per second and GPU."""
-        if not self.row["tokens_per_s"]:
-            return self.counted / float(self.row["step_time_s"])
-        speed = float(self.row["tokens_per_s"])
+        speed = _number(self.row["tokens_per_s"])
+        if not speed:
+            return self.counted / _number(self.row["step_time_s"])
         whole = any(name in self.row["framework"] for name in _WHOLE_JOB)
         if "torchtune README" in self.row["source"]:
             whole = True
@@ -120,9 +119,9 @@ def read_case(row: Row) -> Case | str:
     """What a row ran, or why that cannot be said."""
     text = " ".join((row["notes"], row["framework"], row["attention"], row["optimizer"])).lower()
     for mark, reason in _CANNOT.items():
-        if mark in text:
+        if re.search(mark, text):
             return reason
-    if not row["tokens_per_s"] and not row["step_time_s"]:
+    if not _number(row["tokens_per_s"]) and not _number(row["step_time_s"]):
         return "no speed is given"
     shape = next(
         (shape for pattern, shape in SHAPES.items() if re.search(pattern, row["model"].lower())),
@@ -134,19 +133,19 @@ def read_case(row: Row) -> Case | str:
         gpu = _gpu(row)
     except ConfigError:
         return f"GPU {row['gpu']!r} is not in the table"
-    batch = re.match(r"\d+", row["batch_per_gpu"])
+    batch = int(_number(row["batch_per_gpu"]))
     if not batch:
         return "the batch is not given"
     method = _method(row)
     if method is None:
         return f"time of the method {row['method']} is not modelled"
-    gpus = int(row["n_gpus"] or 1)
+    gpus = int(_number(row["n_gpus"])) or 1
     if gpus > 8:
         return "several machines are not modelled"
-    length, counted = _lengths(row, int(batch[0]))
+    length, counted = _lengths(row, batch)
     if not length:
         return "the length is not given"
-    setting, stack = _stack(row, Setting(int(batch[0]), length, **method), gpus)
+    setting, stack = _stack(row, Setting(batch, length, **method), gpus)
     timed = row["seq_len"] != "alpaca dynamic"
     return Case(row, shape, setting, stack, gpu, gpus, counted or setting.tokens, timed)
 
@@ -193,7 +192,7 @@ def _method(row: Row) -> dict[str, Any] | None:
     packed = method == "qlora" or "nf4" in precision or "gptq" in precision
     return {
         "method": "lora",
-        "rank": int(row["lora_rank"] or 8),
+        "rank": int(_number(row["lora_rank"])) or 8,
         "targets": tuple(dict.fromkeys(found)) or ("q_proj", "v_proj"),
         "base_bits": 4 if packed else 16,
         "adapter_dtype": "float32" if "no autocast" in precision else "bfloat16",
@@ -210,7 +209,13 @@ def _lengths(row: Row, batch: int) -> tuple[int, float]:
         length = round(_MEAN_LENGTHS["alpaca"] * (1 + 0.5 * math.log(batch)))
         counted = 0.0 if row["step_time_s"] else float(_MEAN_LENGTHS["alpaca"] * batch)
         return length, counted
-    return (int(row["seq_len"]) if row["seq_len"].isdigit() else 0), 0.0
+    return int(_number(row["seq_len"])), 0.0
+
+
+def _number(text: str) -> float:
+    """The number that a text begins with, 0 where there is none."""
+    found = re.match(r"\d+(\.\d+)?", text.replace(",", ""))
+    return float(found[0]) if found else 0.0
 
 
 def _fp8(row: Row) -> dict[str, Any]:

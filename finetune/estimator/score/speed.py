@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from finetune.errors import ConfigError
 from finetune.estimator.collectives import fsdp_seconds
 from finetune.estimator.efficiency import host
 from finetune.estimator.roofline import step_time
@@ -78,8 +79,11 @@ def score_rows(rows: Iterable[Row]) -> tuple[list[Scored], dict[str, str]]:
         case = read_case(row)
         if isinstance(case, str):
             reasons[row["id"]] = case
-        else:
+            continue
+        try:
             scored.append(Scored(case, predict(case)))
+        except ConfigError as error:
+            reasons[row["id"]] = error.what
     return scored, reasons
 
 
