@@ -229,6 +229,20 @@ def test_float32_products_use_tf32_only_when_allowed():
     assert step_time(ops, gpu).seconds > 4 * step_time(ops, gpu, tf32=True).seconds
 
 
+def test_attention_runs_at_the_speed_of_its_kernel():
+    q = operand(1, 1, 32, 8192, 128)
+    mask = operand(2, 1, 1, 8192, 8192)
+    name, gpu = "finetune_estimator.attention.default", named_gpu("H100")
+    flash, cudnn = (efficiency_of(gpu, kernel) for kernel in ("flash", "cudnn"))
+    plain, masked = [op(name, [q, q, q], [q])], [op(name, [q, q, q, mask], [q])]
+    seconds = step_time(plain, gpu, efficiency=flash).seconds
+    assert 2 * 32 * 8192**2 * 128 / seconds == pytest.approx(370e12, rel=0.05)
+    assert step_time(plain, gpu, efficiency=cudnn).seconds < 0.75 * seconds
+    for shares in (flash, cudnn):  # a mask rules both out, and its half is computed
+        assert step_time(masked, gpu, efficiency=shares).seconds > 3 * seconds
+    assert efficiency_of(named_gpu("L40S"), "cudnn") == efficiency_of(named_gpu("L40S"), "flash")
+
+
 # ------------------------------------------------------------------------------------------ fusion
 
 M, H = 1024, 4096
@@ -507,7 +521,8 @@ def ratio(
     for one in (setting, replace(setting, **fp8)):  # pyright: ignore[reportArgumentType]
         step = write_step(shape, one)
         pace = host(launched)  # pyright: ignore[reportArgumentType]
-        micro = step_time(step.micro, gpu, compiled=compiled, launched_by=pace)
+        shares = efficiency_of(gpu, "cudnn" if launched == "native" else "flash")
+        micro = step_time(step.micro, gpu, compiled=compiled, launched_by=pace, efficiency=shares)
         update = step_time(step.update, gpu, launched_by=pace)
         seconds.append(one.accumulation * micro.seconds + update.seconds)
     return seconds[0] / seconds[1]

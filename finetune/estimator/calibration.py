@@ -134,12 +134,14 @@ def calibrated_efficiency(calibration: Calibration, gpu: Gpu | None) -> Efficien
         }
     )
     scale = gemm["bf16"] / base.gemm["bf16"] if gpu is not None else pace
-    attention: dict[Direction, float] = {
-        direction: share * scale for direction, share in base.attention.items()
-    }
+
+    def scaled(shares: dict[Direction, float]) -> dict[Direction, float]:
+        return {direction: share * scale for direction, share in shares.items()}
+
     return Efficiency(
         gemm=gemm,
-        attention=attention,
+        attention=scaled(base.attention),
+        masked=scaled(base.masked),
         shared=numbers,
         origin=f"measured on {calibration.device} with torch {calibration.torch}",
     )
@@ -169,6 +171,7 @@ def _plain() -> Efficiency:
     return Efficiency(
         gemm={"bf16": 1.0, "fp32": 1.0},
         attention={"forward": 0.5, "backward": 0.4},
+        masked={"forward": 0.5, "backward": 0.4},
         shared=shared(),
         origin="",
     )

@@ -63,10 +63,9 @@ def kernel_time(
         compute = product_seconds(product, gpu, shares, tf32=tf32)
     elif launch.kind == "attention":
         flops, masked = attention_flops(op)
-        share = shares.attention["backward" if is_backward_attention(op) else "forward"]
-        if masked:
-            share *= shares.shared.masked_attention
-        compute = flops / (half_peak(gpu) * share)
+        reached = shares.masked if masked else shares.attention
+        direction = "backward" if is_backward_attention(op) else "forward"
+        compute = flops / (half_peak(gpu) * reached[direction])
     body = max(compute, memory)
     if body < start:
         return Kernel(body + start, flops, "launch")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.errors import ConfigError
-from finetune.estimator.efficiency import HostKind
+from finetune.estimator.efficiency import AttentionKernel, HostKind
 from finetune.estimator.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
 from finetune.estimator.workload import FUSED_PARTS, in_layers, in_parts
 from finetune.gpus import Gpu, named_gpu
@@ -78,10 +78,12 @@ class Stack:
     Attributes:
         launched: how the host launches.
         fused: parts that are one kernel each; `("*",)` for compiled layers.
+        attention: the kernel of attention: cuDNN's in llm.q and on B200, as torchtitan asks for.
     """
 
     launched: HostKind
     fused: tuple[str, ...] = ()
+    attention: AttentionKernel = "flash"
 
     @property
     def compiled(self) -> Callable[[Any], bool] | None:
@@ -146,6 +148,8 @@ def read_case(row: Row) -> Case | str:
     if not length:
         return "the length is not given"
     setting, stack = _stack(row, Setting(batch, length, **method), gpus)
+    if gpu.capability[0] == 10:
+        stack = replace(stack, attention="cudnn")
     timed = row["seq_len"] != "alpaca dynamic"
     return Case(row, shape, setting, stack, gpu, gpus, counted or setting.tokens, timed)
 
@@ -252,7 +256,7 @@ def _stack(row: Row, setting: Setting, gpus: int) -> tuple[Setting, Stack]:
             turn_codes=True,
             cast_weights_once=bool(setting.fp8),
         )
-        return setting, Stack("native", ("*",))
+        return setting, Stack("native", ("*",), "cudnn")
     loss = "fused" if re.search("fast|liger|chunk|cut", row["fused_ce"]) else "plain"
     setting = replace(setting, loss=loss)
     if "torchtitan" in framework:

@@ -19,7 +19,7 @@ from statistics import median
 
 from finetune.errors import ConfigError
 from finetune.estimator.collectives import fsdp_seconds
-from finetune.estimator.efficiency import host
+from finetune.estimator.efficiency import efficiency_of, host
 from finetune.estimator.roofline import step_time
 from finetune.estimator.score.published import Case, Row, read_case
 from finetune.estimator.workload import write_step
@@ -29,7 +29,13 @@ def predict(case: Case) -> float:
     """Tokens per second and GPU."""
     step = write_step(case.shape, case.setting)
     setting, launched = case.setting, host(case.stack.launched)
-    micro = step_time(step.micro, case.gpu, compiled=case.stack.compiled, launched_by=launched)
+    micro = step_time(
+        step.micro,
+        case.gpu,
+        compiled=case.stack.compiled,
+        launched_by=launched,
+        efficiency=efficiency_of(case.gpu, case.stack.attention),
+    )
     update = step_time(step.update, case.gpu, launched_by=launched)
     seconds = setting.accumulation * micro.seconds + update.seconds
     if setting.shards > 1:
