@@ -105,6 +105,15 @@ def this_device() -> Device:
     return Device("cpu", _cpu_name(), None, host_gib)
 
 
+def parallel_units(device: Device) -> int:
+    """Multiprocessors of the GPU that is here; threads that torch computes with, on a CPU."""
+    import torch
+
+    if device.kind == "cuda":
+        return torch.cuda.get_device_properties(0).multi_processor_count
+    return torch.get_num_threads()
+
+
 def _cpu_name() -> str:
     import platform
 

@@ -3,8 +3,8 @@
 The table of efficiencies speaks of a family of GPUs. One machine differs: its power limit, cooling,
 driver and libraries, and the speed of the host that launches. `measuring.py` multiplies matrices,
 copies, and runs one decoder layer for less than a minute; what came out is a `Calibration`, kept as
-JSON below `$XDG_CACHE_HOME/fp8-finetune/calibration` (`~/.cache` unless set) under the device's name,
-and taken up when a step is predicted for a device of that name.
+JSON below `$XDG_CACHE_HOME/fp8-finetune/calibration` (`~/.cache` unless set) under the device's
+name, and taken up when a step is predicted for a device of that name.
 
 From a calibration follow the shares of the peaks that roofline.py multiplies with:
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from finetune.errors import ConfigError
-from finetune.estimator.efficiency import Efficiency, Host, efficiency_of, shared
+from finetune.estimator.efficiency import Direction, Efficiency, Host, efficiency_of, shared
 from finetune.gpus import Gpu
 
 _REFERENCE_LAUNCH_US = 4.5
@@ -134,10 +134,14 @@ def calibrated_efficiency(calibration: Calibration, gpu: Gpu | None) -> Efficien
         }
     )
     scale = gemm["bf16"] / base.gemm["bf16"] if gpu is not None else pace
-    attention = {name: share * scale for name, share in base.attention.items()}
+
+    def scaled(shares: dict[Direction, float]) -> dict[Direction, float]:
+        return {direction: share * scale for direction, share in shares.items()}
+
     return Efficiency(
         gemm=gemm,
-        attention=attention,
+        attention=scaled(base.attention),
+        masked=scaled(base.masked),
         shared=numbers,
         origin=f"measured on {calibration.device} with torch {calibration.torch}",
     )
@@ -167,6 +171,7 @@ def _plain() -> Efficiency:
     return Efficiency(
         gemm={"bf16": 1.0, "fp32": 1.0},
         attention={"forward": 0.5, "backward": 0.4},
+        masked={"forward": 0.5, "backward": 0.4},
         shared=shared(),
         origin="",
     )

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from finetune.estimator.kernels import base_name, dtype_name, kind_of, product_of
-from finetune.estimator.tape import Op
+from finetune.estimator.kernels import base_name, dtype_name, kind_of, product_of, words
 
 LINEARS = "linears"
 ADAPTERS = "adapters"
@@ -38,14 +38,17 @@ EMBEDDING = "embedding"
 
 _ADAPTER = re.compile(r"\.(lora_|adapter|vera_|hada_|lokr_|oft_|boft_)")
 _IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
-_CASTING = frozenset(
+_CASTING = words(
     "abs amax aminmax max clamp reciprocal _to_copy pad contiguous clone copy_ mul mul_ div div_ "
     "bitwise_and bitwise_and_ bitwise_or __lshift__ __rshift__ full_like new_ones log2 floor ceil "
-    "exp2 pow cast_transpose where".split()
+    "exp2 pow cast_transpose fp8_cast where"
 )
-_MULTIPLYING = frozenset("mul mul_ div div_".split())
+
+if TYPE_CHECKING:
+    from finetune.estimator.tape import Op
+_MULTIPLYING = words("mul mul_ div div_")
 _SMALL = 2**16
-_LOSS = frozenset("in_place addmm_fp32 nll_loss_forward nll_loss_backward".split())
+_LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 
 
 def classes_of(ops: Sequence[Op]) -> list[str]:
@@ -67,7 +70,9 @@ def _class(op: Op, carriers: set[str], ranks: set[int], vocabulary: int, head: s
         return ATTENTION
     if kind == "dequantise":
         return DEQUANTISE
-    if _ADAPTER.search(op.module):
+    # in backward a product's module is that of a tensor it reads: its rank says more
+    by_rank = kind == "gemm" and op.phase == "backward" and ranks
+    if _ADAPTER.search(op.module) and not by_rank:
         return ADAPTERS
     if name.startswith("embedding"):
         return EMBEDDING
@@ -92,7 +97,7 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
         op = ops[index]
         name = base_name(op)
         read = [reader for operand in op.outputs for reader in readers.pop(operand.storage, ())]
-        multiplies = name.endswith("scaled_mm")
+        multiplies = name.endswith(("scaled_mm", "fp8_mm"))
         if name in _CASTING and read and all(read):
             out = op.outputs[0]
             scales = dtype_name(out) == "float32" or out.nbytes <= _SMALL

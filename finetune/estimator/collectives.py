@@ -1,4 +1,4 @@
-"""Seconds that GPUs spend on each other's weights and gradients, where computation does not hide it.
+"""Seconds that GPUs spend on each other's weights and gradients, where nothing hides them.
 
 Fully sharded training (FSDP) moves, per micro-batch and GPU, with W bytes of weights among n:
 

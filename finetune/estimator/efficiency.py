@@ -18,12 +18,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
 from finetune.errors import ConfigError
+from finetune.estimator.attention_buffers import sdpa_kernel
+from finetune.estimator.hidden import installed_torch
 from finetune.gpus import Gpu
 from finetune.plain_yaml import read_text
 
 TABLE = Path(__file__).parents[1] / "assets" / "efficiency.yaml"
 
 Direction = Literal["forward", "backward"]
+AttentionKernel = Literal["flash", "cudnn"]
 HostKind = Literal["eager", "slow", "compiled", "native"]
 
 
@@ -67,12 +70,14 @@ class Efficiency(_Row):
     Attributes:
         gemm: share of the dense peak, by precision of the operands.
         attention: share of the BF16 peak, by direction.
+        masked: the same with an explicit mask, which rules both kernels out.
         shared: see `Shared`.
         origin: where the numbers come from, for the report.
     """
 
     gemm: dict[str, PositiveFloat]
     attention: dict[Direction, PositiveFloat]
+    masked: dict[Direction, PositiveFloat]
     shared: Shared
     origin: str
 
@@ -81,7 +86,7 @@ class _Family(_Row):
     name: str
     capability: tuple[tuple[int, int], ...]
     gemm: dict[str, PositiveFloat]
-    attention: dict[Direction, PositiveFloat]
+    attention: dict[AttentionKernel, dict[Direction, PositiveFloat]]
     origin: str
 
 
@@ -115,8 +120,12 @@ def shared() -> Shared:
     return _table().shared
 
 
-def efficiency_of(gpu: Gpu) -> Efficiency:
+def efficiency_of(gpu: Gpu, attention: AttentionKernel | None = None) -> Efficiency:
     """The shares of this GPU: those of its family, or its own where its power limit rules.
+
+    Args:
+        gpu: the line of the table of GPUs.
+        attention: the kernel of attention; None for what the installed PyTorch picks there.
 
     Raises:
         ConfigError: no family of the table has the GPU's compute capability.
@@ -133,9 +142,17 @@ def efficiency_of(gpu: Gpu) -> Efficiency:
             fix="estimate with --gpu and a GPU of one of these, or calibrate on that machine",
         )
     own = next((row for row in table.devices if gpu.name in row.names), None)
+    if attention is None:
+        picked = sdpa_kernel(gpu.capability, installed_torch(), head_dim=128, masked=False)
+        attention = "cudnn" if picked == "cudnn" else "flash"
+    flash = family.attention["flash"]
+    masked: dict[Direction, float] = {
+        direction: share * table.shared.masked_attention for direction, share in flash.items()
+    }
     return Efficiency(
         gemm=own.gemm if own else family.gemm,
-        attention=family.attention,
+        attention=family.attention.get(attention, flash),
+        masked=masked,
         shared=table.shared,
         origin=own.origin if own else family.origin,
     )

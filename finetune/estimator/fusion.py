@@ -23,11 +23,12 @@ compute again rather than to store are not modelled: some rows move a little mor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.estimator.kernels import FUSABLE, Kind, base_name, is_barrier, kind_of, traffic
-from finetune.estimator.tape import Op
 
+if TYPE_CHECKING:
+    from finetune.estimator.tape import Op
 
 Pattern = Literal["straight", "columns", "transpose"]
 """How memory is walked through; reductions over columns and transposed writes waste bandwidth."""
@@ -56,11 +57,17 @@ def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) ->
         ops: the operators, in order.
         compiled: whether an operator lies in a compiled region; None for eager throughout.
     """
-    kinds = [kind_of(op) for op in ops]
+    kinds: list[Kind] = [kind_of(op) for op in ops]
     if compiled is None:
+        before: Op | None = None
         for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
-            if kind != "none":
-                yield Launch((index,), kind, *traffic(op), pattern_of(op))
+            if kind == "none":
+                continue
+            read, written = traffic(op)
+            if base_name(op) == "fp8_cast" and before and _same_cast(before, op):
+                read = 0.0  # Transformer Engine's kernel writes both layouts in one pass
+            yield Launch((index,), kind, read, written, pattern_of(op))
+            before = op
         return
     groups = _groups(ops, kinds, [compiled(op) for op in ops])
     uses = _uses(ops, kinds)
@@ -119,10 +126,10 @@ def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) ->
             here = (regions[index], generations[index])
             for operand in op.inputs:
                 maker = makers.get(operand.storage, -1)
-                if maker in parent and not _ends_kernel(ops[maker], kinds[maker]):
-                    if (regions[maker], generations[maker]) == here:
-                        parent[find(index)] = find(maker)
-                        continue
+                joins = maker in parent and not _ends_kernel(ops[maker], kinds[maker])
+                if joins and (regions[maker], generations[maker]) == here:
+                    parent[find(index)] = find(maker)
+                    continue
                 if operand.storage >= 0 and len(operand.shape) > 1:  # a vector joins nothing
                     other = readers.setdefault((operand.storage, maker, *here), index)
                     parent[find(index)] = find(other)
@@ -165,6 +172,10 @@ def _generations(
 def _widens(op: Op) -> bool:
     read = sum(operand.nbytes for operand in op.inputs)
     return read < sum(operand.nbytes for operand in op.outputs)
+
+
+def _same_cast(before: Op, op: Op) -> bool:
+    return before.name == op.name and before.inputs[:1] == op.inputs[:1]
 
 
 def _ends_kernel(op: Op, kind: Kind) -> bool:
@@ -214,6 +225,8 @@ def _joined(
     kind: Kind = (
         "reduction" if any(kinds[index] == "reduction" for index in members) else "pointwise"
     )
-    patterns = {pattern_of(ops[index]) for index in members}
-    pattern = next((p for p in ("columns", "transpose") if p in patterns), "straight")
+    patterns: set[Pattern] = {pattern_of(ops[index]) for index in members}
+    pattern: Pattern = "straight"
+    if patterns - {"straight"}:
+        pattern = "columns" if "columns" in patterns else "transpose"
     return Launch(tuple(members), kind, sum(reads.values()), written, pattern)

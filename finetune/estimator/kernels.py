@@ -44,41 +44,47 @@ Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks"]
 FUSABLE = frozenset({"pointwise", "reduction", "copy", "gather"})
 """What Inductor generates code for and can join into one kernel."""
 
-_GEMMS = frozenset(
-    "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul _scaled_mm scaled_mm _int_mm _grouped_mm "
-    "_scaled_grouped_mm".split()
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+_GEMMS = words(
+    "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul fp8_mm _scaled_mm scaled_mm _int_mm "
+    "_grouped_mm _scaled_grouped_mm"
 )
-_REDUCTIONS = frozenset(
+_REDUCTIONS = words(
     "sum mean amax amin max min norm linalg_vector_norm var var_mean _softmax _log_softmax "
     "_softmax_backward_data _log_softmax_backward_data native_layer_norm "
     "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward rms_norm "
     "nll_loss_forward nll_loss_backward argmax argmin any all cumsum topk sort logsumexp prod "
-    "aminmax bincount".split()
+    "aminmax bincount"
 )
-_ROW_REDUCTIONS = frozenset(
+_ROW_REDUCTIONS = words(
     "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm "
-    "_fused_rms_norm rms_norm topk sort cumsum".split()
+    "_fused_rms_norm rms_norm topk sort cumsum"
 )
-_COPIES = frozenset(
+_COPIES = words(
     "copy_ copy clone _to_copy contiguous cat stack fill_ fill zero_ zeros zeros_like ones "
     "ones_like full full_like new_zeros new_ones new_full constant_pad_nd pad arange repeat "
-    "repeat_interleave scalar_tensor roll flip tril triu".split()
+    "repeat_interleave scalar_tensor roll flip tril triu"
 )
-_FILLS = frozenset(
+_FILLS = words(
     "fill_ fill zero_ zeros zeros_like ones ones_like full full_like new_zeros new_ones "
-    "new_full arange scalar_tensor".split()
+    "new_full arange scalar_tensor"
 )
-_GATHERS = frozenset(
+_GATHERS = words(
     "embedding embedding_dense_backward index_select gather index index_put index_put_ "
     "_unsafe_index _index_put_impl_ scatter scatter_ scatter_add scatter_add_ index_add "
-    "index_add_ index_copy_".split()
+    "index_add_ index_copy_"
 )
-_NONE = frozenset(
+_NONE = words(
     "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
     "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "
     "empty empty_like empty_strided new_empty new_empty_strided lift_fresh unfold "
     "_reshape_alias diagonal set_ resize_ is_same_size record_stream _local_scalar_dense "
-    "_assert_async".split()
+    "_assert_async"
 )
 _IN_PLACE_READS = {"addcmul": 3, "addcdiv": 3, "lerp": 2}
 
@@ -161,6 +167,9 @@ def product_of(op: Op) -> Product | None:
     """The matrix product of a GEMM operator, None for another kind or for operands unknown."""
     matrices = [operand for operand in op.inputs if len(operand.shape) >= 2]
     name = base_name(op)
+    if name == "fp8_mm":  # codes are given as they lie in memory, without a shape
+        m, n = op.outputs[0].shape
+        return Product(1, m, n, max(1, op.inputs[0].nbytes // m), "fp8")
     if kind_of(op) != "gemm" or len(matrices) < 2:
         return None
     output = (op.outputs or op.inputs)[0].shape

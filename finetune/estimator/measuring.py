@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from finetune.device import Device
+from finetune.device import Device, parallel_units
 from finetune.estimator.calibration import (
     Calibration,
     calibrated_efficiency,
@@ -28,7 +28,8 @@ from finetune.estimator.calibration import (
 )
 from finetune.estimator.efficiency import host, shared
 from finetune.estimator.kernels import Precision, Product
-from finetune.estimator.roofline import shape_share, step_time
+from finetune.estimator.roofline import step_time
+from finetune.estimator.roofs import shape_share
 from finetune.estimator.tape import Recorder
 from finetune.gpus import Gpu, find_gpu
 
@@ -47,7 +48,7 @@ def calibrate(device: Device, *, seconds: float = _LONGEST_S) -> Calibration:
     gpu = find_gpu(device)
     on = torch.device("cuda" if device.kind == "cuda" else "cpu")
     size = 4096 if on.type == "cuda" else 768
-    units = _units(on)
+    units = parallel_units(device)
     measured = Calibration(
         device=device.name,
         torch=torch.__version__,
@@ -66,12 +67,6 @@ def _precisions(device: Device, on: torch.device) -> tuple[Precision, ...]:
     if on.type == "cuda" and device.capability and device.capability >= (8, 9):
         return ("bf16", "fp32", "fp8", "fp8_rowwise")
     return ("bf16", "fp32")
-
-
-def _units(on: torch.device) -> int:
-    if on.type == "cuda":
-        return torch.cuda.get_device_properties(on).multi_processor_count
-    return torch.get_num_threads()
 
 
 def _seconds(run: Callable[[], object], on: torch.device, longest: float) -> float:
@@ -111,7 +106,7 @@ def _launch_us(on: torch.device, longest: float) -> float:
 
     def many() -> None:
         for _ in range(200):
-            x + 1  # noqa: B018  # pyright: ignore[reportUnusedExpression]
+            x + 1  # pyright: ignore[reportUnusedExpression]
 
     return _seconds(many, on, longest) / 200 * 1e6
 
