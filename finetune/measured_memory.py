@@ -13,7 +13,7 @@ process measures itself.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,26 @@ STEP = 3
 GIB = 2**30
 
 
+class Batch(NamedTuple):
+    """The shape of a micro-batch, and whether some of its tokens are padding."""
+
+    rows: int
+    length: int
+    padded: bool
+
+
 class MemoryMeter(TrainerCallback):
     """Measures the peak of a run's memory: on a CPU of one step, on a GPU of the whole training.
 
     Attributes:
         earlier_gib: on a GPU, the peak before training began.
-        batch: (rows, length) of the largest micro-batch that was measured; None before.
+        batch: the largest micro-batch that was measured; None before.
     """
 
     def __init__(self, session: Session) -> None:
         self.session, self.kind = session, session.device.kind
         self.earlier_gib = 0.0
-        self.batch: tuple[int, int] | None = None
+        self.batch: Batch | None = None
         self._hook: RemovableHandle | None = None
         self._live: LiveTensors | None = None
         self._begun = 0  # steps of this process, which may have resumed
@@ -87,11 +95,13 @@ class MemoryMeter(TrainerCallback):
         """Note the shape of the batches that the model is given from now on."""
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            ids = kwargs.get("input_ids")
-            if module.training and isinstance(ids, Tensor):
-                seen = self.batch or (0, 0)
-                if ids.numel() > seen[0] * seen[1]:
-                    self.batch = (ids.shape[0], ids.shape[1])
+            ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+            if not module.training or not isinstance(ids, Tensor):
+                return
+            rows, length = ids.shape
+            if self.batch is None or rows * length > self.batch.rows * self.batch.length:
+                padded = isinstance(mask, Tensor) and not bool(mask.all())
+                self.batch = Batch(rows, length, padded)
 
         self._hook = model.register_forward_pre_hook(note, with_kwargs=True)
 

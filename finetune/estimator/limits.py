@@ -38,7 +38,7 @@ def limits(measured: Measured, place: Place) -> tuple[str, ...]:
         )
     if not train.get("packing") and on_gpu:
         notes.append(
-            "a batch is taken to be full (every row train.max_length long): shorter rows take less "
-            "memory and time, and rows of changing lengths reserve more"
+            "the longest row is taken to have train.max_length tokens: shorter ones take less "
+            "memory and time, and lengths that change from batch to batch reserve more"
         )
     return tuple(notes)

@@ -87,13 +87,16 @@ def check_sizes(config: RunConfig) -> None:
         )
 
 
-def measure(config: RunConfig, place: Place, *, length: int | None = None) -> Measured:
+def measure(
+    config: RunConfig, place: Place, *, length: int | None = None, padded: bool | None = None
+) -> Measured:
     """Rehearse a whole model.
 
     Args:
         config: of the run.
         place: where.
         length: tokens of the longest row, where it is known; else the greatest allowed.
+        padded: whether rows differ in length; left out: unless they are packed.
 
     Raises:
         FinetuneError: what the run itself would raise.
@@ -101,7 +104,7 @@ def measure(config: RunConfig, place: Place, *, length: int | None = None) -> Me
     if length is not None:
         config = changed(config, train={"max_length": length})
     resolution = resolve_there(config.precision, place)
-    rehearsal = rehearse(config, place.device, resolution)
+    rehearsal = rehearse(config, place.device, resolution, padded=padded)
     return _measured(config, place, resolution, rehearsal)
 
 

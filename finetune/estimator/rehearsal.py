@@ -4,8 +4,9 @@ What a run allocates is decided by code that nobody wants to describe twice: Tra
 PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code is
 run. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
 by the plan that the target device would have, and is handed to a stock `SFTTrainer`, whose
-`train()` takes one step over a made-up batch: as many tokens as the recipe allows, none of them
-padding, since the longest row rules the peak.
+`train()` takes one step over a made-up batch: as many tokens as the recipe allows. Packed rows are
+full of documents; others differ in length, as rows do, by one token of padding: the longest rules
+the peak, and that they differ makes Transformers hand attention a mask, which costs memory and time.
 
 Before that step the optimizer has stepped once, on gradients of nothing, so that its states are
 there as they are from the second step on. With gradient accumulation the gradients stay too, as
@@ -74,7 +75,12 @@ class Rehearsal:
 
 
 def rehearse(
-    config: RunConfig, device: Device, resolution: Resolution, *, layers: int | None = None
+    config: RunConfig,
+    device: Device,
+    resolution: Resolution,
+    *,
+    layers: int | None = None,
+    padded: bool | None = None,
 ) -> Rehearsal:
     """Run one step of a recipe on tensors without memory.
 
@@ -84,6 +90,8 @@ def rehearse(
         resolution: of the run's precision on that device.
         layers: of the model, from the first on; all, if left out. Fewer are rehearsed sooner, and
             tell what one more costs.
+        padded: whether rows differ in length, so that attention gets a mask; left out: they do
+            unless they are packed.
 
     Raises:
         FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
@@ -111,7 +119,7 @@ def rehearse(
             stack.enter_context(torchao_updates(compiled=on_cuda))
             notes += [COMPILED] if on_cuda else []
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        trainer = _trainer(model, config, Path(folder))
+        trainer = _trainer(model, config, Path(folder), padded=padded)
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
         waiting = [_copies(trainer.batches) for _ in range(trainer.micro_batches - 1)]
@@ -145,7 +153,9 @@ def leaving_no_trace() -> Iterator[None]:
             state.update(values)
 
 
-def _trainer(model: nn.Module, config: RunConfig, folder: Path) -> Any:
+def _trainer(
+    model: nn.Module, config: RunConfig, folder: Path, *, padded: bool | None = None
+) -> Any:
     """The recipe's trainer over made-up rows, that takes one step and writes nothing."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -156,7 +166,7 @@ def _trainer(model: nn.Module, config: RunConfig, folder: Path) -> Any:
     train |= _SHORT
     only = config.model_copy(update={"train": train})
     args = sft_config(only, folder, {}, on_cpu=True)
-    rows = Dataset.from_list([_row(args)] * args.per_device_train_batch_size)
+    rows = Dataset.from_list(_rows(args, padded=not args.packing if padded is None else padded))
     optimizer = chosen(config.train)
     trainer = _rehearsal_trainer()(
         model=model,
@@ -197,9 +207,14 @@ _NOT_REHEARSED = {
 }
 
 
-def _row(args: Any) -> dict[str, Any]:
-    """A row of the greatest length; with packing, one that several documents fill."""
-    length = args.max_length
+def _rows(args: Any, *, padded: bool) -> list[dict[str, Any]]:
+    """A batch of the greatest length; of padded rows only the first has it."""
+    rows, length = args.per_device_train_batch_size, args.max_length
+    return [_row(args, length - 1 if i and padded else length) for i in range(rows)]
+
+
+def _row(args: Any, length: int) -> dict[str, Any]:
+    """A row of some length; with packing, one that several documents fill."""
     documents = min(DOCUMENTS, length) if args.packing else 1
     lengths = [length // documents] * documents
     lengths[-1] += length - sum(lengths)

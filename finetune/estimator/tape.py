@@ -199,7 +199,9 @@ class Recorder(TorchDispatchMode):
 
     def numbers_of(self, tensors: Iterable[Tensor | None]) -> set[int]:
         """Numbers of the storages of tensors, of those that are known."""
-        keys = (p.untyped_storage()._cdata for t in tensors if t is not None for p in plain_tensors(t))
+        keys = (
+            p.untyped_storage()._cdata for t in tensors if t is not None for p in plain_tensors(t)
+        )
         return {self._numbers[key] for key in keys if key in self._numbers}
 
     # ------------------------------------------------------------------------------------ phases

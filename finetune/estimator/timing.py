@@ -90,7 +90,7 @@ def pace(
         exposed: from the seconds of forward and backward of a micro-batch to those of
             communication that a step is longer by.
     """
-    known = _known(place)
+    known = _known(place, compiled=compiled)
     if known is None:
         return None
     gpu, shares, calibrated, launcher = known
@@ -121,15 +121,16 @@ def pace(
     )
 
 
-def _known(place: Place) -> tuple[Gpu, Efficiency, bool, Host] | None:
+def _known(place: Place, *, compiled: bool) -> tuple[Gpu, Efficiency, bool, Host] | None:
+    pace = host("compiled" if compiled else "eager")
     measured = load_calibration(place.device.name) if place.here else None
     if measured is not None:
         gpu = calibrated_gpu(measured, place.gpu)
-        launcher = calibrated_host(measured, host("eager"), place.gpu)
+        launcher = calibrated_host(measured, pace, place.gpu)
         return gpu, calibrated_efficiency(measured, place.gpu), True, launcher
     if place.gpu is None:
         return None
-    return place.gpu, efficiency_of(place.gpu), False, host("eager")
+    return place.gpu, efficiency_of(place.gpu), False, pace
 
 
 def spread(value: float, scatter: float) -> Interval:

@@ -19,6 +19,7 @@ from finetune.estimator.measure import Measured, changed, measure
 from finetune.estimator.place import Place
 from finetune.estimator.preview import preview
 from finetune.gpus import find_gpu
+from finetune.measured_memory import Batch
 from finetune.memory import advice
 
 ROOM = 2
@@ -57,26 +58,27 @@ def check_room(config: RunConfig, device: Device, processes: int = 1) -> None:
 
 
 def predicted(
-    config: RunConfig, device: Device, batch: tuple[int, int] | None, processes: int = 1
+    config: RunConfig, device: Device, batch: Batch | None, processes: int = 1
 ) -> dict[str, Any]:
-    """What a receipt says of the memory that was expected, for a batch of (rows, length).
+    """What a receipt says of the memory that was expected, for the batch that was measured.
 
     Where the run itself could not be rehearsed, why not.
     """
     if batch is None:
         return {}
-    rows, length = batch
+    rows, length, padded = batch
     if config.train.get("packing"):  # one row of all
         rows = int(config.train.get("per_device_train_batch_size", 1))
         length //= rows
     same = changed(config, train={"per_device_train_batch_size": rows, "max_length": length})
     try:
-        found = _asked(same, here(device, processes)).footprint
+        found = _asked(same, here(device, processes), padded=padded).footprint
     except FinetuneError as error:
         return {"predicted": f"not predicted: {error.what}"}
     values: dict[str, Any] = {
         "predicted_gib": round(found.allocated / GIB, 6),
-        "predicted": f"by rehearsal, for a batch of {rows} x {length} tokens",
+        "predicted": f"by rehearsal, for a batch of {rows} x {length} tokens"
+        + (", some of them padding" if padded else ""),
     }
     if device.kind == "cuda":
         values["predicted_reserved_gib"] = round(found.reserved / GIB, 6)
@@ -88,17 +90,18 @@ class _Asked:
     """A run at a place; two that memory cannot tell apart are equal."""
 
     text: str
+    padded: bool | None
     config: RunConfig = field(compare=False)
     place: Place = field(compare=False)
 
 
-def _asked(config: RunConfig, place: Place) -> Measured:
+def _asked(config: RunConfig, place: Place, *, padded: bool | None = None) -> Measured:
     train = {k: v for k, v in config.train.items() if k not in _OF_NO_MATTER}
     data = config.model_dump(exclude={"data"}) | {"train": train, "place": str(place.device)}
-    return _rehearsed(_Asked(f"{place.count} {data}", config, place))
+    return _rehearsed(_Asked(f"{place.count} {data}", padded, config, place))
 
 
 @functools.lru_cache(maxsize=32)
 def _rehearsed(asked: _Asked) -> Measured:
     """Runs of one process often ask the same."""
-    return measure(asked.config, asked.place)
+    return measure(asked.config, asked.place, padded=asked.padded)

@@ -175,7 +175,8 @@ def _texts() -> list[str]:
 def predict(recipe: Recipe) -> tuple[Account, int]:
     """Peaks of a step of the recipe on this machine, and the model's parameters."""
     device = this_device()
-    found = rehearse(recipe.config, device, resolve(recipe.config.precision, device))
+    resolution = resolve(recipe.config.precision, device)
+    found = rehearse(recipe.config, device, resolution, padded=False)  # every row is cut to length
     return account(found.tape), found.parameters
 
 
@@ -230,7 +231,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(run(case, Path(folder)))
             if not args.json:
-                print(f"{rows[-1].name}: {rows[-1].error:+.3%}, {rows[-1].seconds:.0f} s", flush=True)
+                print(
+                    f"{rows[-1].name}: {rows[-1].error:+.3%}, {rows[-1].seconds:.0f} s", flush=True
+                )
     print(json.dumps([r._asdict() for r in rows], indent=1) if args.json else table(rows))
 
 
