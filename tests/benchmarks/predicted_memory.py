@@ -230,7 +230,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(run(case, Path(folder)))
             if not args.json:
-                print(f"{rows[-1].name}: {rows[-1].error:+.3%}, {rows[-1].seconds:.0f} s", flush=True)
+                print(
+                    f"{rows[-1].name}: {rows[-1].error:+.3%}, {rows[-1].seconds:.0f} s", flush=True
+                )
     print(json.dumps([r._asdict() for r in rows], indent=1) if args.json else table(rows))
 
 
