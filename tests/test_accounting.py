@@ -63,10 +63,12 @@ def test_a_phase_in_which_nothing_is_allocated_holds_what_was_there() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 100), st.sampled_from(KINDS)), max_size=24),
+    st.lists(
+        st.tuples(st.integers(1, 8), st.integers(1, 100), st.sampled_from(KINDS)), max_size=24
+    ),
     st.integers(0, 50),
     st.data(),
-)  # fmt: skip
+)
 def test_kinds_add_up_and_the_highest_phase_is_the_peak(program, held, data) -> None:
     alive: dict[int, int] = {}
     steps: list[tuple[int, int, Kind, str]] = []

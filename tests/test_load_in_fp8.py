@@ -34,13 +34,13 @@ from finetune.errors import (
     PlanError,
     StorageNotComputeError,
 )
+from finetune.live_tensors import LiveTensors
 from finetune.precision.building import build_stored
 from finetune.precision.loading import load_stored
 from finetune.precision.planner import plan
 from finetune.precision.quantiser import Fp8StorageConfig
 from finetune.precision.roles import iter_roles, storable
 from finetune.precision.storage import Fp8Bits, hold, iter_stored
-from finetune.live_tensors import LiveTensors
 
 TOKENS = torch.arange(3, 15)[None]
 GRANULARITIES = ("row", "tensor", "block")

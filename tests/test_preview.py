@@ -168,9 +168,9 @@ def measured_layer_bytes(values: dict, dtype: str, lora: tuple[str, ...], precis
     from peft import LoraConfig, get_peft_model
 
     from finetune.config import PrecisionConfig
+    from finetune.live_tensors import LiveTensors
     from finetune.precision.convert import apply
     from finetune.precision.planner import plan
-    from finetune.live_tensors import LiveTensors
 
     rows, length, kept = 2, 64, []
     for layers in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -53,10 +54,7 @@ class Net(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
-            if self.checkpointing:
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
         return self.head(x)
 
 
@@ -281,10 +279,15 @@ def test_nothing_is_left_after_an_error() -> None:
     before = [len(x) for x in hooks]
     net = Net()
     recorder = Recorder(net)
-    with pytest.raises(ZeroDivisionError), recorder, recorder.during("backward"):
-        assert _get_current_dispatch_mode() is recorder
-        assert len(hooks[0]) == before[0] + 1
-        raise ZeroDivisionError
+
+    def fails() -> None:
+        with recorder, recorder.during("backward"):
+            assert _get_current_dispatch_mode() is recorder
+            assert len(hooks[0]) == before[0] + 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     assert _get_current_dispatch_mode() is None
     assert [len(x) for x in hooks] == before
     assert recorder.phase == "forward"
@@ -335,13 +338,15 @@ def patched() -> list[object]:
 def test_functions_are_put_back_after_a_gpu_was_played(error) -> None:
     before = patched()
     own = {name: name in vars(Tensor) for name in FLOAT32[Tensor].split()}
-    try:
-        with without_memory(), on_gpu():
-            during = patched()
-            if error is not None:
-                raise error
-    except ZeroDivisionError:
-        pass
+    during: list[object] = []
+    with (
+        contextlib.nullcontext() if error is None else pytest.raises(error),
+        without_memory(),
+        on_gpu(),
+    ):
+        during = patched()
+        if error is not None:
+            raise error
     assert all(a is b for a, b in zip(before, patched(), strict=True))
     assert {name: name in vars(Tensor) for name in own} == own
     assert sum(a is not b for a, b in zip(before, during, strict=True)) > len(before) // 2

@@ -20,7 +20,6 @@ from finetune import nf4
 from finetune.base_storage import held_layers
 from finetune.precision.storage import hold
 
-
 TABLES = 4 * (16 + 256 + 1)
 """Bytes that a layer in four bits holds besides: NF4's codes, those of its absmaxes, their mean."""
 

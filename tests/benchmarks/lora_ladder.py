@@ -42,10 +42,10 @@ import torch
 from finetune.config import ModelConfig, PrecisionConfig
 from finetune.device import this_device
 from finetune.errors import PrecisionError
+from finetune.live_tensors import LiveTensors
 from finetune.model import load_shape
 from finetune.precision.convert import apply
 from finetune.precision.planner import plan
-from finetune.live_tensors import LiveTensors
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FP8 = {"compute": "fp8", "backend": "torchao", "emulation": "allow"}

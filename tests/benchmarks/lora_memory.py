@@ -44,9 +44,9 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from finetune.config import PrecisionConfig
+from finetune.live_tensors import LiveTensors
 from finetune.precision.convert import apply
 from finetune.precision.planner import plan
-from finetune.live_tensors import LiveTensors
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FP8 = {"compute": "fp8", "emulation": "allow", "scaling": "rowwise"}
