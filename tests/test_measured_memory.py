@@ -63,7 +63,7 @@ class Loop:
         self.meter.on_step_end(None, self.state, None)  # pyright: ignore
 
     def run(self, proven_after: int = 2) -> dict:
-        self.meter.on_train_begin(None, self.state, None)
+        self.meter.on_train_begin(None, self.state, None, self.model)
         while self.state.global_step < self.state.max_steps:
             self.step()
             if self.state.global_step >= proven_after:
@@ -127,7 +127,7 @@ def test_nothing_measured_has_a_reason(loop, why) -> None:
 def test_before_training_and_after_a_broken_step_there_is_a_reason() -> None:
     loop = Loop()
     assert "training did not begin" in loop.meter.reading()["measured"]
-    loop.meter.on_train_begin(None, loop.state, None)
+    loop.meter.on_train_begin(None, loop.state, None, loop.model)
     loop.step()
     loop.step()
     loop.proof.is_open = False
@@ -203,18 +203,21 @@ def test_a_step_that_breaks_off_leaves_no_mode(error, tmp_path, monkeypatch) -> 
 
 
 def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
-    from dataclasses import replace
-
     import finetune.trainer
 
-    plain = finetune.trainer.preflight
-    foretold = {"predicted_gib": 0.03, "predicted": "by a test"}
-    monkeypatch.setattr(
-        finetune.trainer, "preflight", lambda *a, **k: replace(plain(*a, **k), predicted=foretold)
-    )
-    memory = train(small("tiny_lora_bf16"), out=tmp_path, console=QUIET).receipt.memory
+    foretold, asked = {"predicted_gib": 0.03, "predicted": "by a test"}, []
+
+    def predicted(config, device, batch, processes):
+        asked.append((batch, processes))
+        return foretold
+
+    monkeypatch.setattr(finetune.trainer, "predicted", predicted)
+    report = train(small("tiny_lora_bf16"), out=tmp_path, console=QUIET)
+    memory = report.receipt.memory
     assert memory.items() >= foretold.items()
     assert memory_line(memory).startswith("memory: predicted 30.7 MiB, measured ")
+    assert json.loads((report.folder / "receipt.json").read_text())["memory"] == memory
+    assert asked == [((2, 32), 1)]
 
 
 # ---------------------------------------------------------------------------------------- rendering
