@@ -67,3 +67,44 @@ def test_the_peak_of_a_step_is_that_of_torchs_own_tracker():
             peaks.append(snapshot[torch.device("cpu")]["Total"])
     assert peaks[0] == peaks[1]
     assert peaks[0] > 4 * 33_000 * 2
+
+
+def test_an_operand_that_was_not_told_of_was_there_from_the_beginning():
+    a, b = torch.ones(100), torch.ones(1000)
+    with LiveTensors([a]) as told:
+        c = b + 1
+        del c
+    assert (told.bytes, told.peak) == (400, 4400)
+    with LiveTensors([a], thorough=True) as live:
+        c = a.expand(50, 100) * 2
+        del c
+        assert live.peak == 20400
+        b.view(10, 100)[0].add_(1)
+        assert (live.bytes, live.peak) == (4400, 24400)  # b was there when c was
+        del b
+        assert (live.bytes, live.peak) == (400, 24400)
+
+
+def test_inside_of_a_wrapper_is_counted_when_thorough():
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state = OptimState8bit.zeros((64, 256), signed=True, block_size=256)
+    held = state.codes.nbytes + state.scale.nbytes + state.qmap.nbytes
+
+    def step(live: LiveTensors) -> int:
+        with live:
+            return state.lerp(torch.ones(64, 256), 0.5).nbytes
+
+    plain, thorough = LiveTensors([state]), LiveTensors([state], thorough=True)
+    assert plain.bytes == thorough.bytes == held
+    step(plain)
+    step(thorough)
+    assert plain.bytes == thorough.bytes == held
+    values = 64 * 256 * 4
+    assert plain.peak == held + 2 * values  # ones and the result
+    assert thorough.peak == plain.peak + values  # what was looked up is there meanwhile
+
+
+def test_what_has_no_memory_of_its_own_counts_nothing():
+    live = LiveTensors([torch.empty(10, device="meta"), torch.ones(3, 3).to_sparse()])
+    assert live.bytes == 0

@@ -122,8 +122,8 @@ def rehearse(
         trainer = _trainer(model, config, Path(folder), padded=padded)
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
-        waiting = [_copies(trainer.batches) for _ in range(trainer.micro_batches - 1)]
-        trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *sum(waiting, [])])
+        waiting = [x for _ in range(trainer.micro_batches - 1) for x in _copies(trainer.batches)]
+        trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *waiting])
         with trainer.recorder:
             trainer.train()
     tokens = trainer.batches[0]["input_ids"].numel()

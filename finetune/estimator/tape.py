@@ -156,6 +156,7 @@ class Recorder(TorchDispatchMode):
         self._around: set[str] = set()
         self._modules: list[str] = []
         self._hooks: list[Any] = []
+        self._depth = 0
         self._model = model
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
@@ -240,19 +241,26 @@ class Recorder(TorchDispatchMode):
     # ----------------------------------------------------------------------------------- modules
 
     def __enter__(self) -> Recorder:
-        if self._names:
+        if self._names and not self._depth:
             self._hooks = [
                 module_hooks.register_module_forward_pre_hook(self._enter_module),
                 module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
             ]
+        self._depth += 1
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._depth -= 1
+        if not self._depth:  # it enters itself for operators that it takes apart
+            self._end()
+
+    def _end(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        super().__exit__(*exc)
         self.sort_gradients()
+        self._alive.clear()  # what dies from now on is no event
         for block in self.tape.blocks.values():
             if block.kind == "temporary":
                 block.kind = self._kind(block)

@@ -3,11 +3,11 @@
 *A loss scale* (float16) reads from the gradients whether it overflowed. `SteadyScale` launches what
 `torch.amp.GradScaler` launches, and never overflows, as in almost every step.
 
-*torchao's optimizers* compile their update. On a CPU runs step uncompiled (`finetune.low_bit`), with
-the temporaries of one parameter at a time, and so does the rehearsal. On a GPU the compiled update
-of a parameter is taken for one kernel that reads and writes states in place: what temporaries the
-compiler leaves over is not known here, so the truth may be higher by a few copies of the largest
-trained tensor, while activations are gone.
+*torchao's optimizers* compile their update. On a CPU runs step uncompiled (`finetune.low_bit`),
+with the temporaries of one parameter at a time, and so does the rehearsal. On a GPU the compiled
+update of a parameter is taken for one kernel that reads and writes states in place: what
+temporaries the compiler leaves over is not known here, so the truth may be higher by a few copies
+of the largest trained tensor, while activations are gone.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ from finetune.precision.contraction import Linear, contract, gathered, grouped
 from finetune.precision.planner import LayerPlan, alignment
 from finetune.precision.products import products, read
 
-
 PLAIN = (nn.Parameter, FakeTensor)
 """Types of a parameter that has memory of its own, or is said to (rehearsals)."""
 
@@ -83,7 +82,7 @@ class Parameters:
 
     def add(self, name: str, parameter: Tensor | None) -> None:
         """Know a parameter by this name; one of a tensor subclass has no memory of its own."""
-        if type(parameter) in PLAIN:
+        if parameter is not None and type(parameter) in PLAIN:
             # Kept alive with its storage, whose address is the key.
             self._by_storage[parameter.untyped_storage()._cdata][id(parameter)] = name, parameter
 
