@@ -1,0 +1,296 @@
+"""Runs a job on tensors without memory and writes down what it allocates.
+
+The model is built from its shape on the meta device by the installed transformers and PEFT, whose
+layers have been the same for years; what did change between versions (the path of the loss, how
+4-bit products are done, fused kernels, FSDP) is put in from `losses`, `packed`, `fused`, `sharded`.
+One optimizer step is written down, after one that made the optimizer's states: a steady step is
+where the peak is.
+
+Meta tensors have a storage with a size and no memory, dispatch to the same operators and free
+themselves like any other; they take about half the time of fake tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.estimator.score import fused, packed
+from finetune.estimator.score.attention import NAMES, register_kernels
+from finetune.estimator.score.autocast import CudaAutocast
+from finetune.estimator.score.job import Job
+from finetune.estimator.score.losses import take_loss
+from finetune.estimator.score.sharded import Fsdp1
+from finetune.estimator.tape import Recorder, Tape
+
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_PACKED = ("nf4", "nf4-dq", "gptq4", "int8")
+
+
+def build_model(job: Job, layers: int | None = None) -> Any:
+    """The model of `job` on the meta device, with `layers` layers instead of its own."""
+    from transformers import AutoModelForCausalLM
+
+    from finetune.estimator.score.shapes import config_of
+
+    register_kernels()
+    config = config_of(job.shape, layers)
+    config.use_cache = False
+    config.scored_compute = TYPES[job.compute]
+    config._attn_implementation = NAMES.get(job.attention, job.attention)
+    held = TYPES.get(job.weights, TYPES[job.compute])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=held)
+    model.train()
+    return model
+
+
+def adapt(model: Any, job: Job) -> Any:
+    """Attach the adapter and hold the base as the job says. Returns the model to call."""
+    base = model
+    if job.adapter:
+        import peft
+
+        options = dict(job.adapter_options)
+        config_class = getattr(peft, options.pop("config_class", "LoraConfig"))
+        config = config_class(task_type="CAUSAL_LM", **options)
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=job.adapter_type == "float32")
+    if job.weights in _PACKED:
+        _hold_packed(base, job)
+    if job.float32_norms:
+        for name, module in base.named_modules():
+            if "norm" in name:
+                module.float()
+    if job.fused_kernels:
+        _fuse(base, job)
+    return model
+
+
+def _hold_packed(model: Any, job: Job) -> None:
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        inside = getattr(module, "base_layer", None)
+        layer = inside if isinstance(inside, nn.Linear) else module
+        plain = type(layer) is nn.Linear and not layer.weight.requires_grad
+        if layer is not head and (plain or _is_conv1d(layer)):
+            packed.pack(layer, job.weights, TYPES[job.compute])
+    wrappers = {"bnb": packed.forward_bnb_lora, "gptq": packed.forward_gptq_lora}
+    if job.lora_wrapper in wrappers:
+        import types
+
+        from peft.tuners.lora import LoraLayer
+
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.scored_autocast = job.autocast  # type: ignore[assignment]
+                module.forward = types.MethodType(wrappers[job.lora_wrapper], module)
+
+
+def _is_conv1d(layer: Any) -> bool:
+    return type(layer).__name__ == "Conv1D"
+
+
+def _fuse(model: Any, job: Job) -> None:
+    drop = float(dict(job.adapter_options).get("lora_dropout", 0.0))
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            fused.fuse_norm(module)
+        elif name in ("MistralAttention", "LlamaAttention", "MixtralAttention", "GraniteAttention"):
+            if job.adapter:
+                fused.fuse_attention(module, drop)
+
+
+@contextlib.contextmanager
+def _rotation(model: Any, job: Job) -> Iterator[None]:
+    """With fused kernels, rotation is in place: the tensors that come are those that go."""
+    import sys
+
+    if not job.fused_kernels:
+        yield
+        return
+    module: Any = sys.modules[type(model).__module__]
+    if not hasattr(module, "apply_rotary_pos_emb"):
+        yield
+        return
+    before = module.apply_rotary_pos_emb
+    module.apply_rotary_pos_emb = lambda q, k, *_, **__: (q, k)
+    try:
+        yield
+    finally:
+        module.apply_rotary_pos_emb = before
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated layers of a model."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and not isinstance(module[0], nn.Linear):
+            return list(module)
+    raise LookupError(type(model).__name__)
+
+
+class _Marks:
+    """Marks on the tape where each layer begins, and where its backward ends."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+
+    def enter(self, i: int, hidden: Tensor) -> None:
+        """Layer `i` is about to run on `hidden`."""
+        if self.recorder is None:
+            return
+        recorder = self.recorder
+        recorder.mark(f"f{i}")
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: recorder.mark(f"b{i}"))
+
+
+def _wrap(layer: Any, i: int, job: Job, marks: _Marks, shards: Fsdp1 | None) -> None:
+    """Checkpoint around FSDP around the layer, as transformers before 5.2 nests them."""
+    from torch.utils.checkpoint import checkpoint
+
+    inner = layer.forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def unit(hidden: Tensor) -> Any:
+            if shards is None:
+                return inner(hidden, *args, **kwargs)
+            shards.before(i, hidden)
+            out = inner(hidden, *args, **kwargs)
+            shards.after(i, hidden, out[0] if isinstance(out, tuple) else out)
+            return out
+
+        marks.enter(i, hidden)
+        if job.checkpoint == "none":
+            return unit(hidden)
+        return checkpoint(
+            unit, hidden, use_reentrant=job.checkpoint == "reentrant", preserve_rng_state=False
+        )
+
+    layer.forward = forward
+
+
+def _optimizer(parameters: list[nn.Parameter], job: Job) -> torch.optim.Optimizer:
+    kind = job.optimizer
+    if kind == "adamw-foreach":
+        return torch.optim.AdamW(parameters, foreach=True)
+    if kind == "adamw-fused":
+        return torch.optim.AdamW(parameters, fused=True)
+    if kind == "adamw-for":
+        return torch.optim.AdamW(parameters, foreach=False)
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _states(parameters: list[nn.Parameter], job: Job) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """An optimizer that has stepped once, and its states."""
+    optimizer = _optimizer(parameters, job)
+    for p in parameters:
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer, [
+        t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)
+    ]
+
+
+def _held(model: Any) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        if isinstance(module, packed.PackedLinear):
+            yield from module.scales
+
+
+def record_step(job: Job, layers: int | None = None) -> Tape:
+    """The tape of one steady optimizer step of `job`."""
+    base = build_model(job, layers)
+    model = adapt(base, job)
+    blocks = decoder_layers(base)
+    if job.input_grads and job.checkpoint != "none":
+        base.enable_input_require_grads()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not job.adapter:
+        for p in base.parameters():
+            p.requires_grad_(True)
+        trained = list(base.parameters())
+    body = base.get_decoder() if hasattr(base, "get_decoder") else base.model
+    final = getattr(body, "norm", None) or getattr(body, "ln_f", None) or getattr(body, "final_layernorm", None)
+    shards = Fsdp1(base, blocks, job, TYPES) if job.sharding == "fsdp1" else None
+    marks = _Marks()
+    for i, block in enumerate(blocks):
+        _wrap(block, i, job, marks, shards)
+    if final is not None:
+        final.register_forward_pre_hook(lambda _, args: marks.enter(len(blocks), args[0]))
+
+    ids = torch.zeros(job.batch, job.length, dtype=torch.long, device="meta")
+    labels = torch.zeros_like(ids)
+    workspace = torch.empty(job.workspace, dtype=torch.uint8, device="meta")
+    if shards is None:
+        optimizer, states = _states(trained, job)
+        known = [*_held(base), *states]
+    else:
+        optimizer, states = _states(shards.trained(trained), job)
+        known = [*shards.held(), *states]
+    recorder = Recorder(None, [*known, ids, labels, workspace])
+    if shards is not None:  # the model's own weights stand for views of what is gathered
+        for tensor in base.parameters():
+            recorder.hold(tensor)
+        for number in recorder.numbers_of(base.parameters()) - recorder.numbers_of(known):
+            recorder.tape.held[number] = 0
+    marks.recorder = recorder
+    scale = getattr(base.config, "logits_scaling", None)
+    cast = CudaAutocast(TYPES[job.compute])
+    previous: Any = None
+    with _rotation(base, job), recorder:
+        if shards is not None:
+            shards.begin()
+        with cast if job.autocast else contextlib.nullcontext():
+            hidden = body(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
+            recorder.mark("head")
+            loss, logits = take_loss(
+                job.loss, hidden, base.get_output_embeddings(), labels,
+                low=TYPES[job.compute], fast=job.fast_loss, scale=scale,
+                outputs_in_float32=job.outputs_in_float32,
+            )  # fmt: skip
+            del hidden
+        previous = logits if job.outputs_held else None
+        del logits
+        with recorder.during("backward"):
+            # checkpointed layers run again under the context they ran under at first
+            with _recomputing(cast, job):
+                loss.backward()
+        del loss
+        recorder.mark("step")
+        with recorder.during("optimizer"):
+            if shards is not None:
+                shards.finish()
+            _clip_and_step(optimizer, shards.trained(trained) if shards else trained)
+        optimizer.zero_grad(set_to_none=True)
+        recorder.mark("end")
+    del previous
+    tape = recorder.tape
+    del model, base, optimizer
+    gc.collect()
+    return tape
+
+
+def _clip_and_step(optimizer: torch.optim.Optimizer, trained: list[Any]) -> None:
+    grads = [p.grad for p in trained if p.grad is not None]
+    norms = torch._foreach_norm(grads)
+    del norms
+    optimizer.step()
+
+
+@contextlib.contextmanager
+def _recomputing(cast: CudaAutocast, job: Job) -> Iterator[None]:
+    """Autocast around backward: what autograd does itself never passes through it."""
+    if job.autocast and job.checkpoint != "none":
+        with cast:
+            yield
+    else:
+        yield
