@@ -25,7 +25,7 @@ class Job:
         engine: whose model code: `transformers` or `litgpt`.
         adapter: `""` for full training, or the name of a PEFT method.
         adapter_options: arguments of its configuration.
-        weights: `bfloat16`, `float16`, `float32`, `nf4`, `nf4-dq`, `gptq4`, `int8`.
+        weights: `bfloat16`, `float16`, `float32`, `nf4`, `nf4-dq`, `gptq4`, `gptq4-column`, `int8`.
         compute: type of activations and products.
         adapter_type: type of adapter weights.
         autocast: products are cast by autocast.
@@ -40,6 +40,7 @@ class Job:
         gpus, sharding: how many share, and how.
         sharded_type: type of the sharded weights, when not `weights` (float32 masters).
         input_grads: the embedding's output is made to require grad.
+        keeps_cache: keys and values are returned, and live until the loss is there.
         workspace: bytes of cuBLAS's workspace, counted as allocated.
         lengths: `fixed`, or what varies.
         other: facts of one engine.
@@ -69,6 +70,7 @@ class Job:
     sharding: Sharding = "none"
     sharded_type: str = ""
     input_grads: bool = True
+    keeps_cache: bool = False
     workspace: int = 0
     lengths: str = "fixed"
     other: tuple[tuple[str, Any], ...] = field(default=())

@@ -2,8 +2,8 @@
 
 NF4 (bitsandbytes): two weights to a byte, one float32 maximum for 64 weights; with double
 quantisation that maximum is one byte, with a float32 for 256 of them. GPTQ (auto_gptq): eight
-weights to an int32, for each group of 128 rows a scale (2 bytes) and a zero (4 bits) per column,
-and an int32 per row that says its group. Each product makes the whole weight anew in 16 bits,
+weights to an int32, for each group of 128 inputs (or for all of them) a scale (2 bytes) and a zero
+(4 bits) per output, and an int32 per input that says its group. Each product makes the whole weight anew in 16 bits,
 forward and backward, and keeps none: the input is not kept, the base being frozen.
 """
 
@@ -66,8 +66,8 @@ def packed_bytes(form: str, rows: int, columns: int) -> tuple[int, int]:
     if form == "nf4-dq":
         blocks = count // _NF4_BLOCK
         return count // 2, blocks + -(-blocks // _NF4_BLOCK2) * 4
-    if form == "gptq4":
-        groups = -(-columns // _GPTQ_GROUP)
+    if form in ("gptq4", "gptq4-column"):
+        groups = 1 if form == "gptq4-column" else -(-columns // _GPTQ_GROUP)
         return count // 2, groups * rows * 2 + groups * rows // 2 + columns * 4
     if form == "int8":
         groups = -(-columns // _GPTQ_GROUP)

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from finetune.estimator.score import fused, packed
 from finetune.estimator.score.attention import NAMES, register_kernels
 from finetune.estimator.score.autocast import CudaAutocast
+from finetune.estimator.score.experts import separate_experts
 from finetune.estimator.score.job import Job
 from finetune.estimator.score.losses import take_loss
 from finetune.estimator.score.sharded import Fsdp1
 from finetune.estimator.tape import Recorder, Tape
 
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_PACKED = ("nf4", "nf4-dq", "gptq4", "int8")
+_PACKED = ("nf4", "nf4-dq", "gptq4", "gptq4-column", "int8")
 
 
 def build_model(job: Job, layers: int | None = None) -> Any:
@@ -46,6 +47,8 @@ def build_model(job: Job, layers: int | None = None) -> Any:
     held = TYPES.get(job.weights, TYPES[job.compute])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=held)
+    if config.model_type == "mixtral":
+        separate_experts(model)
     model.train()
     return model
 
@@ -126,6 +129,23 @@ def _rotation(model: Any, job: Job) -> Iterator[None]:
         module.apply_rotary_pos_emb = before
 
 
+def _cuda_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """CUDA's dropout keeps a mask of one byte an element; the CPU's a tensor of the input's type."""
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+@contextlib.contextmanager
+def _dropping() -> Iterator[None]:
+    before = torch.nn.functional.dropout
+    torch.nn.functional.dropout = _cuda_dropout
+    try:
+        yield
+    finally:
+        torch.nn.functional.dropout = before
+
+
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The repeated layers of a model."""
     for module in model.modules():
@@ -173,6 +193,19 @@ def _wrap(layer: Any, i: int, job: Job, marks: _Marks, shards: Fsdp1 | None) -> 
         )
 
     layer.forward = forward
+
+
+def _keep_cache(layers: list[nn.Module]) -> list[Tensor]:
+    """GPTBigCode keeps a cache in training too: a view of the product of q, k and v, so all of it."""
+    kept: list[Tensor] = []
+
+    def keep(_: Any, __: Any, out: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            kept.append(out)
+
+    for layer in layers:
+        layer.attn.c_attn.register_forward_hook(keep)  # type: ignore[union-attr]
+    return kept
 
 
 def _optimizer(parameters: list[nn.Parameter], job: Job) -> torch.optim.Optimizer:
@@ -236,6 +269,7 @@ def record_step(job: Job, layers: int | None = None) -> Tape:
     else:
         optimizer, states = _states(shards.trained(trained), job)
         known = [*shards.held(), *states]
+    cache = _keep_cache(blocks) if job.keeps_cache else []
     recorder = Recorder(None, [*known, ids, labels, workspace])
     if shards is not None:  # the model's own weights stand for views of what is gathered
         for tensor in base.parameters():
@@ -246,7 +280,7 @@ def record_step(job: Job, layers: int | None = None) -> Tape:
     scale = getattr(base.config, "logits_scaling", None)
     cast = CudaAutocast(TYPES[job.compute])
     previous: Any = None
-    with _rotation(base, job), recorder:
+    with _rotation(base, job), _dropping(), recorder:
         if shards is not None:
             shards.begin()
         with cast if job.autocast else contextlib.nullcontext():
@@ -258,6 +292,7 @@ def record_step(job: Job, layers: int | None = None) -> Tape:
                 outputs_in_float32=job.outputs_in_float32,
             )  # fmt: skip
             del hidden
+            cache.clear()
         previous = logits if job.outputs_held else None
         del logits
         with recorder.during("backward"):

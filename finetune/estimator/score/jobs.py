@@ -1,0 +1,130 @@
+"""From a row of measurements to a job, or to the reason why there is none.
+
+Each family of measurements has one mapping; a row that none knows, or that leaves open what decides
+its memory, is unscored with its reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune.errors import ConfigError
+from finetune.estimator.score.job import Job
+from finetune.estimator.score.rows import Row
+from finetune.estimator.score.shapes import shape_of
+from finetune.estimator.score.stacks import fms_plugins, transformers_version, workspace_of
+
+TRANSFORMERS = "Transformers / TRL / PEFT"
+OTHERS = "other frameworks"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A row with its job, or the reason why it has none.
+
+    Attributes:
+        family: of measurements.
+        path: `TRANSFORMERS` or `OTHERS`.
+        dynamic: lengths vary from step to step.
+        packing: of the longest row the length is known.
+    """
+
+    row: Row
+    job: Job | None
+    reason: str = ""
+    family: str = ""
+    path: str = OTHERS
+    dynamic: bool = False
+
+
+class Unmapped(Exception):
+    """A row that cannot be mapped; its text is the reason."""
+
+
+def _shape(row: Row) -> str:
+    try:
+        return shape_of(row.model).name
+    except ConfigError:
+        raise Unmapped(f"shape of {row.model!r} is not known") from None
+
+
+def _sizes(row: Row) -> tuple[int, int]:
+    if row.batch is None or row.length is None:
+        raise Unmapped(f"batch {row.batch_text!r} or length {row.length_text!r} is not a number")
+    return row.batch, row.length
+
+
+def _fms(row: Row) -> Job:
+    plugins = fms_plugins(row.framework)
+    found = re.search(r"transformers (\d+\.\d+)", row.framework)
+    if not found:
+        raise Unmapped("the version of transformers is not said")
+    version = transformers_version(found[1])
+    shape = _shape(row)
+    of = shape_of(shape).of
+    batch, length = _sizes(row)
+    sharded = plugins.fsdp and row.n_gpus > 1
+    autocast = "autocast" in row.precision and "no autocast" not in row.precision
+    half = "float16" if row.precision.startswith("float16") else "bfloat16"
+    # TheBloke's main branches of the large models quantise whole columns, without groups
+    columns = "gptq4-column" if of == "mixtral" or shape == "llama-2-70b" else "gptq4"
+    weights = {"bnb": "nf4-dq", "gptq": columns, "": half}[plugins.base]
+    repeats = version.repeats_keys and of in ("mistral", "mixtral", "qwen2")
+    single_baseline = plugins.baseline and not sharded
+    fused = plugins.fused and of != "gpt_bigcode"
+    loss = version.loss
+    if of == "gpt_bigcode":
+        loss = "gpt-bigcode"
+        length = min(length, shape_of(shape).p)  # fms-hf-tuning: at most tokenizer.model_max_length
+    options: tuple[tuple[str, object], ...] = ()
+    if row.method != "full":
+        targets = ("c_attn",) if of == "gpt_bigcode" else ("q_proj", "k_proj", "v_proj", "o_proj")
+        options = (
+            ("r", row.lora_rank or 16), ("lora_alpha", 16), ("lora_dropout", 0.1),
+            ("target_modules", targets),
+        )  # fmt: skip
+    return Job(
+        shape=shape,
+        batch=batch,
+        length=length,
+        adapter="lora" if row.method != "full" else "",
+        adapter_options=options,
+        weights=weights,
+        compute=half,
+        adapter_type="bfloat16" if single_baseline else "float32",
+        autocast=autocast,
+        float32_norms=single_baseline,
+        checkpoint="reentrant",
+        attention="flash-repeated" if repeats else "flash",
+        loss="fused-head" if plugins.liger else loss,
+        fast_loss=plugins.fused,
+        fused_kernels=fused,
+        lora_wrapper=plugins.base if not fused else "",
+        outputs_in_float32=autocast,
+        keeps_cache=of == "gpt_bigcode",
+        gpus=row.n_gpus or 1,
+        sharding="fsdp1" if sharded else "none",
+        sharded_type="float32" if sharded and autocast and row.method == "full" else "",
+        workspace=workspace_of(row.gpu),
+    )
+
+
+def _family(row: Row) -> tuple[str, str, bool, Callable[[Row], Job]]:
+    framework = row.framework
+    if "fms plugin" in framework:
+        return "fms-acceleration", TRANSFORMERS, False, _fms
+    raise Unmapped(f"no mapping for the framework {framework!r}")
+
+
+def map_row(row: Row) -> Mapped:
+    """The job of a row, or the reason why it has none."""
+    family, path, dynamic = "", OTHERS, False
+    try:
+        family, path, dynamic, make = _family(row)
+        if row.suspect:
+            raise Unmapped("its notes say SUSPECT")
+        return Mapped(row, make(row), "", family, path, dynamic)
+    except Unmapped as reason:
+        return Mapped(row, None, str(reason), family, path, dynamic)
