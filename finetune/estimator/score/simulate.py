@@ -60,9 +60,18 @@ def adapt(model: Any, job: Job) -> Any:
         import peft
 
         options = dict(job.adapter_options)
+        half = options.pop("half", "")
         config_class = getattr(peft, options.pop("config_class", "LoraConfig"))
+        options = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
         config = config_class(task_type="CAUSAL_LM", **options)
-        model = peft.get_peft_model(model, config, autocast_adapter_dtype=job.adapter_type == "float32")
+        with torch.device("meta"):
+            model = peft.get_peft_model(
+                model, config, autocast_adapter_dtype=job.adapter_type == "float32"
+            )
+        if half:  # the other factor of the adapter is frozen
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    p.requires_grad_(f"lora_{half}" in name)
     if job.weights in _PACKED:
         _hold_packed(base, job)
     if job.float32_norms:
@@ -219,18 +228,6 @@ def _optimizer(parameters: list[nn.Parameter], job: Job) -> torch.optim.Optimize
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def _states(parameters: list[nn.Parameter], job: Job) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """An optimizer that has stepped once, and its states."""
-    optimizer = _optimizer(parameters, job)
-    for p in parameters:
-        p.grad = torch.empty_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return optimizer, [
-        t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)
-    ]
-
-
 def _held(model: Any) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
@@ -239,93 +236,133 @@ def _held(model: Any) -> Iterator[Tensor]:
             yield from module.scales
 
 
-def record_step(job: Job, layers: int | None = None) -> Tape:
-    """The tape of one steady optimizer step of `job`."""
-    base = build_model(job, layers)
-    model = adapt(base, job)
-    blocks = decoder_layers(base)
-    if job.input_grads and job.checkpoint != "none":
-        base.enable_input_require_grads()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not job.adapter:
-        for p in base.parameters():
-            p.requires_grad_(True)
-        trained = list(base.parameters())
-    body = base.get_decoder() if hasattr(base, "get_decoder") else base.model
-    final = getattr(body, "norm", None) or getattr(body, "ln_f", None) or getattr(body, "final_layernorm", None)
-    shards = Fsdp1(base, blocks, job, TYPES) if job.sharding == "fsdp1" else None
-    marks = _Marks()
-    for i, block in enumerate(blocks):
-        _wrap(block, i, job, marks, shards)
-    if final is not None:
-        final.register_forward_pre_hook(lambda _, args: marks.enter(len(blocks), args[0]))
+class Rehearsed:
+    """A job's model with all that its training step needs.
 
-    ids = torch.zeros(job.batch, job.length, dtype=torch.long, device="meta")
-    labels = torch.zeros_like(ids)
-    workspace = torch.empty(job.workspace, dtype=torch.uint8, device="meta")
-    if shards is None:
-        optimizer, states = _states(trained, job)
-        known = [*_held(base), *states]
-    else:
-        optimizer, states = _states(shards.trained(trained), job)
-        known = [*shards.held(), *states]
-    cache = _keep_cache(blocks) if job.keeps_cache else []
-    recorder = Recorder(None, [*known, ids, labels, workspace])
-    if shards is not None:  # the model's own weights stand for views of what is gathered
-        for tensor in base.parameters():
-            recorder.hold(tensor)
-        for number in recorder.numbers_of(base.parameters()) - recorder.numbers_of(known):
-            recorder.tape.held[number] = 0
-    marks.recorder = recorder
-    scale = getattr(base.config, "logits_scaling", None)
-    cast = CudaAutocast(TYPES[job.compute])
-    previous: Any = None
-    with _rotation(base, job), _dropping(), recorder:
-        if shards is not None:
-            shards.begin()
-        with cast if job.autocast else contextlib.nullcontext():
-            hidden = body(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
+    Args:
+        job: what to run.
+        layers: layers to run instead of all.
+        fresh: the optimizer has no states yet; the first step makes them.
+    """
+
+    def __init__(self, job: Job, layers: int | None = None, *, fresh: bool = False) -> None:
+        self.job, self.base = job, build_model(job, layers)
+        base = self.base
+        self.model = adapt(base, job)
+        if not job.adapter:
+            for p in base.parameters():
+                p.requires_grad_(True)
+        if job.input_grads and job.checkpoint != "none":
+            base.enable_input_require_grads()
+        blocks = decoder_layers(base)
+        self.body = base.get_decoder() if hasattr(base, "get_decoder") else base.model
+        self.shards = Fsdp1(base, blocks, job, TYPES) if job.sharding == "fsdp1" else None
+        self.marks = _Marks()
+        for i, block in enumerate(blocks):
+            _wrap(block, i, job, self.marks, self.shards)
+        final = next(
+            m for n, m in self.body.named_children() if n in ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+        )
+        final.register_forward_pre_hook(lambda _, args: self.marks.enter(len(blocks), args[0]))
+        self.cache = _keep_cache(blocks) if job.keeps_cache else []
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.trained = self.shards.trained(trained) if self.shards else trained
+        self.optimizer = _optimizer(self.trained, job)
+        states: list[Tensor] = [] if fresh else _first_step(self.optimizer, self.trained)
+        active = getattr(self.model, "active_peft_config", None)
+        self.prompted = active is not None and active.is_prompt_learning
+        self.cast = CudaAutocast(TYPES[job.compute])
+        self.outputs: Tensor | None = None
+        workspace = torch.empty(job.workspace, dtype=torch.uint8, device="meta")
+        self.workspace = workspace
+        known = [*(self.shards.held() if self.shards else _held(base)), *states, workspace]
+        self.recorder = Recorder(None, known)
+        if self.shards:  # the model's own weights stand for views of what is gathered
+            own = list(base.parameters())
+            for tensor in own:
+                self.recorder.hold(tensor)
+            for number in self.recorder.numbers_of(own) - self.recorder.numbers_of(known):
+                self.recorder.tape.held[number] = 0
+
+    def _with_prompt(self, ids: Tensor) -> Tensor:
+        """Embeddings behind the learned prompt, as `PeftModelForCausalLM.forward` joins them."""
+        embedded = self.model.word_embeddings(ids)
+        prompts = self.model.get_prompt(batch_size=ids.shape[0]).to(embedded.dtype)
+        return torch.cat((prompts, embedded), dim=1)
+
+    def step(self, length: int, *, marked: bool = True) -> None:
+        """Write down one optimizer step over rows of `length` tokens."""
+        job, recorder = self.job, self.recorder
+        self.marks.recorder = recorder if marked else None
+        ids = torch.zeros(job.batch, length, dtype=torch.long, device="meta")
+        labels = torch.zeros_like(ids)
+        if self.shards:
+            self.shards.begin()
+        with self.cast if job.autocast else contextlib.nullcontext():
+            given: dict[str, Any] = {"input_ids": ids}
+            if self.prompted:
+                given = {"inputs_embeds": self._with_prompt(ids)}
+                labels = torch.cat((labels.new_empty(given["inputs_embeds"].shape[0],
+                    given["inputs_embeds"].shape[1] - length), labels), dim=1)
+            hidden = self.body(**given, attention_mask=None, use_cache=False).last_hidden_state
+            del given
             recorder.mark("head")
             loss, logits = take_loss(
-                job.loss, hidden, base.get_output_embeddings(), labels,
-                low=TYPES[job.compute], fast=job.fast_loss, scale=scale,
+                job.loss, hidden, self.base.get_output_embeddings(), labels,
+                low=TYPES[job.compute], fast=job.fast_loss,
+                scale=getattr(self.base.config, "logits_scaling", None),
                 outputs_in_float32=job.outputs_in_float32,
             )  # fmt: skip
             del hidden
-            cache.clear()
-        previous = logits if job.outputs_held else None
+            self.cache.clear()
+        self.outputs = logits if job.outputs_held else None
         del logits
-        with recorder.during("backward"):
-            # checkpointed layers run again under the context they ran under at first
-            with _recomputing(cast, job):
-                loss.backward()
+        # checkpointed layers run again under the context they ran under at first
+        again = self.cast if job.autocast and job.checkpoint != "none" else contextlib.nullcontext()
+        with recorder.during("backward"), again:
+            loss.backward()
         del loss
         recorder.mark("step")
         with recorder.during("optimizer"):
-            if shards is not None:
-                shards.finish()
-            _clip_and_step(optimizer, shards.trained(trained) if shards else trained)
-        optimizer.zero_grad(set_to_none=True)
+            if self.shards:
+                self.shards.finish()
+            torch._foreach_norm([p.grad for p in self.trained if p.grad is not None])
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         recorder.mark("end")
-    del previous
-    tape = recorder.tape
-    del model, base, optimizer
+
+
+def _first_step(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> list[Tensor]:
+    """Make the optimizer's states; returns them."""
+    for p in trained:
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+
+
+def record_step(job: Job, layers: int | None = None) -> Tape:
+    """The tape of one steady optimizer step of `job`."""
+    with _dropping():
+        run = Rehearsed(job, layers)
+        with _rotation(run.base, job), run.recorder:
+            run.step(job.length)
+    tape = run.recorder.tape
+    del run
     gc.collect()
     return tape
 
 
-def _clip_and_step(optimizer: torch.optim.Optimizer, trained: list[Any]) -> None:
-    grads = [p.grad for p in trained if p.grad is not None]
-    norms = torch._foreach_norm(grads)
-    del norms
-    optimizer.step()
-
-
-@contextlib.contextmanager
-def _recomputing(cast: CudaAutocast, job: Job) -> Iterator[None]:
-    """Autocast around backward: what autograd does itself never passes through it."""
-    if job.autocast and job.checkpoint != "none":
-        with cast:
-            yield
-    else:
-        yield
+def record_run(job: Job, lengths: tuple[int, ...]) -> tuple[Tape, list[int]]:
+    """The tape of the first steps of `job`, over rows of these lengths, and where each step ends."""
+    ends: list[int] = []
+    with _dropping():
+        run = Rehearsed(job, fresh=True)
+        with _rotation(run.base, job), run.recorder:
+            for i, length in enumerate(lengths):
+                run.step(length, marked=i + 1 == len(lengths))
+                ends.append(len(run.recorder.tape.events))
+    tape = run.recorder.tape
+    del run
+    gc.collect()
+    return tape, ends
