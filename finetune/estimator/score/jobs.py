@@ -14,7 +14,12 @@ from finetune.errors import ConfigError
 from finetune.estimator.score.job import Job
 from finetune.estimator.score.rows import Row
 from finetune.estimator.score.shapes import shape_of
-from finetune.estimator.score.stacks import fms_plugins, transformers_version, workspace_of
+from finetune.estimator.score.stacks import (
+    fms_plugins,
+    torch_version,
+    transformers_version,
+    workspace_of,
+)
 
 TRANSFORMERS = "Transformers / TRL / PEFT"
 OTHERS = "other frameworks"
@@ -107,7 +112,7 @@ def _fms(row: Row) -> Job:
         gpus=row.n_gpus or 1,
         sharding="fsdp1" if sharded else "none",
         sharded_type="float32" if sharded and autocast and row.method == "full" else "",
-        workspace=workspace_of(row.gpu),
+        workspace=workspace_of(row.gpu, torch_version(row.framework)),
     )
 
 

@@ -52,7 +52,7 @@ def stretches(tape: Tape, layers: int) -> dict[str, int]:
 def allocated_peak(job: Job) -> Peak:
     """The most bytes of tensors alive in a steady step of `job`."""
     count = shape_of(job.shape).l
-    short, long = record_step(job, _SHORT), record_step(job, _LONG)
+    short, long = record_step(job, _SHORT)[0], record_step(job, _LONG)[0]
     less, more = stretches(short, _SHORT), stretches(long, _LONG)
 
     def extended(a: int, b: int) -> int:

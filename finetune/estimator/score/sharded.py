@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from finetune.estimator.score.job import Job
 from finetune.estimator.score.packed import PackedLinear
+from finetune.estimator.tape import Recorder
 
 
 class _Unit:
@@ -53,14 +54,15 @@ class _Unit:
         )
         self.waiting = len(self.trained)
 
-    def gather(self, gpus: int) -> None:
+    def gather(self, gpus: int) -> list[Tensor]:
+        """Bring all of the unit's weights here, unless they are; returns what was allocated."""
         if self.flat is not None:
-            return
+            return []
         copy = None
         if self.cast:
             copy = torch.empty(self.whole_bytes // gpus, dtype=torch.uint8, device="meta")
         self.flat = torch.empty(self.whole_bytes, dtype=torch.uint8, device="meta")
-        del copy
+        return [self.flat] if copy is None else [self.flat, copy]
 
     def free(self) -> None:
         self.flat = None
@@ -89,7 +91,8 @@ class Fsdp1:
     def __init__(self, model: Any, layers: list[nn.Module], job: Job, types: dict[str, Any]) -> None:
         self.gpus = job.gpus
         self.retained: list[Tensor] = []
-        self.backward = False
+        self.recorder: Recorder | None = None
+        self.gathered: set[int] = set()
         # adapters are units of their own (`fsdp_auto_wrap_policy`), or ignored and replicated
         self.adapters = [p for p in model.parameters() if p.requires_grad] if job.adapter else []
         self.replicated = job.fused_kernels
@@ -127,7 +130,7 @@ class Fsdp1:
 
     def begin(self) -> None:
         """The root is gathered before the first layer and stays."""
-        self.root.gather(self.gpus)
+        self._gather(self.root)
 
     def finish(self) -> None:
         """End of backward: what was retained goes, the root is freed."""
@@ -140,7 +143,7 @@ class Fsdp1:
 
     def before(self, i: int, hidden: Tensor) -> None:
         """Layer `i` is about to run on `hidden` [B, L, H]."""
-        self.units[i].gather(self.gpus)
+        self._gather(self.units[i])
         if torch.is_grad_enabled() and hidden.requires_grad and not self.units[i].trained:
             self.retained.append(hidden)
 
@@ -153,9 +156,14 @@ class Fsdp1:
                 hidden.register_hook(lambda _: self.units[i].free())
 
     def _backward_begins(self, i: int) -> None:
-        self.units[i].gather(self.gpus)
+        self._gather(self.units[i])
         if i:
-            self.units[i - 1].gather(self.gpus)
+            self._gather(self.units[i - 1])
+
+    def _gather(self, unit: _Unit) -> None:
+        made = unit.gather(self.gpus)
+        if self.recorder is not None:
+            self.gathered |= self.recorder.numbers_of(made)
 
     def _counted(self, unit: _Unit) -> Any:
         def counted(_: Any) -> None:

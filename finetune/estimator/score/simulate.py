@@ -277,6 +277,8 @@ class Rehearsed:
         self.workspace = workspace
         known = [*(self.shards.held() if self.shards else _held(base)), *states, workspace]
         self.recorder = Recorder(None, known)
+        if self.shards:
+            self.shards.recorder = self.recorder
         if self.shards:  # the model's own weights stand for views of what is gathered
             own = list(base.parameters())
             for tensor in own:
@@ -341,16 +343,16 @@ def _first_step(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -
     return [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
 
 
-def record_step(job: Job, layers: int | None = None) -> Tape:
-    """The tape of one steady optimizer step of `job`."""
+def record_step(job: Job, layers: int | None = None) -> tuple[Tape, set[int]]:
+    """The tape of one steady optimizer step of `job`, and which of its storages FSDP gathers."""
     with _dropping():
         run = Rehearsed(job, layers)
         with _rotation(run.base, job), run.recorder:
             run.step(job.length)
-    tape = run.recorder.tape
+    tape, gathered = run.recorder.tape, run.shards.gathered if run.shards else set()
     del run
     gc.collect()
-    return tape
+    return tape, gathered
 
 
 def record_run(job: Job, lengths: tuple[int, ...]) -> tuple[Tape, list[int]]:

@@ -8,16 +8,38 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-AMPERE_WORKSPACE = 8_519_680
-"""cuBLAS's workspace that PyTorch allocates, `:4096:2:16:8` KiB, on GPUs before Hopper
-(`getChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-HOPPER_WORKSPACE = 33_554_432
-"""`:4096:8` KiB on Hopper."""
+from finetune.errors import ConfigError
+from finetune.estimator.hidden import library_workspaces
+from finetune.gpus import Gpu, named_gpu
+
+_GPU_WORDS = (
+    (r"^A100.*80", "A100-80GB"), (r"^A100.*40", "A100-40GB"), (r"^H100", "H100"),
+    (r"^H200", "H200"), (r"^GB200", "GB200"), (r"^B200", "B200"), (r"^RTX ?3090", "RTX 3090"),
+    (r"^RTX ?4090", "RTX 4090"), (r"^A10G", "A10G"),
+)  # fmt: skip
 
 
-def workspace_of(gpu: str) -> int:
-    """cuBLAS's workspace on a GPU, bytes."""
-    return HOPPER_WORKSPACE if re.search(r"\b(H100|H200|B200|GB200)", gpu) else AMPERE_WORKSPACE
+def gpu_of(text: str) -> Gpu | None:
+    """The GPU that a row names, None for one that is not in the table."""
+    for pattern, name in _GPU_WORDS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return named_gpu(name)
+    try:
+        return named_gpu(text)
+    except ConfigError:
+        return None
+
+
+def workspace_of(gpu: str, torch_version: tuple[int, ...]) -> int:
+    """Bytes that cuBLAS keeps in a process that trains; of Ampere where the GPU is not known."""
+    found = gpu_of(gpu)
+    return sum(library_workspaces(found.capability if found else (8, 0), torch_version))
+
+
+def torch_version(framework: str) -> tuple[int, ...]:
+    """The version in `... / torch 2.1.1`; 2.4 where none is said."""
+    found = re.search(r"torch (\d+)\.(\d+)\.?(\d*)", framework)
+    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (2, 4, 0)
 
 
 @dataclass(frozen=True)
