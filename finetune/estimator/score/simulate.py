@@ -62,7 +62,7 @@ def adapt(model: Any, job: Job) -> Any:
         options = dict(job.adapter_options)
         half = options.pop("half", "")
         config_class = getattr(peft, options.pop("config_class", "LoraConfig"))
-        options = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
+        options = {name: _thawed(value) for name, value in options.items()}
         config = config_class(task_type="CAUSAL_LM", **options)
         with torch.device("meta"):
             model = peft.get_peft_model(
@@ -81,6 +81,13 @@ def adapt(model: Any, job: Job) -> Any:
     if job.fused_kernels:
         _fuse(base, job)
     return model
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        pairs = bool(value) and all(isinstance(v, tuple) and len(v) == 2 for v in value)
+        return dict(value) if pairs else list(value)
+    return value
 
 
 def _hold_packed(model: Any, job: Job) -> None:
