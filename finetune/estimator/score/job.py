@@ -26,6 +26,9 @@ class Job:
         adapter: `""` for full training, or the name of a PEFT method.
         adapter_options: arguments of its configuration.
         weights: `bfloat16`, `float16`, `float32`, `nf4`, `nf4-dq`, `gptq4`, `gptq4-column`, `int8`.
+        packs_head: the output head is packed too.
+        keeps_packed_input: products of packed weights keep their input.
+        accumulates: gradients of batches before are there when a step begins.
         compute: type of activations and products.
         adapter_type: type of adapter weights.
         autocast: products are cast by autocast.
@@ -53,6 +56,9 @@ class Job:
     adapter: str = ""
     adapter_options: tuple[tuple[str, Any], ...] = ()
     weights: str = "bfloat16"
+    packs_head: bool = False
+    keeps_packed_input: bool = False
+    accumulates: bool = False
     compute: str = "bfloat16"
     adapter_type: str = "float32"
     autocast: bool = False

@@ -180,12 +180,51 @@ def _frozen(value: Any) -> Any:
     return tuple(value.items()) if isinstance(value, dict) else value
 
 
+_LITGPT_PARTS = {
+    "q+v (litgpt default)": ("q", "v"),
+    "query+value": ("q", "v"),
+    "query+key+value+projection+mlp+head": ("q", "k", "v", "projection", "mlp", "head"),
+}
+
+
+def _litgpt(row: Row) -> Job:
+    """`litgpt finetune_*` in `bf16-true`: everything, adapters and states too, in bf16."""
+    if row.n_gpus > 1:
+        raise Unmapped("litgpt on several GPUs is not modelled")
+    method = {"qlora": "lora", "full": ""}.get(row.method, row.method)
+    options: tuple[tuple[str, Any], ...] = ()
+    if method == "lora":
+        parts = _LITGPT_PARTS.get(row.lora_targets)
+        if parts is None:
+            raise Unmapped(f"litgpt's adapters at {row.lora_targets!r} are not known")
+        options = (("r", row.lora_rank or 8), ("parts", parts))
+    batch, length = _sizes(row)
+    found = re.search(r"bnb\.(nf4(?:-dq)?)", row.precision)
+    return Job(
+        shape=_shape(row),
+        batch=batch,
+        length=length,
+        engine="litgpt",
+        adapter=method,
+        adapter_options=options,
+        weights=found[1] if found else "bfloat16",
+        packs_head=False,
+        keeps_packed_input=True,
+        accumulates=True,
+        loss="chunked",
+        input_grads=False,
+        workspace=workspace_of(row.gpu, torch_version(row.framework)),
+    )
+
+
 def _family(row: Row) -> tuple[str, str, bool, Callable[[Row], Job]]:
     framework = row.framework
     if "fms plugin" in framework:
         return "fms-acceleration", TRANSFORMERS, False, _fms
     if framework.startswith("PEFT "):
         return "PEFT comparison", TRANSFORMERS, True, _peft
+    if framework.startswith("litgpt"):
+        return "litgpt", OTHERS, False, _litgpt
     raise Unmapped(f"no mapping for the framework {framework!r}")
 
 

@@ -4,7 +4,8 @@ NF4 (bitsandbytes): two weights to a byte, one float32 maximum for 64 weights; w
 quantisation that maximum is one byte, with a float32 for 256 of them. GPTQ (auto_gptq): eight
 weights to an int32, for each group of 128 inputs (or for all of them) a scale (2 bytes) and a zero
 (4 bits) per output, and an int32 per input that says its group. Each product makes the whole weight anew in 16 bits,
-forward and backward, and keeps none: the input is not kept, the base being frozen.
+forward and backward, and keeps none. The input is not kept, the base being frozen; bitsandbytes
+before 0.43 kept it all the same (`MatMul4Bit.forward`: `ctx.tensors = (A, B)`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
         """x [..., K] -> [..., N]."""
         ctx.layer = layer
+        if layer.keeps_input:
+            ctx.save_for_backward(x)
         return F.linear(x, layer.dequantised())
 
     @staticmethod
@@ -39,6 +42,7 @@ class PackedLinear(nn.Linear):
 
     form: str
     compute: torch.dtype
+    keeps_input: bool
     scales: list[Tensor]
 
     def dequantised(self) -> Tensor:
@@ -75,15 +79,17 @@ def packed_bytes(form: str, rows: int, columns: int) -> tuple[int, int]:
     raise KeyError(form)
 
 
-def pack(layer: nn.Linear, form: str, compute: torch.dtype) -> None:
+def pack(
+    layer: nn.Linear, form: str, compute: torch.dtype, *, keeps_input: bool = False
+) -> None:
     """Hold `layer`'s weight in `form` from now on."""
     codes, scales = packed_bytes(form, layer.out_features, layer.in_features)
-    layer.__class__ = PackedLinear
+    layer.__class__ = type("Packed", (PackedLinear, type(layer)), {})
     layer.weight = nn.Parameter(
         torch.empty(codes, dtype=torch.uint8, device="meta"), requires_grad=False
     )
     assert isinstance(layer, PackedLinear)
-    layer.form, layer.compute = form, compute
+    layer.form, layer.compute, layer.keeps_input = form, compute, keeps_input
     layer.scales = [torch.empty(scales, dtype=torch.uint8, device="meta")]
 
 

@@ -25,6 +25,7 @@ from finetune.estimator.score.attention import NAMES, register_kernels
 from finetune.estimator.score.autocast import CudaAutocast
 from finetune.estimator.score.experts import separate_experts
 from finetune.estimator.score.job import Job
+from finetune.estimator.score.litgpt import LitGpt
 from finetune.estimator.score.losses import take_loss
 from finetune.estimator.score.sharded import Fsdp1
 from finetune.estimator.tape import Recorder, Tape
@@ -73,7 +74,7 @@ def adapt(model: Any, job: Job) -> Any:
                 if p.requires_grad:
                     p.requires_grad_(f"lora_{half}" in name)
     if job.weights in _PACKED:
-        _hold_packed(base, job)
+        _hold_packed(base, base.get_output_embeddings(), job)
     if job.float32_norms:
         for name, module in base.named_modules():
             if "norm" in name:
@@ -90,14 +91,15 @@ def _thawed(value: Any) -> Any:
     return value
 
 
-def _hold_packed(model: Any, job: Job) -> None:
-    head = model.get_output_embeddings()
+def _hold_packed(model: Any, head: nn.Module, job: Job) -> None:
     for module in list(model.modules()):
         inside = getattr(module, "base_layer", None)
         layer = inside if isinstance(inside, nn.Linear) else module
-        plain = type(layer) is nn.Linear and not layer.weight.requires_grad
-        if layer is not head and (plain or _is_conv1d(layer)):
-            packed.pack(layer, job.weights, TYPES[job.compute])
+        plain = isinstance(layer, nn.Linear) and not layer.weight.requires_grad
+        if plain and not isinstance(layer, packed.PackedLinear) and (layer is not head or job.packs_head):
+            packed.pack(
+                layer, job.weights, TYPES[job.compute], keeps_input=job.keeps_packed_input
+            )
     wrappers = {"bnb": packed.forward_bnb_lora, "gptq": packed.forward_gptq_lora}
     if job.lora_wrapper in wrappers:
         import types
@@ -108,10 +110,6 @@ def _hold_packed(model: Any, job: Job) -> None:
             if isinstance(module, LoraLayer):
                 module.scored_autocast = job.autocast  # type: ignore[assignment]
                 module.forward = types.MethodType(wrappers[job.lora_wrapper], module)
-
-
-def _is_conv1d(layer: Any) -> bool:
-    return type(layer).__name__ == "Conv1D"
 
 
 def _fuse(model: Any, job: Job) -> None:
@@ -253,16 +251,24 @@ class Rehearsed:
     """
 
     def __init__(self, job: Job, layers: int | None = None, *, fresh: bool = False) -> None:
-        self.job, self.base = job, build_model(job, layers)
+        self.job = job
+        if job.engine == "litgpt":
+            with torch.device("meta"):
+                self.base: Any = LitGpt(job, layers).to(TYPES[job.compute])
+            self.model = self.base.train()
+            if job.weights in _PACKED:
+                _hold_packed(self.base, self.base.lm_head, job)
+        else:
+            self.base = build_model(job, layers)
+            self.model = adapt(self.base, job)
         base = self.base
-        self.model = adapt(base, job)
         if not job.adapter:
             for p in base.parameters():
                 p.requires_grad_(True)
         if job.input_grads and job.checkpoint != "none":
             base.enable_input_require_grads()
         blocks = decoder_layers(base)
-        self.body = base.get_decoder() if hasattr(base, "get_decoder") else base.model
+        self.body = base if job.engine == "litgpt" else base.get_decoder()
         self.shards = Fsdp1(base, blocks, job, TYPES) if job.sharding == "fsdp1" else None
         self.marks = _Marks()
         for i, block in enumerate(blocks):
@@ -278,6 +284,10 @@ class Rehearsed:
         states: list[Tensor] = [] if fresh else _first_step(self.optimizer, self.trained)
         active = getattr(self.model, "active_peft_config", None)
         self.prompted = active is not None and active.is_prompt_learning
+        if job.accumulates:
+            for p in self.trained:
+                p.grad = torch.empty_like(p)
+                states.append(p.grad)
         self.cast = CudaAutocast(TYPES[job.compute])
         self.outputs: Tensor | None = None
         workspace = torch.empty(job.workspace, dtype=torch.uint8, device="meta")
@@ -307,23 +317,10 @@ class Rehearsed:
         labels = torch.zeros_like(ids)
         if self.shards:
             self.shards.begin()
-        with self.cast if job.autocast else contextlib.nullcontext():
-            given: dict[str, Any] = {"input_ids": ids}
-            if self.prompted:
-                given = {"inputs_embeds": self._with_prompt(ids)}
-                labels = torch.cat((labels.new_empty(given["inputs_embeds"].shape[0],
-                    given["inputs_embeds"].shape[1] - length), labels), dim=1)
-            hidden = self.body(**given, attention_mask=None, use_cache=False).last_hidden_state
-            del given
-            recorder.mark("head")
-            loss, logits = take_loss(
-                job.loss, hidden, self.base.get_output_embeddings(), labels,
-                low=TYPES[job.compute], fast=job.fast_loss,
-                scale=getattr(self.base.config, "logits_scaling", None),
-                outputs_in_float32=job.outputs_in_float32,
-            )  # fmt: skip
-            del hidden
-            self.cache.clear()
+        if job.engine == "litgpt":
+            loss, logits = self.base.loss(ids, labels), None
+        else:
+            loss, logits = self._loss(ids, labels)
         self.outputs = logits if job.outputs_held else None
         del logits
         # checkpointed layers run again under the context they ran under at first
@@ -339,6 +336,28 @@ class Rehearsed:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         recorder.mark("end")
+
+    def _loss(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Forward of the model of transformers, and its loss; ids, labels [B, L]."""
+        job, recorder = self.job, self.recorder
+        with self.cast if job.autocast else contextlib.nullcontext():
+            given: dict[str, Any] = {"input_ids": ids}
+            if self.prompted:
+                given = {"inputs_embeds": self._with_prompt(ids)}
+                labels = torch.cat((labels.new_empty(given["inputs_embeds"].shape[0],
+                    given["inputs_embeds"].shape[1] - ids.shape[1]), labels), dim=1)
+            hidden = self.body(**given, attention_mask=None, use_cache=False).last_hidden_state
+            del given
+            recorder.mark("head")
+            loss, logits = take_loss(
+                job.loss, hidden, self.base.get_output_embeddings(), labels,
+                low=TYPES[job.compute], fast=job.fast_loss,
+                scale=getattr(self.base.config, "logits_scaling", None),
+                outputs_in_float32=job.outputs_in_float32,
+            )  # fmt: skip
+            del hidden
+            self.cache.clear()
+        return loss, logits
 
 
 def _first_step(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> list[Tensor]:
