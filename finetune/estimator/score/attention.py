@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _ROW_BLOCK = 128
@@ -136,7 +137,33 @@ def attend_causal(
     return FlashAttention.apply(query, key, value), None  # type: ignore[return-value]
 
 
+def attend_eager(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    """`eager_attention_forward` of transformers under a causal mask: every step is a tensor."""
+    times = query.shape[1] // key.shape[1]
+    key, value = _repeated(key, times), _repeated(value, times)
+    scores = torch.matmul(query, key.transpose(2, 3)) * 1.0
+    scores = scores + module.config.scored_mask(query.shape[2], query.dtype)
+    scores = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    scores = F.dropout(scores, p=0.0, training=module.training)
+    return torch.matmul(scores, value).transpose(1, 2).contiguous(), None
+
+
+class CausalMask:
+    """The additive mask [1, 1, L, L] that every layer shares, made once for a length."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __call__(self, length: int, dtype: torch.dtype) -> Tensor:
+        if (length, dtype) not in self.made:
+            self.made[length, dtype] = torch.empty(1, 1, length, length, dtype=dtype, device="meta")
+        return self.made[length, dtype]
+
+
 NAMES = {
+    "eager": "scored_eager",
     "flash": "scored_full",
     "flash-repeated": "scored_repeated",
     "masked": "scored_masked",
@@ -154,6 +181,7 @@ def register_kernels() -> None:
         "flash-repeated": attend_repeated,
         "masked": attend_masked,
         "causal": attend_causal,
+        "eager": attend_eager,
     }
     for kernel, function in functions.items():
         if NAMES[kernel] not in ALL_ATTENTION_FUNCTIONS:

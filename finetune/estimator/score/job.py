@@ -7,7 +7,7 @@ what of all that memory was measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Checkpoint = Literal["none", "reentrant", "nonreentrant"]
@@ -21,7 +21,7 @@ class Job:
     Attributes:
         shape: name in `assets/scored_shapes.yaml`.
         batch: rows in a step, per GPU.
-        length: tokens of a row; of the longest, when `lengths` vary.
+        length: tokens of a row; of the longest, when they vary.
         engine: whose model code: `transformers` or `litgpt`.
         adapter: `""` for full training, or the name of a PEFT method.
         adapter_options: arguments of its configuration.
@@ -33,6 +33,7 @@ class Job:
         adapter_type: type of adapter weights.
         autocast: products are cast by autocast.
         float32_norms: norms are held in float32.
+        float32_rest: all that is not packed is held in float32.
         checkpoint: which checkpointing.
         attention: kernel, see `attention.NAMES`, or `eager`.
         loss: path, see `losses`.
@@ -45,8 +46,8 @@ class Job:
         input_grads: the embedding's output is made to require grad.
         keeps_cache: keys and values are returned, and live until the loss is there.
         workspace: bytes of cuBLAS's workspace, counted as allocated.
-        lengths: `fixed`, or what varies.
-        other: facts of one engine.
+        trainable: weights that the source says train, 0 when it does not: another number means that
+            the installed PEFT makes another adapter.
     """
 
     shape: str
@@ -63,6 +64,7 @@ class Job:
     adapter_type: str = "float32"
     autocast: bool = False
     float32_norms: bool = False
+    float32_rest: bool = False
     checkpoint: Checkpoint = "none"
     attention: str = "flash"
     loss: str = "transformers-5"
@@ -78,5 +80,4 @@ class Job:
     input_grads: bool = True
     keeps_cache: bool = False
     workspace: int = 0
-    lengths: str = "fixed"
-    other: tuple[tuple[str, Any], ...] = field(default=())
+    trainable: int = 0

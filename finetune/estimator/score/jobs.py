@@ -38,7 +38,6 @@ class Mapped:
         family: of measurements.
         path: `TRANSFORMERS` or `OTHERS`.
         dynamic: lengths vary from step to step.
-        packing: of the longest row the length is known.
     """
 
     row: Row
@@ -158,6 +157,7 @@ def _peft(row: Row) -> Job:
     if blocks:
         raise Unmapped("BD-LoRA's blocks are not modelled")
     batch, _ = _sizes(row)
+    said = re.search(r"trainable=(\d+)", row.notes)
     return Job(
         shape=_shape(row),
         batch=batch,
@@ -170,7 +170,7 @@ def _peft(row: Row) -> Job:
         input_grads=False,
         optimizer="adamw-foreach",
         workspace=workspace_of(row.gpu, torch_version(row.framework)),
-        lengths="longest batch of MetaMathQA",
+        trainable=int(said[1]) if said else 0,
     )
 
 
@@ -217,12 +217,107 @@ def _litgpt(row: Row) -> Job:
     )
 
 
+def _swift(row: Row) -> Job:
+    """ms-swift over the Trainer of transformers 4.36: bf16 autocast, reentrant checkpointing, rank 8
+    at the layers of q, k and v. Qwen's first generation comes with code of its own, whose loss makes
+    no float32 copy. Rows of 91 to 19,548 tokens are cut: the longest is as long as the limit."""
+    if row.n_gpus > 1:
+        raise Unmapped("layers spread over GPUs by hand (device_map) are not modelled")
+    batch, length = _sizes(row)
+    shape = shape_of(_shape(row))
+    weights = "bfloat16"
+    if "int4 (bnb)" in row.precision:
+        weights = "nf4-dq"
+    elif "int8 (gptq)" in row.precision:
+        weights = "int8"
+    elif "int4 (gptq)" in row.precision:
+        weights = "gptq4"
+    lora = row.method != "full"
+    return Job(
+        shape=shape.name,
+        batch=batch,
+        length=length,
+        adapter="lora" if lora else "",
+        adapter_options=(
+            ("r", row.lora_rank or 8), ("lora_alpha", 32), ("lora_dropout", 0.05),
+            ("target_modules", ("q_proj", "k_proj", "v_proj")),
+        ) if lora else (),
+        weights=weights,
+        autocast=True,
+        checkpoint="reentrant",
+        attention="flash-repeated" if shape.of == "mistral" else "flash",
+        loss="gpt-bigcode" if shape.of == "qwen2" else "transformers-4.45",
+        outputs_in_float32=True,
+        lora_wrapper={"nf4-dq": "bnb", "int8": "gptq", "gptq4": "gptq"}.get(weights, ""),
+        workspace=workspace_of(row.gpu, torch_version(row.framework)),
+    )  # fmt: skip
+
+
+def _fsdp_qlora(row: Row) -> Job:
+    """AnswerDotAI/fsdp_qlora `train.py`: everything in bf16 without autocast, reentrant
+    checkpointing inside of FSDP 1, NF4 without double quantisation, adapters wrapped apart."""
+    if "CPU offload" in row.notes:
+        raise Unmapped("offload of weights to the CPU is not modelled")
+    batch, length = _sizes(row)
+    targets = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+    packed = row.method == "qlora"
+    return Job(
+        shape=_shape(row),
+        batch=batch,
+        length=length,
+        adapter="lora",
+        adapter_options=(
+            ("r", row.lora_rank or 64), ("lora_alpha", 16), ("lora_dropout", 0.1),
+            ("target_modules", targets),
+        ),
+        weights="nf4" if packed else "bfloat16",
+        adapter_type="bfloat16",
+        checkpoint="reentrant",
+        attention="causal",
+        loss="transformers-4.45",
+        lora_wrapper="bnb" if packed else "",
+        gpus=row.n_gpus,
+        sharding="none" if "DDP" in row.notes else "fsdp1",
+        workspace=workspace_of(row.gpu, torch_version(row.framework)),
+    )  # fmt: skip
+
+
+def _trainer(row: Row) -> Job:
+    """The Trainer of transformers 5 with `prepare_model_for_kbit_training`, eager attention."""
+    if row.attention != "eager" or "nf4 double quant" not in row.precision:
+        raise Unmapped("only QLoRA with eager attention is mapped for the bare Trainer")
+    batch, length = _sizes(row)
+    return Job(
+        shape=_shape(row),
+        batch=batch,
+        length=length,
+        adapter="lora",
+        adapter_options=(("r", row.lora_rank or 16), ("lora_dropout", 0.05),
+            ("target_modules", ("q_proj", "v_proj"))),
+        weights="nf4-dq",
+        autocast=True,
+        float32_rest=True,
+        checkpoint="reentrant",
+        attention="eager",
+        loss="transformers-5",
+        lora_wrapper="bnb",
+        outputs_in_float32=True,
+        workspace=workspace_of(row.gpu, torch_version(row.framework)),
+    )  # fmt: skip
+
+
 def _family(row: Row) -> tuple[str, str, bool, Callable[[Row], Job]]:
     framework = row.framework
     if "fms plugin" in framework:
         return "fms-acceleration", TRANSFORMERS, False, _fms
     if framework.startswith("PEFT "):
         return "PEFT comparison", TRANSFORMERS, True, _peft
+    if framework.startswith("ms-swift"):
+        return "ms-swift", TRANSFORMERS, True, _swift
+    if framework.startswith("HF Trainer"):
+        return "Trainer", TRANSFORMERS, False, _trainer
+    if framework.startswith("fsdp_qlora"):
+        return "fsdp_qlora", TRANSFORMERS, False, _fsdp_qlora
     if framework.startswith("litgpt"):
         return "litgpt", OTHERS, False, _litgpt
     raise Unmapped(f"no mapping for the framework {framework!r}")

@@ -175,7 +175,11 @@ class _Block(nn.Module):
         s = self.s
         batch = q.shape[0]
         prefix = self.prefix.weight.reshape(1, -1, s.h)
-        akv = _apply(self.attn, prefix).view(1, 10, s.k, s.a // s.k + 2, s.head).permute(0, 2, 3, 1, 4)
+        akv = (
+            _apply(self.attn, prefix)
+            .view(1, 10, s.k, s.a // s.k + 2, s.head)
+            .permute(0, 2, 3, 1, 4)
+        )
         _, ak, av = akv.split((s.a // s.k, 1, 1), dim=2)
         ak, av = (
             t.expand(1, s.k, s.a // s.k, 10, s.head).reshape(1, -1, 10, s.head)
@@ -239,7 +243,9 @@ class LitGpt(nn.Module):
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets [B, L] -> the mean loss."""
         length = ids.shape[1]
-        cos = torch.empty(length, _Parts(self.s).rotated, dtype=self.wte.weight.dtype, device="meta")
+        cos = torch.empty(
+            length, _Parts(self.s).rotated, dtype=self.wte.weight.dtype, device="meta"
+        )
         sin = torch.empty_like(cos)
         x = self.wte(ids)
         if self.s.of in ("gemma", "gemma2"):

@@ -79,9 +79,7 @@ def packed_bytes(form: str, rows: int, columns: int) -> tuple[int, int]:
     raise KeyError(form)
 
 
-def pack(
-    layer: nn.Linear, form: str, compute: torch.dtype, *, keeps_input: bool = False
-) -> None:
+def pack(layer: nn.Linear, form: str, compute: torch.dtype, *, keeps_input: bool = False) -> None:
     """Hold `layer`'s weight in `form` from now on."""
     codes, scales = packed_bytes(form, layer.out_features, layer.in_features)
     layer.__class__ = type("Packed", (PackedLinear, type(layer)), {})

@@ -20,10 +20,6 @@ from finetune.estimator.tape import Tape
 from finetune.gpus import Gpu
 
 
-class CannotRun(Exception):
-    """A job that cannot be run without memory; its text is the reason."""
-
-
 @dataclass(frozen=True)
 class Prediction:
     """What was predicted for one job, in bytes.
@@ -40,7 +36,9 @@ class Prediction:
 def _replayed(tape: Tape, numbers: set[int], *, gathered: bool) -> int:
     events = [(n, b) for n, b in tape.held.items() if b and (n in numbers) == gathered]
     events += [
-        (e.storage, e.nbytes) for e in tape.events if e.nbytes and (e.storage in numbers) == gathered
+        (e.storage, e.nbytes)
+        for e in tape.events
+        if e.nbytes and (e.storage in numbers) == gathered
     ]
     return replay_events(events).peak_reserved
 
@@ -54,17 +52,10 @@ def reserved_peak(job: Job) -> int:
 
 def predict(job: Job, kind: str) -> Prediction:
     """The memory of `kind` (`allocated` or `reserved`) that `job` takes."""
-    try:
-        if kind == "allocated":
-            peak = allocated_peak(job)
-            return Prediction(peak.nbytes, peak.where)
-        return Prediction(reserved_peak(job), "allocator")
-    except NotImplementedError as error:  # torch: an operator whose result depends on data
-        raise CannotRun(f"{job.adapter}: its adapter looks at data when it is made") from error
-    except RuntimeError as error:
-        if "meta" not in str(error):
-            raise
-        raise CannotRun(f"{job.adapter}: its adapter looks at data when it is made") from error
+    if kind == "allocated":
+        peak = allocated_peak(job)
+        return Prediction(peak.nbytes, peak.where)
+    return Prediction(reserved_peak(job), "allocator")
 
 
 def runs_out_of_memory(job: Job, gpu: Gpu) -> Prediction | None:

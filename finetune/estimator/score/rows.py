@@ -77,9 +77,11 @@ def held_out(row_id: str) -> bool:
 
 
 COLUMNS = (
-    *("id source gpu n_gpus model params_b method lora_rank lora_targets precision optimizer".split()),
-    *("batch_per_gpu seq_len grad_ckpt attention fused_ce framework peak_mem_gb mem_kind".split()),
-    *("tokens_per_s step_time_s notes".split()),
+    *(
+        ["id", "source", "gpu", "n_gpus", "model", "params_b", "method", "lora_rank", "lora_targets", "precision", "optimizer"]
+    ),
+    *(["batch_per_gpu", "seq_len", "grad_ckpt", "attention", "fused_ce", "framework", "peak_mem_gb", "mem_kind"]),
+    *(["tokens_per_s", "step_time_s", "notes"]),
 )
 
 
@@ -131,7 +133,10 @@ def read_rows(path: str | Path) -> list[Row]:
 def _row(given: dict[str, str], path: Path, line: int) -> Row:
     def wrong(column: str, why: str) -> ConfigError:
         return ConfigError(
-            f"{column} is {given.get(column)!r}.", where=f"{path}:{line}", why=why, fix="mend the row."
+            f"{column} is {given.get(column)!r}.",
+            where=f"{path}:{line}",
+            why=why,
+            fix="mend the row.",
         )
 
     def number(column: str) -> float | None:

@@ -231,7 +231,8 @@ def _group(mapped: Mapped) -> str:
 
 
 def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
-    from finetune.estimator.score.predict import CannotRun, predict, runs_out_of_memory
+    from finetune.estimator.score.predict import predict, runs_out_of_memory
+    from finetune.estimator.score.simulate import CannotRun
     from finetune.estimator.score.stacks import gpu_of
 
     row, job = mapped.row, mapped.job

@@ -60,7 +60,7 @@ def _read() -> tuple[dict[str, Shape], dict[str, str]]:
     for name, fields in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items():
         known = fields.pop("names")
         shapes[name] = Shape(name, **fields)
-        names |= {alias: name for alias in (name, *known)}
+        names |= dict.fromkeys((name, *known), name)
     return shapes, names
 
 

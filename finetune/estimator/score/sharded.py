@@ -88,7 +88,9 @@ class Fsdp1:
         types: name -> type.
     """
 
-    def __init__(self, model: Any, layers: list[nn.Module], job: Job, types: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, layers: list[nn.Module], job: Job, types: dict[str, Any]
+    ) -> None:
         self.gpus = job.gpus
         self.retained: list[Tensor] = []
         self.recorder: Recorder | None = None
@@ -105,9 +107,7 @@ class Fsdp1:
             self.units.append(_Unit(weights, job, types))
         rest = [p for p in model.parameters() if id(p) not in apart | inside]
         self.root = _Unit(rest, job, types)
-        self.scales = [
-            t for m in model.modules() if isinstance(m, PackedLinear) for t in m.scales
-        ]
+        self.scales = [t for m in model.modules() if isinstance(m, PackedLinear) for t in m.scales]
         self.adapter_parts = [
             p if self.replicated else nn.Parameter(p.new_empty(math.ceil(p.numel() / self.gpus)))
             for p in self.adapters

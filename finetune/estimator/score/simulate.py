@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.estimator.score import fused, packed
-from finetune.estimator.score.attention import NAMES, register_kernels
+from finetune.estimator.score.attention import NAMES, CausalMask, register_kernels
 from finetune.estimator.score.autocast import CudaAutocast
 from finetune.estimator.score.experts import separate_experts
 from finetune.estimator.score.job import Job
@@ -34,6 +34,14 @@ TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.
 _PACKED = ("nf4", "nf4-dq", "gptq4", "gptq4-column", "int8")
 
 
+_MADE_ON_CPU = ("BOFTConfig", "UniLoraConfig")
+"""Adapters that read what they have just drawn; small enough to be real."""
+
+
+class CannotRun(Exception):
+    """A job that cannot be run without memory; its text is the reason."""
+
+
 def build_model(job: Job, layers: int | None = None) -> Any:
     """The model of `job` on the meta device, with `layers` layers instead of its own."""
     from transformers import AutoModelForCausalLM
@@ -44,6 +52,7 @@ def build_model(job: Job, layers: int | None = None) -> Any:
     config = config_of(job.shape, layers)
     config.use_cache = False
     config.scored_compute = TYPES[job.compute]
+    config.scored_mask = CausalMask()
     config._attn_implementation = NAMES.get(job.attention, job.attention)
     held = TYPES.get(job.weights, TYPES[job.compute])
     with torch.device("meta"):
@@ -65,16 +74,34 @@ def adapt(model: Any, job: Job) -> Any:
         config_class = getattr(peft, options.pop("config_class", "LoraConfig"))
         options = {name: _thawed(value) for name, value in options.items()}
         config = config_class(task_type="CAUSAL_LM", **options)
-        with torch.device("meta"):
-            model = peft.get_peft_model(
-                model, config, autocast_adapter_dtype=job.adapter_type == "float32"
-            )
+        place = torch.device("cpu" if config_class.__name__ in _MADE_ON_CPU else "meta")
+        try:
+            with place:
+                model = peft.get_peft_model(
+                    model, config, autocast_adapter_dtype=job.adapter_type == "float32"
+                )
+        except NotImplementedError as error:  # an operator whose result depends on data
+            raise CannotRun(f"{config_class.__name__} looks at data when it is made") from error
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise CannotRun(f"{config_class.__name__} looks at data when it is made") from error
+        made = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if half:  # the other factor of the adapter is frozen
             for name, p in model.named_parameters():
                 if p.requires_grad:
                     p.requires_grad_(f"lora_{half}" in name)
+            made = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if job.trainable and made != job.trainable:
+            raise CannotRun(
+                f"the installed PEFT makes {config_class.__name__} of another size than the row's"
+            )
     if job.weights in _PACKED:
         _hold_packed(base, base.get_output_embeddings(), job)
+    if job.float32_rest:  # `prepare_model_for_kbit_training`: all that is not packed
+        for p in base.parameters():
+            if p.dtype in (torch.bfloat16, torch.float16):
+                p.data = p.data.float()
     if job.float32_norms:
         for name, module in base.named_modules():
             if "norm" in name:
@@ -96,10 +123,12 @@ def _hold_packed(model: Any, head: nn.Module, job: Job) -> None:
         inside = getattr(module, "base_layer", None)
         layer = inside if isinstance(inside, nn.Linear) else module
         plain = isinstance(layer, nn.Linear) and not layer.weight.requires_grad
-        if plain and not isinstance(layer, packed.PackedLinear) and (layer is not head or job.packs_head):
-            packed.pack(
-                layer, job.weights, TYPES[job.compute], keeps_input=job.keeps_packed_input
-            )
+        if (
+            plain
+            and not isinstance(layer, packed.PackedLinear)
+            and (layer is not head or job.packs_head)
+        ):
+            packed.pack(layer, job.weights, TYPES[job.compute], keeps_input=job.keeps_packed_input)
     wrappers = {"bnb": packed.forward_bnb_lora, "gptq": packed.forward_gptq_lora}
     if job.lora_wrapper in wrappers:
         import types
@@ -163,7 +192,11 @@ def _dropping() -> Iterator[None]:
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The repeated layers of a model."""
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0 and not isinstance(module[0], nn.Linear):
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) > 0
+            and not isinstance(module[0], nn.Linear)
+        ):
             return list(module)
     raise LookupError(type(model).__name__)
 
@@ -274,7 +307,9 @@ class Rehearsed:
         for i, block in enumerate(blocks):
             _wrap(block, i, job, self.marks, self.shards)
         final = next(
-            m for n, m in self.body.named_children() if n in ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+            m
+            for n, m in self.body.named_children()
+            if n in ("norm", "ln_f", "final_layernorm", "final_layer_norm")
         )
         final.register_forward_pre_hook(lambda _, args: self.marks.enter(len(blocks), args[0]))
         self.cache = _keep_cache(blocks) if job.keeps_cache else []
@@ -344,8 +379,16 @@ class Rehearsed:
             given: dict[str, Any] = {"input_ids": ids}
             if self.prompted:
                 given = {"inputs_embeds": self._with_prompt(ids)}
-                labels = torch.cat((labels.new_empty(given["inputs_embeds"].shape[0],
-                    given["inputs_embeds"].shape[1] - ids.shape[1]), labels), dim=1)
+                labels = torch.cat(
+                    (
+                        labels.new_empty(
+                            given["inputs_embeds"].shape[0],
+                            given["inputs_embeds"].shape[1] - ids.shape[1],
+                        ),
+                        labels,
+                    ),
+                    dim=1,
+                )
             hidden = self.body(**given, attention_mask=None, use_cache=False).last_hidden_state
             del given
             recorder.mark("head")
