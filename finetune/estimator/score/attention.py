@@ -43,7 +43,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dout [B, L, H, D] -> dq, dk, dv."""
-        q, k, v, _, _ = ctx.saved_tensors
+        q, k, _, _, _ = ctx.saved_tensors
         batch, heads, length, size = q.shape
         shared = k.shape[1]
         grads[0].contiguous()
@@ -120,11 +120,13 @@ def _repeated(x: Tensor, times: int) -> Tensor:
 def attend_masked(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers: SDPA under a padding mask, keys repeated for each head."""
+    """Attention function of transformers: SDPA under a padding mask, keys repeated for each
+    head."""
     times = query.shape[1] // key.shape[1]
     key, value = _repeated(key, times), _repeated(value, times)
-    batch, _, length, _ = query.shape
-    # SDPA turns a boolean mask into an additive one of the query's type, rows aligned to 8 elements.
+    batch, length = query.shape[0], query.shape[2]
+    # SDPA turns a boolean mask into an additive one of the query's type, rows aligned to 8
+    # elements.
     bias = query.new_empty(batch, 1, length, _rounded(length, 8))
     out = MaskedAttention.apply(query, key, value, bias)
     return out.transpose(1, 2).contiguous(), None  # type: ignore[union-attr]

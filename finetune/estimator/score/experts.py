@@ -1,8 +1,8 @@
 """Mixtral's experts as transformers held them before 5: linear layers, run one expert at a time.
 
-Version 5 holds all experts of a layer in two three-dimensional parameters, which 4-bit libraries and
-FSDP of that time never met. Routing depends on the data; here every expert gets an equal share of
-tokens, as a loss for balance asks of it.
+Version 5 holds all experts of a layer in two three-dimensional parameters, which 4-bit libraries
+and FSDP of that time never met. Routing depends on the data; here every expert gets an equal share
+of tokens, as a loss for balance asks of it.
 """
 
 from __future__ import annotations

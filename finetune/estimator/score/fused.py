@@ -32,22 +32,6 @@ class _Norm(torch.autograd.Function):
         return grads[0], torch.empty_like(weight) if weight.requires_grad else None
 
 
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-def rotate_in_place(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """`fast_rope_embedding` of q [B, H, L, D] and k: nothing new."""
-    return q * 1 if False else q, k
-
-
 def _weight(layer: nn.Linear) -> Tensor:
     return layer.dequantised() if isinstance(layer, PackedLinear) else layer.weight
 
@@ -118,14 +102,16 @@ def fuse_attention(attention: Any, drop: float) -> None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not waiting:
-            waiting.extend(_Adapters.apply(x, three, drop, *_adapter_weights(three)))  # type: ignore[arg-type]
+            made: Any = _Adapters.apply(x, three, drop, *_adapter_weights(three))
+            waiting.extend(made)
         return waiting.pop(0)
 
     for layer in three:
         layer.forward = types.MethodType(forward, layer)
 
     def forward_one(self: Any, x: Tensor) -> Tensor:
-        return _Adapters.apply(x, [self], drop, *_adapter_weights([self]))[0]  # type: ignore[index]
+        made: Any = _Adapters.apply(x, [self], drop, *_adapter_weights([self]))
+        return made[0]
 
     attention.o_proj.forward = types.MethodType(forward_one, attention.o_proj)
 

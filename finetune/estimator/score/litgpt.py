@@ -1,12 +1,12 @@
 """litgpt's own model and fine-tuning step, as far as memory can tell them from other code.
 
-`litgpt/model.py`: one product for q, k and v, reshaped into copies; rotation of a part of each head,
-joined with the rest; RMSNorm in float32, LayerNorm in the model's type; residuals in sequence or in
-parallel. `litgpt/lora.py`: adapters of chosen parts of q, k, v in one layer, whose product is spread
-into zeros (`zero_pad`). `litgpt/adapter.py`, `adapter_v2.py`: a learned prefix in the later layers;
-a learned scale and bias behind every linear layer. `finetune/lora.py`: everything in the type of the
-weights (`bf16-true`), the head in chunks of 128 positions that Fabric returns in float32, cross
-entropy chunk by chunk; the first batch is the longest.
+`litgpt/model.py`: one product for q, k and v, reshaped into copies; rotation of a part of each
+head, joined with the rest; RMSNorm in float32, LayerNorm in the model's type; residuals in
+sequence or in parallel. `litgpt/lora.py`: adapters of chosen parts of q, k, v in one layer, whose
+product is spread into zeros (`zero_pad`). `litgpt/adapter.py`, `adapter_v2.py`: a learned prefix
+in the later layers; a learned scale and bias behind every linear layer. `finetune/lora.py`:
+everything in the type of the weights (`bf16-true`), the head in chunks of 128 positions that
+Fabric returns in float32, cross entropy chunk by chunk; the first batch is the longest.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class FastCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
         """The gradient is the storage of the logits."""
         return ctx.saved_tensors[0], None
 
@@ -47,8 +47,8 @@ class FusedHead(torch.autograd.Function):
     """Liger's fused linear cross entropy (`fused_linear_cross_entropy_forward`)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, low: torch.dtype, given: int) -> Tensor:
-        """hidden [N, H], weight [V, H] -> loss. `given`: 1 when autocast casts the products."""
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, low: torch.dtype) -> Tensor:
+        """hidden [N, H], weight [V, H] -> loss; products in `low`."""
         count, size = hidden.shape
         words = weight.shape[0]
         chunk = 1 << (-(-count // -(-words // size)) - 1).bit_length()
@@ -68,10 +68,10 @@ class FusedHead(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """Both gradients were made in forward."""
         dhidden, dweight = ctx.saved_tensors
-        return dhidden, dweight, None, None
+        return dhidden, dweight, None
 
 
 def _shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def take_loss(
     if path == "fused-head":
         short = hidden[..., :-1, :].contiguous()
         weight: Any = head.weight
-        loss = FusedHead.apply(short.view(-1, short.shape[-1]), weight, low, 0)
+        loss = FusedHead.apply(short.view(-1, short.shape[-1]), weight, low)
         return loss, None  # type: ignore[return-value]
     loss, logits = _PATHS[path](hidden, head, labels, scale, fast)
     if outputs_in_float32:

@@ -1,8 +1,8 @@
 """The closed form and `accelerate estimate-memory`, asked about a job.
 
-Both answer for what they can be asked: the closed form for LoRA and full training of the families it
-knows, with logits where the job's loss makes them (2 + 4 + 4 bytes, as it says of other trainers);
-`accelerate` for any model, in the type of its weights, and nothing else of the job.
+Both answer for what they can be asked: the closed form for LoRA and full training of the families
+it knows, with logits where the job's loss makes them (2 + 4 + 4 bytes, as it says of other
+trainers); `accelerate` for any model, in the type of its weights, and nothing else of the job.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 NF4 (bitsandbytes): two weights to a byte, one float32 maximum for 64 weights; with double
 quantisation that maximum is one byte, with a float32 for 256 of them. GPTQ (auto_gptq): eight
 weights to an int32, for each group of 128 inputs (or for all of them) a scale (2 bytes) and a zero
-(4 bits) per output, and an int32 per input that says its group. Each product makes the whole weight anew in 16 bits,
-forward and backward, and keeps none. The input is not kept, the base being frozen; bitsandbytes
-before 0.43 kept it all the same (`MatMul4Bit.forward`: `ctx.tensors = (A, B)`).
+(4 bits) per output, and an int32 per input that says its group. Each product makes the whole
+weight anew in 16 bits, forward and backward, and keeps none. The input is not kept, the base being
+frozen; bitsandbytes before 0.43 kept it all the same (`MatMul4Bit.forward`: `ctx.tensors = (A,
+B)`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From a job to bytes: tensors alive, memory reserved, and whether a GPU holds it.
 
-*Allocated* needs only a few layers (`peaks`). *Reserved* needs all of them, in order: the whole tape
-goes through the model of PyTorch's allocator. What FSDP gathers is allocated on a stream of its own,
-so from a pool of its own, and the two are added. A run dies when what is reserved, plus the CUDA
-context outside of it, is more than the GPU has.
+*Allocated* needs only a few layers (`peaks`). *Reserved* needs all of them, in order: the whole
+tape goes through the model of PyTorch's allocator. What FSDP gathers is allocated on a stream of
+its own, so from a pool of its own, and the two are added. A run dies when what is reserved, plus
+the CUDA context outside of it, is more than the GPU has.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ nothing. Sizes are in GB (10^9 bytes). `mem_kind` says what was measured: `alloc
 memory `reserved` by PyTorch's allocator, what `nvidia-smi` shows, or unknown. A row whose notes say
 SUSPECT is physically impossible or extrapolated and is never scored.
 
-**Held out.** A third of the rows, by the hash of the id, is read by no one while the predictions are
-made better; `held_out` says which. Their score is reported apart.
+**Held out.** A third of the rows, by the hash of the id, is read by no one while the predictions
+are made better; `held_out` says which. Their score is reported apart.
 """
 
 from __future__ import annotations
@@ -77,12 +77,11 @@ def held_out(row_id: str) -> bool:
 
 
 COLUMNS = (
-    *(
-        ["id", "source", "gpu", "n_gpus", "model", "params_b", "method", "lora_rank", "lora_targets", "precision", "optimizer"]
-    ),
-    *(["batch_per_gpu", "seq_len", "grad_ckpt", "attention", "fused_ce", "framework", "peak_mem_gb", "mem_kind"]),
-    *(["tokens_per_s", "step_time_s", "notes"]),
-)
+    "id", "source", "gpu", "n_gpus", "model", "params_b", "method", "lora_rank",
+    "lora_targets", "precision", "optimizer", "batch_per_gpu", "seq_len", "grad_ckpt",
+    "attention", "fused_ce", "framework", "peak_mem_gb", "mem_kind", "tokens_per_s",
+    "step_time_s", "notes",
+)  # fmt: skip
 
 
 def read_rows(path: str | Path) -> list[Row]:

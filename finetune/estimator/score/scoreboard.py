@@ -8,7 +8,8 @@ Every row of the file is in exactly one place: scored in one class, an out-of-me
 unscored with its reason. Classes are never mixed:
 
 * *allocated, Transformers path*: bytes of tensors under the Trainer, TRL, PEFT;
-* *reserved, fixed length* and *reserved, dynamic length*: what the allocator took; with lengths that
+* *reserved, fixed length* and *reserved, dynamic length*: what the allocator took; with lengths
+  that
   vary, the longest batch rules and its length is often not published;
 * *other frameworks, allocated / reserved*: litgpt, torchtune and the like.
 
@@ -100,7 +101,8 @@ class Statistics:
 
 
 def statistics(errors: Iterable[float]) -> Statistics | None:
-    """Of signed relative errors; None of none. Quantiles are the smallest error that covers them."""
+    """Of signed relative errors; None of none. Quantiles are the smallest error that covers
+    them."""
     signed = list(errors)
     if not signed:
         return None
@@ -231,8 +233,8 @@ def _group(mapped: Mapped) -> str:
 
 
 def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
+    from finetune.estimator.score.building import CannotRunError
     from finetune.estimator.score.predict import predict, runs_out_of_memory
-    from finetune.estimator.score.simulate import CannotRun
     from finetune.estimator.score.stacks import gpu_of
 
     row, job = mapped.row, mapped.job
@@ -253,7 +255,7 @@ def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
         if row.mem_kind not in ("allocated", "reserved"):
             return f"kind of memory is {row.mem_kind or 'not said'}: not scored"
         predicted = predict(job, row.mem_kind)
-    except CannotRun as error:
+    except CannotRunError as error:
         return str(error)
     closed, theirs = _baselines(mapped) if baselines else (None, None)
     return Scored(

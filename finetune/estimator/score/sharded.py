@@ -2,16 +2,17 @@
 
 Every decoder layer is a unit and the rest of the model is the root unit. A rank keeps its part of
 each unit's flat weights. Before a unit runs its weights are gathered whole, in the compute type
-(through a 16-bit copy of the rank's part when the part is in float32); after forward they are freed,
-the root's not until its backward. In backward a unit's weights are gathered again, and while it runs
-those of the next (`BACKWARD_PRE`), and its whole gradient is flattened and reduced to the rank's
-part, cast to the type of the part. Gradients of the parts live until the next forward: with
-`use_orig_params` a `zero_grad` drops the views only (`_reset_flat_param_grad_info_if_needed`).
+(through a 16-bit copy of the rank's part when the part is in float32); after forward they are
+freed, the root's not until its backward. In backward a unit's weights are gathered again, and
+while it runs those of the next (`BACKWARD_PRE`), and its whole gradient is flattened and reduced
+to the rank's part, cast to the type of the part. Gradients of the parts live until the next
+forward: with `use_orig_params` a `zero_grad` drops the views only
+(`_reset_flat_param_grad_info_if_needed`).
 
 A frozen unit has no gradient of weights and frees itself by a hook on the gradients of its inputs
 (`_register_post_backward_reshard_only_hook`), whose handle lives until the end of backward. Under
-reentrant checkpointing these inputs are the detached copies the layer runs again on: so the input of
-every layer, and its gradient, stay alive until backward ends.
+reentrant checkpointing these inputs are the detached copies the layer runs again on: so the input
+of every layer, and its gradient, stay alive until backward ends.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class Version:
 
     Attributes:
         loss: path in `losses`.
-        repeats_keys: Mistral, Mixtral and Qwen2 repeat keys for FlashAttention 2 (gone in 4.48, where
+        repeats_keys: Mistral, Mixtral and Qwen2 repeat keys for FlashAttention 2 (gone in 4.48,
+        where
             attention became one interface for all models).
     """
 
@@ -80,7 +81,8 @@ class Plugins:
       adapters in bf16 on one GPU (`peft_module_casting_to_bf16`), skipped when sharded.
     * `accelerated-peft-autogptq`: GPTQ, its own triton layers.
     * `foak`: fused norm, rotation, adapters and cross entropy; `-liger`: Liger's head instead.
-    * FSDP: layers are units (`TRANSFORMER_BASED_WRAP`), `BACKWARD_PRE`, full shard (accelerate.yaml);
+    * FSDP: layers are units (`TRANSFORMER_BASED_WRAP`), `BACKWARD_PRE`, full shard
+      (accelerate.yaml);
       fused adapters are ignored by FSDP and reduced by hooks.
     """
 

@@ -44,18 +44,10 @@ def print_board(board: Scoreboard, console: Console) -> None:
 
 def render(board: Scoreboard) -> str:
     """The same as text."""
+    import io
+
     from rich.console import Console
 
-    console = Console(width=110, record=True, quiet=False, file=_Nowhere())
-    print_board(board, console)
-    return console.export_text()
-
-
-class _Nowhere:
-    """A file that keeps nothing."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None
+    text = io.StringIO()
+    print_board(board, Console(width=110, file=text))
+    return text.getvalue()
