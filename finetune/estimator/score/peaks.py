@@ -3,7 +3,7 @@
 Layers are alike, so each stretch of a step (the forward of the first layer, the loss, the backward
 of the last layer, the optimizer, ...) has a peak that grows by the same bytes with every layer. Two
 short models give both numbers for every stretch; the peak of the whole is the highest. Only the
-first two and the last two layers have to be looked at: between them the peak goes straight.
+first three and the last two layers have to be looked at: between them the peak goes straight.
 
 Tapes are also straight in the batch, kernel by kernel. Nothing here is fitted.
 """
@@ -41,9 +41,9 @@ def stretches(tape: Tape, layers: int) -> dict[str, int]:
         label = name
         if name[1:].isdigit():
             i = int(name[1:])
-            if 2 <= i < layers - 1:
+            if 3 <= i < layers - 1:
                 continue
-            label = f"{name[0]}{i}" if i < 2 else f"{name[0]}-{layers - i}"
+            label = f"{name[0]}{i}" if i < 3 else f"{name[0]}-{layers - i}"
         found[label] = max(found.get(label, 0), *alive[starts[k] : starts[k + 1] + 1])
     return found
 
