@@ -3,11 +3,12 @@
 Every decoder layer is a unit and the rest of the model is the root unit. A rank keeps its part of
 each unit's flat weights. Before a unit runs its weights are gathered whole, in the compute type
 (through a 16-bit copy of the rank's part when the part is in float32); after forward they are
-freed, the root's not until its backward. In backward a unit's weights are gathered again, and
-while it runs those of the next (`BACKWARD_PRE`), and its whole gradient is flattened and reduced
-to the rank's part, cast to the type of the part. Gradients of the parts live until the next
-forward: with `use_orig_params` a `zero_grad` drops the views only
-(`_reset_flat_param_grad_info_if_needed`).
+freed, the root's not until its backward. In backward a unit's weights are gathered again, its
+whole gradient is flattened and reduced to the rank's part, and cast to the type of the part.
+`BACKWARD_PRE` gathers the next unit's weights meanwhile, unless checkpointing is reentrant: what
+has not run with gradients asks for no gather before backward (`_register_pre_backward_hooks`).
+Gradients of the parts live until the next forward: with `use_orig_params` a `zero_grad` drops the
+views only (`_reset_flat_param_grad_info_if_needed`).
 
 A frozen unit has no gradient of weights and frees itself by a hook on the gradients of its inputs
 (`_register_post_backward_reshard_only_hook`), whose handle lives until the end of backward. Under
@@ -93,6 +94,7 @@ class Fsdp1:
         self, model: Any, layers: list[nn.Module], job: Job, types: dict[str, Any]
     ) -> None:
         self.gpus = job.gpus
+        self.prefetches = job.checkpoint != "reentrant"
         self.retained: list[Tensor] = []
         self.recorder: Recorder | None = None
         self.gathered: set[int] = set()
@@ -158,7 +160,7 @@ class Fsdp1:
 
     def _backward_begins(self, i: int) -> None:
         self._gather(self.units[i])
-        if i:
+        if i and self.prefetches:
             self._gather(self.units[i - 1])
 
     def _gather(self, unit: _Unit) -> None:

@@ -119,7 +119,7 @@ class Run:
         if self.shards:
             self.shards.recorder = self.recorder
             # the model's own weights stand for views of what is gathered
-            own = list(base.parameters())
+            own = [*base.parameters(), *self.trained]
             for tensor in own:
                 self.recorder.hold(tensor)
             for number in self.recorder.numbers_of(own) - self.recorder.numbers_of(known):
