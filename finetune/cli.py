@@ -7,10 +7,8 @@ what to do, and exits with 2.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +22,7 @@ from finetune import __version__
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, nearest
 from finetune.plain_yaml import read_text
+from finetune.quiet import quiet_libraries
 from finetune.recipe import Recipe, find_recipe, is_path, list_recipes, load_recipe
 
 MISUSE, INTERRUPTED = 2, 130
@@ -66,7 +65,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """Entry point of `python -m finetune` and of the console script."""
-    _quiet_libraries()
+    quiet_libraries()
     code = None
     try:
         code = app(standalone_mode=False)
@@ -89,20 +88,6 @@ def _show_error(error: FinetuneError) -> None:
     for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
         if text:
             console.print(Text(f"  {label + ':':7s}", style="cyan") + Text(text))
-
-
-def _quiet_libraries() -> None:
-    """Libraries speak through us: their progress bars and start-up notes are silenced."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    noisy = ("torchao", "accelerate", "trl", "bitsandbytes", "torch.utils._pytree")
-    for name in noisy:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
 @app.callback(invoke_without_command=True)
@@ -188,9 +173,22 @@ def estimate(
     alternatives: Annotated[
         bool, typer.Option(help="Also look at other scalings, engines, optimizers, storages.")
     ] = False,
+    calibrate: Annotated[
+        bool, typer.Option(help="Measure this machine first (under a minute), and keep it.")
+    ] = False,
+    score: Annotated[
+        Path | None, typer.Option(help="CSV of measurements to predict, instead of a recipe.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what memory and time a recipe will take, on a GPU that need not be here."""
+    if score is not None:
+        _score(score, as_json=as_json)
+        return
+    if calibrate:
+        _calibrate()
+        if recipe is None:
+            return
     if recipe is None:
         raise ConfigError(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
@@ -213,6 +211,41 @@ def estimate(
     from finetune.estimator.words import describe
 
     Console(highlight=False, soft_wrap=True).print(describe(result))
+
+
+def _calibrate() -> None:
+    from finetune.device import this_device
+    from finetune.estimator.calibration import save_calibration
+    from finetune.estimator.measuring import calibrate
+
+    found = calibrate(this_device())
+    kept = save_calibration(found)
+    sustained = ", ".join(f"{name} {value:.3g}" for name, value in found.tflops.items())
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(
+        f"{found.device}: TFLOP/s {sustained}; {found.gb_s:.3g} GB/s; a decoder layer took "
+        f"{found.layer:.2f} times what these say; measured in {found.seconds:.0f} s, kept in {kept}"
+    )
+
+
+def _score(file: Path, *, as_json: bool) -> None:
+    from finetune.estimator.score.scoreboard import score_csv
+    from finetune.estimator.score.speed import score_speeds
+    from finetune.estimator.score.table import print_board, print_speeds
+
+    progress = Console(stderr=True, highlight=False)
+    board = score_csv(
+        file,
+        processes=min(4, os.cpu_count() or 1),
+        progress=progress.print if progress.is_terminal else None,
+    )
+    speeds = score_speeds(file)
+    if as_json:
+        print(json.dumps({"memory": board.to_json(), "speed": speeds.to_json()}, indent=1))
+        return
+    console = Console(highlight=False, width=max(110, Console().width))
+    print_board(board, console)
+    print_speeds(speeds, console)
 
 
 @app.command("export")

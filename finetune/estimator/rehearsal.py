@@ -6,7 +6,7 @@ run. The model is sketched on the meta device with its adapters, gets fake param
 by the plan that the target device would have, and is handed to a stock `SFTTrainer`, whose
 `train()` takes one step over a made-up batch: as many tokens as the recipe allows. Packed rows are
 full of documents; others differ in length, as rows do, by one token of padding: the longest rules
-the peak, and that they differ makes Transformers hand attention a mask, which costs memory and time.
+the peak, and that they differ makes Transformers hand attention a mask, at a cost.
 
 Before that step the optimizer has stepped once, on gradients of nothing, so that its states are
 there as they are from the second step on. With gradient accumulation the gradients stay too, as

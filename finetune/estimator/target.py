@@ -75,6 +75,11 @@ _library.define("addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()")
 _library.impl("addmm_fp32", lambda *_: None, "Meta")
 
 
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA keeps a mask of one byte for each element, the CPU one of the type of `x`."""
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
 @contextlib.contextmanager
 def on_gpu(
     capability: tuple[int, int] = (9, 0), torch_version: tuple[int, ...] | None = None
@@ -106,6 +111,7 @@ def on_gpu(
         (chunked_logprob, "_forward_kernel", _Launcher("logprob_forward")),
         (chunked_logprob, "_backward_kernel", _Launcher("logprob_backward")),
         (F, "scaled_dot_product_attention", attention_on(capability, torch_version)),
+        (F, "dropout", _dropout),
     ]
     for owner, names in FLOAT32.items():
         changes += [(owner, name, _in_float32(getattr(owner, name))) for name in names.split()]

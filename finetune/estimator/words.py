@@ -123,7 +123,8 @@ def _time(result: Estimate, pace: Pace) -> Iterator[Text]:
     low, high = spread(pace.seconds, pace.scatter)[1:]
     yield Text.assemble(
         "step ", (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}) of "
-        f"{pace.tokens * result.place.count:,} tokens: ", (f"{result.tokens_per_s:,.0f} tokens/s", "bold"),
+        f"{pace.tokens * result.place.count:,} tokens: ",
+        (f"{result.tokens_per_s:,.0f} tokens/s", "bold"),
         f", MFU {pace.mfu:.0%}", "" if pace.calibrated else ", not calibrated on this GPU",
     )  # fmt: skip
     waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}

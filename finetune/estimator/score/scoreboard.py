@@ -20,13 +20,18 @@ scored apart.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import multiprocessing
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from finetune.estimator.score.jobs import TRANSFORMERS, Mapped, map_row
-from finetune.estimator.score.rows import held_out, read_rows
+from finetune.estimator.score.rows import Row, held_out, read_rows
+from finetune.quiet import quiet_libraries
 
 CLASSES = (
     "allocated, Transformers path",
@@ -41,7 +46,10 @@ UNDER = -0.02
 
 @dataclass(frozen=True)
 class Scored:
-    """One row and its predictions, in 10^9 bytes; a baseline is None where it has no answer."""
+    """One row and its predictions, in 10^9 bytes; a baseline is None where it has no answer.
+
+    `refused`: it ran, and was predicted not to fit its GPU; None where that is not known.
+    """
 
     id: str
     line: int
@@ -53,6 +61,7 @@ class Scored:
     where: str
     closed_form: float | None
     accelerate: float | None
+    refused: bool | None = None
 
     @property
     def error(self) -> float:
@@ -158,6 +167,11 @@ class Scoreboard:
         rows = [v for v in self.verdicts if v.held_out is apart]
         return sum(v.right for v in rows), len(rows)
 
+    def false_alarms(self, *, apart: bool) -> tuple[int, int]:
+        """Rows that ran and were predicted not to fit, and all that ran on a known GPU."""
+        known = [s.refused for s in self.scored if s.held_out is apart and s.refused is not None]
+        return sum(known), len(known)
+
     def reasons(self) -> dict[str, int]:
         """Why rows are unscored, the most frequent first."""
         counts: dict[str, int] = {}
@@ -176,6 +190,9 @@ class Scoreboard:
                     for group, line in self.table(apart=apart).items()
                 },
                 "out_of_memory": {"right": right, "rows": count},
+                "ran_but_refused": dict(
+                    zip(("rows", "of"), self.false_alarms(apart=apart), strict=True)
+                ),
             }
         return {
             "file": self.file,
@@ -193,34 +210,66 @@ class Scoreboard:
 
 
 def score_csv(
-    path: str | Path, *, progress: Callable[[str], None] | None = None, baselines: bool = True
+    path: str | Path,
+    *,
+    progress: Callable[[str], None] | None = None,
+    baselines: bool = True,
+    processes: int = 1,
 ) -> Scoreboard:
     """Predict every row of a file that can be mapped.
 
     Args:
         path: a csv file, see `rows`.
-        progress: is told the id of each row before it is predicted.
+        progress: is told the source of each batch of rows when it has been predicted.
         baselines: also ask the closed form and `accelerate`.
+        processes: that share the work; rows of one source and model share what they rehearse.
 
     Raises:
         DataNotFoundError, ConfigError: the file is not there or not of that form.
     """
     rows = read_rows(path)
-    scored: list[Scored] = []
-    verdicts: list[Verdict] = []
-    unscored: list[Unscored] = []
+    batches: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if progress is not None:
-            progress(row.id)
-        mapped = map_row(row)
-        result = _judge(mapped, baselines=baselines)
-        if isinstance(result, Scored):
-            scored.append(result)
-        elif isinstance(result, Verdict):
-            verdicts.append(result)
+        batches.setdefault((row.source, row.model), []).append(row)
+    placed: dict[str, Scored | Verdict | Unscored] = {}
+    largest_first = sorted(batches.values(), key=len, reverse=True)
+    place = functools.partial(_place, baselines=baselines)
+    with contextlib.ExitStack() as stack:
+        if processes > 1:
+            # A fork of a process with threads (torch has some) may hang.
+            workers = stack.enter_context(
+                ProcessPoolExecutor(
+                    processes,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=quiet_libraries,
+                )
+            )
+            done = workers.map(place, largest_first)
         else:
-            unscored.append(Unscored(row.id, row.line, held_out(row.id), result))
-    return Scoreboard(str(path), len(rows), tuple(scored), tuple(verdicts), tuple(unscored))
+            done = map(place, largest_first)
+        for results in done:
+            placed |= {result.id: result for result in results}
+            if progress is not None and results:
+                progress(f"{len(placed)} of {len(rows)} rows")
+    ordered = [placed[row.id] for row in rows]
+    return Scoreboard(
+        str(path),
+        len(rows),
+        tuple(r for r in ordered if isinstance(r, Scored)),
+        tuple(r for r in ordered if isinstance(r, Verdict)),
+        tuple(r for r in ordered if isinstance(r, Unscored)),
+    )
+
+
+def _place(rows: list[Row], *, baselines: bool) -> list[Scored | Verdict | Unscored]:
+    """Where each of some rows belongs."""
+    found: list[Scored | Verdict | Unscored] = []
+    for row in rows:
+        result = _judge(map_row(row), baselines=baselines)
+        if isinstance(result, str):
+            result = Unscored(row.id, row.line, held_out(row.id), result)
+        found.append(result)
+    return found
 
 
 def _group(mapped: Mapped) -> str:
@@ -240,9 +289,9 @@ def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
     row, job = mapped.row, mapped.job
     if job is None:
         return mapped.reason
+    gpu = gpu_of(row.gpu)
     try:
         if row.out_of_memory:
-            gpu = gpu_of(row.gpu)
             if gpu is None:
                 return f"out of memory on a GPU that is not known: {row.gpu!r}"
             found = runs_out_of_memory(job, gpu)
@@ -255,6 +304,9 @@ def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
         if row.mem_kind not in ("allocated", "reserved"):
             return f"kind of memory is {row.mem_kind or 'not said'}: not scored"
         predicted = predict(job, row.mem_kind)
+        refused = None
+        if gpu is not None and row.mem_kind == "allocated":
+            refused = runs_out_of_memory(job, gpu) is not None
     except CannotRunError as error:
         return str(error)
     closed, theirs = _baselines(mapped) if baselines else (None, None)
@@ -269,6 +321,7 @@ def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
         where=predicted.where,
         closed_form=closed,
         accelerate=theirs,
+        refused=refused,
     )
 
 

@@ -16,12 +16,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from finetune.errors import ConfigError
 from finetune.estimator.collectives import fsdp_seconds
 from finetune.estimator.efficiency import efficiency_of, host
 from finetune.estimator.roofline import step_time
 from finetune.estimator.score.published import Case, Row, read_case
+from finetune.estimator.score.rows import held_out
 from finetune.estimator.workload import write_step
 
 
@@ -123,11 +125,69 @@ def read_rows(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def judge(scored: list[Scored]) -> dict[str, float]:
+@dataclass(frozen=True)
+class SpeedBoard:
+    """Published speeds of a file, predicted.
+
+    Attributes:
+        scored: rows.
+        reasons: id of a row that is not -> why.
+    """
+
+    scored: list[Scored]
+    reasons: dict[str, str]
+
+    def part(self, *, apart: bool) -> dict[str, float]:
+        """The figures of the rows looked at while developing, or of those held out.
+
+        A pair belongs to the held-out ones when one of its rows does.
+        """
+        rows = [one for one in self.scored if held_out(one.case.row["id"]) is apart]
+        pairs = [
+            pair
+            for pair in pair_up(self.scored)
+            if any(held_out(one.case.row["id"]) for one in (pair.fp8, pair.bf16)) is apart
+        ]
+        return judge(rows, pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the figures, every row and every pair."""
+        return {
+            "developed_on": self.part(apart=False),
+            "held_out": self.part(apart=True),
+            "rows": [
+                {
+                    "id": one.case.row["id"],
+                    "held_out": held_out(one.case.row["id"]),
+                    "published": one.case.published,
+                    "predicted": one.predicted,
+                    "time_error": one.error,
+                }
+                for one in self.scored
+            ],
+            "pairs": [
+                {
+                    "fp8": pair.fp8.case.row["id"],
+                    "bf16": pair.bf16.case.row["id"],
+                    "published": pair.published,
+                    "predicted": pair.predicted,
+                }
+                for pair in pair_up(self.scored)
+            ],
+            "unscored": self.reasons,
+        }
+
+
+def score_speeds(path: Path) -> SpeedBoard:
+    """Predict the speeds that a file of measurements tells."""
+    return SpeedBoard(*score_rows(read_rows(path)))
+
+
+def judge(scored: list[Scored], pairs: list[Pair] | None = None) -> dict[str, float]:
     """The figures of the two criteria."""
     timed = [one for one in scored if one.case.timed]
     errors = [abs(one.error) for one in timed]
-    pairs = pair_up(scored)
+    pairs = pair_up(scored) if pairs is None else pairs
     logs = [math.log(one.predicted / one.case.published) for one in timed]
     ratios = [math.log(pair.predicted / pair.published) for pair in pairs]
     return {
