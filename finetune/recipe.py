@@ -128,7 +128,7 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise _first_problem(error, lambda at: " ".join(overrides)) from None
+        raise _first_problem(error, lambda _: " ".join(overrides)) from None
 
 
 def _override_value(text: str, item: str) -> Any:

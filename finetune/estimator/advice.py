@@ -16,6 +16,7 @@ allocated, a guess in fragments.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,16 @@ from rich.text import Text
 
 from finetune.config import RunConfig
 from finetune.errors import FinetuneError
-from finetune.estimator.changes import RANKS, Change, Rank, attends_by_mask, changes, rows_of
-from finetune.estimator.changes import setting, with_rows
+from finetune.estimator.changes import (
+    RANKS,
+    Change,
+    Rank,
+    attends_by_mask,
+    changes,
+    rows_of,
+    setting,
+    with_rows,
+)
 from finetune.estimator.footprint import Fit, Footprint
 from finetune.estimator.measure import FEW, FirstLayers, Measured, rehearse_first_layers
 from finetune.estimator.place import Place
@@ -36,6 +45,8 @@ from finetune.optimizer_checks import check_here
 from finetune.preflight import check_settings
 from finetune.recipe import with_overrides
 
+LEAST = 0.002
+"""Of what a run allocates, below which nothing is freed."""
 GAIN = 0.10
 """Of speed, below which a change for its sake is not worth a line."""
 FREE = 0.01
@@ -105,7 +116,7 @@ class Advised:
             return _table("to make it faster", self.faster) if self.faster else Text()
         parts: list[RenderableType] = [_table("what to change", self.each)] if self.each else []
         if self.together is not None:
-            parts.append(Text.assemble(("fits with ", "bold green"), " ".join(self.together.change),
+            parts.append(Text.assemble(("fits with ", "bold green"), _typed(self.together),
                                        f" ({_cost(self.together)})"))  # fmt: skip
         else:
             parts.append(Text("no set of these changes makes it fit: a smaller model, or a GPU "
@@ -119,11 +130,11 @@ def one_line(advices: Advised | Sequence[Advice]) -> str:
     if isinstance(advices, Advised) and advices.together is not None:
         each.insert(0, advices.together)
     fitting = [advice for advice in each if advice.fit == "fits"]
-    shown = (fitting or each)[:3]
+    shown = list({advice.change: advice for advice in fitting or each}.values())[:3]
     if not shown:
         return "a smaller model (`python -m finetune ls`), or a GPU with more memory"
-    lines = [f"{' '.join(advice.change)} ({_cost(advice)})" for advice in dict.fromkeys(shown)]
-    return ("" if fitting else "nothing alone is enough; ") + "; or ".join(lines)
+    lines = [f"{_typed(advice)} ({_cost(advice)})" for advice in shown]
+    return ("" if fitting else "nothing of this alone is enough: ") + "; or ".join(lines)
 
 
 def advise(measured: Measured, place: Place) -> Advised:
@@ -176,9 +187,7 @@ class _State:
         """All changes as typed; of two values for one key the later."""
         before = tuple(change.environment for change in self.made if change.environment)
         counts = [change.gpus for change in self.made if change.gpus is not None]
-        values = {
-            item.partition("=")[0]: item for change in self.made for item in change.overrides
-        }
+        values = {item.partition("=")[0]: item for change in self.made for item in change.overrides}
         return (*before, *(f"--gpus {count}" for count in counts[-1:]), *values.values())
 
     def offered(self) -> tuple[Change, ...]:
@@ -238,7 +247,9 @@ class _Trials:
     def _advice(self, state: _State, found: Measured, why: str, rank: Rank) -> Advice:
         held, before = found.footprint, self._asked.footprint
         only_fragments = state.expandable and len(state.made) == 1
-        frees = before.reserved - held.reserved if only_fragments else before.allocated - held.allocated
+        frees = (
+            before.reserved - held.reserved if only_fragments else before.allocated - held.allocated
+        )
         fit = held.fit(state.place.memory_bytes)
         return Advice(state.typed, frees, self._slower(found), fit, why, rank)
 
@@ -258,9 +269,10 @@ class _Trials:
         """Single changes that free something: of many alike the mildest and the strongest."""
         offered = self._start.offered()
         found: list[Advice] = []
+        least = LEAST * self._asked.footprint.allocated
         for change in _ends(offered):
             advice = self._one(change)
-            if advice is not None and advice.frees > 0:
+            if advice is not None and advice.frees > least:
                 found.append(advice)
                 if change.overrides:
                     most = max(advice.frees, self._frees.get(change.kind, 0))
@@ -295,7 +307,7 @@ class _Trials:
         measured = self._measured(state)
         assert measured is not None
         why = "; ".join(change.why for change in state.made)
-        rank = max((change.rank for change in state.made), key=RANKS.index)
+        rank = RANKS[max(RANKS.index(change.rank) for change in state.made)]
         return self._advice(state, measured, why, rank)
 
     def _order(self, each: Sequence[Advice]) -> list[str]:
@@ -339,7 +351,7 @@ class _Trials:
         return held.allocated + held.outside - 2 * freed > self._start.place.memory_bytes
 
     def _fastest(self, sets: list[list[_Pick]]) -> list[_Pick]:
-        """Of several sets of changes, some of which fit, the fastest that does; the first of equals."""
+        """Of sets of changes, some of which fit, the fastest that does; of equals the first."""
         fitting = [picks for picks in sets if self._fits(self._composed(picks))]
         return min(fitting, key=lambda picks: _price(self._slowness(self._composed(picks))))
 
@@ -413,7 +425,7 @@ def _for_speed(measured: Measured, place: Place) -> Iterable[Change]:
         yield Change("checkpointing", ("train.gradient_checkpointing=false",), why)
     rows, times = rows_of(config)
     if attends_by_mask(config, place.device) and rows > 1:
-        why = "packed rows of a micro-batch lie behind one another, under a mask as long as all of them"
+        why = "packed rows of a micro-batch lie in one, under a mask as long as all of them"
         yield Change("rows", with_rows(1, times * rows), why)
     for factor in sorted({2, times}):
         if times > 1 and times % factor == 0:
@@ -462,9 +474,15 @@ def _cost(advice: Advice) -> str:
     return ", ".join(words)
 
 
+def _typed(advice: Advice) -> str:
+    return " ".join(shlex.quote(word) if " " in word and not word.startswith("--") else word
+                    for word in advice.change)  # fmt: skip
+
+
 def _size(frees: int) -> str:
-    gib = abs(frees) / 2**30
-    return f"{'frees' if frees >= 0 else 'takes'} {gib:.1f} GiB"
+    mib = abs(frees) / 2**20
+    size = f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
+    return f"{'frees' if frees >= 0 else 'takes'} {size}"
 
 
 def _speed(slower: float) -> str:

@@ -40,7 +40,7 @@ SHORTEST = 256
 LORA = ("lora.r=16", "lora.alpha=32")
 LORA_RATE = 2e-4
 FUSED = "adamw_torch_fused"
-TIGHT_KERNEL = (8, 0)
+FLASH_CAPABILITY = (8, 0)
 """Compute capability from which the package FlashAttention runs."""
 
 
@@ -112,7 +112,7 @@ def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, .
 
 def attends_by_mask(config: RunConfig, device: Device) -> bool:
     """Whether packed rows are kept apart by a mask of L x L, where FlashAttention needs none."""
-    able = device.kind == "cuda" and (device.capability or (0, 0)) >= TIGHT_KERNEL
+    able = device.kind == "cuda" and (device.capability or (0, 0)) >= FLASH_CAPABILITY
     packed = bool(setting(config, "packing")) and config.model.attention in (None, "sdpa", "eager")
     return able and packed
 
@@ -192,12 +192,14 @@ def _narrower(config: RunConfig) -> Iterator[Change]:
         yield Change("weights", ("model.dtype=bfloat16",), why, "otherwise")
     moments = chosen(config.train).moments
     if moments is not None and moments.count == 2 and not moments.blockwise:
-        why = "both moments of AdamW in 8 bits, so it trains a little otherwise; needs the extra bnb"
+        why = (
+            "both moments of AdamW in 8 bits, so it trains a little otherwise; needs the extra bnb"
+        )
         yield Change("optimizer", ("train.optim=adamw_8bit",), why, "otherwise")
 
 
 def _shorter(config: RunConfig) -> Iterator[Change]:
-    length, (rows, times) = setting(config, "max_length"), rows_of(config)
+    length, (_, times) = setting(config, "max_length"), rows_of(config)
     if length is None or length // 2 < SHORTEST:
         return
     packed = bool(setting(config, "packing"))
