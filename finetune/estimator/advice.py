@@ -321,7 +321,7 @@ class _Trials:
         return sorted(prices, key=lambda kind: prices[kind])
 
     def _add(self, picks: list[_Pick], kind: str, frees: int | None) -> _Pick | None:
-        """The fastest change of a kind that fits; else the strongest that frees something.
+        """The strongest change of a kind that frees something; milder ones are tried at the end.
 
         Args:
             picks: made before.
@@ -340,9 +340,7 @@ class _Trials:
                 break
         else:
             return None
-        if not self._fits(self._composed(strongest)):
-            return strongest[-1]
-        return self._fastest([[*picks, _Pick(kind, i)] for i in range(index + 1)])[-1]
+        return strongest[-1]
 
     def _is_far(self, picks: list[_Pick], frees: int) -> bool:
         """Whether twice what the changes free one by one would still not be enough."""

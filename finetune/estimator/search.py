@@ -28,7 +28,7 @@ from rich.text import Text
 from finetune.config import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.changes import SHARDED, rows_of, setting
-from finetune.estimator.footprint import Fit
+from finetune.estimator.footprint import Fit, Footprint
 from finetune.estimator.measure import (
     FirstLayers,
     Measured,
@@ -204,19 +204,25 @@ def search(measure: Callable[[int], Measured], memory: int, *, start: int, most:
             high = n
         if high - low <= 1:
             break
-        needs = {n: found.footprint.shown + found.footprint.margin for n, found in seen.items()}
-        n = min(max(_guess(needs, memory, low, high), low + 1), high - 1)
+        held = {n: found.footprint for n, found in seen.items()}
+        n = min(max(_guess(held, memory, low, high), low + 1), high - 1)
     return Found("", low, high if high <= most else None, seen.get(low), len(seen))
 
 
-def _guess(needs: dict[int, int], memory: int, low: int, high: int) -> int:
-    """Where the need should reach the memory, by a polynomial through the nearest points."""
-    if len(needs) == 1:
+def _guess(held: dict[int, Footprint], memory: int, low: int, high: int) -> int:
+    """Where the need should reach the memory.
+
+    What is allocated is a polynomial, put through the nearest points; what comes on top of it,
+    fragments among others, is taken to be as at the nearest.
+    """
+    if len(held) == 1:
         return 2 * low if low else high // 2
-    if len(needs) > BISECT_AFTER and low:
+    if len(held) > BISECT_AFTER and low:
         return (low + high) // 2 if high - low < low else 2 * low
+    needs = {n: found.shown + found.margin for n, found in held.items()}
     nearest = sorted(needs, key=lambda n: (abs(needs[n] - memory), n))[:3]
-    (a, ya), (b, yb), *rest = [(n, needs[n] - memory) for n in nearest]
+    room = memory - needs[nearest[0]] + held[nearest[0]].allocated
+    (a, ya), (b, yb), *rest = [(n, held[n].allocated - room) for n in nearest]
     slope = (yb - ya) / (b - a)
     if rest:
         c, yc = rest[0]
@@ -409,9 +415,7 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu, *, most: int = MOST_GPUS) -> 
     tried.reverse()
     tried.sort(key=lambda choice: choice.fit != "fits")
     fits = tried[0].fit == "fits"
-    order = (
-        "the smallest number that fits" if fits else f"none of up to {tried[0].place.count} fits"
-    )
+    order = "the smallest number that fits" if fits else "none of these numbers fits"
     return Choices(tuple(tried), order)
 
 
