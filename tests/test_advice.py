@@ -104,11 +104,13 @@ def test_the_defaults_are_those_of_the_library():
          {"optimizer kernel", "weights"}, {"base"}),
         ("tiny_full_bf16", ("train.optim=adamw_8bit", "train.per_device_train_batch_size=1",
          "train.gradient_checkpointing=true", "train.packing=false", "train.max_length=300"), H100,
-         {"method", "devices"}, {"optimizer", "micro-batch", "checkpointing", "attention", "length"}),
+         {"method", "devices"},
+         {"optimizer", "micro-batch", "checkpointing", "attention", "length"}),
         ("tiny_lora_bf16", ("model.attention=flash_attention_2",), H100, {"base"},
          {"method", "attention"}),
         ("tiny_lora_bf16", ("model.storage=nf4",), H100, {"micro-batch"}, {"base", "devices"}),
-        ("tiny_full_bf16", (), CPU, {"micro-batch", "method"}, {"attention", "allocator", "devices"}),
+        ("tiny_full_bf16", (), CPU, {"micro-batch", "method"},
+         {"attention", "allocator", "devices"}),
     ],
 )  # fmt: skip
 def test_only_what_applies_is_offered(run, name, overrides, device, offered, not_offered):
@@ -185,7 +187,7 @@ def test_what_is_advised_frees_what_it_says(run, tmp_path, name, overrides, memo
     measured, found = advised(config, place)
     assert found.fit != "fits"
     assert len(found.each) >= 3
-    for one in found.each[:4]:
+    for one in found.each[:3]:
         if any("expandable" in word for word in one.change):
             continue
         other = measure(typed_again(config, one, tmp_path), place)

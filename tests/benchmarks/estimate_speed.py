@@ -4,8 +4,8 @@
 
 Each figure is of new processes, the best of three, imports included: `estimate` for a recipe of 8
 and of 70 billion parameters (goals on two cores: 10 and 25 seconds), `ls` (0.3 s over Python's own
-start), and one point of a search (2 s), timed within a process that has rehearsed once. Peak memory
-is that of the process (`ru_maxrss`); it is flat when the model of 70 billion needs no more than that
+start), and one point of a search (2 s), timed in a process that has rehearsed once. Peak memory is
+that of the process (`ru_maxrss`); it is flat when the model of 70 billion needs no more than that
 of 8 billion.
 """
 
