@@ -195,7 +195,7 @@ def search(measure: Callable[[int], Measured], memory: int, *, start: int, most:
         most: the largest.
     """
     seen: dict[int, Measured] = {}
-    low, high, n = 0, most + 1, min(start, most)
+    low, high, n, stuck = 0, most + 1, min(start, most), 0
     while True:
         seen[n] = measure(n)
         if seen[n].footprint.fit(memory) == "fits":
@@ -205,7 +205,11 @@ def search(measure: Callable[[int], Measured], memory: int, *, start: int, most:
         if high - low <= 1:
             break
         held = {n: found.footprint for n, found in seen.items()}
-        n = min(max(_guess(held, memory, low, high), low + 1), high - 1)
+        n = _guess(held, memory, low, high)
+        if n <= low or n >= high:  # at the end of what is open: ever further from there
+            n = low + 2**stuck if n <= low else high - 2**stuck
+            stuck += 1
+        n = min(max(n, low + 1), high - 1)
     return Found("", low, high if high <= most else None, seen.get(low), len(seen))
 
 
@@ -217,8 +221,8 @@ def _guess(held: dict[int, Footprint], memory: int, low: int, high: int) -> int:
     """
     if len(held) == 1:
         return 2 * low if low else high // 2
-    if len(held) > BISECT_AFTER and low:
-        return (low + high) // 2 if high - low < low else 2 * low
+    if len(held) > BISECT_AFTER and high in held:
+        return (low + high) // 2
     needs = {n: found.shown + found.margin for n, found in held.items()}
     nearest = sorted(needs, key=lambda n: (abs(needs[n] - memory), n))[:3]
     room = memory - needs[nearest[0]] + held[nearest[0]].allocated
