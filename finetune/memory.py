@@ -13,6 +13,7 @@ from finetune.base_storage import held_bytes, held_layers
 from finetune.config import RunConfig, Storage
 from finetune.device import GIB, Device, available_gib
 from finetune.errors import MemoryShortError
+from finetune.estimator.changes import changes
 from finetune.optimizer_checks import chosen
 from finetune.optimizers import state_bytes
 from finetune.stored_sizes import fp8_bytes
@@ -108,17 +109,17 @@ def why_too_small(config: RunConfig, need: MemoryBound, device: Device) -> str:
     return f"it needs at least {need}; {device.name} has {free:.1f} GiB free"
 
 
-def advice(config: RunConfig) -> str:
-    """What to change when a run does not fit, cheapest first."""
+HELD = ("base", "weights", "optimizer", "method")
+"""Kinds of changes that lessen what the bound counts."""
+
+
+def advice(config: RunConfig, device: Device) -> str:
+    """What to change when a run does not fit, unmeasured: what each frees is not known here."""
     steps = []
-    if config.method == "full":
-        steps.append("train adapters instead (the recipe's _lora_ sibling)")
-        if "8bit" not in str(config.train.get("optim", "")):
-            steps.append("train.optim=adamw_8bit")
-    if config.model.dtype == "float32":
-        steps.append("model.dtype=bfloat16")
-    elif config.lora and config.precision.compute == "bf16" and not config.model.storage:
-        steps.append("hold the frozen base in 4 bits (model.storage=nf4)")
+    for change in changes(config, device):
+        if change.kind in HELD:
+            hint = " (adapters: the recipe's _lora_ sibling)" if change.kind == "method" else ""
+            steps.append(" ".join(change.typed) + hint)
     steps += ["shard over several GPUs (train.fsdp)", "a smaller model (`python -m finetune ls`)"]
     steps.append("`python -m finetune tiny_lora_fp8` runs anywhere")
     return "; ".join(steps)
@@ -132,5 +133,5 @@ def check_fits(config: RunConfig, need: MemoryBound, device: Device) -> None:
             f"{config.model.name} ({need.parameters / 1e9:.2f}B parameters, {config.method} "
             "fine-tuning) does not fit here",
             why=short,
-            fix=advice(config),
+            fix=advice(config, device),
         )

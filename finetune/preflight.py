@@ -69,7 +69,7 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahea
             error.what,
             where=error.where,
             why=f"{error.why}. Besides, {short}",
-            fix=f"an FP8 GPU with enough memory; or here: {advice(config)}",
+            fix=f"an FP8 GPU with enough memory; or here: {advice(config, device)}",
         ) from None
     if resolution.fallback:
         the_plan = plan(model, resolution.precision)

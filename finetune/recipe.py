@@ -113,6 +113,24 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return data
 
 
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A checked configuration with values as typed on the command line, checked again.
+
+    Raises:
+        ConfigError: as `apply_overrides`, or the values do not go together.
+    """
+    data = apply_overrides(config.model_dump(), overrides)
+    train = data.get("train") or {}
+    typed = {item.removeprefix("~").partition("=")[0] for item in overrides}
+    new = {key: value for key, value in train.items() if f"train.{key}" in typed}
+    if new:
+        data["train"] = {**train, **convert_train(new)}
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise _first_problem(error, lambda _: " ".join(overrides)) from None
+
+
 def _override_value(text: str, item: str) -> Any:
     """A value as in a recipe, except that ` #` begins no comment: file names may hold it."""
     if text in ("", "null", "~"):

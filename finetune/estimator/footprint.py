@@ -13,6 +13,7 @@ run can work at all, and *needed* whether to rely on it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -83,6 +84,12 @@ class Footprint:
         """Kept free, for what no estimate knows."""
         return max(int(MARGIN_SHARE * self.shown), MARGIN_BYTES)
 
+    def in_expandable_segments(self) -> Footprint:
+        """The same with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+        if self.expandable is None:
+            return self
+        return replace(self, fragments=max(0, self.expandable - self.allocated))
+
     def fit(self, memory: int) -> Fit:
         """Whether it fits into so many bytes."""
         if self.allocated + self.outside > memory:
@@ -123,7 +130,8 @@ def _name(tape: Tape, storage: int) -> str | int:
 def extrapolated(few: Footprint, more: Footprint, layers: tuple[int, int], to: int) -> Footprint:
     """The footprint of `to` layers from those of two smaller models: every kind is linear in them.
 
-    Fragments are not: their share of what is allocated is that of the larger model.
+    Fragments are not. They grow more slowly than what is allocated, about as its square root; in
+    expandable segments they do not grow. Both are guesses.
     """
     first, second = layers
     times = (to - first) / (second - first)
@@ -134,5 +142,11 @@ def extrapolated(few: Footprint, more: Footprint, layers: tuple[int, int], to: i
         }
         for phase, kinds in more.phases.items()
     }
-    grown = replace(more, phases=phases, expandable=None)
-    return replace(grown, fragments=round(more.fragments * grown.allocated / more.allocated))
+    grown = replace(more, phases=phases)
+    share = grown.allocated / more.allocated
+    fragments = max(few.fragments, more.fragments)
+    grown = replace(grown, fragments=round(fragments * math.sqrt(share)))
+    if few.expandable is None or more.expandable is None:
+        return grown
+    between = max(few.expandable - few.allocated, more.expandable - more.allocated)
+    return replace(grown, expandable=grown.allocated + between)

@@ -108,31 +108,63 @@ def measure(
     return _measured(config, place, resolution, rehearsal)
 
 
-def measure_fast(config: RunConfig, place: Place) -> Measured:
-    """The same from the model's first layers, in about a second.
+@dataclass(frozen=True)
+class FirstLayers:
+    """Rehearsals of a model's first layers: what every GPU of one kind has in common.
+
+    Attributes:
+        config, resolution: of the run.
+        layers: of the whole model.
+        depths: layers of each rehearsal.
+        rehearsals: one of all layers, or two of fewer.
+    """
+
+    config: RunConfig
+    resolution: Resolution
+    layers: int
+    depths: tuple[int, ...]
+    rehearsals: tuple[Rehearsal, ...]
+
+    def at(self, place: Place) -> Measured:
+        """Memory and time of all layers at a place of the kind that was rehearsed for."""
+        seen = [_measured(self.config, place, self.resolution, r) for r in self.rehearsals]
+        if len(seen) == 1:
+            return seen[0]
+        few, more = seen
+        times = (self.layers - FEW[0]) / (FEW[1] - FEW[0])
+        return Measured(
+            self.config,
+            self.resolution,
+            sizes.extrapolated(few.footprint, more.footprint, FEW, self.layers),
+            None
+            if few.pace is None or more.pace is None
+            else timing.extrapolated(few.pace, more.pace, FEW, self.layers),
+            round(few.parameters + times * (more.parameters - few.parameters)),
+            round(few.trainable + times * (more.trainable - few.trainable)),
+            more.compiled,
+        )
+
+
+def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
+    """Rehearse a model of two layers and one of four; a model of no more is rehearsed whole.
 
     Raises:
         FinetuneError: what the run itself would raise.
     """
     layers = depth(config)
-    if layers <= FEW[1]:
-        return measure(config, place)
+    depths = FEW if layers > FEW[1] else (layers,)
     resolution = resolve_there(config.precision, place)
-    few, more = (
-        _measured(config, place, resolution, rehearse(config, place.device, resolution, layers=n))
-        for n in FEW
-    )
-    times = (layers - FEW[0]) / (FEW[1] - FEW[0])
-    both = few.pace is not None and more.pace is not None
-    return Measured(
-        config,
-        resolution,
-        sizes.extrapolated(few.footprint, more.footprint, FEW, layers),
-        timing.extrapolated(few.pace, more.pace, FEW, layers) if both else None,  # pyright: ignore
-        round(few.parameters + times * (more.parameters - few.parameters)),
-        round(few.trainable + times * (more.trainable - few.trainable)),
-        more.compiled,
-    )
+    seen = tuple(rehearse(config, place.device, resolution, layers=n) for n in depths)
+    return FirstLayers(config, resolution, layers, depths, seen)
+
+
+def measure_fast(config: RunConfig, place: Place) -> Measured:
+    """The same as `measure` from the model's first layers, in about a second.
+
+    Raises:
+        FinetuneError: what the run itself would raise.
+    """
+    return rehearse_first_layers(config, place).at(place)
 
 
 def _measured(

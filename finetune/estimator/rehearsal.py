@@ -22,6 +22,7 @@ import contextlib
 import functools
 import random
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,7 +125,8 @@ def rehearse(
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
         waiting = [x for _ in range(trainer.micro_batches - 1) for x in _copies(trainer.batches)]
         trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *waiting])
-        with trainer.recorder:
+        with trainer.recorder, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             trainer.train()
     tokens = trainer.batches[0]["input_ids"].numel()
     parameters = sum(size for size, _ in sizes)
