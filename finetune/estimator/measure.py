@@ -17,10 +17,12 @@ from finetune.device import Resolution
 from finetune.errors import ConfigError
 from finetune.estimator import footprint as sizes
 from finetune.estimator import timing
-from finetune.estimator.footprint import Footprint, footprint
+from finetune.estimator.exchange import micro_batches, pace_of_one
+from finetune.estimator.footprint import Footprint
 from finetune.estimator.place import Place, resolve_there
-from finetune.estimator.rehearsal import Rehearsal, rehearse
-from finetune.estimator.timing import Pace, compiles, pace
+from finetune.estimator.rehearsal import rehearse
+from finetune.estimator.several import held_by_one, shares_model
+from finetune.estimator.timing import Pace, compiles
 from finetune.model import load_shape
 
 FEW = (2, 4)
@@ -47,11 +49,6 @@ class Measured:
     parameters: int
     trainable: int
     compiled: bool
-
-
-def micro_batches(config: RunConfig) -> int:
-    """Forward and backward passes of an optimizer step."""
-    return int(config.train.get("gradient_accumulation_steps", 1))
 
 
 def depth(config: RunConfig) -> int:
@@ -104,8 +101,7 @@ def measure(
     if length is not None:
         config = changed(config, train={"max_length": length})
     resolution = resolve_there(config.precision, place)
-    rehearsal = rehearse(config, place.device, resolution, padded=padded)
-    return _measured(config, place, resolution, rehearsal)
+    return _measured(config, place, resolution, padded=padded)
 
 
 def measure_fast(config: RunConfig, place: Place) -> Measured:
@@ -118,10 +114,7 @@ def measure_fast(config: RunConfig, place: Place) -> Measured:
     if layers <= FEW[1]:
         return measure(config, place)
     resolution = resolve_there(config.precision, place)
-    few, more = (
-        _measured(config, place, resolution, rehearse(config, place.device, resolution, layers=n))
-        for n in FEW
-    )
+    few, more = (_measured(config, place, resolution, n) for n in FEW)
     times = (layers - FEW[0]) / (FEW[1] - FEW[0])
     both = few.pace is not None and more.pace is not None
     return Measured(
@@ -136,14 +129,23 @@ def measure_fast(config: RunConfig, place: Place) -> Measured:
 
 
 def _measured(
-    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
+    config: RunConfig,
+    place: Place,
+    resolution: Resolution,
+    layers: int | None = None,
+    *,
+    padded: bool | None = None,
 ) -> Measured:
     compiled = compiles(resolution.precision, place)
+    sharded = shares_model(config, place)
+    rehearsal = rehearse(
+        config, place.device, resolution, layers=layers, padded=padded, sharded=sharded
+    )
     return Measured(
         config,
         resolution,
-        footprint(rehearsal.tape, place.device),
-        pace(rehearsal, place, micro_batches=micro_batches(config), compiled=compiled),
+        held_by_one(rehearsal, config, place),
+        pace_of_one(rehearsal, config, place, compiled=compiled),
         rehearsal.parameters,
         rehearsal.trainable,
         compiled,
