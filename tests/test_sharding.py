@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,16 @@ CASES = ("full-4", "full-8", "full-sum-4", "tied-4", "lora-8", "lora-ckpt-4")
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `sharding_worker` saw: alone, and on each of two processes (15 to 40 s)."""
-    out = tmp_path_factory.mktemp("sharding")
+    return run_worker(tmp_path_factory.mktemp("sharding"), CASES)
+
+
+def run_worker(out: Path, cases: Sequence[str]) -> dict[str, Any]:
+    """Run cases of `sharding_worker` on two processes: name of a file -> case -> what is in it."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(31500 + os.getpid() % 2000),
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.sharding_worker", str(out), ",".join(CASES)]
+    command = [sys.executable, "-m", "tests.sharding_worker", str(out), ",".join(cases)]
     runs = [
         subprocess.Popen(
             command, cwd=ROOT, env=environment | {"RANK": rank, "LOCAL_RANK": rank},

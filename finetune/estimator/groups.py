@@ -9,7 +9,9 @@ root's.) Tied embeddings are one parameter and of the head's group, from the sta
 
 Groups change hands in hooks of their modules: forward begins where a module is entered, backward
 where the gradient of its output comes. `Visits` hangs hooks in the same places. Forwards
-within backward (checkpointing) find their group's weights there and are no visits.
+within backward (checkpointing) find their group's weights there and are no visits. A loss that
+takes the head's weight without calling it (TRL's fused head) leaves its group unfinished; then its
+backward begins where the gradient of the whole model's output comes.
 
 Sizes: frozen parameters count as they are held, also FP8 codes (bytes, which mixed precision leaves
 alone); those that train as numbers, since mixed precision holds them in float32. `cast_to` gives
@@ -51,11 +53,13 @@ class ModelGroups:
     Attributes:
         groups: as Accelerate makes them, in the order of forward.
         modules: name -> index of its group, of those whose hooks tell of visits.
+        head: name of the output embedding.
         trainable_bytes: of all parameters that train, as they are on one device.
     """
 
     groups: tuple[Group, ...]
     modules: dict[str, int]
+    head: str
     trainable_bytes: int
 
 
@@ -103,10 +107,12 @@ def model_groups(
         elif module is embedding:
             names[name] = 0
     tail = 0 if tied else len(found) + 1
+    head_name = ""
     for name, module in model.named_modules():
         direct = name.rpartition(".")[0] == _decoder(names)
         if module is head or (direct and "Norm" in type(module).__name__):
             names[name] = tail
+            head_name = name if module is head else head_name
     # A parameter belongs to the first group that has it.
     owner: dict[int, int] = {}
     for index, module in enumerate([embedding, *found]):
@@ -129,7 +135,7 @@ def model_groups(
         for label, own in zip(labels, sizes, strict=True)
     )
     groups = accelerate_groups(first, middle, last, tied=tied)
-    return ModelGroups(groups, names, trainable_bytes)
+    return ModelGroups(groups, names, head_name, trainable_bytes)
 
 
 def _decoder(names: dict[str, int]) -> str:
@@ -153,16 +159,19 @@ class Visits:
 
     def __init__(self, model: nn.Module, groups: ModelGroups, now: Callable[[], int]) -> None:
         self.visits: list[Visit] = []
-        self._now, self._on = now, False
+        self._now, self._on, self._headless = now, False, True
+        self._tail = groups.modules.get(groups.head)
         for name, module in model.named_modules():
             if (index := groups.modules.get(name)) is not None:
                 module.register_forward_pre_hook(lambda *_, i=index: self._enter(i))
                 module.register_forward_hook(lambda _m, _i, out, i=index: self._watch(out, i))
-        model.register_forward_hook(lambda *_: self._after("forward", "loss"))
+            if name == groups.head:
+                module.register_forward_pre_hook(self._call_head)
+        model.register_forward_hook(lambda _m, _i, out: self._end_forward(out))
 
     def begin(self) -> None:
         """A step begins; what was before was none."""
-        self._on = True
+        self._on, self._headless = True, True
         self.visits.clear()
 
     def move(self, phase: Phase, group: int = 0) -> None:
@@ -177,13 +186,17 @@ class Visits:
         if phase in ("forward", "backward"):
             self.move(phase, group)
 
-    def _after(self, phase: Phase, following: Phase) -> None:
-        if self.visits and self.visits[-1].phase == phase:
-            self.move(following)
+    def _call_head(self, *_: Any) -> None:
+        self._headless = False
+
+    def _end_forward(self, output: Any) -> None:
+        if self.visits and self.visits[-1].phase == "forward":
+            self.move("loss")
+            if self._headless and self._tail is not None:
+                self._watch(output, self._tail)
 
     def _watch(self, output: Any, group: int) -> None:
-        tensors = output if isinstance(output, (tuple, list)) else (output,)
-        for tensor in tensors:
+        values = output.values() if isinstance(output, dict) else output
+        for tensor in values if isinstance(output, (tuple, list, dict)) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self.move("backward", group))
-                return
