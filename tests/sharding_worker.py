@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-
-torch.set_num_threads(1)
-
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
@@ -280,7 +277,12 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "recipe-lora": ("llama_8b_lora_fp8", {}),
 }
 """Recipe and keys of `train`, of a small Llama."""
-EMULATED = {"backend": "emulated", "emulation": "allow", "scaling": "rowwise", "frozen": "fp8"}
+EMULATED: dict[str, Any] = {
+    "backend": "emulated",
+    "emulation": "allow",
+    "scaling": "rowwise",
+    "frozen": "fp8",
+}
 
 
 def recipe_config(case: str, folder: Path) -> RunConfig:
@@ -316,7 +318,8 @@ def run_recipe(case: str, out: Path) -> dict[str, int]:
     args = SFTConfig(
         output_dir=str(out / "run"), use_cpu=True, bf16=True, disable_tqdm=True,
         **train | {
-            "max_steps": 3, "warmup_steps": 0, "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1,
+            "max_steps": 3, "warmup_steps": 0, "eval_strategy": "no", "save_strategy": "no",
+            "logging_steps": 1,
             "dataset_kwargs": {"skip_prepare_dataset": True},
         },
     )  # fmt: skip
@@ -351,6 +354,7 @@ def run_recipe(case: str, out: Path) -> dict[str, int]:
 
 def main(out: Path, cases: list[str]) -> None:
     rank = os.environ["RANK"]
+    torch.set_num_threads(1)
     gc.freeze()  # so that collecting does not walk through all of torch
     if rank == "0":
         alone = [case for case in cases if case not in RECIPES]

@@ -25,7 +25,7 @@ from finetune.estimator.communication import (
 from finetune.estimator.place import Place
 from finetune.estimator.rehearsal import Rehearsal
 from finetune.estimator.roofline import step_time
-from finetune.estimator.several import shares_model, sharded_model
+from finetune.estimator.several import sharded_model, shares_model
 from finetune.estimator.sharding import Fsdp2
 from finetune.estimator.tape import Op, Operand, Tape
 from finetune.estimator.timing import Pace, pace
@@ -53,9 +53,7 @@ def pace_of_one(
         def summed(_: float, backward_s: float) -> float:
             return ddp_communication(gradients, backward_s, gpus=place.count, gb_s=gb_s).added
 
-        return pace(
-            rehearsal, place, micro_batches=batches, compiled=compiled, exposed=summed
-        )
+        return pace(rehearsal, place, micro_batches=batches, compiled=compiled, exposed=summed)
     model = sharded_model(rehearsal, config, place.count)
     outside = _outside(rehearsal, place.gpu)
 
@@ -114,8 +112,6 @@ def _update_of_shards(tape: Tape, model: Fsdp2) -> Tape:
         return Operand(operand.storage, shape, dtype, math.prod(shape) * dtype.itemsize)
 
     def sharded(op: Op) -> Op:
-        return op._replace(
-            inputs=tuple(map(part, op.inputs)), outputs=tuple(map(part, op.outputs))
-        )
+        return op._replace(inputs=tuple(map(part, op.inputs)), outputs=tuple(map(part, op.outputs)))
 
     return replace(tape, ops=[*tape.ops[:first], *map(sharded, tape.ops[first:])])

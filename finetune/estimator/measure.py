@@ -17,7 +17,7 @@ from finetune.device import Resolution
 from finetune.errors import ConfigError
 from finetune.estimator import footprint as sizes
 from finetune.estimator import timing
-from finetune.estimator.exchange import micro_batches, pace_of_one
+from finetune.estimator.exchange import pace_of_one
 from finetune.estimator.footprint import Footprint
 from finetune.estimator.place import Place, resolve_there
 from finetune.estimator.rehearsal import rehearse

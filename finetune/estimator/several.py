@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from finetune.config import RunConfig
-from finetune.device import Device
 from finetune.errors import ConfigError, PrecisionError
 from finetune.estimator.accounting import account
 from finetune.estimator.allocator import replay_events

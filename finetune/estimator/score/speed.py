@@ -54,7 +54,9 @@ def _waited(case: Case, seconds: float) -> float:
     trained = round(each) if setting.method == "full" else 0
     group = Group("layer", frozen=round(each * bits / 8) - 2 * trained, trainable=trained)
     model = Fsdp2((group,) * shape.layers, case.gpus)
-    forward_s, backward_s = ([seconds * part / shape.layers] * shape.layers for part in (1 / 3, 2 / 3))
+    forward_s, backward_s = (
+        [seconds * part / shape.layers] * shape.layers for part in (1 / 3, 2 / 3)
+    )
     gb_s = collective_gb_s(case.gpu.link, case.gpu.link_gb_s)
     return fsdp2_communication(model, forward_s, backward_s, gb_s=gb_s).added
 
