@@ -59,8 +59,8 @@ def pace_of_one(
 
     def waited(forward_s: float, backward_s: float) -> float:
         parts = [
-            _by_group(model, seconds, share)
-            for seconds, share in zip((forward_s, backward_s), outside, strict=True)
+            _by_group(model, seconds, min(own, seconds))
+            for seconds, own in zip((forward_s, backward_s), outside, strict=True)
         ]
         last, other = (
             fsdp2_communication(model, *parts, gb_s=gb_s, reduces=reduces).added
@@ -73,18 +73,13 @@ def pace_of_one(
 
 
 def _outside(rehearsal: Rehearsal, gpu: Gpu) -> tuple[float, float]:
-    """Of forward and of backward, the share of their time that is outside of decoder layers."""
+    """Seconds of forward and of backward that are outside of decoder layers."""
     update = len(rehearsal.tape.since("optimizer"))
     ops = rehearsal.tape.since("step")
-    ops = ops[: len(ops) - update]
-
-    def share(forward: bool) -> float:
-        own = [op for op in ops if (op.phase == "forward") == forward]
-        beside = [op for op in own if not _IN_A_LAYER.search(op.module)]
-        whole = step_time(own, gpu).seconds
-        return min(1.0, step_time(beside, gpu).seconds / whole) if whole else 0.0
-
-    return share(True), share(False)
+    beside = [op for op in ops[: len(ops) - update] if not _IN_A_LAYER.search(op.module)]
+    parts = ([op for op in beside if (op.phase == "forward") == here] for here in (True, False))
+    forward_s, backward_s = (step_time(part, gpu).seconds for part in parts)
+    return forward_s, backward_s
 
 
 def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
@@ -92,8 +87,8 @@ def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
     count = len(model.groups)
     tied = not model.groups[0].reshard and (count == 1 or model.groups[-1].name != "head")
     layers = count - (1 if tied else 2)
-    each = [seconds * (1 - outside) / layers] * layers if layers else []
-    rest = seconds * outside if layers else seconds
+    each = [(seconds - outside) / layers] * layers if layers else []
+    rest = outside if layers else seconds
     return [rest, *each] if tied else [0.0, *each, rest]
 
 
