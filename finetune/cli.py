@@ -6,6 +6,7 @@ what to do, and exits with 2.
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import sys
@@ -157,6 +158,14 @@ def _show_report(report: Any) -> None:
     console.print(f"run folder: {report.folder}")
 
 
+class Fit(enum.StrEnum):
+    """What `estimate --fit` looks for."""
+
+    batch = "batch"
+    gpu = "gpu"
+    gpus = "gpus"
+
+
 @app.command("estimate")
 def estimate(
     recipe: Annotated[
@@ -173,6 +182,14 @@ def estimate(
     alternatives: Annotated[
         bool, typer.Option(help="Also look at other scalings, engines, optimizers, storages.")
     ] = False,
+    advice: Annotated[
+        bool | None,
+        typer.Option(help="Measure what to change; by itself when it does not fit easily."),
+    ] = None,
+    fit: Annotated[
+        Fit | None,
+        typer.Option(help="The largest batch and rows, the best GPU, or the fewest GPUs, instead."),
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option(help="Measure this machine first (under a minute), and keep it.")
     ] = False,
@@ -196,6 +213,9 @@ def estimate(
     checked = load_recipe(recipe, overrides or ())
     from finetune.estimator import estimate as estimator
 
+    if fit is not None:
+        _fit(fit, checked.config, gpu, memory, gpus, as_json=as_json)
+        return
     result = estimator.estimate(
         checked,
         gpu=gpu,
@@ -204,6 +224,7 @@ def estimate(
         tokens=tokens,
         price=price,
         alternatives=alternatives,
+        advice=advice,
     )
     if as_json:
         print(result.to_json())
@@ -211,6 +232,37 @@ def estimate(
     from finetune.estimator.words import describe
 
     Console(highlight=False, soft_wrap=True).print(describe(result))
+
+
+def _fit(
+    what: Fit,
+    config: RunConfig,
+    gpu: str | None,
+    memory: float | None,
+    gpus: int,
+    *,
+    as_json: bool,
+) -> None:
+    from finetune.estimator.place import place_of
+    from finetune.estimator.search import cheapest_gpu, fewest_gpus, largest
+
+    if what is Fit.gpus and gpu is None:
+        raise ConfigError(
+            "--fit gpus needs to know which GPU",
+            where="--fit gpus",
+            fix="--gpu H100; --fit gpu looks for the GPU itself",
+        )
+    match what:
+        case Fit.batch:
+            found = largest(config, place_of(gpu, memory_gib=memory, gpus=gpus))
+        case Fit.gpu:
+            found = cheapest_gpu(config)
+        case Fit.gpus:
+            found = fewest_gpus(config, str(gpu))
+    if as_json:
+        print(json.dumps(found.facts(), indent=1))
+    else:
+        Console(highlight=False, soft_wrap=True).print(found)
 
 
 def _calibrate() -> None:

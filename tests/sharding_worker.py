@@ -5,6 +5,8 @@
 CASES are names of `test_sharding.CASES`, such as `full-4`, with commas. Each process writes the
 peak of a step to OUT/sharded-RANK.json, and the first one to OUT/alone.json what the estimate is
 made of: a step on its own, with weights in the dtype of computing, moment by moment.
+
+Cases of `RECIPES` are runs of TRL's trainer, as `recipe_config` describes them.
 """
 
 from __future__ import annotations
@@ -20,18 +22,22 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-
-torch.set_num_threads(1)
-
 from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from trl import SFTConfig, SFTTrainer
 
+from finetune import setup_fp8_mixed_precision_training, teardown_fp8_mixed_precision_training
+from finetune.config import RunConfig
 from finetune.live_tensors import LiveTensors
+from finetune.model import TINY_LLAMA
+from finetune.recipe import load_recipe
 
 ROWS, LENGTH = 2, 96
 
@@ -258,11 +264,101 @@ def run_alone(case: str) -> dict[str, Any]:
     return {"moments": moments, "groups": [groups[i] for i in sorted(groups)]}
 
 
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "recipe-full": ("llama_8b_full_bf16", {}),
+    "recipe-sum": ("llama_8b_full_bf16", {"gradient_accumulation_steps": 2}),
+    "recipe-kept": (
+        "llama_8b_full_bf16",
+        {
+            "gradient_checkpointing": False,
+            "fsdp_config": {"version": 2, "reshard_after_forward": False},
+        },
+    ),
+    "recipe-lora": ("llama_8b_lora_fp8", {}),
+}
+"""Recipe and keys of `train`, of a small Llama."""
+EMULATED: dict[str, Any] = {
+    "backend": "emulated",
+    "emulation": "allow",
+    "scaling": "rowwise",
+    "frozen": "fp8",
+}
+
+
+def recipe_config(case: str, folder: Path) -> RunConfig:
+    """A recipe on a small Llama, whose shape is written to a folder."""
+    recipe, train = RECIPES[case]
+    LlamaConfig(
+        hidden_size=256, intermediate_size=640, num_hidden_layers=4, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=1536, use_cache=False,
+        dtype=torch.bfloat16,
+    ).save_pretrained(folder)  # fmt: skip
+    data = load_recipe(recipe).config.model_dump()
+    data["model"] |= {"name": str(folder), "weights": "random", "pad_token": None}
+    data["train"] |= {
+        "max_length": LENGTH, "per_device_train_batch_size": ROWS, "packing": False,
+        "gradient_accumulation_steps": 1, "fsdp": True, "fsdp_config": {"version": 2}, **train,
+    }  # fmt: skip
+    if data["precision"]["compute"] == "fp8":
+        data["precision"] |= EMULATED
+    return RunConfig.model_validate(data)
+
+
+def run_recipe(case: str, out: Path) -> dict[str, int]:
+    """Peak of the third step of TRL's trainer under FSDP2, on this process."""
+    config = recipe_config(case, out / case / os.environ["RANK"])
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(config.model.name))
+    model = model.to(torch.bfloat16)
+    if config.lora is not None:
+        asked = {"r": config.lora.r, "target_modules": config.lora.target_modules}
+        lora = LoraConfig(lora_alpha=config.lora.alpha, task_type="CAUSAL_LM", **asked)
+        model = get_peft_model(model, lora)
+    train = {k: v for k, v in config.train.items() if k not in ("num_train_epochs", "eval_steps")}
+    args = SFTConfig(
+        output_dir=str(out / "run"), use_cpu=True, bf16=True, disable_tqdm=True,
+        **train | {
+            "max_steps": 3, "warmup_steps": 0, "eval_strategy": "no", "save_strategy": "no",
+            "logging_steps": 1,
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+        },
+    )  # fmt: skip
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if config.precision.compute == "fp8":
+        setup_fp8_mixed_precision_training(cpu=True, **EMULATED)
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    live = SizedTensors()
+    peaks: list[int] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            gc.collect()
+            live.reset_peak()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            peaks.append(live.peak)
+
+    ids = [1 + 7 * i % 1500 for i in range(LENGTH)]
+    row = {"input_ids": ids, "labels": ids}
+    trainer = SFTTrainer(
+        model=model, args=args, train_dataset=Dataset.from_list([row] * 24), callbacks=[Watch()],
+        processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
+    )  # fmt: skip
+    for tensor in (*model.parameters(), *model.buffers()):
+        live.count(tensor)
+    with live:
+        trainer.train()
+    teardown_fp8_mixed_precision_training()
+    return {"peak": peaks[-1]}
+
+
 def main(out: Path, cases: list[str]) -> None:
     rank = os.environ["RANK"]
+    torch.set_num_threads(1)
     gc.freeze()  # so that collecting does not walk through all of torch
     if rank == "0":
-        facts: dict[str, Any] = {case: run_alone(case) for case in cases}
+        alone = [case for case in cases if case not in RECIPES]
+        facts: dict[str, Any] = {case: run_alone(case) for case in alone}
         (out / "alone.json").write_text(json.dumps(facts))
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
@@ -273,7 +369,10 @@ def main(out: Path, cases: list[str]) -> None:
     # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
-    facts = {case: run_sharded(case, accelerator) for case in cases}
+    facts = {
+        case: run_recipe(case, out) if case in RECIPES else run_sharded(case, accelerator)
+        for case in cases
+    }
     (out / f"sharded-{rank}.json").write_text(json.dumps(facts))
     torch.distributed.destroy_process_group()
 

@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune.estimator.communication import ddp_communication, fsdp2_communication
+from finetune.estimator.communication import (
+    collective_gb_s,
+    ddp_communication,
+    fsdp2_communication,
+)
 from finetune.estimator.sharding import (
     Fsdp2,
     Group,
@@ -28,12 +33,16 @@ CASES = ("full-4", "full-8", "full-sum-4", "tied-4", "lora-8", "lora-ckpt-4")
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `sharding_worker` saw: alone, and on each of two processes (15 to 40 s)."""
-    out = tmp_path_factory.mktemp("sharding")
+    return run_worker(tmp_path_factory.mktemp("sharding"), CASES)
+
+
+def run_worker(out: Path, cases: Sequence[str]) -> dict[str, Any]:
+    """Run cases of `sharding_worker` on two processes: name of a file -> case -> what is in it."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(31500 + os.getpid() % 2000),
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.sharding_worker", str(out), ",".join(CASES)]
+    command = [sys.executable, "-m", "tests.sharding_worker", str(out), ",".join(cases)]
     runs = [
         subprocess.Popen(
             command, cwd=ROOT, env=environment | {"RANK": rank, "LOCAL_RANK": rank},
@@ -172,6 +181,22 @@ def test_fsdp2_hides_behind_long_layers() -> None:
     # Forward: gathers of 0.5 s follow each other, and the last layer computes after: 2.25 s for 1.
     assert half.exposed == pytest.approx(1.25 + 0.5 + 0.5)
     assert half.nbytes == hidden.nbytes
+
+
+def test_half_of_communication_shows_at_least() -> None:
+    hidden = fsdp2_communication(layers(40), [10] * 40, [20] * 40, gb_s=1, latency_s=0)
+    assert hidden.exposed < 0.5 * hidden.seconds == hidden.added
+    bare = fsdp2_communication(layers(4), [0] * 4, [0] * 4, gb_s=1, latency_s=0)
+    assert bare.added == bare.exposed == bare.seconds
+    assert collective_gb_s("nvlink", 450) > 40 * collective_gb_s("pcie", 32)
+
+
+def test_gradients_are_reduced_once_a_step() -> None:
+    last, other = (
+        fsdp2_communication(layers(4), [1] * 4, [1] * 4, gb_s=1, reduces=reduces)
+        for reduces in (True, False)
+    )
+    assert last.nbytes == other.nbytes + 4 * 500_000_000
 
 
 def test_ddp_hides_all_but_the_end() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
 from finetune.estimator.classes import classes_of
-from finetune.estimator.collectives import ddp_seconds, fsdp_seconds
 from finetune.estimator.efficiency import efficiency_of, host
 from finetune.estimator.fusion import Launch, launches
 from finetune.estimator.kernels import (
@@ -419,15 +418,6 @@ def test_what_only_feeds_fp8_products_is_a_cast():
         op("aten.mul.Tensor", [y, operand(7, M, H)], [operand(8, M, H)]),
     ]
     assert classes_of(ops) == ["pointwise", *["FP8 casts"] * 4, "linears", "pointwise"]
-
-
-def test_sharing_weights_costs_less_over_fast_links():
-    h100, rtx = named_gpu("H100"), named_gpu("RTX 4090")
-    assert fsdp_seconds(16e9, 16e9, h100, 1, 1.0) == 0
-    slow, fast = fsdp_seconds(16e9, 0, rtx, 2, 1.0), fsdp_seconds(16e9, 0, h100, 2, 1.0)
-    assert slow > 5 * fast > 0
-    assert fsdp_seconds(16e9, 0, rtx, 2, 100.0) < slow  # hidden behind more computation
-    assert ddp_seconds(16e9, h100, 8, 1.0) > ddp_seconds(16e9, h100, 2, 1.0)
 
 
 # ---------------------------------------------------------------------------------------- workload

@@ -14,8 +14,14 @@ them:
   nothing to hide behind.
 
 Source: `_fsdp_param_group.py` of torch 2.13 (`unshard`, `wait_for_unshard`, `post_backward`),
-`DistributedDataParallel`. Limits: kernels of NCCL take some multiprocessors from computing (a few
-per cent), and copies in and out of buffers some bandwidth: neither is counted.
+`DistributedDataParallel`.
+
+A collective gets a part of a link's stated speed: most of NVLink's, little of PCIe's where GPUs
+cannot reach each other's memory and data goes through the host's. And what is hidden still costs:
+kernels of NCCL take multiprocessors from computing, copies in and out of buffers its bandwidth. So
+of communication half always shows (`Communication.added`), and more where it outlasts computing.
+
+Limits: one machine. Between machines the network's speed rules, which is not in the table.
 """
 
 from __future__ import annotations
@@ -27,6 +33,11 @@ from finetune.estimator.sharding import Fsdp2
 
 MIB = 1 << 20
 LATENCY_S = 30e-6
+SHARE = {"nvlink": 0.35, "infinity-fabric": 0.35, "pcie": 0.10}
+"""Of a link's stated speed, in collectives. NVLink: NCCL's own tests (`busbw` of 300-370 GB/s on
+eight H100). PCIe: GeForce cards, without peer access."""
+SHOWN = 0.5
+"""Of communication, what a step is longer by although it could be hidden."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +47,22 @@ class Communication:
     Attributes:
         nbytes: it sends, which is as much as it receives.
         seconds: they take.
-        exposed: seconds of them that the step is longer by.
+        exposed: seconds of them that computing waits for.
     """
 
     nbytes: int
     seconds: float
     exposed: float
+
+    @property
+    def added(self) -> float:
+        """Seconds that the step is longer by."""
+        return max(self.exposed, SHOWN * self.seconds)
+
+
+def collective_gb_s(link: str, gb_s: float) -> float:
+    """Speed that collectives get of a link's stated one, 10^9 bytes a second each way."""
+    return SHARE[link] * gb_s
 
 
 def fsdp2_communication(
@@ -51,8 +72,9 @@ def fsdp2_communication(
     *,
     gb_s: float,
     latency_s: float = LATENCY_S,
+    reduces: bool = True,
 ) -> Communication:
-    """A step under FSDP2.
+    """A micro-batch under FSDP2.
 
     Args:
         model: groups in the order of forward.
@@ -60,6 +82,7 @@ def fsdp2_communication(
         backward_s: the same in backward, with what is computed again.
         gb_s: of the slowest link, 10^9 bytes a second each way, as collectives reach it.
         latency_s: of one collective.
+        reduces: it is the last of a step: only then gradients are sent.
 
     Raises:
         ValueError: not one number for each group, or no link to send over.
@@ -84,7 +107,8 @@ def fsdp2_communication(
             ready[i - 1] = link.send(model.gathered_bytes(i - 1), after=now)
         # Its gradients are copied where those of the group before may still be on their way.
         now = max(now + backward_s[i], link.reduced)
-        link.reduce(group.trainable * model.reduce, after=now)
+        if reduces:
+            link.reduce(group.trainable * model.reduce, after=now)
     now = max(now, link.reduced)
     return Communication(link.nbytes, link.seconds, now - sum(forward_s) - sum(backward_s))
 

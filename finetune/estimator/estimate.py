@@ -8,10 +8,11 @@ from typing import Any
 
 from finetune.config import RunConfig
 from finetune.errors import ConfigError
+from finetune.estimator.advice import Advised, advise
 from finetune.estimator.comparison import Beside, alternatives_of, twin_of
 from finetune.estimator.footprint import Fit
 from finetune.estimator.limits import limits
-from finetune.estimator.measure import Measured, check_sizes, measure, measure_fast
+from finetune.estimator.measure import Measured, check_sizes, measure
 from finetune.estimator.place import Place, place_of
 from finetune.estimator.timing import spread
 from finetune.gpus import Gpu
@@ -28,6 +29,7 @@ class Estimate:
         measured: its memory and time there.
         twin: the same run in the other precision, where there is one.
         others: other ways to run it, where they were asked for.
+        advised: what to change, where it does not fit or was asked for.
         notes: what is not modelled, and in which direction the truth lies.
         tokens: of the whole run, on all devices; None where it is not known.
         price: of one device and hour, in the currency that it was given in.
@@ -38,6 +40,7 @@ class Estimate:
     measured: Measured
     twin: Beside | None = None
     others: tuple[Beside, ...] = ()
+    advised: Advised | None = None
     notes: tuple[str, ...] = ()
     tokens: int | None = None
     price: float | None = None
@@ -88,6 +91,7 @@ class Estimate:
             },
             "twin": None if self.twin is None else self.twin.facts(),
             "alternatives": [other.facts() for other in self.others],
+            "advice": None if self.advised is None else self.advised.facts(),
             "notes": list(self.notes),
         }
 
@@ -139,6 +143,7 @@ def estimate(
     price: float | None = None,
     alternatives: bool = False,
     twin: bool = True,
+    advice: bool | None = None,
 ) -> Estimate:
     """What a run would take on a GPU that need not be here. No weights, no network.
 
@@ -154,6 +159,8 @@ def estimate(
         price: of one GPU and hour; left out: the table's, where the user put one there.
         alternatives: also look at other ways to run it: scalings, engines, optimizers, storage.
         twin: also look at the same run in the other precision.
+        advice: measure what to change: to make it fit, or to make it faster. Left out: where it
+            does not fit easily.
 
     Raises:
         FinetuneError: what the run itself would raise before it loads: no such recipe, GPU, model,
@@ -171,18 +178,19 @@ def estimate(
     others = tuple(alternatives_of(measured, place)) if alternatives else ()
     if price is None and place.gpu is not None:
         price = place.gpu.price_usd_per_hour
-    result = Estimate(name, place, measured, beside, others, limits(measured, place), None, price)
-    return replace(result, tokens=tokens or _tokens(measured, place))
-
-
-def estimate_fast(config: RunConfig, place: Place) -> Measured:
-    """Memory and time from the model's first layers: what searches ask many times.
-
-    Raises:
-        FinetuneError: what the run itself would raise.
-    """
-    check_sizes(config)
-    return measure_fast(config, place)
+    result = Estimate(
+        name,
+        place,
+        measured,
+        beside,
+        others,
+        notes=limits(measured, place),
+        tokens=tokens or _tokens(measured, place),
+        price=price,
+    )
+    if advice is None:
+        advice = result.fit != "fits"
+    return replace(result, advised=advise(measured, place)) if advice else result
 
 
 def _run(run: RunConfig | Recipe | str) -> tuple[str, RunConfig]:

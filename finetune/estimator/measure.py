@@ -17,10 +17,12 @@ from finetune.device import Resolution
 from finetune.errors import ConfigError
 from finetune.estimator import footprint as sizes
 from finetune.estimator import timing
-from finetune.estimator.footprint import Footprint, footprint
+from finetune.estimator.exchange import pace_of_one
+from finetune.estimator.footprint import Footprint
 from finetune.estimator.place import Place, resolve_there
 from finetune.estimator.rehearsal import Rehearsal, rehearse
-from finetune.estimator.timing import Pace, compiles, pace
+from finetune.estimator.several import held_by_one, shares_model
+from finetune.estimator.timing import Pace, compiles
 from finetune.model import load_shape
 
 FEW = (2, 4)
@@ -47,11 +49,6 @@ class Measured:
     parameters: int
     trainable: int
     compiled: bool
-
-
-def micro_batches(config: RunConfig) -> int:
-    """Forward and backward passes of an optimizer step."""
-    return int(config.train.get("gradient_accumulation_steps", 1))
 
 
 def depth(config: RunConfig) -> int:
@@ -104,7 +101,7 @@ def measure(
     if length is not None:
         config = changed(config, train={"max_length": length})
     resolution = resolve_there(config.precision, place)
-    rehearsal = rehearse(config, place.device, resolution, padded=padded)
+    rehearsal = _rehearsal(config, place, resolution, padded=padded)
     return _measured(config, place, resolution, rehearsal)
 
 
@@ -154,7 +151,7 @@ def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
     layers = depth(config)
     depths = FEW if layers > FEW[1] else (layers,)
     resolution = resolve_there(config.precision, place)
-    seen = tuple(rehearse(config, place.device, resolution, layers=n) for n in depths)
+    seen = tuple(_rehearsal(config, place, resolution, layers=n) for n in depths)
     return FirstLayers(config, resolution, layers, depths, seen)
 
 
@@ -167,6 +164,19 @@ def measure_fast(config: RunConfig, place: Place) -> Measured:
     return rehearse_first_layers(config, place).at(place)
 
 
+def _rehearsal(
+    config: RunConfig,
+    place: Place,
+    resolution: Resolution,
+    *,
+    layers: int | None = None,
+    padded: bool | None = None,
+) -> Rehearsal:
+    sharded = shares_model(config, place)
+    device = place.device
+    return rehearse(config, device, resolution, layers=layers, padded=padded, sharded=sharded)
+
+
 def _measured(
     config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
 ) -> Measured:
@@ -174,8 +184,8 @@ def _measured(
     return Measured(
         config,
         resolution,
-        footprint(rehearsal.tape, place.device),
-        pace(rehearsal, place, micro_batches=micro_batches(config), compiled=compiled),
+        held_by_one(rehearsal, config, place),
+        pace_of_one(rehearsal, config, place, compiled=compiled),
         rehearsal.parameters,
         rehearsal.trainable,
         compiled,

@@ -12,8 +12,13 @@ Before that step the optimizer has stepped once, on gradients of nothing, so tha
 there as they are from the second step on. With gradient accumulation the gradients stay too, as
 they do for every micro-batch but the first. So one pass over the model shows what every step holds.
 
+Where FSDP2 shares the model among GPUs (`sharded`), layers compute with weights that were gathered
+in the type of computing and under no autocast, as Accelerate has it; so they do here. What sharing
+does to memory is laid over that (`finetune.estimator.several`), and needs to know when which group
+of parameters computes.
+
 Not rehearsed: the proof of the first steps and the logs of training health (both look at a few
-numbers at a time), evaluation, saving, and what other processes do (`finetune.estimator.sharding`).
+numbers at a time), evaluation, and saving.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import functools
 import random
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +43,8 @@ from finetune.config import RunConfig
 from finetune.estimator.engine import stand_in
 from finetune.estimator.faking import replaced, to_fake, without_memory
 from finetune.estimator.flash import choose_attention
+from finetune.estimator.fsdp import fsdp_settings
+from finetune.estimator.groups import ModelGroups, Visit, Visits, cast_to, model_groups
 from finetune.estimator.stored import as_four_bit, hold_base
 from finetune.estimator.tape import Phase, Recorder, Tape
 from finetune.estimator.target import on_gpu
@@ -47,10 +54,19 @@ from finetune.optimizer_checks import chosen
 from finetune.precision import convert
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.sft_arguments import sft_config
+from finetune.storage_checks import check_storage
 
 if TYPE_CHECKING:
     from finetune.device import Device, Resolution
 
+GATHERED_AS = {
+    "fp8": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": None,
+}
+"""Type in which FSDP2 gathers weights, by `precision.compute` (`finetune.session.AUTOCAST`); None:
+as they are held."""
 DOCUMENTS = 8
 """Rows that are packed into one, of those that a recipe packs."""
 
@@ -64,6 +80,9 @@ class Rehearsal:
         plan: the precision of every layer.
         tokens: in a micro-batch, on one device.
         parameters, trainable: counts.
+        groups: of parameters that FSDP2 would gather together.
+        visits: when each of them computes; `step` begins with the first.
+        accumulates: gradients of several micro-batches are added up.
         notes: what could not be rehearsed, and how the truth would differ.
     """
 
@@ -72,6 +91,9 @@ class Rehearsal:
     tokens: int
     parameters: int
     trainable: int
+    groups: ModelGroups
+    visits: list[Visit]
+    accumulates: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -82,6 +104,7 @@ def rehearse(
     *,
     layers: int | None = None,
     padded: bool | None = None,
+    sharded: bool = False,
 ) -> Rehearsal:
     """Run one step of a recipe on tensors without memory.
 
@@ -93,6 +116,7 @@ def rehearse(
             tell what one more costs.
         padded: whether rows differ in length, so that attention gets a mask; left out: they do
             unless they are packed.
+        sharded: with weights as FSDP2 gathers them.
 
     Raises:
         FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
@@ -100,7 +124,11 @@ def rehearse(
     notes: list[str] = []
     before = as_four_bit if config.model.storage == "nf4" else None
     model: nn.Module = sketch(config, before, layers=layers)
+    if config.train.get("fsdp"):
+        check_storage(config, model)
     the_plan = plan(model, resolution.precision)
+    gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
+    held = cast_to(model, gathered_as) if gathered_as is not None else {}
     with leaving_no_trace(), without_memory(), contextlib.ExitStack() as stack:
         to_fake(model)
         if device.kind == "cuda":
@@ -123,15 +151,30 @@ def rehearse(
         trainer = _trainer(model, config, Path(folder), padded=padded)
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
+        if gathered_as is not None:  # which Accelerate leaves to FSDP2
+            trainer.accelerator.native_amp = False
         waiting = [x for _ in range(trainer.micro_batches - 1) for x in _copies(trainer.batches)]
         trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *waiting])
+        groups = model_groups(model, layers=fsdp_settings(config.train).layers, held=held)
+        events = trainer.recorder.tape.events
+        trainer.visits = Visits(model, groups, lambda: len(events))
         with trainer.recorder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             trainer.train()
     tokens = trainer.batches[0]["input_ids"].numel()
     parameters = sum(size for size, _ in sizes)
     trainable = sum(size for size, trains in sizes if trains)
-    return Rehearsal(trainer.recorder.tape, the_plan, tokens, parameters, trainable, notes)
+    return Rehearsal(
+        tape=trainer.recorder.tape,
+        plan=the_plan,
+        tokens=tokens,
+        parameters=parameters,
+        trainable=trainable,
+        groups=groups,
+        visits=trainer.visits.visits,
+        accumulates=trainer.micro_batches > 1,
+        notes=notes,
+    )
 
 
 @contextlib.contextmanager
@@ -165,6 +208,8 @@ def _trainer(
 
     train = {k: v for k, v in config.train.items() if k not in _NOT_REHEARSED}
     micro_batches = int(train.get("gradient_accumulation_steps", 1))
+    if config.train.get("fsdp") and fsdp_settings(config.train).checkpointing:
+        train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
     train |= _SHORT
     only = config.model_copy(update={"train": train})
     args = sft_config(only, folder, {}, on_cpu=True)
@@ -233,6 +278,7 @@ def _rehearsal_trainer() -> type[Any]:
         batches: list[dict[str, Any]]
         micro_batches: int
         recorder: Recorder
+        visits: Visits
 
         def get_train_dataloader(self) -> Any:
             return self.batches
@@ -254,6 +300,8 @@ def _rehearsal_trainer() -> type[Any]:
             recorder.mark("step")
             _watch(self.accelerator, "backward", recorder, "backward")
             _watch(self.optimizer, "step", recorder, "optimizer")
+            _then(self.accelerator, "backward", lambda: self.visits.move("optimizer"))
+            self.visits.begin()
             return super().training_step(*args, **kwargs)
 
     return RehearsalTrainer
@@ -271,6 +319,18 @@ def _watch(owner: Any, name: str, recorder: Recorder, phase: Phase) -> None:
             return function(*args, **kwargs)
 
     setattr(owner, name, watched)
+
+
+def _then(owner: Any, name: str, follow: Callable[[], None]) -> None:
+    """Have `follow` called when `owner.name` ends."""
+    function = getattr(owner, name)
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        follow()
+        return result
+
+    setattr(owner, name, followed)
 
 
 def _copies(batches: list[dict[str, Any]]) -> list[Tensor]:

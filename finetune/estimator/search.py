@@ -405,13 +405,19 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu, *, most: int = MOST_GPUS) -> 
     """
     check_sizes(config)
     place = place_of(gpu)
-    first = rehearse_first_layers(config, place)
+    alone = rehearse_first_layers(config, place)
     change = () if config.train.get("fsdp") else SHARDED
     tried: list[Choice] = []
+    several: FirstLayers | None = None  # gathers weights, which one GPU does not
     while place.count <= most and not (tried and tried[-1].fit == "fits"):
         typed = (f"--gpus {place.count}", *change) if place.count > 1 else ()
         try:
-            tried.append(Choice(place, _sharded(first, place, change), typed))
+            if place.count == 1:
+                found = alone.at(place)
+            else:
+                several = several or _sharded(config, place, change)
+                found = several.at(place)
+            tried.append(Choice(place, found, typed))
         except FinetuneError as error:
             tried.append(Choice(place, None, typed, error.why or error.what))
             break
@@ -423,10 +429,8 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu, *, most: int = MOST_GPUS) -> 
     return Choices(tuple(tried), order)
 
 
-def _sharded(first: FirstLayers, place: Place, change: tuple[str, ...]) -> Measured:
-    """A run on `place.count` GPUs: a rehearsal is of one of them, and sharding divides it."""
-    if place.count == 1:
-        return first.at(place)
-    config = with_overrides(first.config, change) if change else first.config
-    check_storage(config, sketch(config, layers=1))
-    return replace(first, config=config).at(place)
+def _sharded(config: RunConfig, place: Place, change: tuple[str, ...]) -> FirstLayers:
+    """A rehearsal of one of several GPUs, whatever their number."""
+    shared = with_overrides(config, change) if change else config
+    check_storage(shared, sketch(shared, layers=1))
+    return rehearse_first_layers(shared, place)

@@ -41,7 +41,7 @@ allocator does not mix, so reserved is more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
@@ -53,15 +53,23 @@ class Group:
 
     Attributes:
         name: of the module, for messages.
-        frozen: bytes of its frozen parameters, held and gathered alike.
+        frozen: bytes of its frozen parameters as they are gathered.
         trainable: elements of its trainable parameters.
         reshard: given up after forward and gathered again for backward.
+        held: bytes of its frozen parameters as they are held; None where that is `frozen`. Codes
+            and what has the dtype of computing are gathered as they are held.
     """
 
     name: str
     frozen: int = 0
     trainable: int = 0
     reshard: bool = True
+    held: int | None = None
+
+    @property
+    def frozen_held(self) -> int:
+        """Bytes of its frozen parameters as they are held."""
+        return self.frozen if self.held is None else self.held
 
 
 class Moment(NamedTuple):
@@ -92,6 +100,7 @@ class Peak:
         shards: bytes of it that are sharded weights, gradients and optimizer states.
         gathered: bytes of gathered weights, buffers of communication and whole gradients.
         other: bytes of the rest.
+        whole: of `gathered`, bytes of whole gradients.
     """
 
     total: int
@@ -99,6 +108,7 @@ class Peak:
     shards: int
     gathered: int
     other: int
+    whole: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ class Fsdp2:
 
     def weight_bytes(self) -> int:
         """Bytes of the shards of all weights on one GPU."""
-        held = sum(group.frozen + group.trainable * self.held for group in self.groups)
+        held = sum(group.frozen_held + group.trainable * self.held for group in self.groups)
         return held // self.gpus
 
     def gradient_bytes(self) -> int:
@@ -136,7 +146,14 @@ class Fsdp2:
     def find_peak(
         self, moments: Iterable[Moment], optimizer_bytes: int = 0, *, accumulates: bool = False
     ) -> Peak:
-        """The peak of a step of one GPU.
+        """The peak of a step of one GPU: the highest of `find_peaks`."""
+        peaks = self.find_peaks(moments, optimizer_bytes, accumulates=accumulates)
+        return max(peaks, key=lambda peak: peak.total)
+
+    def find_peaks(
+        self, moments: Iterable[Moment], optimizer_bytes: int = 0, *, accumulates: bool = False
+    ) -> list[Peak]:
+        """The most that one GPU holds at each moment of a step.
 
         Args:
             moments: of the step, in order. Enough are the first and the last one of each visit to
@@ -158,8 +175,7 @@ class Fsdp2:
         for where in range(len(step)):
             run.enter(where)
         run.leave(len(step) - 1)
-        assert run.peak is not None
-        return run.peak
+        return [run.peaks[where] for where in range(len(step))]
 
 
 class _Step:
@@ -170,7 +186,7 @@ class _Step:
     ) -> None:
         self.model = model
         self.moments = moments
-        self.peak: Peak | None = None
+        self.peaks: dict[int, Peak] = {}
         self.steady = model.weight_bytes() + optimizer_bytes // model.gpus
         self.whole: set[int] = set()  # groups whose weights are there
         self.ahead: dict[int, int] = {}  # gathered ahead, by group
@@ -257,17 +273,18 @@ class _Step:
         return self.model.groups[index].trainable * self.model.compute // self.model.gpus
 
     def _look(self, where: int, more: int = 0) -> None:
-        """Compare what is alive now, and `more`, with the peak."""
+        """Compare what is alive now, and `more`, with the peak of this moment."""
         moment = self.moments[where]
         gathered = sum(map(self.model.gathered_bytes, self.whole)) + sum(self.ahead.values())
-        gathered += self.buffer + self.sending + sum(self.pending.values()) + more
+        whole = sum(self.pending.values())
+        gathered += self.buffer + self.sending + whole + more
         other = moment.other
         if moment.phase == "optimizer":
             other //= self.model.gpus
         shards = self.steady + self.reduced
         total = shards + gathered + other
-        if self.peak is None or total > self.peak.total:
-            self.peak = Peak(total, where, shards, gathered, other)
+        if where not in self.peaks or total > self.peaks[where].total:
+            self.peaks[where] = Peak(total, where, shards, gathered, other, whole)
 
 
 def accelerate_groups(
@@ -283,9 +300,10 @@ def accelerate_groups(
             is visited twice in forward and in backward.
     """
     if not tied:
-        return (embedding, *layers, Group(head.name, head.frozen, head.trainable, reshard=False))
+        return (embedding, *layers, replace(head, reshard=False))
     frozen, trainable = embedding.frozen + head.frozen, embedding.trainable + head.trainable
-    return (Group(embedding.name, frozen, trainable, reshard=False), *layers)
+    held = embedding.frozen_held + head.frozen_held
+    return (Group(embedding.name, frozen, trainable, reshard=False, held=held), *layers)
 
 
 def fsdp1_extra(groups: Sequence[int], index: int, phase: Phase) -> int:

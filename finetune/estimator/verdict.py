@@ -53,7 +53,7 @@ def check_room(config: RunConfig, device: Device, processes: int = 1) -> None:
         + (f", most of it in passing in {held.owner}" if held.owner else ""),
         why=f"a step holds {(held.allocated + held.outside) / GIB:.1f} GiB; {device.name} has "
         f"{free:.1f} GiB free",
-        fix=advice(config) + "; --force tries it anyway",
+        fix=advice(config, device) + "; --force tries it anyway",
     )
 
 

@@ -70,6 +70,9 @@ def _parts(result: Estimate) -> Iterator[RenderableType]:
         yield Text()
         yield _beside(beside)
         yield from _why(result)
+    if result.advised is not None:
+        yield Text()
+        yield result.advised
     for note in result.notes:
         yield Text(f"! {note}", "yellow")
 

@@ -19,11 +19,12 @@ from statistics import median
 from typing import Any
 
 from finetune.errors import ConfigError
-from finetune.estimator.collectives import fsdp_seconds
+from finetune.estimator.communication import collective_gb_s, fsdp2_communication
 from finetune.estimator.efficiency import efficiency_of, host
 from finetune.estimator.roofline import step_time
 from finetune.estimator.score.published import Case, Row, read_case
 from finetune.estimator.score.rows import held_out
+from finetune.estimator.sharding import Fsdp2, Group
 from finetune.estimator.workload import write_step
 
 
@@ -41,14 +42,25 @@ def predict(case: Case) -> float:
     update = step_time(step.update, case.gpu, launched_by=launched)
     seconds = setting.accumulation * micro.seconds + update.seconds
     if setting.shards > 1:
-        # FP8 weights that are cast on their shards are gathered in FP8
-        gathered = setting.base_bits / (2 if setting.cast_weights_once else 1)
-        held = case.shape.parameters * gathered / 8
-        trained = 2 * case.shape.parameters if setting.method == "full" else 0
-        seconds += setting.accumulation * fsdp_seconds(
-            held, trained, case.gpu, case.gpus, micro.seconds
-        )
+        seconds += setting.accumulation * _waited(case, micro.seconds)
     return case.counted * setting.accumulation / seconds
+
+
+def _waited(case: Case, seconds: float) -> float:
+    """Seconds of a micro-batch that sharding adds: equal groups, a third of it forward."""
+    setting, shape = case.setting, case.shape
+    # FP8 weights that are cast on their shards are gathered in FP8
+    bits = setting.base_bits / (2 if setting.cast_weights_once else 1)
+    each = shape.parameters / shape.layers
+    # Trained weights are counted as frozen ones of so many bits, and as gradients of BF16.
+    trained = round(each) if setting.method == "full" else 0
+    group = Group("layer", frozen=round(each * bits / 8) - 2 * trained, trainable=trained)
+    model = Fsdp2((group,) * shape.layers, case.gpus)
+    forward_s, backward_s = (
+        [seconds * part / shape.layers] * shape.layers for part in (1 / 3, 2 / 3)
+    )
+    gb_s = collective_gb_s(case.gpu.link, case.gpu.link_gb_s)
+    return fsdp2_communication(model, forward_s, backward_s, gb_s=gb_s).added
 
 
 @dataclass(frozen=True)
