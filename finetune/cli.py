@@ -190,6 +190,9 @@ def estimate(
         Fit | None,
         typer.Option(help="The largest batch and rows, the best GPU, or the fewest GPUs, instead."),
     ] = None,
+    whole: Annotated[
+        bool, typer.Option(help="Rehearse all layers, also where the first ones tell enough.")
+    ] = False,
     calibrate: Annotated[
         bool, typer.Option(help="Measure this machine first (under a minute), and keep it.")
     ] = False,
@@ -225,6 +228,7 @@ def estimate(
         price=price,
         alternatives=alternatives,
         advice=advice,
+        whole=whole,
     )
     if as_json:
         print(result.to_json())

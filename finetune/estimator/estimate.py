@@ -12,7 +12,7 @@ from finetune.estimator.advice import Advised, advise
 from finetune.estimator.comparison import Beside, alternatives_of, twin_of
 from finetune.estimator.footprint import Fit
 from finetune.estimator.limits import limits
-from finetune.estimator.measure import Measured, check_sizes, measure
+from finetune.estimator.measure import Measured, check_sizes, measure_well
 from finetune.estimator.place import Place, place_of
 from finetune.estimator.timing import spread
 from finetune.gpus import Gpu
@@ -144,6 +144,7 @@ def estimate(
     alternatives: bool = False,
     twin: bool = True,
     advice: bool | None = None,
+    whole: bool = False,
 ) -> Estimate:
     """What a run would take on a GPU that need not be here. No weights, no network.
 
@@ -161,6 +162,8 @@ def estimate(
         twin: also look at the same run in the other precision.
         advice: measure what to change: to make it fit, or to make it faster. Left out: where it
             does not fit easily.
+        whole: rehearse all layers. Otherwise the first ones speak for the others, exactly but for
+            fragments, unless the memory is nearly full.
 
     Raises:
         FinetuneError: what the run itself would raise before it loads: no such recipe, GPU, model,
@@ -172,7 +175,7 @@ def estimate(
         if value is not None and value <= 0:
             raise ConfigError(f"{what} cannot be {value:g}", where=f"--{what} {value:g}")
     check_sizes(config)
-    measured = measure(config, place, length=length)
+    measured = measure_well(config, place, length=length, whole=whole)
     config = measured.config
     beside = twin_of(measured, place) if twin else None
     others = tuple(alternatives_of(measured, place)) if alternatives else ()

@@ -38,6 +38,7 @@ class Footprint:
         workspaces: that libraries keep inside of the allocator.
         fragments: of what is reserved but not allocated.
         outside: of the allocator: the context, NCCL.
+        about: fragments are a guess: not replayed whole.
         expandable: reserved with `expandable_segments:True`; None where it was not replayed.
     """
 
@@ -48,6 +49,7 @@ class Footprint:
     fragments: int = 0
     outside: int = 0
     expandable: int | None = None
+    about: bool = False
 
     @property
     def highest(self) -> str:
@@ -142,7 +144,7 @@ def extrapolated(few: Footprint, more: Footprint, layers: tuple[int, int], to: i
         }
         for phase, kinds in more.phases.items()
     }
-    grown = replace(more, phases=phases)
+    grown = replace(more, phases=phases, about=True)
     share = grown.allocated / more.allocated
     fragments = max(few.fragments, more.fragments)
     grown = replace(grown, fragments=round(fragments * math.sqrt(share)))

@@ -18,7 +18,8 @@ def limits(measured: Measured, place: Place) -> tuple[str, ...]:
     config, train = measured.config, measured.config.train
     on_gpu, notes = place.device.kind == "cuda", []
     pace = measured.pace
-    if on_gpu and pace is not None and attends_by_mask(config, place.device) and pace.share("attention") > 0.2:
+    masked = on_gpu and attends_by_mask(config, place.device)
+    if masked and pace is not None and pace.share("attention") > 0.2:
         notes.append(
             f"attention is {pace.share('attention'):.0%} of the step: rows packed into one make an "
             "explicit mask, which flash attention does not take and other kernels compute in full. "
@@ -79,7 +80,7 @@ def _several(measured: Measured, place: Place) -> Iterator[str]:
     settings = fsdp_settings(train)
     yield (
         "fragments of sharded training are not replayed but estimated: gathered weights are of "
-        "streams of their own; reserved memory is within some hundred MiB either way"
+        "streams of their own; reserved memory may be some GiB off, either way"
     )
     if settings.version != 2:
         yield (

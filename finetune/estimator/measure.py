@@ -1,20 +1,21 @@
 """What one configuration takes at one place: rehearsed whole, or from its first layers.
 
 Every layer of a decoder adds the same: what two and four layers take says what thirty-two do, in a
-second rather than in five. That is exact for what is allocated, and a guess for fragments. So the
-answer to a question is rehearsed whole, and the search around it is not.
+second rather than in five. That is exact for what is allocated, and a guess for fragments. So a
+model is rehearsed whole where fragments may decide, and where its layers are not alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from finetune.config import RunConfig
 from finetune.device import Resolution
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, PlanError
 from finetune.estimator import footprint as sizes
 from finetune.estimator import timing
 from finetune.estimator.exchange import pace_of_one
@@ -25,8 +26,13 @@ from finetune.estimator.several import held_by_one, shares_model
 from finetune.estimator.timing import Pace, compiles
 from finetune.model import load_shape
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 FEW = (2, 4)
 """Layers of the smaller models."""
+NEARLY = 0.15
+"""How near to the whole memory, as a share, a run is rehearsed whole."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,30 @@ class Measured:
 def depth(config: RunConfig) -> int:
     """Decoder layers of a run's model."""
     return int(load_shape(config.model).get_text_config(decoder=True).num_hidden_layers)
+
+
+def measure_well(
+    config: RunConfig, place: Place, *, length: int | None = None, whole: bool = False
+) -> Measured:
+    """Rehearse as much as the question needs: all layers where the memory is nearly full.
+
+    Args:
+        config: of the run.
+        place: where.
+        length: tokens of the longest row, where it is known; else the greatest allowed.
+        whole: all layers anyway.
+
+    Raises:
+        FinetuneError: what the run itself would raise.
+    """
+    if length is not None:
+        config = changed(config, train={"max_length": length})
+    if not whole:
+        found = measure_fast(config, place)
+        taken = found.footprint.allocated + found.footprint.outside
+        if abs(taken / place.memory_bytes - 1) > NEARLY:
+            return found
+    return measure(config, place)
 
 
 def check_sizes(config: RunConfig) -> None:
@@ -142,17 +172,30 @@ class FirstLayers:
         )
 
 
+def are_alike(shape: PretrainedConfig) -> bool:
+    """Whether all decoder layers of an architecture take the same, as far as it says."""
+    text = shape.get_text_config(decoder=True)
+    lists = [v for v in vars(text).values() if isinstance(v, (list, tuple))]
+    mixed = any(len(v) == text.num_hidden_layers and len(set(map(str, v))) > 1 for v in lists)
+    uneven = ("first_k_dense_replace", "mlp_only_layers", "moe_layer_freq", "attn_layer_period")
+    return not mixed and not any(getattr(text, name, None) for name in uneven)
+
+
 def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
-    """Rehearse a model of two layers and one of four; a model of no more is rehearsed whole.
+    """Rehearse a model of two layers and one of four; one of no more, or of unlike ones, whole.
 
     Raises:
         FinetuneError: what the run itself would raise.
     """
     layers = depth(config)
-    depths = FEW if layers > FEW[1] else (layers,)
     resolution = resolve_there(config.precision, place)
-    seen = tuple(_rehearsal(config, place, resolution, layers=n) for n in depths)
-    return FirstLayers(config, resolution, layers, depths, seen)
+    if layers > FEW[1] and are_alike(load_shape(config.model)):
+        # What names a late layer (keep, map, last_n) is refused by a model that has none.
+        with contextlib.suppress(PlanError):
+            seen = tuple(_rehearsal(config, place, resolution, layers=n) for n in FEW)
+            return FirstLayers(config, resolution, layers, FEW, seen)
+    whole = _rehearsal(config, place, resolution)
+    return FirstLayers(config, resolution, layers, (layers,), (whole,))
 
 
 def measure_fast(config: RunConfig, place: Place) -> Measured:

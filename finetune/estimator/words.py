@@ -111,9 +111,11 @@ def _allocator(held: Footprint, *, on_gpu: bool) -> Iterator[Text]:
         yield Text(f"most of what is in passing at the peak belongs to {owner}: {size(held.owned)}")
     if not on_gpu:
         return
+    about = "about " if held.about else ""
     yield Text.assemble(
         "allocated ", (size(held.allocated), "bold"), f" (with {size(held.workspaces)} of library "
-        f"workspaces), reserved {size(held.reserved)}, shown by nvidia-smi {size(held.shown)}"
+        f"workspaces), reserved {about}{size(held.reserved)}, "
+        f"shown by nvidia-smi {about}{size(held.shown)}"
     )  # fmt: skip
     if held.expandable is not None and held.reserved - held.expandable > 2**29:
         yield Text(
@@ -133,7 +135,7 @@ def _time(result: Estimate, pace: Pace) -> Iterator[Text]:
     waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}
     parts = [
         f"{name} {pace.share(name):.0%}{waits.get(name, '')}"
-        for name in pace.classes
+        for name in sorted(pace.classes, key=pace.share, reverse=True)
         if pace.share(name) >= 0.01
     ]
     yield Text("of it " + ", ".join(parts), "dim")
