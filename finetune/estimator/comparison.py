@@ -142,7 +142,9 @@ def _beside(
     if other.pace is None or asked.pace is None:
         return Beside(label, written, other, memory=memory)
     ratio = asked.pace.seconds / other.pace.seconds
-    speed = spread(ratio, shared().scatter_ratio) if not math.isclose(ratio, 1) else None
+    # The spread of ratios is that of published pairs, which differ in precision only.
+    scatter = shared().scatter_ratio if set(sections) == {"precision"} else shared().scatter_time
+    speed = spread(ratio, scatter) if not math.isclose(ratio, 1) else None
     fp8_first = asked.config.precision.compute == "fp8"
     fp8, plain = (asked.pace, other.pace) if fp8_first else (other.pace, asked.pace)
     one_of_each = (other.config.precision.compute == "fp8") != fp8_first
@@ -173,6 +175,12 @@ def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
         )
     if (adapters := fp8.share("adapters")) > 0.03:
         words.append(f"{adapters:.0%} of the step is adapter traffic, whatever the rank")
+    sent = [p.classes.get("communication", 0.0) for p in (fp8, plain)]
+    if sent[1] - sent[0] > 0.03 * fp8.seconds:
+        words.append(
+            f"GPUs wait {sent[0] / fp8.seconds:.0%} of the step for each other, and "
+            f"{sent[1] / plain.seconds:.0%} of the BF16 step: weights in FP8 are half as much to send"
+        )
     rest = {
         name: fp8.share(name)
         for name in ("attention", "pointwise", "head and loss", "optimizer", "dequantisation")
