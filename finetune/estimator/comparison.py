@@ -179,7 +179,7 @@ def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
     if sent[1] - sent[0] > 0.03 * fp8.seconds:
         words.append(
             f"GPUs wait {sent[0] / fp8.seconds:.0%} of the step for each other, and "
-            f"{sent[1] / plain.seconds:.0%} of the BF16 step: weights in FP8 are half as much to send"
+            f"{sent[1] / plain.seconds:.0%} of the BF16 step: FP8 weights are half as much to send"
         )
     rest = {
         name: fp8.share(name)
