@@ -247,8 +247,9 @@ def _fit(
     *,
     as_json: bool,
 ) -> None:
+    from finetune.estimator.choices import cheapest_gpu, fewest_gpus
     from finetune.estimator.place import place_of
-    from finetune.estimator.search import cheapest_gpu, fewest_gpus, largest
+    from finetune.estimator.search import largest
 
     if what is Fit.gpus and gpu is None:
         raise ConfigError(

@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from finetune.config import RunConfig
-from finetune.estimator import advice
-from finetune.estimator.advice import Advice, Advised, advise, one_line
+from finetune.estimator import trials
+from finetune.estimator.advice import Advice, Advised, one_line
 from finetune.estimator.changes import DEFAULTS, RANKS, changes
 from finetune.estimator.footprint import Footprint
 from finetune.estimator.measure import FirstLayers, Measured, measure
 from finetune.estimator.place import Place, place_of
+from finetune.estimator.trials import advise
 from finetune.recipe import load_recipe
 from tests.conftest import A100, CPU, H100
 
@@ -64,11 +65,11 @@ def seen(monkeypatch):
             _DONE[key] = _REAL(config, place)
         return _DONE[key]
 
-    monkeypatch.setattr(advice, "rehearse_first_layers", remembered)
+    monkeypatch.setattr(trials, "rehearse_first_layers", remembered)
     return asked
 
 
-_REAL, _DONE = advice.rehearse_first_layers, {}
+_REAL, _DONE = trials.rehearse_first_layers, {}
 
 
 def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:

@@ -11,19 +11,13 @@ from rich.console import Console
 
 from finetune.config import RunConfig
 from finetune.errors import ConfigError
-from finetune.estimator import search as searching
+from finetune.estimator import choices as choosing
 from finetune.estimator.changes import SHARDED
+from finetune.estimator.choices import Choices, cheapest_gpu, fewest_gpus
 from finetune.estimator.footprint import Footprint
 from finetune.estimator.measure import FirstLayers, Measured, measure_fast, rehearse_first_layers
 from finetune.estimator.place import place_of
-from finetune.estimator.search import (
-    Choices,
-    cheapest_gpu,
-    fewest_gpus,
-    largest_length,
-    largest_rows,
-    search,
-)
+from finetune.estimator.search import largest_length, largest_rows, search
 from finetune.gpus import named_gpu
 from finetune.recipe import load_recipe, with_overrides
 
@@ -172,7 +166,7 @@ def rehearsals(monkeypatch):
         done.append(str(place))
         return rehearse_first_layers(config, place)
 
-    monkeypatch.setattr(searching, "rehearse_first_layers", counted)
+    monkeypatch.setattr(choosing, "rehearse_first_layers", counted)
     return done
 
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from finetune.estimator.faking import replaced, to_fake, without_memory
-from finetune.estimator.tape import KINDS, Recorder, Tape, around_decoder
+from finetune.estimator.recorder import Recorder, around_decoder
+from finetune.estimator.tape import KINDS, Tape
 from finetune.estimator.target import FLOAT32, on_gpu
 from finetune.live_tensors import LiveTensors
 

@@ -23,10 +23,11 @@ from finetune.estimator.kernels import (
     product_of,
     traffic,
 )
+from finetune.estimator.recorder import Recorder
 from finetune.estimator.roofline import WAITING, speed_ratio, step_time
 from finetune.estimator.roofs import kernel_time, product_seconds, shape_share
 from finetune.estimator.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
-from finetune.estimator.tape import Op, Operand, Recorder
+from finetune.estimator.tape import Op, Operand
 from finetune.estimator.workload import (
     adapter_parameters,
     in_layers,

@@ -8,13 +8,14 @@ from typing import Any
 
 from finetune.config import RunConfig
 from finetune.errors import ConfigError
-from finetune.estimator.advice import Advised, advise
+from finetune.estimator.advice import Advised
 from finetune.estimator.comparison import Beside, alternatives_of, twin_of
 from finetune.estimator.footprint import Fit
 from finetune.estimator.limits import limits
 from finetune.estimator.measure import Measured, check_sizes, measure_well
 from finetune.estimator.place import Place, place_of
 from finetune.estimator.timing import spread
+from finetune.estimator.trials import advise
 from finetune.gpus import Gpu
 from finetune.recipe import Recipe, load_recipe
 

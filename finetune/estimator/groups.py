@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.estimator.recorder import plain_tensors
 from finetune.estimator.sharding import Group, Phase, accelerate_groups
-from finetune.estimator.tape import plain_tensors
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from finetune.estimator.calibration import (
 )
 from finetune.estimator.efficiency import host, shared
 from finetune.estimator.kernels import Precision, Product
+from finetune.estimator.recorder import Recorder
 from finetune.estimator.roofline import step_time
 from finetune.estimator.roofs import shape_share
-from finetune.estimator.tape import Recorder
 from finetune.gpus import Gpu, find_gpu
 
 _LONGEST_S = 0.6

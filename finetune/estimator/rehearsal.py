@@ -45,8 +45,9 @@ from finetune.estimator.faking import replaced, to_fake, without_memory
 from finetune.estimator.flash import choose_attention
 from finetune.estimator.fsdp import fsdp_settings
 from finetune.estimator.groups import ModelGroups, Visit, Visits, cast_to, model_groups
+from finetune.estimator.recorder import Recorder
 from finetune.estimator.stored import as_four_bit, hold_base
-from finetune.estimator.tape import Phase, Recorder, Tape
+from finetune.estimator.tape import Phase, Tape
 from finetune.estimator.target import on_gpu
 from finetune.estimator.updates import COMPILED, SteadyScale, torchao_updates
 from finetune.model import TINY_LLAMA, sketch

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.estimator.faking import replaced
-from finetune.estimator.tape import plain_tensors
+from finetune.estimator.recorder import plain_tensors
 
 SCALE = 2.0**16
 

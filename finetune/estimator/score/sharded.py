@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.estimator.recorder import Recorder
 from finetune.estimator.score.job import Job
 from finetune.estimator.score.packed import PackedLinear
-from finetune.estimator.tape import Recorder
 
 
 class _Unit:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.estimator.recorder import Recorder
 from finetune.estimator.score import packed
 from finetune.estimator.score.autocast import CudaAutocast
 from finetune.estimator.score.building import (
@@ -40,7 +41,7 @@ from finetune.estimator.score.wrapping import (
     rotation_in_place,
     wrap,
 )
-from finetune.estimator.tape import Recorder, Tape
+from finetune.estimator.tape import Tape
 
 
 def _optimizer(parameters: list[nn.Parameter], job: Job) -> torch.optim.Optimizer:

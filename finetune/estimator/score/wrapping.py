@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.estimator.recorder import Recorder
 from finetune.estimator.score.job import Job
 from finetune.estimator.score.sharded import Fsdp1
-from finetune.estimator.tape import Recorder
 
 
 @contextlib.contextmanager
