@@ -1,6 +1,6 @@
 """What one configuration takes at one place: rehearsed whole, or from its first layers.
 
-Every layer of a decoder adds the same: what two and four layers take says what thirty-two do, in a
+Every layer of a decoder adds the same: what two and three layers take says what thirty-two do, in a
 second rather than in five. That is exact for what is allocated, and a guess for fragments. So a
 model is rehearsed whole where fragments may decide, and where its layers are not alike.
 """
@@ -29,7 +29,7 @@ from finetune.model import load_shape
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FEW = (2, 4)
+FEW = (2, 3)
 """Layers of the smaller models."""
 NEARLY = 0.15
 """How near to the whole memory, as a share, a run is rehearsed whole."""
@@ -182,7 +182,7 @@ def are_alike(shape: PretrainedConfig) -> bool:
 
 
 def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
-    """Rehearse a model of two layers and one of four; one of no more, or of unlike ones, whole.
+    """Rehearse a model of two layers and one of three; whole if it has no more, or unlike ones.
 
     Raises:
         FinetuneError: what the run itself would raise.
@@ -193,7 +193,8 @@ def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
         # What names a late layer (keep, map, last_n) is refused by a model that has none.
         with contextlib.suppress(PlanError):
             seen = tuple(_rehearsal(config, place, resolution, layers=n) for n in FEW)
-            return FirstLayers(config, resolution, layers, FEW, seen)
+            if seen[0].parameters < seen[1].parameters:  # else layers share their weights
+                return FirstLayers(config, resolution, layers, FEW, seen)
     whole = _rehearsal(config, place, resolution)
     return FirstLayers(config, resolution, layers, (layers,), (whole,))
 
