@@ -171,6 +171,27 @@ def test_an_estimate_leaves_no_trace(config):
     assert "pow" not in vars(torch.Tensor)
 
 
+def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(config, monkeypatch):
+    """As torchrun has it: no group of processes is made or joined, and arguments keep their state."""
+    import os
+
+    from accelerate import PartialState
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir="unused", use_cpu=True)
+    before = dict(PartialState._shared_state)
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
+    for key, value in launched.items():
+        monkeypatch.setenv(key, value)
+    args.distributed_state.process_index = 1  # pyright: ignore[reportOptionalMemberAccess]
+    result = estimate(config, gpu="H100", twin=False)
+    assert result.measured.footprint.allocated > 0
+    assert not torch.distributed.is_initialized()
+    assert PartialState._shared_state == before | {"process_index": 1}
+    assert args.process_index == 1
+    assert {key: os.environ[key] for key in launched} == launched
+
+
 def test_the_same_question_has_the_same_answer(config):
     first, again = (estimate(config, gpu="L40S").facts() for _ in range(2))
     assert first == again

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -179,23 +181,41 @@ def rehearse(
 
 @contextlib.contextmanager
 def leaving_no_trace() -> Iterator[None]:
-    """Give random generators and Accelerate's process-wide state back as they were."""
-    from accelerate.state import AcceleratorState, GradientState
+    """Rehearse as one process of its own, and give back what the whole process shares.
 
-    shared = [cls._shared_state for cls in (AcceleratorState, GradientState)]
+    Training arguments make Accelerate's state anew, for a CPU; those of a trainer that is at work
+    read it ever after. What torchrun and `accelerate launch` say in the environment would have the
+    rehearsal join the run's processes, or make their group before the run does.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [cls._shared_state for cls in (PartialState, AcceleratorState, GradientState)]
     before = [dict(state) for state in shared]
     python, numbers = random.getstate(), np.random.get_state()
+    launched = {key: os.environ[key] for key in list(os.environ) if _LAUNCHED.fullmatch(key)}
     for state in shared:
         state.clear()
+    for key in launched:
+        del os.environ[key]
     try:
         with torch.random.fork_rng():
             yield
     finally:
+        for key in [key for key in os.environ if _LAUNCHED.fullmatch(key)]:
+            del os.environ[key]
+        os.environ.update(launched)
         random.setstate(python)
         np.random.set_state(numbers)
         for state, values in zip(shared, before, strict=True):
             state.clear()
             state.update(values)
+
+
+_LAUNCHED = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+"
+    r"|ACCELERATE_\w+|FSDP_\w+|TORCHELASTIC_\w+"
+)
+"""Variables by which launchers tell a process that it is one of several, and how they share."""
 
 
 def _trainer(
