@@ -15,7 +15,7 @@ from finetune.device import GIB
 from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, PrecisionError
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.footprint import Footprint, footprint
-from finetune.estimator.measure import changed, measure, measure_fast
+from finetune.estimator.measure import are_alike, changed, measure, measure_fast
 from finetune.estimator.place import place_of, resolve_there
 from finetune.estimator.rehearsal import rehearse
 from finetune.estimator.words import describe, duration, size
@@ -153,6 +153,32 @@ def test_json_says_the_same_as_the_words(result):
     assert duration(result.measured.pace.seconds) in words
     assert "FP8" in words
     assert all(note in words for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("lora", {"target_modules": r".*layers\.[0-3]\..*q_proj"}),
+        ("lora", {"target_modules": r".*layers\.[45]\..*q_proj"}),
+        ("lora", {"target_modules": ("layers.0.self_attn.q_proj", "v_proj")}),
+        ("precision", {"keep": ("*.layers.[0-2].*",)}),
+        ("precision", {"first_n": 3}),
+    ],
+)
+def test_layers_named_by_number_are_rehearsed_whole(config, section, values):
+    asked = changed(config, **{section: values})
+    whole, fast = measure(asked, H100), measure_fast(asked, H100)
+    assert fast.trainable == whole.trainable
+    assert fast.footprint == whole.footprint
+
+
+def test_layers_that_differ_in_turn_are_not_alike():
+    from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+
+    assert are_alike(LlamaConfig(num_hidden_layers=9))
+    assert are_alike(MixtralConfig(num_hidden_layers=9))
+    assert are_alike(Qwen3MoeConfig(num_hidden_layers=9))
+    assert not are_alike(Qwen3MoeConfig(num_hidden_layers=9, decoder_sparse_step=3))
 
 
 def test_an_estimate_leaves_no_trace(config):
