@@ -181,6 +181,18 @@ def test_layers_that_differ_in_turn_are_not_alike():
     assert not are_alike(Qwen3MoeConfig(num_hidden_layers=9, decoder_sparse_step=3))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each"), [("paged_adamw_32bit", 8), ("paged_ademamix_32bit", 12)]
+)
+def test_paged_states_are_not_memory_of_the_device(config, optimizer, bytes_each):
+    pytest.importorskip("bitsandbytes")
+    precision = {"frozen": None, "saved_input": None}
+    asked = changed(config, lora=None, precision=precision, train={"optim": optimizer})
+    held = measure(asked, H100).footprint.phases["forward"]
+    attention, norms = 6 * 2 * (256 * 256 + 256 * 128), 13 * 256  # too small to be paged
+    assert held["optimizer"] == bytes_each * (attention + norms)
+
+
 def test_an_estimate_leaves_no_trace(config):
     from accelerate.state import AcceleratorState
     from torch.nn import functional as F
@@ -216,6 +228,27 @@ def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(con
     assert PartialState._shared_state == before | {"process_index": 1}
     assert args.process_index == 1
     assert {key: os.environ[key] for key in launched} == launched
+
+
+def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(config, make_llama):
+    from transformers import Trainer, TrainingArguments
+
+    from tests.conftest import batch
+
+    rows = [{"input_ids": x, "labels": x} for x in batch(4)["input_ids"].tolist()]
+    alone = estimate(config, gpu="H100", twin=False).facts()
+    finetune.setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True)
+    args = TrainingArguments(
+        output_dir="unused", max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=True,
+        report_to="none", disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)  # pyright: ignore
+    assert estimate(config, gpu="H100", twin=False).facts() == alone
+    trainer.train()
+    assert finetune.get_receipt().status == "proven"
+    assert estimate(config, gpu="H100", twin=False).facts() == alone
+    trainer.train()
+    assert finetune.get_receipt().status == "proven"
 
 
 def test_the_same_question_has_the_same_answer(config):

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from finetune import low_bit
+from finetune import low_bit, session
 from finetune.config import RunConfig
 from finetune.estimator.engine import stand_in
 from finetune.estimator.faking import replaced, to_fake, without_memory
@@ -50,7 +50,7 @@ from finetune.estimator.groups import ModelGroups, Visit, Visits, cast_to, model
 from finetune.estimator.stored import as_four_bit, hold_base
 from finetune.estimator.tape import Phase, Recorder, Tape
 from finetune.estimator.target import on_gpu
-from finetune.estimator.updates import COMPILED, SteadyScale, torchao_updates
+from finetune.estimator.updates import COMPILED, SteadyScale, paged_states, torchao_updates
 from finetune.model import TINY_LLAMA, sketch
 from finetune.optimizer_checks import chosen
 from finetune.precision import convert
@@ -157,6 +157,8 @@ def rehearse(
             trainer.accelerator.native_amp = False
         waiting = [x for _ in range(trainer.micro_batches - 1) for x in _copies(trainer.batches)]
         trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *waiting])
+        if chosen(config.train).paged and device.kind == "cuda":
+            stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, held=held)
         events = trainer.recorder.tape.events
         trainer.visits = Visits(model, groups, lambda: len(events))
@@ -198,7 +200,7 @@ def leaving_no_trace() -> Iterator[None]:
     for key in launched:
         del os.environ[key]
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), session.aside():
             yield
     finally:
         for key in [key for key in os.environ if _LAUNCHED.fullmatch(key)]:
