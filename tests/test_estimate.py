@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from rich.console import Console
 import finetune
 from finetune.config import PrecisionConfig, RunConfig
 from finetune.device import GIB
-from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, PrecisionError
+from finetune.errors import (
+    ConfigError,
+    FinetuneError,
+    ModelNotFoundError,
+    PrecisionError,
+    RehearsalError,
+)
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.footprint import Footprint, footprint
 from finetune.estimator.measure import are_alike, changed, measure, measure_fast
@@ -210,7 +217,7 @@ def test_an_estimate_leaves_no_trace(config):
 
 
 def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(config, monkeypatch):
-    """As torchrun has it: no group of processes is made or joined, and arguments keep their state."""
+    """As torchrun has it: no group is made or joined, and arguments keep their state."""
     import os
 
     from accelerate import PartialState
@@ -249,6 +256,27 @@ def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(config
     assert estimate(config, gpu="H100", twin=False).facts() == alone
     trainer.train()
     assert finetune.get_receipt().status == "proven"
+
+
+def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from finetune.device import this_device
+    from finetune.estimator.verdict import check_room, predicted
+    from finetune.measured_memory import Batch
+
+    def reads_values(mlp, x):
+        return x * x.detach().float().numpy().mean()
+
+    monkeypatch.setattr(LlamaMLP, "forward", reads_values)
+    bf16 = changed(config, precision={"compute": "bf16", "frozen": None, "saved_input": None})
+    with pytest.raises(RehearsalError, match="cannot be rehearsed"):
+        estimate(bf16, gpu="H100", twin=False)
+    no_room = replace(this_device(), kind="cpu", memory_gib=0.0)
+    monkeypatch.setattr("finetune.estimator.verdict.available_gib", lambda _: 0.0)
+    check_room(bf16, no_room)
+    told = predicted(bf16, this_device(), Batch(2, 64, False))
+    assert told["predicted"].startswith("not predicted: ")
 
 
 def test_the_same_question_has_the_same_answer(config):

@@ -42,6 +42,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from finetune import low_bit, session
 from finetune.config import RunConfig
+from finetune.errors import FinetuneError, RehearsalError
 from finetune.estimator.engine import stand_in
 from finetune.estimator.faking import replaced, to_fake, without_memory
 from finetune.estimator.flash import choose_attention
@@ -122,6 +123,7 @@ def rehearse(
 
     Raises:
         FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
+        RehearsalError: what the model does cannot be done without values.
     """
     notes: list[str] = []
     before = as_four_bit if config.model.storage == "nf4" else None
@@ -164,7 +166,17 @@ def rehearse(
         trainer.visits = Visits(model, groups, lambda: len(events))
         with trainer.recorder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            trainer.train()
+            try:
+                trainer.train()
+            except FinetuneError:
+                raise
+            except Exception as error:  # anybody's code, on tensors that it was not written for
+                raise RehearsalError(
+                    f"{config.model.name} cannot be rehearsed: {_first_line(error)}",
+                    where="the rehearsal of a training step",
+                    why="code that reads the values of tensors does not run on those without any",
+                    fix="train it, and read the measured memory from its receipt",
+                ) from error
     tokens = trainer.batches[0]["input_ids"].numel()
     parameters = sum(size for size, _ in sizes)
     trainable = sum(size for size, trains in sizes if trains)
@@ -179,6 +191,10 @@ def rehearse(
         accumulates=trainer.micro_batches > 1,
         notes=notes,
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager
