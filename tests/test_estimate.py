@@ -27,6 +27,7 @@ from finetune.estimator.place import place_of, resolve_there
 from finetune.estimator.rehearsal import rehearse
 from finetune.estimator.words import describe, duration, size
 from finetune.gpus import named_gpu
+from finetune.measured_memory import Batch
 from finetune.recipe import load_recipe
 
 H100 = place_of("H100")
@@ -263,7 +264,6 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, 
 
     from finetune.device import this_device
     from finetune.estimator.verdict import check_room, predicted
-    from finetune.measured_memory import Batch
 
     def reads_values(mlp, x):
         return x * x.detach().float().numpy().mean()
@@ -277,6 +277,25 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, 
     check_room(bf16, no_room)
     told = predicted(bf16, this_device(), Batch(2, 64, False))
     assert told["predicted"].startswith("not predicted: ")
+
+
+def test_settings_of_data_are_not_asked_of_made_up_rows(config):
+    plain = measure(config, H100).footprint
+    masked = changed(config, train={"assistant_only_loss": True})
+    assert measure(masked, H100).footprint == plain
+    with pytest.raises(RehearsalError, match="padding_free"):
+        measure(changed(config, train={"padding_free": True}), H100)
+
+
+def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
+    from finetune.device import this_device
+    from finetune.estimator import verdict
+
+    monkeypatch.setattr(verdict, "_asked", lambda asked, *_, **__: measure(asked, H100))
+    for strategy, shape in (("bfd", (1, 512, False)), ("wrapped", (4, 128, False))):
+        train = {"packing": True, "packing_strategy": strategy, "per_device_train_batch_size": 4}
+        told = verdict.predicted(changed(config, train=train), this_device(), Batch(*shape))
+        assert "a batch of 4 x 128 tokens" in told["predicted"]
 
 
 def test_the_same_question_has_the_same_answer(config):

@@ -31,6 +31,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def rehearse(
     the_plan = plan(model, resolution.precision)
     gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
     held = cast_to(model, gathered_as) if gathered_as is not None else {}
-    with leaving_no_trace(), without_memory(), contextlib.ExitStack() as stack:
+    with _telling_of(config), leaving_no_trace(), without_memory(), ExitStack() as stack:
         to_fake(model)
         if device.kind == "cuda":
             stack.enter_context(on_gpu(device.capability or (9, 0)))
@@ -166,17 +167,7 @@ def rehearse(
         trainer.visits = Visits(model, groups, lambda: len(events))
         with trainer.recorder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            try:
-                trainer.train()
-            except FinetuneError:
-                raise
-            except Exception as error:  # anybody's code, on tensors that it was not written for
-                raise RehearsalError(
-                    f"{config.model.name} cannot be rehearsed: {_first_line(error)}",
-                    where="the rehearsal of a training step",
-                    why="code that reads the values of tensors does not run on those without any",
-                    fix="train it, and read the measured memory from its receipt",
-                ) from error
+            trainer.train()
     tokens = trainer.batches[0]["input_ids"].numel()
     parameters = sum(size for size, _ in sizes)
     trainable = sum(size for size, trains in sizes if trains)
@@ -193,8 +184,21 @@ def rehearse(
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+@contextlib.contextmanager
+def _telling_of(config: RunConfig) -> Iterator[None]:
+    """Anybody's code runs in the block, on tensors that it was not written for."""
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RehearsalError(
+            f"{config.model.name} cannot be rehearsed: {said}",
+            where="the rehearsal of a training step, on tensors without memory",
+            why="the trainer takes no such settings, or code reads values, which are not there",
+            fix="other settings; or train it, and read the measured memory from its receipt",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -281,6 +285,8 @@ _SHORT: dict[str, Any] = {
     "report_to": "none",
 }
 _NOT_REHEARSED = {
+    "assistant_only_loss",
+    "completion_only_loss",
     "num_train_epochs",
     "eval_steps",
     "save_steps",

@@ -72,7 +72,7 @@ def predicted(
     if batch is None:
         return {}
     rows, length, padded = batch
-    if config.train.get("packing"):  # one row of all
+    if config.train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
         rows = int(config.train.get("per_device_train_batch_size", 1))
         length //= rows
     same = changed(config, train={"per_device_train_batch_size": rows, "max_length": length})
