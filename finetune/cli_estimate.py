@@ -65,9 +65,19 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Say what memory and time a recipe will take, on a GPU that need not be here."""
+    options = {
+        "RECIPE": recipe is not None, "--gpu": gpu is not None, "--memory": memory is not None,
+        "--gpus": gpus != 1, "--tokens": tokens is not None, "--price": price is not None,
+        "--alternatives": alternatives, "--advice": advice is not None, "--whole": whole,
+        "--calibrate": calibrate, "--fit": fit is not None,
+    }  # fmt: skip
+    given = [name for name, is_given in options.items() if is_given]
     if score is not None:
+        _refuse(given, "--score", allowed=())
         _score(score, as_json=as_json)
         return
+    if fit is not None:
+        _refuse(given, f"--fit {fit}", allowed=("RECIPE", "--fit", "--calibrate", *_ACTS_ON[fit]))
     if calibrate:
         _calibrate()
         if recipe is None:
@@ -99,6 +109,22 @@ def estimate(
     from finetune.estimator.words import describe
 
     Console(highlight=False, soft_wrap=True).print(describe(result))
+
+
+_ACTS_ON = {Fit.batch: ("--gpu", "--memory", "--gpus"), Fit.gpu: (), Fit.gpus: ("--gpu",)}
+"""What a search takes besides the recipe."""
+
+
+def _refuse(given: list[str], what: str, *, allowed: tuple[str, ...]) -> None:
+    """Refuse what would be accepted and change nothing."""
+    idle = [name for name in given if name not in allowed]
+    if idle:
+        raise ConfigError(
+            f"{', '.join(idle)} would change nothing",
+            where=what,
+            why=f"{what} takes {', '.join(allowed)} besides" if allowed else "it reads a file",
+            fix=f"leave {'it' if len(idle) == 1 else 'them'} out",
+        )
 
 
 def _fit(

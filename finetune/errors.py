@@ -16,6 +16,7 @@
     ├── ProofError             (RuntimeError)       the run is not what was asked: stopped
     ├── ParityError            (RuntimeError)       an export is not what was trained
     ├── NonFiniteError         (FloatingPointError) NaN or Inf in the loss, a gradient or a weight
+    ├── RehearsalError         (RuntimeError)       the run cannot be rehearsed, so not estimated
     └── MemoryShortError       (MemoryError)        the run cannot fit this machine
 
 Every message answers four questions: *what* is wrong, *where*, *why* it matters, and *what to
@@ -106,6 +107,10 @@ class ParityError(FinetuneError, RuntimeError):
 
 class NonFiniteError(FinetuneError, FloatingPointError):
     """The loss, a gradient or a weight is NaN or Inf; stopped before anything is saved."""
+
+
+class RehearsalError(FinetuneError, RuntimeError):
+    """Code of the model does not run on tensors without memory: nothing is known of the run."""
 
 
 class MemoryShortError(FinetuneError, MemoryError):

@@ -10,11 +10,12 @@ receipt lists them and `uninstall` takes them away. What other compute types nee
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import platform
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class Session:
         self.compiled = "off"
         self._accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._undo: list[Callable[[], None]] = []
+        self._patched: list[tuple[type, str, Any]] = []
 
     # ------------------------------------------------------------------------------------ patches
 
@@ -95,6 +97,7 @@ class Session:
             undo()
         self._undo.clear()
         self.patches.clear()
+        self._patched.clear()
         for proof in self.proofs:
             proof.release()
         for conversion in list(self.conversions):
@@ -107,7 +110,20 @@ class Session:
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(make(original)))
         self._undo.append(lambda: setattr(owner, name, original))
+        self._patched.append((owner, name, original))
         self.patches.append(f"{owner.__module__}.{owner.__qualname__}.{name}")
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take the patches away for a while: what is prepared meanwhile is not of this session."""
+        patches = [(owner, name, getattr(owner, name)) for owner, name, _ in self._patched]
+        for owner, name, original in reversed(self._patched):
+            setattr(owner, name, original)
+        try:
+            yield
+        finally:
+            for owner, name, patch in patches:
+                setattr(owner, name, patch)
 
     def _make_init(self, original: Any) -> Any:
         from accelerate.state import AcceleratorState
@@ -438,6 +454,11 @@ def _end(*, replaced: bool) -> None:
 def in_force() -> Session | None:
     """The session in force, None when there is none."""
     return _session
+
+
+def aside() -> contextlib.AbstractContextManager[None]:
+    """Work as if no session were in force."""
+    return _session.aside() if _session is not None else contextlib.nullcontext()
 
 
 def current() -> Session:

@@ -460,3 +460,18 @@ def test_force_or_enough_memory_gets_to_loading(cli, on, no_loading, words):
     on(CPU)
     with pytest.raises(LoadedError):
         cli(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (("tiny_lora_fp8", "--fit", "gpu", "--gpu", "H100", "--memory", "5"), "--gpu, --memory"),
+        (("tiny_lora_fp8", "--fit", "gpus", "--gpu", "H100", "--gpus", "4"), "--gpus"),
+        (("tiny_lora_fp8", "--fit", "batch", "--price", "2", "--tokens", "9"), "--tokens, --price"),
+        (("tiny_lora_fp8", "--score", "rows.csv"), "RECIPE"),
+    ],
+)
+def test_options_of_an_estimate_that_would_change_nothing_are_refused(cli, words, idle) -> None:
+    done = cli("estimate", *words)
+    assert done.code == 2
+    assert f"{idle} would change nothing" in done.err

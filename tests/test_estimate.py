@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,14 +13,21 @@ from rich.console import Console
 import finetune
 from finetune.config import PrecisionConfig, RunConfig
 from finetune.device import GIB
-from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, PrecisionError
+from finetune.errors import (
+    ConfigError,
+    FinetuneError,
+    ModelNotFoundError,
+    PrecisionError,
+    RehearsalError,
+)
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.footprint import Footprint, footprint
-from finetune.estimator.measure import changed, measure, measure_fast
+from finetune.estimator.measure import are_alike, changed, measure, measure_fast
 from finetune.estimator.place import place_of, resolve_there
 from finetune.estimator.rehearsal import rehearse
 from finetune.estimator.words import describe, duration, size
 from finetune.gpus import named_gpu
+from finetune.measured_memory import Batch
 from finetune.recipe import load_recipe
 
 H100 = place_of("H100")
@@ -128,7 +136,9 @@ def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
 
 
 def test_alternatives_are_possible_or_say_why_not(config):
-    found = {other.label: other for other in estimate(config, gpu="H100", alternatives=True).others}
+    result = estimate(config, gpu="H100", alternatives=True)
+    found = {other.label: other for other in result.others}
+    assert text_of(result).count("precision.compute=bf16") == 2, "the twin, once, and QLoRA"
     assert {"BF16", "FP8 torchao rowwise", "FP8 Transformer Engine delayed", "QLoRA"} <= set(found)
     assert all(other.measured or other.why for other in found.values())
     nf4, frozen = (
@@ -155,6 +165,44 @@ def test_json_says_the_same_as_the_words(result):
     assert all(note in words for note in result.notes)
 
 
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("lora", {"target_modules": r".*layers\.[0-3]\..*q_proj"}),
+        ("lora", {"target_modules": r".*layers\.[45]\..*q_proj"}),
+        ("lora", {"target_modules": ("layers.0.self_attn.q_proj", "v_proj")}),
+        ("precision", {"keep": ("*.layers.[0-2].*",)}),
+        ("precision", {"first_n": 3}),
+    ],
+)
+def test_layers_named_by_number_are_rehearsed_whole(config, section, values):
+    asked = changed(config, **{section: values})
+    whole, fast = measure(asked, H100), measure_fast(asked, H100)
+    assert fast.trainable == whole.trainable
+    assert fast.footprint == whole.footprint
+
+
+def test_layers_that_differ_in_turn_are_not_alike():
+    from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+
+    assert are_alike(LlamaConfig(num_hidden_layers=9))
+    assert are_alike(MixtralConfig(num_hidden_layers=9))
+    assert are_alike(Qwen3MoeConfig(num_hidden_layers=9))
+    assert not are_alike(Qwen3MoeConfig(num_hidden_layers=9, decoder_sparse_step=3))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each"), [("paged_adamw_32bit", 8), ("paged_ademamix_32bit", 12)]
+)
+def test_paged_states_are_not_memory_of_the_device(config, optimizer, bytes_each):
+    pytest.importorskip("bitsandbytes")
+    precision = {"frozen": None, "saved_input": None}
+    asked = changed(config, lora=None, precision=precision, train={"optim": optimizer})
+    held = measure(asked, H100).footprint.phases["forward"]
+    attention, norms = 6 * 2 * (256 * 256 + 256 * 128), 13 * 256  # too small to be paged
+    assert held["optimizer"] == bytes_each * (attention + norms)
+
+
 def test_an_estimate_leaves_no_trace(config):
     from accelerate.state import AcceleratorState
     from torch.nn import functional as F
@@ -169,6 +217,87 @@ def test_an_estimate_leaves_no_trace(config):
     assert before[2] == AcceleratorState._shared_state
     assert (attention, power) == (F.scaled_dot_product_attention, torch.pow)
     assert "pow" not in vars(torch.Tensor)
+
+
+def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(config, monkeypatch):
+    """As torchrun has it: no group is made or joined, and arguments keep their state."""
+    import os
+
+    from accelerate import PartialState
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir="unused", use_cpu=True)
+    before = dict(PartialState._shared_state)
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
+    for key, value in launched.items():
+        monkeypatch.setenv(key, value)
+    args.distributed_state.process_index = 1  # pyright: ignore[reportOptionalMemberAccess]
+    result = estimate(config, gpu="H100", twin=False)
+    assert result.measured.footprint.allocated > 0
+    assert not torch.distributed.is_initialized()
+    assert PartialState._shared_state == before | {"process_index": 1}
+    assert args.process_index == 1
+    assert {key: os.environ[key] for key in launched} == launched
+
+
+def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(config, make_llama):
+    from transformers import Trainer, TrainingArguments
+
+    from tests.conftest import batch
+
+    rows = [{"input_ids": x, "labels": x} for x in batch(4)["input_ids"].tolist()]
+    alone = estimate(config, gpu="H100", twin=False).facts()
+    finetune.setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True)
+    args = TrainingArguments(
+        output_dir="unused", max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=True,
+        report_to="none", disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)  # pyright: ignore
+    assert estimate(config, gpu="H100", twin=False).facts() == alone
+    trainer.train()
+    assert finetune.get_receipt().status == "proven"
+    assert estimate(config, gpu="H100", twin=False).facts() == alone
+    trainer.train()
+    assert finetune.get_receipt().status == "proven"
+
+
+def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from finetune.device import this_device
+    from finetune.estimator.verdict import check_room, predicted
+
+    def reads_values(mlp, x):
+        return x * x.detach().float().numpy().mean()
+
+    monkeypatch.setattr(LlamaMLP, "forward", reads_values)
+    bf16 = changed(config, precision={"compute": "bf16", "frozen": None, "saved_input": None})
+    with pytest.raises(RehearsalError, match="cannot be rehearsed"):
+        estimate(bf16, gpu="H100", twin=False)
+    no_room = replace(this_device(), kind="cpu", memory_gib=0.0)
+    monkeypatch.setattr("finetune.estimator.verdict.available_gib", lambda _: 0.0)
+    check_room(bf16, no_room)
+    told = predicted(bf16, this_device(), Batch(2, 64, False))
+    assert told["predicted"].startswith("not predicted: ")
+
+
+def test_settings_of_data_are_not_asked_of_made_up_rows(config):
+    plain = measure(config, H100).footprint
+    masked = changed(config, train={"assistant_only_loss": True})
+    assert measure(masked, H100).footprint == plain
+    with pytest.raises(RehearsalError, match="padding_free"):
+        measure(changed(config, train={"padding_free": True}), H100)
+
+
+def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
+    from finetune.device import this_device
+    from finetune.estimator import verdict
+
+    monkeypatch.setattr(verdict, "_asked", lambda asked, *_, **__: measure(asked, H100))
+    for strategy, shape in (("bfd", (1, 512, False)), ("wrapped", (4, 128, False))):
+        train = {"packing": True, "packing_strategy": strategy, "per_device_train_batch_size": 4}
+        told = verdict.predicted(changed(config, train=train), this_device(), Batch(*shape))
+        assert "a batch of 4 x 128 tokens" in told["predicted"]
 
 
 def test_the_same_question_has_the_same_answer(config):

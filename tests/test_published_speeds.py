@@ -146,3 +146,10 @@ def test_pairs_and_figures(tmp_path: Path):
     assert figures["pairs"] == 1
     assert figures["median_error"] > 0
     assert figures["sign_right"] in (0.0, 1.0)
+
+
+def test_a_short_line_has_empty_cells(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("\ufeff" + ",".join(COLUMNS) + "\nx1,a page\nx2,b" + "," * 30, "utf-8")
+    scored, reasons = score_rows(read_rows(path))
+    assert (scored, set(reasons)) == ([], {"x1", "x2"})

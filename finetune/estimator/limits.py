@@ -11,6 +11,7 @@ from finetune.estimator.changes import attends_by_mask
 from finetune.estimator.fsdp import fsdp_settings
 from finetune.estimator.measure import Measured
 from finetune.estimator.place import Place
+from finetune.optimizer_checks import chosen
 
 
 def limits(measured: Measured, place: Place) -> tuple[str, ...]:
@@ -40,6 +41,11 @@ def limits(measured: Measured, place: Place) -> tuple[str, ...]:
         notes.append(
             "Transformer Engine is taken to be installed there; its layers are modelled from its "
             "sources, not run: memory within some per cent of the FP8 copies either way"
+        )
+    if on_gpu and chosen(train).paged:
+        notes.append(
+            "states of a paged optimizer are not counted: they lie on the GPU while it has room, "
+            "so that nvidia-smi shows more, and on the host when it is full, which takes time"
         )
     if train.get("use_liger_kernel"):
         notes.append("Liger's kernels are not rehearsed: memory and time will be lower than this")

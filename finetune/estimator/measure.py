@@ -8,6 +8,7 @@ model is rehearsed whole where fragments may decide, and where its layers are no
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -177,8 +178,35 @@ def are_alike(shape: PretrainedConfig) -> bool:
     text = shape.get_text_config(decoder=True)
     lists = [v for v in vars(text).values() if isinstance(v, (list, tuple))]
     mixed = any(len(v) == text.num_hidden_layers and len(set(map(str, v))) > 1 for v in lists)
-    uneven = ("first_k_dense_replace", "mlp_only_layers", "moe_layer_freq", "attn_layer_period")
-    return not mixed and not any(getattr(text, name, None) for name in uneven)
+    uneven = any(getattr(text, name, None) for name in _UNEVEN)
+    turns = any(int(getattr(text, name, None) or 1) > 1 for name in _IN_TURN)
+    return not (mixed or uneven or turns)
+
+
+_UNEVEN = ("first_k_dense_replace", "mlp_only_layers", "moe_layer_freq", "num_kv_shared_layers")
+"""What says that some layers of an architecture differ from others."""
+_IN_TURN = (
+    *("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period"),
+    *("attn_layer_period", "full_attention_interval", "global_attn_every_n_layers"),
+)
+"""Layers of a kind come every so many."""
+
+
+def are_treated_alike(config: RunConfig) -> bool:
+    """Whether a run does the same to all decoder layers, but for some at the ends.
+
+    What names layers by number, as `layers.[0-3]` does, means others in a model of fewer.
+    """
+    lora, precision = config.lora, config.precision
+    patterns = [*precision.keep, *precision.map]
+    words: list[str] = []
+    if lora is not None:
+        targets = lora.target_modules
+        patterns += [targets] if isinstance(targets, str) else []
+        words += [*lora.modules_to_save, *(() if isinstance(targets, str) else targets)]
+    named = any(re.search(r"[0-9]|\\d", pattern) for pattern in patterns)
+    numbered = any(part.isdigit() for word in words for part in word.split("."))
+    return not (named or numbered or precision.first_n + precision.last_n > FEW[0])
 
 
 def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
@@ -189,7 +217,8 @@ def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
     """
     layers = depth(config)
     resolution = resolve_there(config.precision, place)
-    if layers > FEW[1] and are_alike(load_shape(config.model)):
+    alike = are_alike(load_shape(config.model)) and are_treated_alike(config)
+    if layers > FEW[1] and alike:
         # What names a late layer (keep, map, last_n) is refused by a model that has none.
         with contextlib.suppress(PlanError):
             seen = tuple(_rehearsal(config, place, resolution, layers=n) for n in FEW)

@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         known = self._numbers.get(key)
         if known is not None:
             return known
-        number, size, tape = self._next, storage.nbytes(), self.tape
+        number, size, tape = self._next, 0 if self._elsewhere else storage.nbytes(), self.tape
         self._next += 1
         module = self._modules[-1] if self._modules else ""
         tape.blocks[number] = Block(size, self.phase, module, tensor.dtype, op, kind or "temporary")
@@ -100,6 +100,17 @@ class Recorder(TorchDispatchMode):
             p.untyped_storage()._cdata for t in tensors if t is not None for p in plain_tensors(t)
         )
         return {self._numbers[key] for key in keys if key in self._numbers}
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is made in the block lies in memory that the device's allocator does not give."""
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            self._elsewhere = False
+
+    _elsewhere = False
 
     # ------------------------------------------------------------------------------------ phases
 

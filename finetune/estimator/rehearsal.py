@@ -25,10 +25,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +41,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from finetune import low_bit
+from finetune import low_bit, session
 from finetune.config import RunConfig
+from finetune.errors import FinetuneError, RehearsalError
 from finetune.estimator.engine import stand_in
 from finetune.estimator.faking import replaced, to_fake, without_memory
 from finetune.estimator.flash import choose_attention
@@ -49,7 +53,7 @@ from finetune.estimator.recorder import Recorder
 from finetune.estimator.stored import as_four_bit, hold_base
 from finetune.estimator.tape import Phase, Tape
 from finetune.estimator.target import on_gpu
-from finetune.estimator.updates import COMPILED, SteadyScale, torchao_updates
+from finetune.estimator.updates import COMPILED, SteadyScale, paged_states, torchao_updates
 from finetune.model import TINY_LLAMA, sketch
 from finetune.optimizer_checks import chosen
 from finetune.precision import convert
@@ -121,6 +125,7 @@ def rehearse(
 
     Raises:
         FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
+        RehearsalError: what the model does cannot be done without values.
     """
     notes: list[str] = []
     before = as_four_bit if config.model.storage == "nf4" else None
@@ -130,7 +135,7 @@ def rehearse(
     the_plan = plan(model, resolution.precision)
     gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
     held = cast_to(model, gathered_as) if gathered_as is not None else {}
-    with leaving_no_trace(), without_memory(), contextlib.ExitStack() as stack:
+    with _telling_of(config), leaving_no_trace(), without_memory(), ExitStack() as stack:
         to_fake(model)
         if device.kind == "cuda":
             stack.enter_context(on_gpu(device.capability or (9, 0)))
@@ -156,6 +161,8 @@ def rehearse(
             trainer.accelerator.native_amp = False
         waiting = [x for _ in range(trainer.micro_batches - 1) for x in _copies(trainer.batches)]
         trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *waiting])
+        if chosen(config.train).paged and device.kind == "cuda":
+            stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, held=held)
         events = trainer.recorder.tape.events
         trainer.visits = Visits(model, groups, lambda: len(events))
@@ -179,24 +186,59 @@ def rehearse(
 
 
 @contextlib.contextmanager
-def leaving_no_trace() -> Iterator[None]:
-    """Give random generators and Accelerate's process-wide state back as they were."""
-    from accelerate.state import AcceleratorState, GradientState
+def _telling_of(config: RunConfig) -> Iterator[None]:
+    """Anybody's code runs in the block, on tensors that it was not written for."""
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RehearsalError(
+            f"{config.model.name} cannot be rehearsed: {said}",
+            where="the rehearsal of a training step, on tensors without memory",
+            why="the trainer takes no such settings, or code reads values, which are not there",
+            fix="other settings; or train it, and read the measured memory from its receipt",
+        ) from error
 
-    shared = [cls._shared_state for cls in (AcceleratorState, GradientState)]
+
+@contextlib.contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """Rehearse as one process of its own, and give back what the whole process shares.
+
+    Training arguments make Accelerate's state anew, for a CPU; those of a trainer that is at work
+    read it ever after. What torchrun and `accelerate launch` say in the environment would have the
+    rehearsal join the run's processes, or make their group before the run does.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [cls._shared_state for cls in (PartialState, AcceleratorState, GradientState)]
     before = [dict(state) for state in shared]
     python, numbers = random.getstate(), np.random.get_state()
+    launched = {key: os.environ[key] for key in list(os.environ) if _LAUNCHED.fullmatch(key)}
     for state in shared:
         state.clear()
+    for key in launched:
+        del os.environ[key]
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), session.aside():
             yield
     finally:
+        for key in [key for key in os.environ if _LAUNCHED.fullmatch(key)]:
+            del os.environ[key]
+        os.environ.update(launched)
         random.setstate(python)
         np.random.set_state(numbers)
         for state, values in zip(shared, before, strict=True):
             state.clear()
             state.update(values)
+
+
+_LAUNCHED = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+"
+    r"|ACCELERATE_\w+|FSDP_\w+|TORCHELASTIC_\w+"
+)
+"""Variables by which launchers tell a process that it is one of several, and how they share."""
 
 
 def _trainer(
@@ -244,6 +286,8 @@ _SHORT: dict[str, Any] = {
     "report_to": "none",
 }
 _NOT_REHEARSED = {
+    "assistant_only_loss",
+    "completion_only_loss",
     "num_train_epochs",
     "eval_steps",
     "save_steps",

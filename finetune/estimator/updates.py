@@ -8,6 +8,9 @@ with the temporaries of one parameter at a time, and so does the rehearsal. On a
 update of a parameter is taken for one kernel that reads and writes states in place: what
 temporaries the compiler leaves over is not known here, so the truth may be higher by a few copies
 of the largest trained tensor, while activations are gone.
+
+*bitsandbytes' paged optimizers* keep large states in managed memory, which the driver moves to the
+host when the GPU is full and PyTorch's allocator knows nothing of.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.estimator.faking import replaced
-from finetune.estimator.recorder import plain_tensors
+from finetune.estimator.recorder import Recorder, plain_tensors
 
 SCALE = 2.0**16
 
@@ -34,6 +37,8 @@ COMPILED = (
     "optimizer's phase may hold more"
 )
 """A note for rehearsals of a GPU."""
+PAGED_FROM = 100_000
+"""Elements of a parameter whose state bitsandbytes pages (`Optimizer8bit.get_state_buffer`)."""
 
 
 class SteadyScale:
@@ -86,4 +91,28 @@ def torchao_updates(*, compiled: bool) -> Iterator[None]:
 
     changes = [(adam, "single_param_adam", _update_in_place)] if compiled else []
     with torch.compiler.set_stance("force_eager"), replaced(changes):
+        yield
+
+
+@contextlib.contextmanager
+def paged_states(recorder: Recorder) -> Iterator[None]:
+    """Have the large states of bitsandbytes' optimizers lie in managed memory, as on a GPU."""
+    from bitsandbytes import functional
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        with recorder.elsewhere():
+            return torch.zeros(shape, dtype=dtype)
+
+    def get_state_buffer(optimizer: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        if p.numel() < PAGED_FROM:
+            return torch.zeros_like(p, dtype=dtype)
+        return get_paged(*p.shape, dtype=dtype)
+
+    changes = [
+        (functional, "get_paged", get_paged),  # AdEMAMix asks for it by itself
+        (functional, "fill", torch.fill_),
+        (Optimizer8bit, "get_state_buffer", get_state_buffer),
+    ]
+    with replaced(changes):
         yield

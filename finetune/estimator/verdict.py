@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.config import RunConfig
 from finetune.device import GIB, Device, available_gib
-from finetune.errors import FinetuneError, MemoryShortError
+from finetune.errors import FinetuneError, MemoryShortError, RehearsalError
 from finetune.estimator.measure import Measured, changed, measure
 from finetune.estimator.place import Place
 from finetune.estimator.preview import preview
@@ -35,6 +35,8 @@ def here(device: Device, processes: int = 1) -> Place:
 def check_room(config: RunConfig, device: Device, processes: int = 1) -> None:
     """Refuse a run that cannot fit into the memory that is free now, before anything is loaded.
 
+    One that cannot be rehearsed is let through.
+
     Raises:
         MemoryShortError: it cannot, with what to change.
     """
@@ -42,7 +44,10 @@ def check_room(config: RunConfig, device: Device, processes: int = 1) -> None:
     quick = preview(config, gpus=processes)
     if quick is not None and quick.peak_gib * ROOM < free:
         return
-    expected = _asked(config, here(device, processes))
+    try:
+        expected = _asked(config, here(device, processes))
+    except RehearsalError:  # of which nothing is known is not refused
+        return
     held = expected.footprint
     if held.fit(int(free * GIB)) != "does not fit":
         return
@@ -67,7 +72,7 @@ def predicted(
     if batch is None:
         return {}
     rows, length, padded = batch
-    if config.train.get("packing"):  # one row of all
+    if config.train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
         rows = int(config.train.get("per_device_train_batch_size", 1))
         length //= rows
     same = changed(config, train={"per_device_train_batch_size": rows, "max_length": length})

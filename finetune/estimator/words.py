@@ -65,7 +65,9 @@ def _parts(result: Estimate) -> Iterator[RenderableType]:
     if measured.pace is not None:
         yield Text()
         yield from _time(result, measured.pace)
-    beside = [*([result.twin] if result.twin else []), *result.others]
+    twin = [result.twin] if result.twin else []
+    known = {way.change for way in twin}
+    beside = [*twin, *(way for way in result.others if way.change not in known)]
     if beside:
         yield Text()
         yield _beside(beside)

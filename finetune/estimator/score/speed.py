@@ -133,8 +133,8 @@ def _distance(one: Scored, other: Scored) -> tuple[bool, float]:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV of measurements."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return [{k: v or "" for k, v in row.items() if k} for row in csv.DictReader(file)]
 
 
 @dataclass(frozen=True)
