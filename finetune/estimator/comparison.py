@@ -168,11 +168,9 @@ def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
         )
     casts = fp8.share("FP8 casts")
     if casts > 0.01:
-        eaten = fp8.classes["FP8 casts"] / max(before - after, 1e-12)
-        words.append(
-            f"casts to FP8 take {casts:.0%} of the step"
-            + (f", {min(eaten, 9.99):.0%} of what the products gain" if before > after else "")
-        )
+        gained, cost = before - after, fp8.classes["FP8 casts"]
+        of_it = "more than" if cost > gained else f"{cost / gained:.0%} of what"
+        words.append(f"casts to FP8 take {casts:.0%} of the step, {of_it} the products gain")
     if (adapters := fp8.share("adapters")) > 0.03:
         words.append(f"{adapters:.0%} of the step is adapter traffic, whatever the rank")
     sent = [p.classes.get("communication", 0.0) for p in (fp8, plain)]
