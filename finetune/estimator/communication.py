@@ -35,7 +35,7 @@ MIB = 1 << 20
 LATENCY_S = 30e-6
 SHARE = {"nvlink": 0.35, "infinity-fabric": 0.35, "pcie": 0.10}
 """Of a link's stated speed, in collectives: chosen on published speeds of sharded training, below
-what NCCL's own tests reach alone (0.7 to 0.8 over NVLink). PCIe: GeForce cards, without peer access.
+what NCCL's own tests reach alone (0.7 to 0.8 over NVLink). PCIe: GeForce cards, no peer access.
 """
 SHOWN = 0.5
 """Of communication, what a step is longer by although it could be hidden."""
