@@ -217,7 +217,7 @@ def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
     assert memory.items() >= foretold.items()
     assert memory_line(memory).startswith("memory: predicted 30.7 MiB, measured ")
     assert json.loads((report.folder / "receipt.json").read_text())["memory"] == memory
-    assert asked == [((2, 32), 1)]
+    assert asked == [((2, 32, False), 1)]
 
 
 # ---------------------------------------------------------------------------------------- rendering

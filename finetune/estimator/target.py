@@ -9,7 +9,8 @@ way is taken here by hand, for as long as `on_gpu` is entered:
   documentation, "CUDA Ops that can autocast to float32");
 * *optimizers and gradient norms*: `foreach` is the default on CUDA only, and makes temporaries of
   the size of all that trains;
-* *TRL's loss* takes the positions that have a label, and runs Triton kernels in place.
+* *TRL's loss* takes the positions that have a label, and runs Triton kernels in place (Triton itself
+  need not be installed).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,6 +109,7 @@ def on_gpu(
         (optimizers, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
         (trl_utils, "_use_triton", always),
         (chunked_logprob, "_use_triton", always),
+        (chunked_logprob, "triton", SimpleNamespace(cdiv=lambda n, by: -(-n // by))),
         (chunked_logprob, "_addmm_fp32", torch.ops.finetune_estimator.addmm_fp32),
         (chunked_logprob, "_forward_kernel", _Launcher("logprob_forward")),
         (chunked_logprob, "_backward_kernel", _Launcher("logprob_backward")),
