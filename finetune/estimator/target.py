@@ -9,8 +9,8 @@ way is taken here by hand, for as long as `on_gpu` is entered:
   documentation, "CUDA Ops that can autocast to float32");
 * *optimizers and gradient norms*: `foreach` is the default on CUDA only, and makes temporaries of
   the size of all that trains;
-* *TRL's loss* takes the positions that have a label, and runs Triton kernels in place (Triton itself
-  need not be installed).
+* *TRL's loss* takes the positions that have a label, and runs Triton kernels in place; Triton
+  itself need not be installed.
 """
 
 from __future__ import annotations
