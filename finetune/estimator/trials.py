@@ -36,6 +36,7 @@ from finetune.estimator.changes import (
 from finetune.estimator.footprint import Footprint
 from finetune.estimator.measure import FEW, FirstLayers, Measured, rehearse_first_layers
 from finetune.estimator.place import Place
+from finetune.estimator.several import shares_model
 from finetune.model import sketch
 from finetune.optimizer_checks import check_here
 from finetune.preflight import check_settings
@@ -142,11 +143,12 @@ class _Trials:
         return replace(found, footprint=found.footprint.in_expandable_segments())
 
     def _rehearsed(self, state: _State) -> Measured:
-        """Number of devices and sharding change nothing in a rehearsal: one serves them all."""
+        """The number of devices changes nothing in a rehearsal, but whether they share weights."""
         config = state.config
         check_here(config.train, state.place.device)
         check_settings(config, sketch(config, layers=FEW[1]))
-        key = _key(config, without=("fsdp", "fsdp_config"))
+        shared = shares_model(config, state.place)
+        key = f"{shared} {_key(config, without=('fsdp', 'fsdp_config'))}"
         if self._last is None or self._last[0] != key:
             self._last = key, rehearse_first_layers(config, state.place)
         return replace(self._last[1], config=config).at(state.place)
