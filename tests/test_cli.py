@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,7 +206,8 @@ def on(monkeypatch):
     def pretend(device):
         for module in ("finetune.device", "finetune.trainer"):
             monkeypatch.setattr(f"{module}.this_device", lambda: device)
-        monkeypatch.setattr("finetune.memory.available_gib", lambda d: d.memory_gib)
+        for module in ("finetune.memory", "finetune.estimator.verdict"):
+            monkeypatch.setattr(f"{module}.available_gib", lambda d: d.memory_gib)
 
     return pretend
 
@@ -455,9 +457,12 @@ def test_where_memory_suffices_only_the_missing_fp8_is_named(cli, on, no_loading
     assert "precision.compute=bf16" in done.err
 
 
-@pytest.mark.parametrize("words", [["llama_8b_full_bf16", "--force"], ["llama_8b_lora_bf16"]])
-def test_force_or_enough_memory_gets_to_loading(cli, on, no_loading, words):
-    on(CPU)
+@pytest.mark.parametrize(
+    ("words", "memory_gib"),
+    [(["llama_8b_full_bf16", "--force"], 16.0), (["llama_8b_lora_bf16"], 24.0)],
+)
+def test_force_or_enough_memory_gets_to_loading(cli, on, no_loading, words, memory_gib):
+    on(replace(CPU, memory_gib=memory_gib))
     with pytest.raises(LoadedError):
         cli(*words)
 
