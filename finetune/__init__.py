@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from finetune.precision.loading import load_in_fp8 as load_in_fp8
     from finetune.precision.planner import plan as plan
+    from finetune.quiet import quiet_libraries as quiet_libraries
     from finetune.recipe import list_recipes as list_recipes
     from finetune.recipe import load_recipe as load_recipe
     from finetune.trainer import train as train
@@ -49,6 +50,7 @@ _HOME = {
     "load_in_fp8": "precision.loading",
     "load_recipe": "recipe",
     "plan": "precision.planner",
+    "quiet_libraries": "quiet",
     "get_receipt": "hook",
     "register_parameter_matmuls": "precision.declared",
     "revert": "precision.convert",

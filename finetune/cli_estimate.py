@@ -106,9 +106,7 @@ def estimate(
     if as_json:
         print(result.to_json())
         return
-    from finetune.estimator.words import describe
-
-    Console(highlight=False, soft_wrap=True).print(describe(result))
+    Console(highlight=False, soft_wrap=True).print(result)
 
 
 _ACTS_ON = {Fit.batch: ("--gpu", "--memory", "--gpus"), Fit.gpu: (), Fit.gpus: ("--gpu",)}

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
@@ -39,7 +40,7 @@ GEMM_TOLERANCE = 0.06
 
 
 @dataclass
-class Findings:
+class Findings(JupyterMixin):
     """What `doctor` found.
 
     Attributes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
@@ -41,7 +42,7 @@ class LayerReceipt:
 
 
 @dataclass
-class Receipt:
+class Receipt(JupyterMixin):
     """What a run did.
 
     Attributes:

@@ -10,6 +10,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -100,6 +103,29 @@ def setup_backend(request, monkeypatch):
         return setup_fp8_mixed_precision_training(backend, emulation="allow", cpu=True, **kwargs)
 
     return setup
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys):
+    """A function that runs a command line in this process, in an empty folder, 80 columns wide."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def run(*words: str) -> SimpleNamespace:
+        from finetune.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["finetune", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as error:
+            code = error.code or 0
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return run
 
 
 def batch(rows: int = 2, length: int = 32, vocab: int = 272, seed: int = 1) -> dict:

@@ -8,35 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import finetune
-from finetune.cli import main
 from finetune.recipe import find_recipe, list_recipes, load_recipe
 from tests.conftest import CPU, H100
-
-
-@pytest.fixture
-def cli(tmp_path, monkeypatch, capsys):
-    """A function that runs a command line in this process, in an empty folder, 80 columns wide."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-    def run(*words: str) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["finetune", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code or 0
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
-
-    return run
 
 
 def process(*words: str, **kwargs) -> subprocess.CompletedProcess:

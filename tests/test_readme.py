@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -105,17 +103,16 @@ def test_every_recipe_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
-def test_command_runs(command, tmp_path) -> None:
+def test_command_runs(command, cli, tmp_path) -> None:
     """Each command of the README in a fresh folder."""
     rows = "\n".join(f'{{"prompt": "Say {i}.", "completion": "It is {i}."}}' for i in range(16))
     (tmp_path / "mine.jsonl").write_text(rows)
-    argv = shlex.split(command)
-    argv[0] = sys.executable
-    if "tiny_lora_fp8" in argv[3:4] and "data.path=mine.jsonl" in argv:
-        argv += ["train.max_steps=3"]  # the whole recipe is trained in test_training.py
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip()
+    words = shlex.split(command)[3:]
+    if "data.path=mine.jsonl" in words:
+        words.append("train.max_steps=3")  # the whole recipe is trained in test_training.py
+    done = cli(*words)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.strip()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.console import RenderableType
+from rich.jupyter import JupyterMixin
+
 from finetune.config import RunConfig
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised
@@ -16,12 +19,13 @@ from finetune.estimator.measure import Measured, check_sizes, measure_well
 from finetune.estimator.place import Place, place_of
 from finetune.estimator.timing import spread
 from finetune.estimator.trials import advise
+from finetune.estimator.words import describe
 from finetune.gpus import Gpu
 from finetune.recipe import Recipe, load_recipe
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(JupyterMixin):
     """What a run would take.
 
     Attributes:
@@ -69,6 +73,9 @@ class Estimate:
         seconds, price = self.run_seconds, self.price
         known = seconds is not None and price is not None
         return seconds / 3600 * price * self.place.count if known else None  # pyright: ignore
+
+    def __rich__(self) -> RenderableType:
+        return describe(self)
 
     def to_json(self) -> str:
         """Everything, in bytes and seconds."""

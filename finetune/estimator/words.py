@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from finetune.estimator.comparison import Beside
-from finetune.estimator.estimate import Estimate
 from finetune.estimator.footprint import Footprint
 from finetune.estimator.timing import Pace, spread
+
+if TYPE_CHECKING:
+    from finetune.estimator.estimate import Estimate
 
 NAMES = {
     "weights": "weights",
