@@ -51,10 +51,14 @@ class MetricsWriter(TrainerCallback):
             row["tokens_per_s"] = round((tokens - self._last_tokens) / max(now - self._last, 1e-9))
             self._last, self._last_tokens = now, tokens
         row["precision"] = self.precision
+        self.write(row, state)
+
+    def write(self, row: dict[str, Any], state: TrainerState) -> None:
+        """Add a row of another kind, which says its step."""
         self.rows.append(row)
         if state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last = time.perf_counter()  # evaluation is not training time
