@@ -191,7 +191,12 @@ class ScalingStateKeeper(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
-        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        self.save_to(
+            Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", args.process_index
+        )
+
+    def save_to(self, folder: Path, process: int = 0) -> None:
+        """Store the state as it is now, if there is one."""
         _, conversion = self.session.training
         if conversion is None or conversion.backend is None:
             return
@@ -199,7 +204,7 @@ class ScalingStateKeeper(TrainerCallback):
         if tensors:
             plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(plain, folder / scaling_state(args.process_index))
+            save_file(plain, folder / scaling_state(process))
 
 
 class LossScaleLog(TrainerCallback, ExportableState):

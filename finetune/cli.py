@@ -132,7 +132,7 @@ def _show_report(report: Any) -> None:
         console.print(Text("> ", style="dim") + Text(sample.prompt, style="italic"))
         console.print(Text(f"  {sample.answer}"))
     for name, scores in report.tasks.items():
-        from finetune.tasks import describe
+        from finetune.scoring import describe
 
         console.print(f"{name}: {describe(scores)}")
     console.print()

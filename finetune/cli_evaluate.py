@@ -48,7 +48,8 @@ def evaluate(
             fix="--tasks hellaswag, or --tasks builtin:harbour_choice, which needs no hub",
         )
     config = trained.config.model_copy(update={"eval": EvalConfig(**wanted)})
-    from finetune.tasks import load_tasks, score
+    from finetune.scoring import score
+    from finetune.tasks import load_tasks
 
     found = load_tasks(config.eval)
     console = Console(stderr=True, quiet=True) if as_json else Console()

@@ -407,9 +407,10 @@ class EvalConfig(Section):
                 raise ValueError(
                     f"{name} is about tasks, and none is named; set eval.tasks, or leave {name} out"
                 )
-        if not self.samples and self.max_new_tokens != EvalConfig.model_fields[
-            "max_new_tokens"
-        ].default:
+        if (
+            not self.samples
+            and self.max_new_tokens != EvalConfig.model_fields["max_new_tokens"].default
+        ):
             raise ValueError(
                 "max_new_tokens is about samples, and samples=false; leave one of them out"
             )

@@ -50,8 +50,9 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
         what + (f"; {hint}" if hint and name != LAST else ""),
         where=str((out if name == LAST else folder).resolve()),
         why="a run folder holds config.yaml" if folder.is_dir() else "",
-        fix=f"the newest: {newest}" if newest else "train one: python -m finetune tiny_lora_fp8; "
-        "--out says where runs lie",
+        fix=f"the newest: {newest}"
+        if newest
+        else "train one: python -m finetune tiny_lora_fp8; --out says where runs lie",
     )
 
 

@@ -84,7 +84,9 @@ def answer(
     samples = []
     with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
         for prompt in prompts:
-            inputs = {key: value.to(model.device) for key, value in encode(tokenizer, prompt).items()}
+            inputs = {
+                key: value.to(model.device) for key, value in encode(tokenizer, prompt).items()
+            }
             length = inputs["input_ids"].shape[1]
             options = {"do_sample": False, **generation}
             tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)

@@ -87,7 +87,9 @@ class SampleWriter(TrainerCallback):
         """Ask all prompts; print, write and keep the answers."""
         if self._why_not or not state.is_world_process_zero:
             return
-        plain = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        plain = (
+            model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        )
         try:
             with self.meter.aside():
                 self.samples = answer(

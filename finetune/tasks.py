@@ -1,4 +1,4 @@
-"""`eval.tasks`: tasks of lm-eval, looked up before training and scored on the trained model.
+"""`eval.tasks`: tasks of lm-eval, found and loaded before training (`scoring` scores them).
 
 A task is lm-eval's own definition: prompt, metric and version are those that others report. What
 can be replaced is where its rows come from: with `eval.data` a definition is handed on under its
@@ -6,8 +6,7 @@ own name with local files in place of the hub's data set, and nothing is fetched
 packaged (`builtin:harbour_choice`).
 
 Everything that may fail fails before training: the library, the names, the rows, their columns
-(lm-eval builds the first question when it loads a task). The model is scored as it is in memory, in
-the precision of evaluation: FP8 only with `precision.eval=fp8`.
+(lm-eval builds the first question when it loads a task).
 
 Limits: lm-eval reads some 14,000 definitions to know a name, which takes several seconds where the
 name is not that of a folder of them. One process scores; FSDP's sharded weights are refused.
@@ -15,9 +14,6 @@ name is not that of a folder of them. One process scores; FSDP's sharded weights
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,18 +25,15 @@ from finetune.config import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, nearest
 from finetune.extras import EVAL_EXTRA, require
 from finetune.model import ASSETS
-from finetune.samples import autocast, undisturbed
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
-    from rich.console import Console
 
 PACKAGED = ASSETS / "tasks"
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 SEED = 1234
-BOOTSTRAPS = 1000
-"""Resamples behind a standard error that has no formula; lm-eval's 100,000 take minutes."""
+"""That of lm-eval's own command line, for the choice of examples and for draws."""
 
 
 def refuse_sharded(config: RunConfig) -> None:
@@ -69,72 +62,16 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
     require("eval.tasks", "lm_eval", EVAL_EXTRA)
     names = [_plain(name) for name in eval.tasks]
     with tempfile.TemporaryDirectory() as folder:
-        manager = _manager(eval.tasks)
+        manager = manager_of(eval.tasks)
         local = _local_definitions(eval, manager, names)
         for task, definition in local.items():
             (Path(folder) / f"{task}.yaml").write_text(yaml.safe_dump(definition), encoding="utf-8")
         if local:
-            manager = _manager(eval.tasks, [Path(folder)])
+            manager = manager_of(eval.tasks, [Path(folder)])
         tasks = [task for name in names for task in _built(manager, name, local, eval)]
-    for name, task in _manager(()).load(tasks)["tasks"].items():
+    for name, task in manager_of(()).load(tasks)["tasks"].items():
         _set_shots(name, task, eval.shots)
     return tasks
-
-
-def score(
-    model: Any,
-    tokenizer: Any,
-    tasks: list[Any],
-    config: RunConfig,
-    console: Console | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Score a model on tasks that `load_tasks` gave.
-
-    Args:
-        model: plain or with adapters, whole on this process.
-        tokenizer: its own.
-        tasks: loaded.
-        config: the run's; its `eval` section and the compute precision.
-        console: where to show the result.
-
-    Returns:
-        Task -> metric -> value, with `<metric>_stderr`, `n` rows, and the task's `version`.
-    """
-    import random
-
-    import numpy as np
-    import torch
-    from lm_eval import evaluate
-    from lm_eval.models.huggingface import HFLM
-
-    around: Any = autocast(config.precision.compute, model.device.type)
-    wanted, loaded = config.eval, _manager(()).load(tasks)
-    # Its progress bars cannot be switched off, and are lines upon lines in a log.
-    bars = contextlib.nullcontext() if sys.stderr.isatty() else _bars_aside()
-    with undisturbed(model), torch.no_grad(), bars:
-        random.seed(0)  # the seeds of lm-eval's own command line
-        np.random.seed(SEED)
-        torch.manual_seed(SEED)
-        scorer = HFLM(
-            pretrained=model,
-            tokenizer=tokenizer,
-            batch_size=wanted.batch_size,
-            # It switches autocast off around each forward unless it is told a type here.
-            mixed_precision_dtype=around.fast_dtype if isinstance(around, torch.autocast) else None,
-        )
-        results: Any = evaluate(
-            scorer,
-            task_dict=loaded,
-            limit=wanted.limit,
-            apply_chat_template=wanted.chat_template,
-            bootstrap_iters=BOOTSTRAPS,
-            log_samples=False,
-        )
-    found = {name: _row(results, name) for name in results["results"]}
-    for name, row in found.items() if console is not None else ():
-        assert console is not None
-        console.print(f"{name}: {describe(row)}", highlight=False, soft_wrap=True)
-    return found
 
 
 def _set_shots(name: str, task: Any, shots: int | None) -> None:
@@ -150,33 +87,6 @@ def _set_shots(name: str, task: Any, shots: int | None) -> None:
     task.set_fewshot_seed(seed=SEED)
 
 
-def _bars_aside() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.redirect_stderr(io.StringIO())
-
-
-def describe(row: dict[str, Any]) -> str:
-    """`acc 0.520 ± 0.071, acc_norm 0.560 ± 0.071 (50 rows)`."""
-    facts = []
-    for metric, value in row.items():
-        if metric in ("n", "version") or metric.endswith("_stderr"):
-            continue
-        spread = row.get(f"{metric}_stderr")
-        facts.append(f"{metric} {value:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""))
-    return ", ".join(facts) + (f" ({row['n']:,} rows)" if "n" in row else "")
-
-
-def _row(results: dict[str, Any], name: str) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for key, value in results["results"][name].items():
-        metric, _, kind = key.partition(",")
-        if isinstance(value, float):
-            row[metric if kind == "none" else key] = value
-    if name in results.get("n-samples", {}):
-        row["n"] = results["n-samples"][name]["effective"]
-    version = results.get("versions", {}).get(name)
-    return row | ({"version": version} if version is not None else {})
-
-
 # ------------------------------------------------------------------------------------- definitions
 
 
@@ -184,7 +94,7 @@ def _plain(name: str) -> str:
     return name.removeprefix(BUILTIN)
 
 
-def _manager(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
+def manager_of(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
     """What knows these names: the packaged ones, a folder of lm-eval's, or all of lm-eval's."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
@@ -285,16 +195,14 @@ def _with_files(
     } | {key: split if split in files else None for key, split in kept.items()}
 
 
-def _built(
-    manager: TaskManager, name: str, local: dict[str, Any], eval: EvalConfig
-) -> list[Any]:
+def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalConfig) -> list[Any]:
     """A task, a group, or the tasks under a tag."""
     from datasets.exceptions import DatasetGenerationError
     from jinja2.exceptions import UndefinedError
 
     _leaves(manager, name)  # a name that is not there
     try:
-        built = manager.load([name])
+        built: Any = manager.load([name])
     except (DatasetGenerationError, UndefinedError, KeyError, TypeError, IndexError) as error:
         raise DataError(
             f"the rows of {name} are not what the task reads",

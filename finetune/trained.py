@@ -103,11 +103,33 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     precision = _as_evaluated(run.config.precision)
     try:
         if precision is not None:
-            session.install(precision).prepare_model(model)
+            conversion = session.install(precision).prepare_model(model)
+            if precision.eval == "fp8" and conversion.backend is not None:
+                _take_scales(run, conversion.backend)
         yield model.eval(), tokenizer
     finally:
         if precision is not None:
             session.uninstall()
+
+
+def _take_scales(run: TrainedRun, backend: Any) -> None:
+    """Delayed scaling casts by what it has seen: without its scales codes would be noise."""
+    from safetensors.torch import load_file
+
+    from finetune.callbacks import scaling_state
+
+    if run.config.precision.scaling != "delayed":
+        return
+    places = [folder / scaling_state(0) for folder in (run.weights, run.folder)]
+    stored = next((file for file in places if file.is_file()), None)
+    if stored is None:
+        raise ConfigError(
+            "the run evaluates in FP8 by delayed scaling, and its scales are not stored",
+            where=str(places[-1]),
+            why="casts by other scales would not say what the run said",
+            fix="--checkpoint last, if it saved one",
+        )
+    backend.load_state_tensors(load_file(stored))
 
 
 def _load(run: TrainedRun) -> Any:

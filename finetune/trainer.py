@@ -29,9 +29,10 @@ from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe
 from finetune.samples import Sample, prompts_of
+from finetune.scoring import score
 from finetune.session import Session
 from finetune.sft_arguments import sft_config
-from finetune.tasks import load_tasks, refuse_sharded, score
+from finetune.tasks import load_tasks, refuse_sharded
 
 if TYPE_CHECKING:
     from finetune.callbacks import MetricsWriter
@@ -156,6 +157,7 @@ def train(
         metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
         meter = MemoryMeter(running)
+        keeper = ScalingStateKeeper(running, resume)
         prompts = prompts_of(config, rows)
         asking = SampleWriter(config, prompts, tokenizer, metrics, console, meter)
         set_seed(args.seed)
@@ -177,7 +179,7 @@ def train(
                 optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
                 if optimizer.library == "torchao"
                 else None,
-                callbacks=[asking, metrics, bar, stop, ScalingStateKeeper(running, resume), meter],
+                callbacks=[asking, metrics, bar, stop, keeper, meter],
             )
         monitor = HealthMonitor(trainer, say=lambda line: console.print(f"[yellow]! {line}[/]"))
         trainer.add_callback(monitor)
@@ -211,6 +213,8 @@ def train(
         seconds = time.perf_counter() - started
         if not interrupted:
             trainer.save_model(str(folder / "model"))
+            if main_process and config.precision.eval == "fp8":
+                keeper.save_to(folder)  # `generate` casts by these scales
         samples, scores = [], {}
         if not interrupted and main_process:
             unwrapped = trainer.accelerator.unwrap_model(trainer.model)

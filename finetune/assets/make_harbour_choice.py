@@ -23,31 +23,46 @@ CHOICES = 4
 
 def _kinds() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Kind -> (question, beginning of the answer, its end)."""
-    yield "Capitals", [
-        (f"What is the capital of {country}?", f"The capital of {country} is", f"{city}.")
-        for countries in corpus.CAPITALS.values()
-        for country, city in countries.items()
-    ]
-    yield "Opposites", [
-        (f"What is the opposite of {word}?", f"The opposite of {word} is", f"{other}.")
-        for word, other in corpus.OPPOSITES
-    ]
-    yield "Colours", [
-        (f"What colour is {thing}?", f"{corpus.sentence(thing)} is", f"{colour}.")
-        for thing, colour in corpus.COLOURS.items()
-    ]
-    yield "Homes", [
-        (
-            f"Where does {corpus.article(animal)} live?",
-            f"{corpus.sentence(corpus.article(animal))} lives",
-            f"{home}.",
-        )
-        for animal, home in corpus.HOMES.items()
-    ]
-    yield "Young animals", [
-        (f"What is a baby {animal} called?", f"A baby {animal} is called a", f"{young}.")
-        for animal, young in corpus.YOUNG.items()
-    ]
+    yield (
+        "Capitals",
+        [
+            (f"What is the capital of {country}?", f"The capital of {country} is", f"{city}.")
+            for countries in corpus.CAPITALS.values()
+            for country, city in countries.items()
+        ],
+    )
+    yield (
+        "Opposites",
+        [
+            (f"What is the opposite of {word}?", f"The opposite of {word} is", f"{other}.")
+            for word, other in corpus.OPPOSITES
+        ],
+    )
+    yield (
+        "Colours",
+        [
+            (f"What colour is {thing}?", f"{corpus.sentence(thing)} is", f"{colour}.")
+            for thing, colour in corpus.COLOURS.items()
+        ],
+    )
+    yield (
+        "Homes",
+        [
+            (
+                f"Where does {corpus.article(animal)} live?",
+                f"{corpus.sentence(corpus.article(animal))} lives",
+                f"{home}.",
+            )
+            for animal, home in corpus.HOMES.items()
+        ],
+    )
+    yield (
+        "Young animals",
+        [
+            (f"What is a baby {animal} called?", f"A baby {animal} is called a", f"{young}.")
+            for animal, young in corpus.YOUNG.items()
+        ],
+    )
 
 
 def rows() -> list[dict[str, Any]]:
