@@ -51,10 +51,14 @@ class MetricsWriter(TrainerCallback):
             row["tokens_per_s"] = round((tokens - self._last_tokens) / max(now - self._last, 1e-9))
             self._last, self._last_tokens = now, tokens
         row["precision"] = self.precision
+        self.write(row, state)
+
+    def write(self, row: dict[str, Any], state: TrainerState) -> None:
+        """Add a row of another kind, which says its step."""
         self.rows.append(row)
         if state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last = time.perf_counter()  # evaluation is not training time
@@ -187,7 +191,12 @@ class ScalingStateKeeper(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
-        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        self.save_to(
+            Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", args.process_index
+        )
+
+    def save_to(self, folder: Path, process: int = 0) -> None:
+        """Store the state as it is now, if there is one."""
         _, conversion = self.session.training
         if conversion is None or conversion.backend is None:
             return
@@ -195,7 +204,7 @@ class ScalingStateKeeper(TrainerCallback):
         if tensors:
             plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(plain, folder / scaling_state(args.process_index))
+            save_file(plain, folder / scaling_state(process))
 
 
 class LossScaleLog(TrainerCallback, ExportableState):

@@ -20,6 +20,8 @@ from typer.core import TyperGroup
 
 from finetune import __version__
 from finetune.cli_estimate import AsJson, Overrides, estimate
+from finetune.cli_evaluate import evaluate
+from finetune.cli_generate import generate
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, nearest
 from finetune.plain_yaml import read_text
@@ -129,6 +131,10 @@ def _show_report(report: Any) -> None:
     for sample in report.samples:
         console.print(Text("> ", style="dim") + Text(sample.prompt, style="italic"))
         console.print(Text(f"  {sample.answer}"))
+    for name, scores in report.tasks.items():
+        from finetune.scoring import describe
+
+        console.print(f"{name}: {describe(scores)}")
     console.print()
     console.print(report.receipt)
     facts = [f"{report.seconds:.0f} s", f"peak memory {report.peak_memory_gib:.2f} GiB"]
@@ -154,6 +160,8 @@ def _show_report(report: Any) -> None:
 
 
 app.command("estimate")(estimate)
+app.command("generate")(generate)
+app.command("evaluate")(evaluate)
 
 
 @app.command("export")

@@ -1,6 +1,6 @@
 """What a run is: frozen, complete, and plain data.
 
-A `RunConfig` has five sections. Four are ours and are described field by field below; the fifth,
+A `RunConfig` has six sections. Five are ours and are described field by field below; the sixth,
 `train`, is handed unchanged to `trl.SFTConfig`, whose documentation describes it. Nothing here
 imports torch, so that listing and checking recipes stays instant.
 """
@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 BackendName = Literal["te", "torchao", "emulated"]
@@ -336,7 +344,7 @@ class DataConfig(Section):
     )
     max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
     prompts: tuple[str, ...] = Field(
-        default=(), description="questions that the trained model answers at the end of the run"
+        default=(), description="questions that the model answers at each evaluation and at the end"
     )
 
     @model_validator(mode="after")
@@ -347,6 +355,68 @@ class DataConfig(Section):
         return self
 
 
+class EvalConfig(Section):
+    """What is looked at besides the loss: answers while training, tasks of lm-eval after it."""
+
+    at_start: bool = Field(
+        default=True,
+        description="held-out loss, and samples, before the first step too, where `train` "
+        "evaluates at all and does not say `eval_on_start` itself: a curve begins at its base",
+    )
+    samples: bool = Field(
+        default=True,
+        description="greedy answers to `data.prompts` (or to the first held-out rows) at each "
+        "evaluation and at the end",
+    )
+    max_new_tokens: PositiveInt = Field(
+        default=48, description="longest answer of a sample, in tokens"
+    )
+    tasks: tuple[str, ...] = Field(
+        default=(),
+        description="tasks of lm-eval that the trained model is scored on (extra `eval`), such as "
+        "`hellaswag`; `builtin:harbour_choice` is packaged and needs no hub",
+    )
+    data: str | None = Field(
+        default=None,
+        description="folder with the tasks' rows, `<task>/<split>.jsonl` or `.parquet` in the "
+        "published columns, for instance `hellaswag/validation.jsonl`; left out: from the hub",
+    )
+    limit: PositiveInt | None = Field(
+        default=None, description="use only the first rows of each task, for a quick look"
+    )
+    shots: NonNegativeInt | None = Field(
+        default=None, description="examples in front of each question; left out: as the task says"
+    )
+    batch_size: PositiveInt = Field(default=8, description="rows at a time while scoring tasks")
+    chat_template: bool = Field(
+        default=False, description="put the questions of tasks into the model's chat template"
+    )
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        """`eval.tasks=hellaswag,arc_easy` is easier to type than a list."""
+        if isinstance(value, str):
+            return tuple(name.strip() for name in value.split(",") if name.strip())
+        return value
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> EvalConfig:
+        for name in () if self.tasks else ("data", "limit", "shots", "batch_size", "chat_template"):
+            if getattr(self, name) != EvalConfig.model_fields[name].default:
+                raise ValueError(
+                    f"{name} is about tasks, and none is named; set eval.tasks, or leave {name} out"
+                )
+        if (
+            not self.samples
+            and self.max_new_tokens != EvalConfig.model_fields["max_new_tokens"].default
+        ):
+            raise ValueError(
+                "max_new_tokens is about samples, and samples=false; leave one of them out"
+            )
+        return self
+
+
 class RunConfig(Section):
     """One run, complete. `train` is for `trl.SFTConfig`; `finetune.recipe` checks it."""
 
@@ -354,6 +424,7 @@ class RunConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     lora: LoraSection | None = None
     data: DataConfig
+    eval: EvalConfig = EvalConfig()
     train: dict[str, Any] = {}
 
     @model_validator(mode="before")

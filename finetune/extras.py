@@ -10,6 +10,7 @@ from finetune.errors import MissingExtraError
 from finetune.optimizer_checks import chosen
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
+EVAL_EXTRA = "pip install 'fp8-finetune[eval]'"
 
 
 def needed(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -29,6 +30,8 @@ def needed(config: RunConfig) -> list[tuple[str, str, str]]:
         found.append(
             ("train.use_liger_kernel", "liger_kernel", "pip install 'fp8-finetune[liger]'")
         )
+    if config.eval.tasks:
+        found.append(("eval.tasks", "lm_eval", EVAL_EXTRA))
     return found
 
 

@@ -13,6 +13,8 @@ process measures itself.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +41,7 @@ class MemoryMeter(TrainerCallback):
     """Measures the peak of a run's memory: on a CPU of one step, on a GPU of the whole training.
 
     Attributes:
-        earlier_gib: on a GPU, the peak before training began.
+        earlier_gib: on a GPU, the peak before torch's own was last set back.
         batch: the largest micro-batch that was measured; None before.
     """
 
@@ -65,6 +67,7 @@ class MemoryMeter(TrainerCallback):
         if self.kind == "cuda":
             self.earlier_gib = max(self.earlier_gib, torch.cuda.max_memory_allocated() / GIB)
             torch.cuda.reset_peak_memory_stats()
+            self._bytes = self._reserved = 0
             self._open = True
             self._watch(model)
         elif self.kind != "cpu":
@@ -122,6 +125,23 @@ class MemoryMeter(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is allocated inside is no part of training: it does not raise its peak."""
+        if not self._open:
+            yield
+            return
+        self._note_peak()
+        try:
+            yield
+        finally:
+            self.earlier_gib = max(self.earlier_gib, torch.cuda.max_memory_allocated() / GIB)
+            torch.cuda.reset_peak_memory_stats()
+
+    def _note_peak(self) -> None:
+        self._bytes = max(self._bytes, torch.cuda.max_memory_allocated())
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+
     def close(self) -> None:
         """Stop counting, also out of a step that was broken off. Harmless when already done."""
         if self._hook is not None:
@@ -131,8 +151,7 @@ class MemoryMeter(TrainerCallback):
         if live is not None:
             live.__exit__(None, None, None)
         if self._open:
-            self._bytes = torch.cuda.max_memory_allocated()
-            self._reserved = torch.cuda.max_memory_reserved()
+            self._note_peak()
             self._measured, self._open = "peak allocated by torch, whole training", False
 
     # ------------------------------------------------------------------------------------ reading

@@ -1,12 +1,30 @@
-"""What the trained model says: greedy answers to a few prompts."""
+"""What a model says: greedy answers to a few prompts, also in the middle of training.
+
+Asking must leave training as it was. So around it (`undisturbed`) the state of every random
+generator is kept, each module gets its own mode back, amax histories of delayed scaling are put
+back (with `precision.eval=fp8` a forward in evaluation records amaxes), and compiled decoder layers
+run as they were written: prompts have lengths of their own, and each would be compiled anew until
+the compiler gives up, on the training step as well. Layers run in the precision of evaluation,
+`precision.eval`, and what is not FP8 in the type of autocast that training has.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import RunConfig
-from finetune.data import Rows
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from finetune.data import Rows
+
+AUTOCAST = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}
+"""Compute precision -> the type of autocast around a forward; none with fp32."""
 
 
 @dataclass(frozen=True)
@@ -30,34 +48,91 @@ def prompts_of(config: RunConfig, rows: Rows) -> list[str]:
     return prompts
 
 
+def encode(tokenizer: Any, prompt: str) -> dict[str, Any]:
+    """Token ids and mask of a prompt, [1, T], as a turn of a chat where there is a template."""
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    return {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
+
+
 def answer(
     model: Any,
     tokenizer: Any,
     prompts: list[str],
     max_new_tokens: int = 48,
+    *,
+    compute: str = "bf16",
+    **generation: Any,
 ) -> list[Sample]:
-    """Greedy answers, in evaluation mode."""
+    """Greedy answers, in evaluation mode; training goes on afterwards as if nothing had been.
+
+    Args:
+        model: plain or with adapters, converted or not, not sharded.
+        tokenizer: its own.
+        prompts: each asked by itself.
+        max_new_tokens: of an answer.
+        compute: the run's `precision.compute`, which decides the type of autocast.
+        generation: more arguments of `generate`.
+    """
     import torch
 
-    model.eval()
     samples = []
-    for prompt in prompts:
-        if tokenizer.chat_template:
-            turns = [{"role": "user", "content": prompt}]
-            inputs = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        else:
-            inputs = tokenizer(prompt, return_tensors="pt")
-        inputs = {
-            key: value.to(model.device)
-            for key, value in inputs.items()
-            if key in ("input_ids", "attention_mask")
-        }
-        with torch.no_grad():
-            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        said = tokens[0, inputs["input_ids"].shape[1] :]
-        samples.append(
-            Sample(prompt, str(tokenizer.decode(said, skip_special_tokens=True)).strip())
-        )
+    with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
+        for prompt in prompts:
+            inputs = {
+                key: value.to(model.device) for key, value in encode(tokenizer, prompt).items()
+            }
+            length = inputs["input_ids"].shape[1]
+            options = {"do_sample": False, **generation}
+            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
+            said = tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
+            samples.append(Sample(prompt, str(said).strip()))
     return samples
+
+
+def autocast(compute: str, device: str) -> contextlib.AbstractContextManager[Any]:
+    """What training has around its forward: BF16 or FP16, nothing with FP32."""
+    import torch
+
+    if compute not in AUTOCAST:
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype=getattr(torch, AUTOCAST[compute]))
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluate inside; generators, modes of modules and scaling state are afterwards as before."""
+    import numpy as np
+    import torch
+
+    from finetune.precision.convert import conversion_of
+
+    conversion = conversion_of(model)
+    modes = [(module, module.training) for module in model.modules()]
+    generators = random.getstate(), np.random.get_state()
+    engines = conversion.engines if conversion is not None else []
+    kept = [
+        (engine, {name: value.detach().clone() for name, value in engine.state_tensors().items()})
+        for engine in engines
+    ]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        if conversion is not None and conversion.compiled:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for engine, state in kept:
+                if state:
+                    engine.load_state_tensors(state)
+            random.setstate(generators[0])
+            np.random.set_state(generators[1])

@@ -28,9 +28,11 @@ from finetune.precision.holdings import held_weights
 from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe
-from finetune.samples import Sample, answer, prompts_of
+from finetune.samples import Sample, prompts_of
+from finetune.scoring import score
 from finetune.session import Session
 from finetune.sft_arguments import sft_config
+from finetune.tasks import load_tasks, refuse_sharded
 
 if TYPE_CHECKING:
     from finetune.callbacks import MetricsWriter
@@ -49,6 +51,7 @@ class RunReport:
         seconds: of training, evaluation included.
         peak_memory_gib: peak of allocated memory.
         samples: answers of the trained model.
+        tasks: of `eval.tasks`, name -> metric -> value.
         interrupted: stopped by Ctrl-C; `checkpoints/` holds where.
     """
 
@@ -61,6 +64,7 @@ class RunReport:
     seconds: float
     peak_memory_gib: float
     samples: list[Sample] = field(default_factory=list)
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     interrupted: bool = False
 
     def to_json(self) -> str:
@@ -100,7 +104,7 @@ def train(
         FinetuneError: anything that is the user's to mend, see `finetune.errors`.
     """
     from accelerate import PartialState
-    from peft import PeftModel, get_peft_model
+    from peft import get_peft_model
     from transformers import set_seed
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from trl import SFTTrainer
@@ -115,8 +119,10 @@ def train(
     )
     from finetune.health.monitor import HealthMonitor
     from finetune.measured_memory import MemoryMeter
+    from finetune.sampling import SampleWriter
 
     config, device = recipe.config, this_device()
+    refuse_sharded(config)
     ahead = preflight(config, device, force=force)
     if not force:
         check_room(config, device, processes())
@@ -129,6 +135,9 @@ def train(
         rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
     args = sft_config(config, folder, rows.settings, on_cpu=device.kind == "cpu")
     resume = _resume_folder(config)
+    if "eval_on_start" not in config.train and rows.eval is not None and resume is None:
+        args.eval_on_start = config.eval.at_start and args.eval_strategy != "no"
+    tasks = load_tasks(config.eval) if main_process else []
     if main_process:
         try:
             folder.mkdir(parents=True)
@@ -148,6 +157,9 @@ def train(
         metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
         meter = MemoryMeter(running)
+        keeper = ScalingStateKeeper(running, resume)
+        prompts = prompts_of(config, rows)
+        asking = SampleWriter(config, prompts, tokenizer, metrics, console, meter)
         set_seed(args.seed)
         model: Any = load_model(config.model, ahead.plan.held)
         adapters = lora_config(config.lora) if config.lora else None
@@ -167,7 +179,7 @@ def train(
                 optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
                 if optimizer.library == "torchao"
                 else None,
-                callbacks=[metrics, bar, stop, ScalingStateKeeper(running, resume), meter],
+                callbacks=[asking, metrics, bar, stop, keeper, meter],
             )
         monitor = HealthMonitor(trainer, say=lambda line: console.print(f"[yellow]! {line}[/]"))
         trainer.add_callback(monitor)
@@ -201,11 +213,15 @@ def train(
         seconds = time.perf_counter() - started
         if not interrupted:
             trainer.save_model(str(folder / "model"))
-        samples = []
-        if not interrupted and main_process and not config.train.get("fsdp"):
+            if main_process and config.precision.eval == "fp8":
+                keeper.save_to(folder)  # `generate` casts by these scales
+        samples, scores = [], {}
+        if not interrupted and main_process:
             unwrapped = trainer.accelerator.unwrap_model(trainer.model)
-            assert isinstance(unwrapped, (PeftModel, type(model)))
-            samples = answer(unwrapped, tokenizer, prompts_of(config, rows))
+            samples = asking.at_end(unwrapped, trainer.state, anew=args.load_best_model_at_end)
+            if tasks:
+                scores = score(unwrapped, tokenizer, tasks, config)
+                metrics.write({"step": trainer.state.global_step, "tasks": scores}, trainer.state)
 
     if not interrupted and main_process:
         receipt.memory |= predicted(config, device, meter.batch, processes())
@@ -221,6 +237,7 @@ def train(
         seconds=seconds,
         peak_memory_gib=max(meter.earlier_gib, peak_memory_gib()),
         samples=samples,
+        tasks=scores,
         interrupted=interrupted,
     )
     if main_process:

@@ -19,6 +19,7 @@ SMALL = (
     "data.name=builtin:harbour",
     "data.max_rows=48",
     "data.prompts=[hello]",
+    "eval.at_start=false",
     "precision.emulation=allow",
     "train.max_steps=3",
     "train.warmup_steps=0",

@@ -289,6 +289,7 @@ _NOT_REHEARSED = {
     "assistant_only_loss",
     "completion_only_loss",
     "num_train_epochs",
+    "eval_on_start",
     "eval_steps",
     "save_steps",
     "logging_steps",

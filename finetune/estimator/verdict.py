@@ -102,7 +102,10 @@ class _Asked:
 
 def _asked(config: RunConfig, place: Place, *, padded: bool | None = None) -> Measured:
     train = {k: v for k, v in config.train.items() if k not in _OF_NO_MATTER}
-    data = config.model_dump(exclude={"data"}) | {"train": train, "place": str(place.device)}
+    data = config.model_dump(exclude={"data", "eval"}) | {
+        "train": train,
+        "place": str(place.device),
+    }
     return _rehearsed(_Asked(f"{place.count} {data}", padded, config, place))
 
 

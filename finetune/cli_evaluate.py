@@ -1,0 +1,84 @@
+"""The command line's `evaluate`: score the model of a finished run on tasks of lm-eval."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from finetune.errors import ConfigError
+from finetune.run_lookup import find_run
+
+
+def evaluate(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run folder, `last`, or a recipe's name.")
+    ],
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Names, comma-separated; left out: the run's eval.tasks."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder of rows, TASK/validation.jsonl or .parquet.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="A step, or `last`; left out: the run's end.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Score a run's model on tasks of lm-eval (HellaSwag and others), and keep the result."""
+    folder = find_run(run, out)
+    from finetune.config import EvalConfig
+    from finetune.trained import loaded, open_trained
+
+    trained = open_trained(folder, checkpoint)
+    given = {"tasks": tasks, "data": data, "limit": limit, "shots": shots}
+    wanted = trained.config.eval.model_dump() | {k: v for k, v in given.items() if v is not None}
+    if not wanted["tasks"]:
+        raise ConfigError(
+            "no task is named",
+            where="--tasks",
+            why="the run's eval.tasks is empty",
+            fix="--tasks hellaswag, or --tasks builtin:harbour_choice, which needs no hub",
+        )
+    config = trained.config.model_copy(update={"eval": EvalConfig(**wanted)})
+    from finetune.scoring import score
+    from finetune.tasks import load_tasks
+
+    found = load_tasks(config.eval)
+    console = Console(stderr=True, quiet=True) if as_json else Console()
+    with loaded(trained) as (model, tokenizer):
+        scores = score(model, tokenizer, found, config, console)
+    kept = _keep(folder, trained.weights, config.eval.model_dump(mode="json"), scores)
+    if as_json:
+        print(json.dumps(scores, indent=1))
+    else:
+        console.print(f"kept in {kept}", highlight=False, soft_wrap=True)
+
+
+def _keep(folder: Path, weights: Path, asked: dict[str, Any], scores: dict[str, Any]) -> Path:
+    """Add the scores of the run's last weights to its report; those of a checkpoint stay apart."""
+    if weights.name != "model":
+        kept = folder / f"tasks-{weights.name}.json"
+        text = {"weights": weights.name, "eval": asked, "tasks": scores}
+    else:
+        kept = folder / "report.json"
+        text = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+        text["tasks"] = text.get("tasks", {}) | scores
+        row = {"step": _last_step(folder), "tasks": scores}
+        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    kept.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    return kept
+
+
+def _last_step(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return max((json.loads(line).get("step", 0) for line in lines if line.strip()), default=0)
