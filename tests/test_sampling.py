@@ -20,7 +20,6 @@ from finetune.config import EvalConfig
 from finetune.errors import ConfigError
 from finetune.recipe import list_recipes
 from finetune.samples import answer, undisturbed
-from tests.test_cli import cli  # noqa: F401  a fixture
 
 SHORT = (
     "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",
@@ -250,7 +249,7 @@ def test_tasks_are_a_list_or_words_with_commas() -> None:
 # ---------------------------------------------------------------------------------------- generate
 
 
-def test_generate_says_what_the_run_said(run, cli) -> None:  # noqa: F811
+def test_generate_says_what_the_run_said(run, cli) -> None:
     report, _ = run
     prompts = [one.prompt for one in report.samples]
     out = str(report.folder.parent.parent)
@@ -262,7 +261,7 @@ def test_generate_says_what_the_run_said(run, cli) -> None:  # noqa: F811
     assert streamed.out.strip() == report.samples[0].answer
 
 
-def test_generate_reads_lines_and_a_checkpoint_and_draws_by_seed(run, cli, monkeypatch) -> None:  # noqa: F811
+def test_generate_reads_lines_and_a_checkpoint_and_draws_by_seed(run, cli, monkeypatch) -> None:
     report, _ = run
     monkeypatch.setattr("sys.stdin", io.StringIO("What is a library?\n\nHello.\n"))
     words = ("generate", str(report.folder), "--checkpoint", "2", "--max-new-tokens", "4")
@@ -279,7 +278,7 @@ def test_generate_reads_lines_and_a_checkpoint_and_draws_by_seed(run, cli, monke
     assert said[0] == said[1] != said[2]
 
 
-def test_generate_refuses_with_a_way_out(run, cli, tmp_path) -> None:  # noqa: F811
+def test_generate_refuses_with_a_way_out(run, cli, tmp_path) -> None:
     import shutil
 
     report, _ = run
@@ -304,7 +303,7 @@ def test_generate_refuses_with_a_way_out(run, cli, tmp_path) -> None:  # noqa: F
     assert "there is no packaged model 'builtin:tiny_lama'" in no_base.err
 
 
-def test_generate_interrupted(run, cli, monkeypatch) -> None:  # noqa: F811
+def test_generate_interrupted(run, cli, monkeypatch) -> None:
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 

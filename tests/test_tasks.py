@@ -17,7 +17,6 @@ from finetune.config import EvalConfig, PrecisionConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, MissingExtraError
 from finetune.scoring import score
 from finetune.tasks import PACKAGED, load_tasks
-from tests.test_cli import cli  # noqa: F401  a fixture
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 BUILTIN = "builtin:harbour_choice"
@@ -181,7 +180,7 @@ def test_sharded_weights_are_refused() -> None:
         tasks.refuse_sharded(config)
 
 
-def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cli) -> None:  # noqa: F811
+def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cli) -> None:
     asked = (
         "train.max_steps=2", "train.eval_strategy=no", "train.warmup_steps=0", "data.max_rows=24",
         "eval.samples=false", f"eval.tasks={BUILTIN}", "eval.limit=20",
