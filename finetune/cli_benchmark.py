@@ -34,7 +34,7 @@ def benchmark(
         str | None, typer.Option(help="lora or full: step by step from stock libraries to here.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Part of the name of a ladder's step.")
+        list[str] | None, typer.Option(help="A ladder's step, or part of several names.")
     ] = None,
     all_points: Annotated[
         bool, typer.Option("--all", help="Also what is larger than one that did not fit.")

@@ -58,12 +58,10 @@ class Step:
         return RunConfig.model_validate(data | {"model": model.model_dump()})
 
 
-SHIPPED = Step("shipped", how="shipped", liger="")
-STOCK = Step("stock", how="stock", liger="")
 LORA = (
-    STOCK,
+    Step("stock", BF16 | {"fused_adapters": False}, how="stock", liger=""),
     Step("fused"),
-    SHIPPED,
+    Step("shipped", how="shipped", liger=""),
     Step(
         "flags kept",
         FP8 | {"frozen": "bf16", "scaling": "tensorwise", "fused_adapters": False},
@@ -110,7 +108,7 @@ def steps_of(
     Args:
         ladder: `lora` or `full`.
         config: of the recipe that is trained.
-        only: parts of names; left out, all steps.
+        only: names, or parts of several; left out, all steps.
 
     Raises:
         ConfigError: no such ladder or step, or a recipe of the other method.
@@ -141,6 +139,11 @@ def steps_of(
                 where="--only",
                 fix=f"steps are: {'; '.join(names)}",
             )
-    asked = [s for s in steps if not only or any(part in s.name for part in only)]
+    asked = [step for step in steps if not only or _is_named(step.name, only, names)]
     first = [s for s in steps if s.name in references]
     return [*first, *(s for s in asked if s not in first)], references
+
+
+def _is_named(name: str, only: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether one of `only` is the name, or part of it and no other step's whole name."""
+    return any(part == name or (part in name and part not in names) for part in only)

@@ -79,7 +79,7 @@ def measure_point(job: Job, emit: Emit) -> None:
 def _is_out_of_memory(error: BaseException) -> bool:
     said = str(error).lower()
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        "out of memory" in said or "alloc_failed" in said
+        "out of memory" in said or "alloc_failed" in said or "allocate memory" in said
     )
 
 

@@ -61,7 +61,7 @@ def benchmark(
         rounds: processes for each point and recipe; left out, 3 where something is compared
             (an interval needs two), else 1.
         ladder: `lora` or `full`: measure the steps of a ladder with this recipe, instead of `vs`.
-        only: parts of names of steps; left out, all of them.
+        only: names of steps, or parts of several; left out, all of them.
         out: folder of benchmarks.
         force: also try what is predicted to be far too large.
         all_points: also try what is larger than a point that did not fit.
