@@ -73,6 +73,5 @@ def benchmark(
         console.print(found)
         console.print(f"rows: {found.folder}/benchmark.json and .csv", soft_wrap=True)
     if found.interrupted:
-        kept = f"{len(found.rows)} rows are kept in {found.folder}"
-        progress.print(f"interrupted; {kept}", style="yellow")
+        progress.print(f"interrupted; rows until then are in {found.folder}", style="yellow")
         sys.exit(INTERRUPTED)

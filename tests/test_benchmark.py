@@ -28,7 +28,9 @@ from finetune.benchmarking.ratios import speed_ratio, student
 from finetune.benchmarking.rows import Benchmark, Row
 from finetune.cli import main
 from finetune.errors import ConfigError, ModelNotFoundError, RecipeNotFoundError
+from finetune.gpus import find_gpu
 from finetune.model import TINY_LLAMA
+from finetune.receipt import LayerReceipt, Receipt
 from tests.conftest import CPU, H100
 
 FP8, BF16 = "tiny_lora_fp8", "tiny_lora_bf16"
@@ -435,6 +437,31 @@ def test_a_mistake_that_only_the_point_can_see_is_its_row() -> None:
     assert not lines[-1]["out_of_memory"]
 
 
+def test_utilisation_is_what_the_peaks_would_take_over_what_it_took() -> None:
+    n = k = 1000
+    job = Job("a", at_point(load_recipe(BF16).config, Point(2, 16), 1))
+    once = 2 * n * k * job.point.tokens
+
+    def layer(precision: str) -> LayerReceipt:
+        calls = {"fprop": 1, "dgrad": 1, "wgrad": 0}
+        gemms = (precision, precision, "none")
+        return LayerReceipt(precision, (n, k), "base", *gemms, calls, 2 * once, "")
+
+    facts = {"backend": "torchao"}
+    receipt = Receipt("proven", facts, layers=[layer("fp8"), layer("bf16")])
+    found = points._work(receipt, job, H100)
+    assert found["tflop"] == pytest.approx(4 * once / 1e12)
+    peaks = find_gpu(H100).tflops
+    at_peak = 2 * once / 1e12 * (1 / peaks["fp8"] + 1 / peaks["bf16"])
+    assert found["peak_seconds"] == pytest.approx(at_peak)
+    row = Row("a", 2, 16, 32, rounds=[[4 * at_peak]], peak_seconds=at_peak)
+    assert row.facts()["mfu"] == pytest.approx(0.25)
+    assert "| 25.0% |" in Benchmark([row]).to_markdown()
+    emulated = Receipt("proven", {"backend": "emulated"}, layers=[layer("fp8")])
+    assert "peak_seconds" not in points._work(emulated, job, H100)
+    assert "peak_seconds" not in points._work(receipt, job, CPU)
+
+
 @pytest.mark.parametrize(
     ("device", "free", "needed", "tried"),
     [(H100, 0, 90.0, True), (H100, 0, 101.0, False), (CPU, 8.0, 7.9, True), (CPU, 8.0, 8.1, False)],
@@ -536,7 +563,7 @@ def test_a_benchmark_on_the_command_line(cli, tmp_path) -> None:
 def test_ctrl_c_on_the_command_line(cli) -> None:
     code, out, err = cli(FP8, "--vs", BF16, "--grid", "batch=1", run=Pretended(stop_after=1))
     assert code == 130
-    assert "interrupted; 1 rows are kept in runs/benchmark/" in err.replace("\n", "")
+    assert "interrupted; rows until then are in runs/benchmark/" in err.replace("\n", "")
     assert "proven" in out
 
 
@@ -565,6 +592,12 @@ def test_a_mistake_exits_with_2(cli, tmp_path, words, said) -> None:
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
+
+
+def test_several_processes_are_refused(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one device"):
+        finetune.benchmark(FP8, run=Pretended())
 
 
 def test_errors_are_of_the_library_in_python_too() -> None:

@@ -293,7 +293,7 @@ class Benchmark:
         lines += [f"not a pair that differs in precision only: {line}" for line in self.differences]
         lines += sorted({row.prediction for row in self.rows if row.prediction})
         if self.interrupted:
-            lines.append(f"interrupted: the {len(self.rows)} rows measured until then are kept")
+            lines.append("interrupted: what was measured until then is kept")
         return list(dict.fromkeys(lines))
 
     def to_markdown(self) -> str:

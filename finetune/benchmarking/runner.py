@@ -23,6 +23,7 @@ from finetune.benchmarking.processes import run_apart
 from finetune.benchmarking.rows import Benchmark, Row
 from finetune.config import RunConfig
 from finetune.errors import ConfigError
+from finetune.preflight import processes
 from finetune.recipe import Recipe, load_recipe
 
 Say = Callable[[str], None]
@@ -74,6 +75,12 @@ def benchmark(
     for name, value in (("steps", steps), ("rounds", rounds)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value}", where=f"--{name}", fix=f"--{name} 1 or more")
+    if processes() > 1:
+        raise ConfigError(
+            "a benchmark measures one device, and was started on several",
+            where=f"WORLD_SIZE={processes()}",
+            fix="start it with python -m finetune benchmark, without torchrun",
+        )
     if ladder is not None and vs:
         raise ConfigError(
             "a ladder compares steps of one recipe, and --vs names another",
