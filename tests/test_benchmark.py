@@ -300,7 +300,7 @@ def test_the_table_in_a_terminal_and_in_a_notebook() -> None:
         assert "0.67x (0.67 to 0.67)" in text
         assert "proven" in text
         assert "predicted 1.00x" in text
-        assert text.count("out of memory") == 2
+        assert text.count("out of memory") == 2  # a row of each recipe
     table = [line for line in found.to_markdown().splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {table[0].count("|")}
     assert len(table) == 2 + 4

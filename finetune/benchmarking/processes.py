@@ -79,8 +79,8 @@ def ended(code: int, log: Path) -> dict[str, Any]:
         return {
             "kind": "failed",
             "out_of_memory": True,
-            "error": "killed by the system, which is how Linux ends a process that takes the last "
-            "of its memory",
+            "error": "out of memory: killed by the system, which is how Linux ends a process that "
+            "takes the last of its memory",
         }
     if code < 0:
         return {"kind": "failed", "error": f"crashed: {signal.Signals(-code).name}; see {log}"}

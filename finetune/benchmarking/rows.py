@@ -93,6 +93,20 @@ class Row:
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return low, high
 
+    @property
+    def state(self) -> str:
+        """In a word or two: `proven`, `not proven`, `out of memory`, `skipped`, `failed`."""
+        if not self.error:
+            return self.proven.partition(":")[0]
+        kind = self.error.partition(":")[0]
+        return kind if kind in ("out of memory", "skipped", "not run") else "failed"
+
+    @property
+    def explanation(self) -> str:
+        """What `state` leaves out."""
+        said = self.error or self.proven
+        return "" if said == self.state else said
+
     def facts(self) -> dict[str, Any]:
         """What is computed from the row, beside it in the files."""
         step, quartiles = self.step, self.quartiles
@@ -270,7 +284,7 @@ class Benchmark:
             "-" if row.predicted_gib is None else in_units(row.predicted_gib),
             *ratios,
             row.precision or "-",
-            row.error or row.proven,
+            row.state,
         ]
 
     def _ratio_cells(self, row: Row, name: str) -> list[str]:
@@ -279,7 +293,14 @@ class Benchmark:
 
     def notes(self) -> list[str]:
         """Sentences below the table."""
-        lines = [f"{row.label}: {row.note}" for row in self.rows if row.note]
+        lines = [
+            f"{row.label}, {row.batch} x {row.length}: {row.explanation}"
+            for row in self.rows
+            if row.explanation
+        ]
+        for note in dict.fromkeys(row.note for row in self.rows if row.note):
+            labels = dict.fromkeys(row.label for row in self.rows if row.note == note)
+            lines.append(f"{'; '.join(labels)}: {note}")
         first = self.references[0] if self.references else ""
         for row in self.rows:
             told, measured = self.predicted_ratio(row, first), self.ratio(row, first)
@@ -310,10 +331,12 @@ class Benchmark:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in head:
             right = name in ("tokens/s", "MFU", "peak", "predicted", "memory")
-            table.add_column(name, justify="right" if right else "left", overflow="fold")
+            whole = name in ("", "precision", "proven")
+            table.add_column(
+                name, justify="right" if right else "left", overflow="fold", no_wrap=whole
+            )
         for cells, row in zip(rows, self.rows, strict=True):
-            failed = row.error or not row.proven.startswith("proven")
-            table.add_row(*cells, style="yellow" if failed else None)
+            table.add_row(*cells, style=None if row.state == "proven" else "yellow")
         return Group(table, *(Text(f"! {note}", "yellow") for note in self.notes()))
 
 
