@@ -18,7 +18,7 @@ from finetune.precision.holdings import held_weights
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     from finetune.precision.planner import LayerPlan
@@ -34,7 +34,7 @@ def make_trainer(
     held: Sequence[LayerPlan],
     callbacks: list[TrainerCallback],
     kind: type[SFTTrainer] | None = None,
-) -> tuple[SFTTrainer, PreTrainedModel]:
+) -> SFTTrainer:
     """Load a recipe's model and build the trainer around it, under the session in force.
 
     Args:
@@ -45,10 +45,6 @@ def make_trainer(
         held: rows of the run's plan whose weights are held in FP8 from the beginning.
         callbacks: of the trainer.
         kind: of trainer; left out, `trl.SFTTrainer` itself.
-
-    Returns:
-        The trainer, and the model as it was loaded (with adapters where they had to be attached
-        before the trainer was built).
 
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
@@ -76,4 +72,4 @@ def make_trainer(
             else None,
             callbacks=callbacks,
         )
-    return trainer, model
+    return trainer

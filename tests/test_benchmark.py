@@ -131,6 +131,7 @@ def test_a_job_survives_its_way_into_a_process() -> None:
 
 def test_a_point_keeps_the_recipes_step_and_nothing_around_it() -> None:
     changes = ["train.gradient_accumulation_steps=3", "train.packing=true", "train.optim=adafactor"]
+    changes.append("eval.tasks=[hellaswag]")
     recipe = load_recipe(FP8, changes).config
     config = at_point(recipe, Point(4, 64), 7)
     train = config.train
@@ -140,6 +141,7 @@ def test_a_point_keeps_the_recipes_step_and_nothing_around_it() -> None:
     kept = ("gradient_accumulation_steps", "packing", "optim", "learning_rate", "seed")
     assert {k: train[k] for k in kept} == {k: recipe.train[k] for k in kept}
     assert config.model.weights == "random"
+    assert (config.eval.tasks, config.eval.samples, config.eval.at_start) == ((), False, False)
     assert (config.precision, config.lora) == (recipe.precision, recipe.lora)
     assert Job("", config).tokens == 4 * 64 * 3
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.benchmarking.grid import Point
-from finetune.config import BUILTIN, RunConfig
+from finetune.config import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, ModelNotFoundError
 from finetune.model import locate, shapes, shipped_shape
 
@@ -40,6 +40,8 @@ _LEFT_OUT = (
     *("lr_scheduler_kwargs", "eval_on_start", "metric_for_best_model", "logging_first_step"),
 )
 """Keys of the train section that are about other rows, evaluation or checkpoints."""
+
+_NOTHING = EvalConfig(at_start=False, samples=False)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
     }
     data = config.model_dump()
     data["model"] = {**data["model"], "weights": "random"}
-    return RunConfig.model_validate(data | {"train": train})
+    return RunConfig.model_validate(data | {"train": train, "eval": _NOTHING.model_dump()})
 
 
 def check_shape(config: RunConfig) -> None:

@@ -195,7 +195,7 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
         meter = MemoryMeter(running or cast(Session, NoSession(device)))
         stack.callback(meter.close)
         set_seed(args.seed)
-        trainer, model = make_trainer(
+        trainer = make_trainer(
             config,
             args,
             train=synthetic_rows(job),
@@ -214,7 +214,6 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
         trainer.train()
         receipt = running.receipt() if running else None
         label = running.resolution.label if running else _LABELS[job.how]
-    del model
     _check_batch(job, meter)
     memory = meter.reading()
     return {

@@ -167,7 +167,7 @@ def differences(jobs: Sequence[Job], point: Point) -> list[str]:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    data = config.model_dump(exclude={"precision", "data"})
+    data = config.model_dump(exclude={"precision", "data", "eval"})
     sections = {name: values or {"": "none"} for name, values in data.items()}
     return {
         f"{section}.{key}".rstrip("."): value
