@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from finetune.benchmarking.runner import benchmark as benchmark
     from finetune.config import PrecisionConfig as PrecisionConfig
     from finetune.config import RunConfig as RunConfig
     from finetune.errors import FinetuneError as FinetuneError
@@ -44,6 +45,7 @@ _HOME = {
     "PrecisionConfig": "config",
     "RunConfig": "config",
     "apply": "precision.convert",
+    "benchmark": "benchmarking.runner",
     "disabled": "precision.convert",
     "estimate": "estimator.estimate",
     "list_recipes": "recipe",

@@ -19,6 +19,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from finetune import __version__
+from finetune.cli_benchmark import benchmark
 from finetune.cli_estimate import AsJson, Overrides, estimate
 from finetune.cli_evaluate import evaluate
 from finetune.cli_generate import generate
@@ -162,6 +163,7 @@ def _show_report(report: Any) -> None:
 app.command("estimate")(estimate)
 app.command("generate")(generate)
 app.command("evaluate")(evaluate)
+app.command("benchmark")(benchmark)
 
 
 @app.command("export")

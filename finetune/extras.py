@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 from finetune.config import RunConfig
+from finetune.device import Device, Verdict
 from finetune.errors import MissingExtraError
 from finetune.optimizer_checks import chosen
 
@@ -49,3 +50,12 @@ def require(setting: str, module: str, install: str) -> None:
             where=setting,
             fix=install,
         )
+
+
+def has_liger(device: Device) -> Verdict:
+    """Whether Liger's kernels can run here."""
+    if device.kind == "cpu":
+        return Verdict(False, "Liger's kernels are written in Triton, which compiles for GPUs")
+    if importlib.util.find_spec("liger_kernel") is None:
+        return Verdict(False, "not installed: pip install 'fp8-finetune[liger]'")
+    return Verdict(True, "liger-kernel is installed")

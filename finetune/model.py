@@ -68,6 +68,11 @@ def shipped_shape(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def shapes() -> list[str]:
+    """Hub models whose shape is packaged, sorted."""
+    return sorted(path.stem.replace("--", "/") for path in SHAPES.glob("*.json"))
+
+
 def load_shape(model: ModelConfig) -> PretrainedConfig:
     """The architecture: from the package for our recipes' models, else from folder or hub.
 

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from finetune import low_bit, nf4, session
+from finetune import session
+from finetune.assembly import make_trainer
 from finetune.config import RunConfig
 from finetune.data import load_data
 from finetune.device import this_device
 from finetune.errors import ConfigError, FinetuneError
 from finetune.estimator.verdict import check_room, predicted
-from finetune.model import load_model, load_tokenizer, lora_config
-from finetune.optimizer_checks import chosen
-from finetune.precision.holdings import held_weights
+from finetune.model import load_tokenizer
 from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe
@@ -104,10 +103,8 @@ def train(
         FinetuneError: anything that is the user's to mend, see `finetune.errors`.
     """
     from accelerate import PartialState
-    from peft import get_peft_model
     from transformers import set_seed
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
-    from trl import SFTTrainer
 
     from finetune.callbacks import (
         GracefulStop,
@@ -161,26 +158,15 @@ def train(
         prompts = prompts_of(config, rows)
         asking = SampleWriter(config, prompts, tokenizer, metrics, console, meter)
         set_seed(args.seed)
-        model: Any = load_model(config.model, ahead.plan.held)
-        adapters = lora_config(config.lora) if config.lora else None
-        if adapters is not None and held_weights(model):  # the trainer would cast what it attaches
-            model, adapters = get_peft_model(model, adapters), None
-        optimizer = chosen(config.train)
-        if optimizer.library == "bitsandbytes":
-            low_bit.forget_overrides()
-        with nf4.masters_kept(model):
-            trainer = SFTTrainer(
-                model=model,
-                args=args,
-                train_dataset=rows.train,
-                eval_dataset=rows.eval,
-                processing_class=tokenizer,
-                peft_config=adapters,
-                optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
-                if optimizer.library == "torchao"
-                else None,
-                callbacks=[asking, metrics, bar, stop, keeper, meter],
-            )
+        trainer = make_trainer(
+            config,
+            args,
+            train=rows.train,
+            held_out=rows.eval,
+            tokenizer=tokenizer,
+            held=ahead.plan.held,
+            callbacks=[asking, metrics, bar, stop, keeper, meter],
+        )
         monitor = HealthMonitor(trainer, say=lambda line: console.print(f"[yellow]! {line}[/]"))
         trainer.add_callback(monitor)
         trainer.remove_callback(PrinterCallback)

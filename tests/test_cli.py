@@ -356,7 +356,7 @@ def test_a_bad_recipe_file_exits_with_2_and_names_the_line(cli, content, said):
     ],
 )
 def test_bad_data_exits_with_2_before_a_model_is_loaded(cli, monkeypatch, override, content, said):
-    monkeypatch.setattr("finetune.trainer.load_model", pytest.fail)
+    monkeypatch.setattr("finetune.assembly.load_model", pytest.fail)
     for name in ("rows.jsonl", "rows.txt"):
         Path(name).write_text(content, encoding="utf-8")
     done = cli("tiny_full_fp8", override)
@@ -367,7 +367,7 @@ def test_bad_data_exits_with_2_before_a_model_is_loaded(cli, monkeypatch, overri
 
 
 def test_an_output_folder_that_is_a_file_exits_with_2(cli, monkeypatch):
-    monkeypatch.setattr("finetune.trainer.load_model", pytest.fail)
+    monkeypatch.setattr("finetune.assembly.load_model", pytest.fail)
     Path("taken").write_text("", encoding="utf-8")
     done = cli("tiny_full_bf16", "--out", "taken")
     assert done.code == 2
@@ -388,8 +388,8 @@ def no_loading(monkeypatch):
     def refuse(*args, **kwargs):
         raise LoadedError
 
-    for name in ("load_model", "load_tokenizer", "load_data"):
-        monkeypatch.setattr(f"finetune.trainer.{name}", refuse)
+    for name in ("assembly.load_model", "trainer.load_tokenizer", "trainer.load_data"):
+        monkeypatch.setattr(f"finetune.{name}", refuse)
 
 
 @pytest.mark.parametrize(

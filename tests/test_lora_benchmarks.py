@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 
 import pytest
+import torch
 
-from finetune.config import PrecisionConfig
-from tests.benchmarks import convergence, dx_error, lora_ladder, lora_loss
+import finetune
+from finetune import load_recipe
+from finetune.benchmarking.ladders import STEPS, steps_of
+from finetune.benchmarking.rows import Benchmark, Row
+from finetune.model import TINY_LLAMA
+from tests.benchmarks import convergence, dx_error, lora_loss
 from tests.benchmarks.convergence import once
 from tests.benchmarks.frozen_layer import TORCHAO, contenders, measure
 from tests.benchmarks.frozen_layer import table as layer_table
-from tests.benchmarks.lora_ladder import BEST, FUSED, LADDER, STOCK, Result, jobs_of, row_of
+from tests.test_benchmark import run_here
 
 
 @pytest.mark.parametrize("kind", dx_error.SYNTHETIC)
@@ -65,59 +71,111 @@ def test_adapters_learn_over_both_bases(monkeypatch, tmp_path) -> None:
     assert len(rows) == 2
 
 
+# ---------------------------------------------------------------------------------------- ladders
+
+
+def one_layer(folder, monkeypatch) -> str:
+    """A local folder with the shape of a Llama of one layer; compiling takes no back end here."""
+    shape = json.loads((TINY_LLAMA / "config.json").read_text())
+    shape |= {"num_hidden_layers": 1, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in shape.items() if v}))
+    plain = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda m: plain(m, backend="aot_eager"))
+    return f"model.name={folder}"
+
+
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about its own environment
-def test_the_ladder_runs_end_to_end(capsys) -> None:
-    lora_ladder.main(["--tiny", "--layers", "1", "--ranks", "", "--rungs", "shipped,flags,weight"])
-    rows = [
-        line.split(" | ") for line in capsys.readouterr().out.partition("By rung")[2].split("\n")
-    ]
-    rows = [row for row in rows if len(row) > 2]
-    names = ["rung", "shipped", "flags kept", "stock", "fused (no Liger)"]
-    names += ["FP8 weight (no Liger)", "FP8 weight, compiled (no Liger)"]
-    assert [row[0].strip("| ") for row in rows] == names
-    memory = {row[0].strip("| "): row[-2] for row in rows}
-    assert memory["stock"] == "1.00x"
-    assert float(memory["FP8 weight (no Liger)"][:-1]) < 1 < float(memory["shipped"][:-1])
+def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:
+    found = finetune.benchmark(
+        "tiny_lora_fp8", ladder="lora", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
+        overrides=[one_layer(tmp_path, monkeypatch), "lora.r=16"], grid="batch=1 length=64",
+        only=["shipped", "flags", "FP8 weight", "FP8 dgrad, compiled", "head"],
+    )  # fmt: skip
+    rows = {row.label: row for row in found.rows}
+    assert list(rows) == [
+        "stock", "fused", "shipped", "flags kept", "FP8 weight", "FP8 dgrad, compiled",
+        "FP8 dgrad and head, compiled",
+    ]  # fmt: skip
+    ours = ("fused", "flags kept", "FP8 weight", "FP8 dgrad, compiled")
+    assert {rows[name].proven for name in ours} == {"proven"}
+    assert "100.0% of the trainable weights moved" in rows["stock"].proven
+    assert "trains nothing" in rows["shipped"].proven  # adapters of rank 16 are wrapped anew
+    assert "output head" in rows["FP8 dgrad and head, compiled"].error
+    for name in ("fused", "FP8 weight", "FP8 dgrad, compiled"):
+        assert "without Liger" in rows[name].note  # its kernels need a GPU, and the row says so
+    assert rows["flags kept"].note == ""
+    assert found.memory_ratio(rows["FP8 weight"], "stock") < 1
+    assert rows["FP8 dgrad, compiled"].compile.startswith("on: 1 decoder layers")
+    for name in ("stock", "fused", "flags kept", "FP8 weight"):
+        assert rows[name].facts()["gib_over_predicted"] == pytest.approx(1, abs=0.02), name
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_best_rung() -> None:
-    result = lora_ladder.climb(BEST, lora_ladder.Job(1, 32, 2, tiny=True), rank=8)
-    assert len(result.seconds) == 2
-    assert not result.liger  # its kernels need a GPU, and the row says so
-    assert result.peak > 0
+def test_accelerates_own_conversion_trains_a_part(tmp_path, monkeypatch) -> None:
+    found = finetune.benchmark(
+        "tiny_full_fp8", ladder="full", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
+        overrides=[one_layer(tmp_path, monkeypatch)], grid="batch=1 length=64",
+        only=["shipped", "Transformer Engine"],
+    )  # fmt: skip
+    rows = {row.label: row for row in found.rows}
+    assert list(rows) == ["stock", "fused kernels", "FP8 delayed, Transformer Engine", "shipped"]
+    assert "Triton" in rows["fused kernels"].error
+    assert rows["FP8 delayed, Transformer Engine"].error
+    share = float(rows["shipped"].proven.split("; ")[1].partition("%")[0])
+    assert 0 < share < 100
 
 
-@pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
-def test_a_rung_is_what_its_name_says(rung) -> None:
-    if isinstance(rung.precision, dict):
-        precision = PrecisionConfig.model_validate(rung.precision)
-        assert (precision.frozen == "fp8") is rung.name.startswith("FP8")
-        assert ("dgrad" in precision.gemms_kept_high) is ("FP8 weight" in rung.name)
-        assert (precision.saved_input == "high") is ("x kept in BF16" in rung.name)
-    assert rung.compiled is ("compiled" in rung.name)
-    assert rung.liger is (rung.name not in ("shipped", "flags kept", "stock"))
+@pytest.mark.parametrize(
+    ("ladder", "step"), [(name, step) for name in STEPS for step in STEPS[name]],
+    ids=lambda x: getattr(x, "name", x),
+)  # fmt: skip
+def test_a_step_is_what_its_name_says(ladder, step) -> None:
+    recipe = load_recipe(f"tiny_{ladder}_fp8", check_train=False).config
+    config = step.of(recipe)
+    precision, name = config.precision, step.name
+    assert (config.lora, config.data) == (recipe.lora, recipe.data)
+    assert (step.how == "finetune") is (name not in ("stock", "shipped", "fused optimizer",
+                                                     "fused kernels"))  # fmt: skip
+    assert (precision.compute == "fp8") is ("FP8" in name or name == "flags kept")
+    assert precision.compile == ("on" if "compiled" in name else "off")
+    assert (precision.frozen == "fp8") is (ladder == "lora" and name.startswith("FP8"))
+    assert ("dgrad" in precision.gemms_kept_high) is ("FP8 weight," in f"{name}," and
+                                                      ladder == "lora")  # fmt: skip
+    assert (precision.saved_input == "high") is ("x kept in BF16" in name)
+    assert precision.fp8_params is ("weights held" in name)
+    assert (precision.backend == "te") is ("Transformer Engine" in name)
+    tensorwise = ("per tensor" in name or "tensorwise" in name or name == "flags kept"
+                  or "held" in name)  # fmt: skip
+    if precision.compute == "fp8":
+        assert (precision.scaling == "tensorwise") is tensorwise
+    optimizer = recipe.train["optim"] if ladder == "lora" else "adamw_torch_fused"
+    assert config.train["optim"] == ("adamw_torch" if name == "stock" else optimizer)
+    assert bool(step.liger) is ((step.how == "finetune" and name != "flags kept")
+                                or name == "fused kernels")  # fmt: skip
 
 
-def test_a_rung_that_does_not_fit_says_so_and_is_no_baseline() -> None:
-    results = {
-        ("stock", 16): Result([], why="out of memory"),
-        ("fused", 16): Result([2.0, 2.0], 200, liger=True),
-        (BEST.name, 16): Result([1.0, 1.0], 100, liger=True),
-    }
-    assert row_of("stock", 16, results, 8).startswith("| stock | 16 | out of memory |")
-    cells = row_of(BEST.name, 16, results, 8).strip("| ").split(" | ")
-    assert cells[5:7] == ["", "2.00x"]
-    assert cells[-2:] == ["", "0.50x"]
-    text = lora_ladder.table(results, 8).splitlines()
-    assert {line.count("|") for line in text} == {11}
+def test_references_run_first_and_names_choose_steps() -> None:
+    lora = load_recipe("tiny_lora_fp8", check_train=False).config
+    steps, references = steps_of("lora", lora)
+    assert [s.name for s in steps[:2]] == list(references) == ["stock", "fused"]
+    assert {s.name for s in steps} == {s.name for s in STEPS["lora"]}
+    some, _ = steps_of("lora", lora, ["flags"])
+    assert [s.name for s in some] == ["stock", "fused", "flags kept"]
+    one, _ = steps_of("lora", lora, ["FP8 dgrad"])  # a whole name means that step alone
+    assert [s.name for s in one] == ["stock", "fused", "FP8 dgrad"]
+    full, references = steps_of("full", load_recipe("tiny_full_fp8", check_train=False).config)
+    assert [s.name for s in full[:2]] == list(references)
 
 
-def test_baselines_run_first_and_at_every_rank() -> None:
-    jobs = jobs_of([], 16, [8, 64])
-    assert jobs[:2] == [(STOCK, 16), (FUSED, 16)]
-    assert {r.name for r, rank in jobs if rank == 16} == {r.name for r in LADDER}
-    others = [(r.name, rank) for r, rank in jobs if rank != 16]
-    usual = ["stock", "fused", "fused, compiled", BEST.name]
-    assert others == [(name, rank) for rank in (8, 64) for name in usual]
-    assert [r.name for r, _ in jobs_of(["flags"], 16, [])] == ["stock", "fused", "flags kept"]
+def test_what_did_not_run_is_no_reference() -> None:
+    rows = [
+        Row("stock", 1, 16, 16, error="out of memory"),
+        Row("fused", 1, 16, 16, rounds=[[2.0, 2.0]], allocated_gib=2.0),
+        Row("FP8 dgrad", 1, 16, 16, rounds=[[1.0, 1.0]], allocated_gib=1.0),
+    ]
+    found = Benchmark(rows, references=("stock", "fused"))
+    assert found.ratio(rows[2], "stock") is None
+    assert found.ratio(rows[2], "fused") == (2.0, None, None)
+    text = found.to_markdown()
+    assert "| FP8 dgrad | 1000 (1000 to 1000) | 16 | 1.0 GiB | - |  |  | 2.00x | 0.50x |" in text
+    assert "| out of memory |" in text

@@ -133,16 +133,16 @@ def test_resuming_goes_on_with_scale_and_count(tmp_path) -> None:
 
 
 def test_a_run_that_no_scale_can_save_is_stopped(tmp_path, monkeypatch) -> None:
-    from finetune import trainer
+    from finetune import assembly
 
-    load = trainer.load_model
+    load = assembly.load_model
 
     def broken(config, *_):
         model = load(config)
         model.model.layers[2].mlp.up_proj.weight.data[0, 0] = float("inf")
         return model
 
-    monkeypatch.setattr(trainer, "load_model", broken)
+    monkeypatch.setattr(assembly, "load_model", broken)
     with pytest.raises(NonFiniteError, match=r"step 1;[\s\S]*layers\.2\.mlp\.up_proj\.weight"):
         run(tmp_path, "precision.loss_scale_init=4", "train.max_steps=9")
     assert not list(tmp_path.glob("**/model"))

@@ -1,0 +1,240 @@
+"""`benchmark(recipe, vs=...)`: all points in turn, a process each, rounds of recipes alternating.
+
+    for each point, smallest first:  for each round:  for each recipe:  one process
+
+Two recipes that are compared meet the same clock that way (A B A B ...), and what an earlier point
+left behind meets none. Rows are written after each of them, so that an interrupted benchmark keeps
+what it has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.benchmarking.grid import Grid, Point, parse_grid
+from finetune.benchmarking.job import Job, at_point
+from finetune.benchmarking.ladders import steps_of
+from finetune.benchmarking.processes import run_apart
+from finetune.benchmarking.rows import Benchmark, Row
+from finetune.config import RunConfig
+from finetune.errors import ConfigError
+from finetune.preflight import processes
+from finetune.recipe import Recipe, load_recipe
+
+Say = Callable[[str], None]
+Run = Callable[[Job, Path], list[dict[str, Any]]]
+"""Measures a job, with a file for what its process says; the lines that it printed."""
+TOO_LARGE = "skipped: larger than one that did not fit"
+STEPS, ROUNDS = 10, 3
+
+
+def benchmark(
+    recipe: Recipe | str,
+    *,
+    vs: Sequence[Recipe | str] = (),
+    overrides: Sequence[str] = (),
+    grid: Grid | str | None = None,
+    steps: int = STEPS,
+    rounds: int | None = None,
+    ladder: str | None = None,
+    only: Sequence[str] = (),
+    out: Path | str = "runs/benchmark",
+    force: bool = False,
+    all_points: bool = False,
+    say: Say | None = None,
+    run: Run | None = None,
+) -> Benchmark:
+    """Measure speed and memory of recipes side by side: random weights, synthetic tokens.
+
+        finetune.benchmark("tiny_lora_fp8", vs=["tiny_lora_bf16"], grid="batch=1,4")
+
+    Args:
+        recipe: a recipe's name or path, or one that is loaded.
+        vs: others, compared with it at its points.
+        overrides: `section.key=value`, for all of them that are given by name.
+        grid: micro-batches and lengths; left out, the first recipe's own.
+        steps: on the clock, in each round.
+        rounds: processes for each point and recipe; left out, 3 where something is compared
+            (an interval needs two), else 1.
+        ladder: `lora` or `full`: measure the steps of a ladder with this recipe, instead of `vs`.
+        only: names of steps, or parts of several; left out, all of them.
+        out: folder of benchmarks.
+        force: also try what is predicted to be far too large.
+        all_points: also try what is larger than a point that did not fit.
+        say: told each row when it is there, one line.
+        run: how a job is measured; left out, in a process of its own.
+
+    Raises:
+        FinetuneError: a mistake in what was asked; what happens at a point is its row.
+    """
+    for name, value in (("steps", steps), ("rounds", rounds)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value}", where=f"--{name}", fix=f"--{name} 1 or more")
+    if processes() > 1:
+        raise ConfigError(
+            "a benchmark measures one device, and was started on several",
+            where=f"WORLD_SIZE={processes()}",
+            fix="start it with python -m finetune benchmark, without torchrun",
+        )
+    if ladder is not None and vs:
+        raise ConfigError(
+            "a ladder compares steps of one recipe, and --vs names another",
+            where=f"--ladder {ladder} --vs",
+            fix="leave one of them out",
+        )
+    if only and ladder is None:
+        raise ConfigError(
+            "--only would change nothing", where="--only", fix="--ladder lora or --ladder full"
+        )
+    recipes = [r if isinstance(r, Recipe) else load_recipe(r, overrides) for r in (recipe, *vs)]
+    first = recipes[0]
+    grid = parse_grid(grid) if isinstance(grid, str) else grid or Grid()
+    points = grid.points(first.config)
+    common: dict[str, Any] = {"steps": steps, "force": force}
+    if ladder is not None:
+        taken, references = steps_of(ladder, first.config, only)
+        series = [Job(s.name, s.of(first.config), s.how, s.liger, **common) for s in taken]
+        where = f"{first.name}-{ladder}-ladder"
+    else:
+        names = _names(recipes)
+        pairs = zip(names, recipes, strict=True)
+        series = [Job(name, r.config, **common) for name, r in pairs]
+        references, where = (names[0],) if vs else (), "-vs-".join(names)
+    for job in series:  # a mistake is told before anything is measured
+        for point in points:
+            at_point(job.config, point, steps)
+    result = Benchmark(
+        references=references,
+        differences=[] if ladder else differences(series, points[0]),
+        command=sys.argv,
+        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    )
+    folder = new_folder(Path(out) / where)
+    rounds = rounds or (ROUNDS if len(series) > 1 else 1)
+    try:
+        for point in points:
+            _measure(result, series, point, rounds, folder, run or run_apart, say, all_points)
+    except KeyboardInterrupt:
+        result.interrupted = True
+    result.save(folder)
+    return result
+
+
+def _names(recipes: Sequence[Recipe]) -> list[str]:
+    """Names of rows; a recipe that is there twice gets a number."""
+    names: list[str] = []
+    for recipe in recipes:
+        again = sum(name.partition("#")[0] == recipe.name for name in names)
+        names.append(f"{recipe.name}#{again + 1}" if again else recipe.name)
+    return names
+
+
+def new_folder(inside: Path) -> Path:
+    """`inside/<time>-<short id>/`, made.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    folder = inside / stamp
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {str(folder)!r} cannot be made: {error.strerror}",
+            where=str(inside),
+            fix="choose another folder with --out",
+        ) from None
+    return folder
+
+
+def differences(jobs: Sequence[Job], point: Point) -> list[str]:
+    """What recipes do otherwise than the first, besides their precision: `train.optim a / b`."""
+    first = _flat(at_point(jobs[0].config, point, jobs[0].steps))
+    found = []
+    for job in jobs[1:]:
+        other = _flat(at_point(job.config, point, job.steps))
+        for key in sorted(first.keys() | other.keys()):
+            a, b = first.get(key, "not set"), other.get(key, "not set")
+            if a != b:
+                found.append(f"{key}: {jobs[0].label} {a}, {job.label} {b}")
+    return found
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    data = config.model_dump(exclude={"precision", "data", "eval"})
+    sections = {name: values or {"": "none"} for name, values in data.items()}
+    return {
+        f"{section}.{key}".rstrip("."): value
+        for section, values in sections.items()
+        for key, value in values.items()
+    }
+
+
+def _measure(
+    result: Benchmark,
+    series: Sequence[Job],
+    point: Point,
+    rounds: int,
+    folder: Path,
+    run: Run,
+    say: Say | None,
+    all_points: bool,
+) -> None:
+    """All rounds of one point. Rows that have begun stay, also when it is interrupted."""
+    rows: dict[str, Row] = {}
+    for number in range(rounds):
+        for job in series:
+            if number == 0:
+                tokens = _at(job, point, 0).tokens
+                row = rows[job.label] = Row(job.label, point.batch, point.length, tokens)
+                if not all_points and _is_larger(result, row):
+                    row.error = TOO_LARGE
+                    result.rows.append(row)
+                    continue
+            row = rows[job.label]
+            if row.error:
+                continue
+            log = folder / "logs" / f"{_slug(job.label)}-{point.batch}x{point.length}-{number}.log"
+            log.parent.mkdir(exist_ok=True)
+            for line in run(_at(job, point, number), log):
+                row.add(line)
+                result.environment = line.get("environment") or result.environment
+            if row not in result.rows:
+                result.rows.append(row)
+            result.save(folder)
+            if say is not None:
+                say(_told(row, number, rounds))
+
+
+def _at(job: Job, point: Point, number: int) -> Job:
+    config = at_point(job.config, point, job.steps)
+    return Job(
+        job.label, config, job.how, job.liger, job.steps, number, number == 0, job.force, job.note
+    )
+
+
+def _is_larger(result: Benchmark, row: Row) -> bool:
+    at = Point(*row.key)
+    return any(
+        other.label == row.label and other.out_of_memory and at.contains(Point(*other.key))
+        for other in result.rows
+    )
+
+
+def _told(row: Row, number: int, rounds: int) -> str:
+    at = f"{row.label}, {row.batch} x {row.length}"
+    if rounds > 1:
+        at += f", round {number + 1} of {rounds}"
+    if row.error:
+        return f"{at}: {row.error}"
+    return f"{at}: {row.facts()['tokens_per_s']:,.0f} tokens/s, {row.proven}"
+
+
+def _slug(label: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in label)
