@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from finetune.reports.content import (
     Page,
     Para,
     Plot,
+    Row,
     Samples,
     Section,
     Series,
@@ -41,7 +43,7 @@ from finetune.reports.content import (
     signed,
     words,
 )
-from finetune.reports.run_sections import METRICS, REPORT, Tone
+from finetune.reports.run_sections import METRICS, REPORT, Tone, as_sentence
 from finetune.reports.series import envelope, said, series_of, smoothed, split, window_of
 from finetune.reports.several import Member, final_loss, fold
 from finetune.runs import Run, is_run
@@ -49,15 +51,25 @@ from finetune.runs import Run, is_run
 LOSSES = {"train": ("Training loss", "loss"), "eval": ("Held-out loss", "eval_loss")}
 BUCKETS = 200
 _VERDICTS: dict[str, tuple[str, Tone, str]] = {
-    "equivalent": ("Equivalent", "good", "{a} trains as {b} does, within a margin of "),
-    "not equivalent": ("Not equivalent", "bad", "{a} does not train as {b} does, at a margin of "),
+    "equivalent": ("Equivalent", "good", "Within a margin of |, {a} trains as {b} does. "),
+    "not equivalent": (
+        "Not equivalent",
+        "bad",
+        "At a margin of |, {a} does not train as {b} does. ",
+    ),
     "undecided": (
         "Undecided",
         "plain",
-        "these seeds cannot tell whether {a} trains as {b} does, at a margin of ",
+        "At a margin of |, these seeds cannot tell whether {a} trains as {b} does. ",
     ),
-    "refused": ("Refused", "bad", "{a} and {b} are no fair pair: no speed-up is told. Margin "),
+    "refused": (
+        "Refused",
+        "bad",
+        "No fair pair: {a} and {b} differ in more than their precision, and no speed-up is told "
+        "(margin |). ",
+    ),
 }
+"""Verdict -> headline, tone, sentence; the margin stands at the bar."""
 
 
 def comparison_page(found: Comparison, source: Source) -> Page:
@@ -67,7 +79,10 @@ def comparison_page(found: Comparison, source: Source) -> Page:
     sides = _members(found, source)
     text = lead.format(a=found.a.recipe, b=found.b.recipe)
     margin = source.num(percent(found.margin, 3).rstrip("0%").rstrip(".") + "%", FILE, "margin")
-    reasons = [source.words(f" {reason.rstrip('.')}.", FILE, "reasons") for reason in found.reasons]
+    before, _, after = text.partition("|")
+    reasons = [
+        as_sentence(source.words(reason.rstrip("."), FILE, "reasons")) for reason in found.reasons
+    ]
     sections = [
         _fairness(found, source),
         _gaps(found, source),
@@ -83,16 +98,16 @@ def comparison_page(found: Comparison, source: Source) -> Page:
         title=f"{a} against {b}",
         about=words(f"{found.a.recipe} and {found.b.recipe}, seeds ",
                     source.num(", ".join(map(str, found.seeds)), FILE, "seeds"), ", in ",
-                    Num(source.folder.resolve().name, source.href() + "/")),
+                    Num(f"{source.folder.resolve().name}/", f"{source.href()}/")),
         verdict=told,
         tone=tone,
-        lead=words(text[:1].upper() + text[1:], margin, ".", *reasons),
+        lead=words(before, margin, after, *reasons),
         loud=_loud(found, source),
         facts=_facts(found, source),
         sections=tuple(s for s in sections if s) + tuple(
-            fold(f"{side.label}: {name}", run, where)
+            fold(f"{side.label}, first seed", run, where)
             for side, members in zip((found.a, found.b), sides, strict=True)
-            for name, run, where in members[:1]
+            for _, run, where in members[:1]
         ),
     )  # fmt: skip
 
@@ -137,7 +152,9 @@ def _facts(found: Comparison, source: Source) -> tuple[Fact, ...]:
             facts.append(Fact(f"{title}, gap", value, note))
     if speed := found.speed:
         value = words(source.num(_ratio(speed.ratio), FILE, "speed.ratio"))
-        facts.append(Fact("Speed", value, _interval(speed.interval, source, "speed.interval", _ratio)))
+        facts.append(
+            Fact("Speed", value, _interval(speed.interval, source, "speed.interval", _ratio))
+        )
     if memory := found.memory:
         note = words(
             source.num(in_units(memory.a_gib), FILE, "memory.a_gib"), " against ",
@@ -174,7 +191,10 @@ def _gaps(found: Comparison, source: Source) -> Section | None:
     )
     head = ("", found.a.label, found.b.label, "gap", f"{inside} interval", "for equivalence",
             f"band of {found.b.label}", "verdict")  # fmt: skip
-    return Section("Do they train the same", (forest, Table(head, cells, (1, 2, 3, 4, 5, 6))))
+    confidence = source.num(inside, FILE, "confidence")
+    told = Para(words("Intervals, of speed too, at a confidence of ", confidence, "."))
+    table = Table(head, cells, (1, 2, 3, 4, 5, 6))
+    return Section("Do they train the same?", (forest, table, told))
 
 
 def _gap_cells(
@@ -204,9 +224,13 @@ def _trajectories(found: Comparison, sides: Sequence[list[Member]]) -> Section |
             continue
         links = _links(sides, column)
         name = "loss" if key == "train" else "held_out_loss"
-        blocks.append(_band_plot(found, name, title, a, b, links))
-        if (plot := _gap_plot(found, key, title, a, b, links)) is not None:
-            blocks.append(plot)
+        plots = [_band_plot(found, name, title, a, b, links)]
+        if (gap := _gap_plot(found, key, title, a, b, links)) is not None:
+            plots.append(gap)
+        if key == "eval" and len(plots) > 1:  # few points: half the page will do
+            blocks.append(Row(tuple(replace(plot, size="half") for plot in plots)))
+        else:
+            blocks += plots
     return Section("Trajectories", tuple(blocks)) if blocks else None
 
 
@@ -249,12 +273,14 @@ def _band_plot(
     count = f"{len(by)} seeds" if len(by) > 1 else "one seed"
     series = []
     if len(by) > 1:
-        series.append(Series(f"{found.b.label}, band of {count}", x, low=low, high=high, colour="c2"))
+        series.append(
+            Series(f"{found.b.label}, band of {count}", x, low=low, high=high, colour="c2")
+        )
     series.append(Series(f"{found.b.label}, mean", x, mean, colour="c2", dash="dashed"))
     for number, line in enumerate(ay):
         sx, sy = _thin(ax, line)
         label = f"{found.a.label}, each seed" if len(ay) > 1 else found.a.label
-        series.append(Series(label, sx, sy, colour="c1", listed=number == 0))
+        series.append(Series(label, sx, sy, colour="c1", weight="thin", listed=number == 0))
     return Plot(
         name,
         title,
@@ -264,7 +290,7 @@ def _band_plot(
         tuple(series),
         note=said(len(ax), window, BUCKETS),
         sources=links,
-        wide=True,
+        size="wide",
     )
 
 
@@ -291,7 +317,7 @@ def _gap_plot(
         sources=links,
         lines=((found.margin, "margin"), (-found.margin, "")),
         percent=True,
-        wide=True,
+        size="wide",
     )
 
 
@@ -323,7 +349,7 @@ def _fairness(found: Comparison, source: Source) -> Section:
             )
         )
     blocks += [Para(source.words(note, FILE, "notes")) for note in found.notes]
-    return Section("Is it a fair pair", tuple(blocks))
+    return Section("Is it a fair pair?", tuple(blocks))
 
 
 def _value(value: Any) -> str:
@@ -352,7 +378,7 @@ def _cost(found: Comparison, source: Source) -> Section | None:
                 MISSING,
             )
         )
-    head = ("", found.a.label, found.b.label, "ratio", f"{percent(found.confidence, 0)} interval")
+    head = ("", found.a.label, found.b.label, "ratio", "interval")
     return Section("Speed and memory", (Table(head, rows, (1, 2, 3, 4)),)) if rows else None
 
 
@@ -406,4 +432,4 @@ def _runs(found: Comparison, source: Source, sides: Sequence[list[Member]]) -> S
         rows.append(tuple(cells))
     a, b = found.a.label, found.b.label
     head = ("seed", f"{a} run", "last loss", "held out", f"{b} run", "last loss", "held out")
-    return Section("Runs", (Table(head, rows, (0, 2, 3, 5, 6)),)) if rows else None
+    return Section("Runs", (Table(head, rows, (2, 3, 5, 6)),)) if rows else None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 MISSING = "–"
+Size = Literal["wide", "half", "third"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Num:
         if not self.href:
             return html.escape(self.text)
         title = f"{self.href.rpartition('/')[2]}: {self.key}" if self.key else self.href
+        figure = any(c.isdigit() for c in self.text) and len(self.text) < 40
+        kind = "n" if figure or re.fullmatch(r"\S+[./]\S*", self.text) else "n text"  # or a file
         return (
-            f'<a class="n" href="{html.escape(self.href)}" title="{html.escape(title)}">'
+            f'<a class="{kind}" href="{html.escape(self.href)}" title="{html.escape(title)}">'
             f"{html.escape(self.text)}</a>"
         )
 
@@ -73,8 +76,9 @@ def words(*parts: str | Num | Words) -> Words:
 
 def escape_md(text: str) -> str:
     """Text that Markdown shows as it is, HTML in it included."""
-    text = re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(text, quote=False))
-    return re.sub(r"\s*\n\s*", "<br>", re.sub(r"^(\s*)([#+>-]|\d+[.)])", r"\1\\\2", text))
+    text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", html.escape(text, quote=False))
+    text = re.sub(r"^(\s*\d*)([.)+-])(?=\s)", r"\1\\\2", text)  # would begin a list
+    return re.sub(r"\s*\n\s*", "<br>", text)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Series:
         colour: `c1` to `c8`, `ink` or `muted`: a variable of the page's theme.
         dash: `solid`, `dashed`, `dotted`, `dashdot`, `long`.
         marker: drawn at each point, a shape's letter of matplotlib.
-        faint: drawn thin and pale, behind what is read.
+        weight: `faint` lines are pale, behind what is read.
     """
 
     label: str
@@ -141,7 +145,7 @@ class Series:
     colour: str = "c1"
     dash: str = "solid"
     marker: str = ""
-    faint: bool = False
+    weight: Literal["normal", "thin", "faint"] = "normal"
     listed: bool = True
 
 
@@ -159,7 +163,8 @@ class Plot:
         percent: the vertical axis is a share, shown in per cent.
         lines: horizontal lines, (height, words).
         marks: steps at which the value was not finite.
-        wide: takes the page's whole width.
+        size: `wide` takes the page's whole width, `half` and `third` stand beside others.
+        least: the vertical axis spans this much or more, so that small noise looks small.
     """
 
     name: str
@@ -173,8 +178,9 @@ class Plot:
     percent: bool = False
     lines: tuple[tuple[float, str], ...] = ()
     marks: tuple[float, ...] = ()
-    wide: bool = False
+    size: Size = "third"
     from_zero: bool = False
+    least: float = 0.0
     kind: str = "plot"
 
     @property
@@ -206,7 +212,7 @@ class Forest:
     margin: float
     note: str = ""
     sources: tuple[Num, ...] = ()
-    wide: bool = True
+    size: Size = "wide"
     kind: str = "plot"
     legend: tuple[Series, ...] = ()
     unit: str = "%"
@@ -232,20 +238,26 @@ class Listing:
 
 @dataclass(frozen=True)
 class Para:
-    """A paragraph; `loud` ones warn."""
+    """A paragraph; `loud` ones warn, a `head` has others below it."""
 
     line: Words
     loud: bool = False
+    head: str = ""
     kind: str = "para"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Small plots beside each other, with one legend for all."""
+    """Plots of one size beside each other; with a `legend`, one for all."""
 
     plots: tuple[Plot, ...]
     legend: tuple[Series, ...] = ()
     kind: str = "row"
+
+    @property
+    def size(self) -> Size:
+        """Of its plots."""
+        return self.plots[0].size
 
 
 Block = Table | Plot | Forest | Samples | Listing | Para | Row

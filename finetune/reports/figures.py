@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from finetune.reports.content import Forest, Plot, Series, signed
 from finetune.reports.theme import LIGHT
@@ -65,29 +65,27 @@ def to_svg(plot: Plot | Forest, width: int, height: int, suffix: str = "") -> st
     name = f"{plot.name}{suffix}"
     with rc_context(_STYLE | {"svg.hashsalt": name}):
         buffer = io.StringIO()
-        _figure(plot, width, height, 1.0).savefig(buffer, format="svg", transparent=True)
+        _figure(plot, width, height).savefig(buffer, format="svg", transparent=True)
     return _themed(buffer.getvalue(), plot, name)
 
 
 def to_png(plot: Plot | Forest, file: Path) -> None:
     """The plot as a picture with its title and legend, on white."""
-    width, height = (860, 420) if plot.wide else (560, 380)
+    width, height = (860, 420) if plot.size == "wide" else (560, 380)
     with rc_context(_STYLE):
-        figure = _figure(plot, width, height, 1.0, titled=True)
-        figure.savefig(file, dpi=140, facecolor="white")
+        figure = _figure(plot, width, height, titled=True)
+        figure.savefig(file, dpi=120, facecolor="white", pil_kwargs={"compress_level": 4})
 
 
-def _figure(plot: Plot | Forest, width: int, height: int, scale: float, titled: bool = False) -> Any:
-    figure = Figure(figsize=(width / 72, height / 72), dpi=72 * scale)
+def _figure(plot: Plot | Forest, width: int, height: int, titled: bool = False) -> Any:
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
     axes = figure.add_subplot()
     if isinstance(plot, Forest):
         _forest(axes, plot, narrow=width < 500)
-        left, bottom = 12, 34
-        low = axes.get_ylim()
-        axes.set_ylim(low)
+        left, right, bottom = (12, 14, 28) if width < 500 else (110, 190, 28)
     else:
-        _plot(axes, plot)
-        left, bottom = 46, 34
+        _plot(axes, plot, ticks=9 if width > 500 else 4)
+        left, right, bottom = 46, 14, 34
     top = 44 if titled else 12
     legend = plot.legend if titled else ()
     if legend:
@@ -102,14 +100,14 @@ def _figure(plot: Plot | Forest, width: int, height: int, scale: float, titled: 
     if titled:
         x, y = left / width, 1 - 24 / height
         figure.text(x, y, f"{plot.title}, {plot.unit}", fontsize=13, weight="bold")
-    figure.subplots_adjust(left / width, bottom / height, 1 - 14 / width, 1 - top / height)
+    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
     return figure
 
 
 # ---------------------------------------------------------------------------------------- drawing
 
 
-def _plot(axes: Axes, plot: Plot) -> None:
+def _plot(axes: Axes, plot: Plot, ticks: int) -> None:
     for number, series in enumerate(plot.series):
         _draw(axes, series, number)
     for height, label in plot.lines:
@@ -121,25 +119,34 @@ def _plot(axes: Axes, plot: Plot) -> None:
     for step in plot.marks:
         axes.axvline(step, color=LIGHT["bad"], linewidth=1.2)
     axes.set_xlabel("step", loc="right", labelpad=1)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.01)
-    if plot.log and all(min((*s.y, *s.low), default=1) > 0 for s in plot.series):
+    low, high = axes.get_ylim()
+    values = [value for s in plot.series for value in (*s.y, *s.low, *s.high)]
+    if plot.log and min(values) > 0 and max(values) > 8 * min(values):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low > 0 else (1, 3)))
+        axes.yaxis.set_minor_locator(NullLocator())
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        if high - low < plot.least:
+            middle = (low + high) / 2
+            axes.set_ylim(middle - plot.least / 2, middle + plot.least / 2)
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     if plot.from_zero:
         axes.set_ylim(bottom=0)
-    if plot.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
-    elif not plot.log:
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent if plot.percent else _tick))
 
 
-def _tick(value: float, _: int) -> str:
+def _tick(value: float, _: int = 0) -> str:
     if abs(value) >= 10_000:
         return f"{value / 1000:,.4g}k"
-    return f"{value:,.4g}".replace("-", "\u2212")
+    text = f"{value:,.4g}" if abs(value) >= 1e-3 or not value else f"{value:.0e}"
+    return text.replace("e-0", "e-").replace("-", "\u2212")
+
+
+def _percent(value: float, _: int) -> str:
+    return f"{_tick(100 * value)}%"
 
 
 def _draw(axes: Axes, series: Series, number: int) -> None:
@@ -156,8 +163,8 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
         series.y,
         color=colour,
         linestyle="none" if series.dash == "none" else DASHES[series.dash],
-        linewidth=0.9 if series.faint else 1.8,
-        alpha=0.4 if series.faint else 1.0,
+        linewidth={"normal": 1.8, "thin": 1.0, "faint": 0.9}[series.weight],
+        alpha=0.4 if series.weight == "faint" else 1.0,
         marker=series.marker or ("o" if len(series.x) == 1 else None),
         markersize=5,
         markeredgewidth=0,
@@ -167,14 +174,16 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
 
 
 def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
-    """Each row: its name and gap above, its intervals below; zero and the margin as uprights."""
-    reach = max(
-        plot.margin * 1.6,
-        *(abs(v) * 1.15 for r in plot.rows for v in (*(r.interval or ()), *r.seeds, r.gap)),
-    )
+    """A row each: name, intervals, gap in figures; beside them, or above on a narrow page."""
+    points = [v for r in plot.rows for v in (*(r.interval or ()), *r.seeds, r.gap)]
+    reach = max(plot.margin * 1.3, *(1.08 * abs(v) for v in points))
     axes.axvspan(-plot.margin, plot.margin, color=LIGHT["accent"], alpha=0.09, linewidth=0)
-    for at in (-plot.margin, plot.margin):
-        axes.axvline(at, color=LIGHT["accent"], linewidth=1, linestyle=DASHES["dashed"])
+    pieces = [(-i - 0.4, -i + 0.2) for i in range(len(plot.rows))] if narrow else [(-99.0, 1.0)]
+    axes.vlines(
+        [at for at in (-plot.margin, plot.margin) for _ in pieces],
+        [low for low, _ in pieces] * 2, [high for _, high in pieces] * 2,
+        color=LIGHT["accent"], linewidth=1, linestyle=DASHES["dashed"],
+    )  # fmt: skip
     axes.axvline(0, color=LIGHT["muted"], linewidth=0.9)
     for number, row in enumerate(plot.rows):
         y = -number
@@ -183,23 +192,29 @@ def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
                 axes.plot(
                     low_high, (y, y), color=LIGHT["ink"], linewidth=width, solid_capstyle="butt"
                 )
-        axes.plot(row.seeds, [y - 0.2] * len(row.seeds), "|", color=LIGHT["muted"], markersize=7)
+        axes.plot(row.seeds, [y - 0.22] * len(row.seeds), "|", color=LIGHT["muted"], markersize=7)
         (dot,) = axes.plot([row.gap], [y], "o", color=LIGHT["ink"], markersize=9)
         dot.set_gid(f"series-{number}")
-        said = f"{signed(row.gap)}"
+        said = signed(row.gap)
         if row.interval:
             said += f" ({signed(row.interval[0])} to {signed(row.interval[1])})"
-        for x, text, align in ((0.0, row.label, "left"), (1.0, said, "right")):
+        for text, x, align in (
+            (row.label, 0.0 if narrow else -0.015, "left" if narrow else "right"),
+            (said, 1.0 if narrow else 1.015, "right" if narrow else "left"),
+        ):
             axes.annotate(
-                text, (x, y + 0.3), xycoords=("axes fraction", "data"), ha=align, va="bottom",
-                fontsize=10 if narrow else 11,
+                text, (x, y + 0.25 * narrow), xycoords=("axes fraction", "data"), ha=align,
+                va="bottom" if narrow else "center_baseline", fontsize=11 - narrow,
             )  # fmt: skip
     axes.set_xlim(-reach, reach)
-    axes.set_ylim(-len(plot.rows) + 0.5, 0.85)
+    axes.set_ylim(-len(plot.rows) + 0.5, 0.75)
+    axes.grid(visible=False)
     axes.set_yticks([])
-    axes.xaxis.set_major_locator(MaxNLocator(5 if narrow else 7))
+    axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 7, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{100 * value:+.3g}%".replace("-", "\u2212"))
+        FuncFormatter(
+            lambda value, _: _percent(value, 0) if value <= 0 else f"+{_percent(value, 0)}"
+        )
     )
 
 
@@ -216,7 +231,7 @@ def _themed(svg: str, plot: Plot | Forest, name: str) -> str:
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
     svg = re.sub(r"url\(#", f"url(#{name}-", svg)
     svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
-    head, end, body = svg.partition(">")
+    head, _, body = svg.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
     about = html.escape(plot.about)

@@ -16,15 +16,16 @@ from finetune.runs import Run
 
 FILE = "metrics.jsonl"
 OPERANDS = {"x": "activations", "w": "weights", "g": "gradients"}
-MEASURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+MEASURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "snr_db": (
         "Signal over quantisation noise",
         "dB",
-        {"note": "Gaussian values read 31 dB in E4M3, 25 dB in E5M2; higher keeps more."},
+        "Higher keeps more; E4M3 lies some six dB above E5M2.",
+        {"least": 4.0},
     ),
-    "overflow": ("Overflow", "share of values saturated", {"percent": True, "from_zero": True}),
-    "underflow": ("Underflow", "share of values flushed to zero", {"percent": True}),
-    "amax": ("Largest magnitude (amax)", "absolute value", {"log": True}),
+    "overflow": ("Overflow", "%", "Share of values that a cast saturated.", {"from_zero": True}),
+    "underflow": ("Underflow", "%", "Share of values that a cast made zero.", {"from_zero": True}),
+    "amax": ("Largest magnitude", "", "The amax that scales follow.", {"log": True}),
 }
 OTHERS = {
     "grad_snr": ("Gradient signal over noise", "ratio", {"log": True}),
@@ -33,6 +34,8 @@ OTHERS = {
 _KEY = re.compile(r"health/([^/]+)/(?:([xwg])_)?(\w+)$")
 SMALL = 150
 """Buckets of a small plot."""
+LEAST_PERCENT = 1e-3
+"""Shares below it are told per million."""
 
 
 def health(run: Run, source: Source) -> Section | None:
@@ -44,7 +47,7 @@ def health(run: Run, source: Source) -> Section | None:
         return None
     looks = {group: style(i) for i, group in enumerate(groups)}
     blocks: list[Block] = []
-    for measure, (title, unit, options) in MEASURES.items():
+    for measure, (title, unit, note, options) in MEASURES.items():
         plots, silent = [], []
         for operand, named in OPERANDS.items():
             found = {
@@ -52,7 +55,9 @@ def health(run: Run, source: Source) -> Section | None:
                 for key, (group, x, what) in parsed.items()
                 if x == operand and what == measure
             }
-            plot = _plot(run, source, found, looks, f"{measure}_{named}", named, unit, options)
+            name = f"{measure.removesuffix('_db')}_{named}"
+            about = f"{title} of {named}"
+            plot = _plot(run, source, found, looks, name, named, unit, about, options)
             if plot is None:
                 continue
             at_zero = all(not any(s.y) for s in plot.series)
@@ -60,28 +65,29 @@ def health(run: Run, source: Source) -> Section | None:
                 silent.append(named)
             else:
                 plots.append(plot)
-        _add(blocks, title, unit, options.get("note", ""), plots, looks)
+        _add(blocks, title, note, plots, looks)
         if silent:
             link = source.num(f"no {measure}", FILE, f"health/*/*_{measure}")
             blocks.append(Para(words(f"{' and '.join(silent).capitalize()}: ", link, " at all.")))
     plots = []
     for measure, (title, unit, options) in OTHERS.items():
-        found = {group: key for key, (group, x, what) in parsed.items() if (x, what) == (None, measure)}
-        plot = _plot(run, source, found, looks, measure, title, unit, options)
+        found = {
+            group: key for key, (group, x, what) in parsed.items() if (x, what) == (None, measure)
+        }
+        plot = _plot(run, source, found, looks, measure, title, unit, title, options)
         plots += [plot] if plot else []
-    _add(blocks, "Gradients and updates", "", "", plots, looks)
+    _add(blocks, "Gradients and updates", "", plots, looks)
     return Section("Training health", tuple(blocks))
 
 
 def _add(
-    blocks: list[Block], title: str, unit: str, note: str, plots: list[Plot], looks: dict[str, Any]
+    blocks: list[Block], title: str, note: str, plots: list[Plot], looks: dict[str, Any]
 ) -> None:
     if not plots:
         return
     shown = {s.label for plot in plots for s in plot.series}
     legend = tuple(Series(g, (), **look) for g, look in looks.items() if g in shown)
-    text = f"{title}{', ' if unit else ''}{unit}. {note}".strip()
-    blocks += [Para(words(text)), Row(tuple(plots), legend)]
+    blocks += [Para(words(note), head=title), Row(tuple(plots), legend)]
 
 
 def _plot(
@@ -92,26 +98,29 @@ def _plot(
     name: str,
     title: str,
     unit: str,
+    about: str,
     options: dict[str, Any],
 ) -> Plot | None:
-    series, n = [], 0
-    for group, key in sorted(found.items()):
-        x, y, _ = split(*series_of(run.rows, key))
-        n = max(n, len(x))
-        if len(x):
-            x, y = envelope(x, y, SMALL)
-            series.append(Series(group, x.tolist(), y.tolist(), **looks[group]))
-    if not series:
+    drawn = {group: split(*series_of(run.rows, key))[:2] for group, key in sorted(found.items())}
+    drawn = {group: (x, y) for group, (x, y) in drawn.items() if len(x)}
+    if not drawn:
         return None
-    plain = {k: v for k, v in options.items() if k != "note"}
+    factor = 1.0
+    if unit == "%":  # a share; most are so small that per cent would be all zeros
+        rare = max(y.max() for _, y in drawn.values()) < LEAST_PERCENT
+        unit, factor = ("per million", 1e6) if rare else (unit, 100.0)
+    series = []
+    for group, whole in drawn.items():
+        x, y = envelope(*whole, SMALL)
+        series.append(Series(group, x.tolist(), (factor * y).tolist(), **looks[group]))
     example = next(iter(found.values()))
     return Plot(
         name=name,
         title=title[:1].upper() + title[1:],
         unit=unit,
-        about=f"{title} over steps, {unit}, one line for each layer group: {', '.join(found)}.",
+        about=f"{about} over steps, a line for each layer group: {', '.join(drawn)}.",
         series=tuple(series),
-        note=said(n, buckets=SMALL),
+        note=said(max(len(x) for x, _ in drawn.values()), buckets=SMALL),
         sources=(Num(FILE, source.href(FILE), example),),
-        **plain,
+        **options,
     )

@@ -18,6 +18,7 @@ from finetune.reports.content import (
     Page,
     Para,
     Plot,
+    Row,
     Samples,
     Section,
     Series,
@@ -59,21 +60,25 @@ def run_page(run: Run, source: Source) -> Page:
 
 
 def _sections(run: Run, source: Source) -> list[Section | None]:
-    curves = [loss_plot(run, source), gradient_plot(run, source), speed_plot(run, source)]
-    loss, gradient, speed = curves
+    loss, gradient = loss_plot(run, source), gradient_plot(run, source)
+    speed = speed_plot(run, source)
     return [
         Section("Loss", (loss,)) if loss else None,
         what_ran(run, source),
         health(run, source),
-        Section("Gradients and speed", tuple(p for p in (gradient, speed) if p))
-        if gradient or speed
-        else None,
+        curves_section(gradient, speed),
         memory(run, source),
         samples(run, source),
         tasks(run, source),
         configuration(run, source),
         environment(run, source),
     ]
+
+
+def curves_section(gradient: Plot | None, speed: Plot | None) -> Section | None:
+    """Gradient norm and speed beside each other."""
+    found = tuple(plot for plot in (gradient, speed) if plot is not None)
+    return Section("Gradients and speed", (Row(found),)) if found else None
 
 
 # ---------------------------------------------------------------------------------------- the top
@@ -84,7 +89,9 @@ def about(run: Run, source: Source) -> Words:
     state = run.state if run.state != "killed" else "killed before its end"
     steps: Words = words(source.num(f"{run.last_step:,}", METRICS, "step"))
     if run.planned_steps and run.planned_steps != run.last_step:
-        steps = words(steps, " of ", source.num(f"{run.planned_steps:,}", CONFIG, "train.max_steps"))
+        steps = words(
+            steps, " of ", source.num(f"{run.planned_steps:,}", CONFIG, "train.max_steps")
+        )
     return words(Num(run.name, source.href() + "/"), f", {state} at step ", steps)
 
 
@@ -106,23 +113,26 @@ def verdict_of(run: Run, source: Source) -> tuple[str, Tone, Words]:
     if not low:
         layers = source.num("No matmul", RECEIPT, "fp8_flop_share")
         told = f"{ran.upper()}, {'as asked' if run.proven else 'not proven'}"
-        lead = words(layers, " ran in FP8, and none was to. ", _sentence(_moved(run, source)))
+        lead = words(layers, " ran in FP8, and none was to. ", as_sentence(_moved(run, source)))
         return told, "plain" if run.proven else "bad", lead if run.proven else words(status)
     share = source.num(percent(receipt.get("fp8_flop_share")), RECEIPT, "fp8_flop_share")
     how = f"{p.get('backend')}/{p.get('scaling')}, {p.get('format')}"
     engine = source.num(how, RECEIPT, "precision.effective")
     lead = words(share, f" of matmul FLOPs ran in {ran.upper()} (", engine, "): counted during ")
-    lead = words(lead, "training, not read from a setting. ", _sentence(_moved(run, source)))
+    lead = words(lead, "training, not read from a setting. ", as_sentence(_moved(run, source)))
     if not run.proven:
         status = status.removeprefix("not proven: ")
         lead = words(source.num(f"{status[:1].upper()}{status[1:]}", RECEIPT, "status"), ". ", lead)
-    lead = words(lead, _sentence(reason))
-    return f"{ran.upper()}, {'proven' if run.proven else 'not proven'}", (
-        "good" if run.proven else "bad"
-    ), lead
+    lead = words(lead, as_sentence(reason))
+    return (
+        f"{ran.upper()}, {'proven' if run.proven else 'not proven'}",
+        ("good" if run.proven else "bad"),
+        lead,
+    )
 
 
-def _sentence(line: Words) -> Words:
+def as_sentence(line: Words) -> Words:
+    """The line with a capital at its beginning and a stop at its end."""
     if not line:
         return line
     first, *rest = line.parts
@@ -150,7 +160,9 @@ def loud_lines(run: Run, source: Source) -> tuple[Words, ...]:
     receipt, lines = run.receipt, []
     fallback = str(receipt.get("precision", {}).get("fallback") or "")
     lines.append(source.words(fallback, RECEIPT, "precision.fallback"))
-    lines.append(source.words(str(receipt.get("run", {}).get("stopped") or ""), RECEIPT, "run.stopped"))
+    lines.append(
+        source.words(str(receipt.get("run", {}).get("stopped") or ""), RECEIPT, "run.stopped")
+    )
     still = receipt.get("trainable", {}).get("below_resolution")
     if still:
         count = source.num(grouped(still), RECEIPT, "trainable.below_resolution")
@@ -198,18 +210,24 @@ def first_last(run: Run, source: Source, key: str) -> tuple[Num, Num, list[float
 
 def _loss_fact(run: Run, source: Source) -> Fact:
     first, last, values = first_last(run, source, "loss")
-    return Fact("Training loss", words(last), words("from ", first) if len(values) > 1 else Words(()))
+    return Fact(
+        "Training loss", words(last), words("from ", first) if len(values) > 1 else Words(())
+    )
 
 
 def _held_out_fact(run: Run, source: Source) -> Fact:
     _, last, values = first_last(run, source, "eval_loss")
-    note: Words = words("no held-out rows" if run.state == "finished" else "") if not values else words()
+    note: Words = (
+        words("no held-out rows" if run.state == "finished" else "") if not values else words()
+    )
     if len(values) > 1:
         best = min(values)
         note = words("lowest ", source.num(fixed(best), METRICS, "eval_loss"))
-        note = words("the lowest of ", source.num(str(len(values)), METRICS, "eval_loss")) if (
-            best == values[-1]
-        ) else note
+        note = (
+            words("the lowest of ", source.num(str(len(values)), METRICS, "eval_loss"))
+            if (best == values[-1])
+            else note
+        )
     return Fact("Held-out loss", words(last), note)
 
 
@@ -221,7 +239,9 @@ def speed_fact(run: Run, source: Source) -> Fact:
         speeds = split(*series_of(run.rows, "tokens_per_s"))[1].tolist()
         value, file = (median(speeds[1:] or speeds), METRICS) if speeds else (None, METRICS)
     mfu = next((r["health/mfu"] for r in reversed(run.rows) if "health/mfu" in r), None)
-    note = words("MFU ", source.num(percent(mfu), METRICS, "health/mfu")) if mfu else words("median")
+    note = (
+        words("MFU ", source.num(percent(mfu), METRICS, "health/mfu")) if mfu else words("median")
+    )
     return Fact("Tokens per second", words(source.num(grouped(value), file, key)), note)
 
 
@@ -233,7 +253,9 @@ def memory_fact(run: Run, source: Source) -> Fact:
         value = source.num(in_units(measured), RECEIPT, "memory.measured_gib")
     else:
         peak = run.report.get("peak_memory_gib")
-        value = source.num(in_units(peak) if is_number(peak) else MISSING, REPORT, "peak_memory_gib")
+        value = source.num(
+            in_units(peak) if is_number(peak) else MISSING, REPORT, "peak_memory_gib"
+        )
     note = Words(())
     if is_number(predicted) and predicted:
         told = in_units(predicted)
@@ -249,7 +271,9 @@ def _time_fact(run: Run, source: Source) -> Fact:
     if seconds is None:
         seconds, file = (run.rows[-1].get("seconds") if run.rows else None), METRICS
     steps = source.num(f"{run.last_step:,}", METRICS, "step")
-    return Fact("Time", words(source.num(duration(seconds), file, "seconds")), words(steps, " steps"))
+    return Fact(
+        "Time", words(source.num(duration(seconds), file, "seconds")), words(steps, " steps")
+    )
 
 
 # ----------------------------------------------------------------------------------------- curves
@@ -272,7 +296,7 @@ def loss_plot(run: Run, source: Source) -> Plot | None:
         if window > 1:
             even = envelope(x, smoothed(y, window))
             series += [
-                Series("training, as logged", *_listed(thin), colour="c1", faint=True),
+                Series("training, as logged", *_listed(thin), colour="c1", weight="faint"),
                 Series("training, smoothed", *_listed(even), colour="c1"),
             ]
         else:
@@ -281,19 +305,21 @@ def loss_plot(run: Run, source: Source) -> Plot | None:
         thin = envelope(ex, ey)
         few = len(ex) <= 60
         series.append(
-            Series("held out", *_listed(thin), colour="c2", dash="dashed", marker="o" if few else "")
+            Series(
+                "held out", *_listed(thin), colour="c2", dash="dashed", marker="o" if few else ""
+            )
         )
-    ends = [f"{s.label} from {s.y[0]:.3f} to {s.y[-1]:.3f}" for s in series if not s.faint]
+    ends = [f"{s.label} from {s.y[0]:.3f} to {s.y[-1]:.3f}" for s in series if s.weight != "faint"]
     return Plot(
         "loss",
-        "Loss",
+        "Training and held-out loss",
         "nats per token",
         f"Loss over {run.last_step} steps: {'; '.join(ends)}.",
         tuple(series),
         note=said(len(y), window),
         sources=_links(source, "loss", "eval_loss"),
         marks=broken + ebroken,
-        wide=True,
+        size="wide",
     )
 
 
@@ -308,7 +334,9 @@ def _curve(
     if len(x) < 2:
         return None
     window = window_of(len(y))
-    series = [Series("as logged", *_listed(envelope(x, y)), faint=window > 1)]
+    series = [
+        Series("as logged", *_listed(envelope(x, y)), weight="faint" if window > 1 else "normal")
+    ]
     if window > 1:
         series.append(Series("smoothed", *_listed(envelope(x, smoothed(y, window)))))
     return Plot(
@@ -321,6 +349,7 @@ def _curve(
         sources=_links(source, key, file=file),
         marks=broken,
         from_zero=True,
+        size="half",
     )
 
 
@@ -403,14 +432,21 @@ def _trainable(run: Run, source: Source) -> Words:
     t = run.receipt.get("trainable") or {}
     if not t:
         return Words(())
-    told = (("before", "before"), ("after", "after preparation"), ("in_optimizer", "in the optimizer"), ("moved", "moved"))  # noqa: E501
+    told = (
+        ("before", "before"),
+        ("after", "after preparation"),
+        ("in_optimizer", "in the optimizer"),
+        ("moved", "moved"),
+    )
     parts: list[str | Num] = ["Trainable parameters: "]
     for key, text in told:
         parts += [source.num(grouped(t.get(key)), RECEIPT, f"trainable.{key}"), f" {text}, "]
     state = t.get("optimizer_state_bytes")
     parts[-1] = " moved"
     if state and t.get("in_optimizer"):
-        each = source.num(f"{state / t['in_optimizer']:.2f}", RECEIPT, "trainable.optimizer_state_bytes")  # noqa: E501
+        each = source.num(
+            f"{state / t['in_optimizer']:.2f}", RECEIPT, "trainable.optimizer_state_bytes"
+        )
         parts += ["; ", each, " bytes of optimizer state each"]
     return words(*parts, ".")
 

@@ -24,6 +24,7 @@ from finetune.reports.run_sections import (
     CONFIG,
     METRICS,
     RECEIPT,
+    curves_section,
     environment,
     first_last,
     loud_lines,
@@ -46,11 +47,10 @@ def several_page(members: Sequence[Member]) -> Page:
     """The page of several runs."""
     proven = sum(run.proven for _, run, _ in members)
     loud = [words(f"{name}: ", line) for name, run, s in members for line in loud_lines(run, s)]
-    count = f"{proven} of {len(members)}" if proven < len(members) else f"All {len(members)}"
     return Page(
         title=" · ".join(dict.fromkeys(run.recipe for _, run, _ in members)),
         about=words("Several runs: ", *_joined(members)),
-        verdict=f"{count} proven",
+        verdict="All proven" if proven == len(members) else "Not all proven",
         tone="good" if proven == len(members) else "bad",
         lead=words("The precision of each is proven by its own receipt; the table names it."),
         loud=tuple(loud),
@@ -72,7 +72,7 @@ def _joined(members: Sequence[Member]) -> list[str | Num]:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """What to call runs on a page: the recipe; the seed or the run's id where that is not enough."""
+    """What to call runs on a page: the recipe, with seed or id where that is not enough."""
     names = [run.recipe for run in runs]
     for extra in ((lambda r: f"seed {_seed(r)}"), (lambda r: r.name.rpartition("-")[2])):
         told = [
@@ -106,22 +106,35 @@ def table_of(members: Sequence[Member]) -> Table:
                 memory_fact(run, source).value,
             )
         )
-    head = ("run", "precision", "verdict", "state", "steps", "loss", "held out", "tokens/s", "memory")
+    head = (
+        "run",
+        "precision",
+        "verdict",
+        "state",
+        "steps",
+        "loss",
+        "held out",
+        "tokens/s",
+        "memory",
+    )
     return Table(head, rows, numeric=(4, 5, 6, 7, 8))
 
 
 def curves(members: Sequence[Member]) -> list[Section]:
     """Loss and held-out loss of all, then gradient norm and speed."""
-    loss = overlay(members, "loss", "loss", "Training loss", "nats per token", wide=True)
-    held = overlay(members, "eval_loss", "held_out_loss", "Held-out loss", "nats per token", wide=True)
-    norm = overlay(members, "grad_norm", "gradient_norm", "Gradient norm", "L2", from_zero=True)
-    speed = overlay(members, "tokens_per_s", "speed", "Speed", "tokens per second", from_zero=True)
-    sections = []
-    for title, plots in (("Loss", (loss, held)), ("Gradients and speed", (norm, speed))):
-        found = tuple(plot for plot in plots if plot is not None)
-        if found:
-            sections.append(Section(title, found))
-    return sections
+    loss = overlay(members, "loss", "loss", "Training loss", "nats per token", size="wide")
+    held = overlay(
+        members, "eval_loss", "held_out_loss", "Held-out loss", "nats per token", size="wide"
+    )
+    norm = overlay(
+        members, "grad_norm", "gradient_norm", "Gradient norm", "L2", from_zero=True, size="half"
+    )
+    speed = overlay(
+        members, "tokens_per_s", "speed", "Speed", "tokens per second", from_zero=True, size="half"
+    )
+    found = tuple(plot for plot in (loss, held) if plot is not None)
+    below = curves_section(norm, speed)
+    return [*([Section("Loss", found)] if found else []), *([below] if below else [])]
 
 
 def overlay(
@@ -159,7 +172,11 @@ def overlay(
 def _differences(members: Sequence[Member]) -> list[Section]:
     """Keys of the configuration that the runs do not share."""
     flat = [_flat(run.config) for _, run, _ in members]
-    keys = [key for key in dict.fromkeys(k for one in flat for k in one) if len({str(one.get(key)) for one in flat}) > 1]  # noqa: E501
+    keys = [
+        key
+        for key in dict.fromkeys(k for one in flat for k in one)
+        if len({str(one.get(key)) for one in flat}) > 1
+    ]
     rows = [
         (key, *(source.num(str(one.get(key, MISSING)), CONFIG, key)
                 for one, (_, _, source) in zip(flat, members, strict=True)))

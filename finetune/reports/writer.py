@@ -27,8 +27,10 @@ from finetune.reports.theme import DARK, LIGHT, variables
 from finetune.runs import COMPARISON, Run, find_comparisons, find_runs, read_run
 
 ASSETS = Path(__file__).parent
-WIDE, SMALL, PHONE = (880, 330), (420, 260), (380, 280)
-"""Sizes in which plots are drawn, CSS pixels; wide ones also for a phone."""
+SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
+"""CSS pixels at which plots are drawn, so that text keeps its size."""
+PHONE = (340, 250)
+"""Wider ones are drawn for a phone too."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,15 @@ class Report:
         page = html.escape(self.html.read_text("utf-8"))
         return (
             f'<iframe srcdoc="{page}" title="report" loading="lazy" style="width:100%;height:44rem;'
-            f'border:1px solid #8884;border-radius:6px"></iframe><p><small>{html.escape(str(self.html))}'
+            f'border:1px solid #8884;border-radius:6px"></iframe><p><small>'
+            f"{html.escape(str(self.html))}"
             "</small></p>"
         )
 
 
-def write_report(folders: Sequence[Path | str] | Path | str, to: Path | str | None = None) -> Report:
+def write_report(
+    folders: Sequence[Path | str] | Path | str, to: Path | str | None = None
+) -> Report:
     """Write the report of a run, of several runs, or of a comparison.
 
     Args:
@@ -102,6 +107,10 @@ def write_report(folders: Sequence[Path | str] | Path | str, to: Path | str | No
             where=str(base.resolve()),
             fix="choose another folder with --to",
         ) from None
+
+
+report = write_report
+"""Its name in the package: `finetune.report(...)`."""
 
 
 def _last() -> Path:
@@ -191,11 +200,12 @@ def _drawn(plot: Plot | Forest) -> list[tuple[str, str]]:
     """The drawings of a plot: (class, svg)."""
     from finetune.reports.figures import to_svg
 
-    if not plot.wide:
-        return [("any", to_svg(plot, *SMALL))]
-    height = 90 + 62 * len(plot.rows) if isinstance(plot, Forest) else 0
-    (w, h), (pw, ph) = WIDE, PHONE
+    (width, height), (phone, low) = SIZES[plot.size], PHONE
+    if plot.size == "third":
+        return [("any", to_svg(plot, width, height))]
+    if isinstance(plot, Forest):
+        height = low = 90 + 62 * len(plot.rows)
     return [
-        ("wide", to_svg(plot, w, height or h)),
-        ("phone", to_svg(plot, pw, height or ph, "-phone")),
+        ("wide", to_svg(plot, width, height)),
+        ("phone", to_svg(plot, phone, low, "-phone")),
     ]
