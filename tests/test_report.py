@@ -39,7 +39,7 @@ class Links(HTMLParser):
         self.scripts += tag == "script"
         if tag == "a":
             self.hrefs.append((found["href"], found.get("title", "")))
-        if tag not in ("meta", "link", "br", "rect", "line", "circle"):
+        if tag not in ("meta", "link", "br"):
             self._open.append((tag, sourced))
 
     def handle_endtag(self, tag):

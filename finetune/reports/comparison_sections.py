@@ -189,7 +189,7 @@ def _gaps(found: Comparison, source: Source) -> Section | None:
     forest = Forest(
         "gap", "Gap of losses", about, tuple(rows), found.margin, note=note, sources=(link,)
     )
-    head = ("", found.a.label, found.b.label, "gap", f"{inside} interval", "for equivalence",
+    head = ("", found.a.label, found.b.label, "gap", "interval", "for equivalence",
             f"band of {found.b.label}", "verdict")  # fmt: skip
     confidence = source.num(inside, FILE, "confidence")
     told = Para(words("Intervals, of speed too, at a confidence of ", confidence, "."))
