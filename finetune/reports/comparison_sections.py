@@ -290,6 +290,7 @@ def _band_plot(
         tuple(series),
         note=said(len(ax), window, BUCKETS),
         sources=links,
+        log=True,
         size="wide",
     )
 

@@ -29,7 +29,9 @@ DASHES: dict[str, Any] = {
     "dashdot": (0, (6, 2, 1.2, 2)),
     "long": (0, (10, 3)),
 }
-_STYLE: dict[str, Any] = {
+FOREST_ROW = 62
+"""CSS pixels for each row of a forest plot."""
+_STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.size": 11,
@@ -72,6 +74,8 @@ def to_svg(plot: Plot | Forest, width: int, height: int, suffix: str = "") -> st
 def to_png(plot: Plot | Forest, file: Path) -> None:
     """The plot as a picture with its title and legend, on white."""
     width, height = (860, 420) if plot.size == "wide" else (560, 380)
+    if isinstance(plot, Forest):
+        height = 120 + FOREST_ROW * len(plot.rows)
     with rc_context(_STYLE):
         figure = _figure(plot, width, height, titled=True)
         figure.savefig(file, dpi=120, facecolor="white", pil_kwargs={"compress_level": 4})
@@ -124,15 +128,15 @@ def _plot(axes: Axes, plot: Plot, ticks: int) -> None:
     axes.margins(x=0.01)
     low, high = axes.get_ylim()
     values = [value for s in plot.series for value in (*s.y, *s.low, *s.high)]
-    if plot.log and min(values) > 0 and max(values) > 8 * min(values):
+    if plot.log and min(values) > 0 and max(values) > 4 * min(values):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low > 0 else (1, 3)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low > 0 else (1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         if high - low < plot.least:
             middle = (low + high) / 2
             axes.set_ylim(middle - plot.least / 2, middle + plot.least / 2)
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(6, min_n_ticks=4, steps=[1, 2, 2.5, 5, 10]))
     if plot.from_zero:
         axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(_percent if plot.percent else _tick))

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.reports.content import Block, Num, Para, Plot, Row, Section, Series, Source, words
 from finetune.reports.series import envelope, said, series_of, split
-from finetune.reports.theme import style
+from finetune.reports.theme import Look, style
 from finetune.runs import Run
 
 FILE = "metrics.jsonl"
@@ -81,7 +81,7 @@ def health(run: Run, source: Source) -> Section | None:
 
 
 def _add(
-    blocks: list[Block], title: str, note: str, plots: list[Plot], looks: dict[str, Any]
+    blocks: list[Block], title: str, note: str, plots: list[Plot], looks: dict[str, Look]
 ) -> None:
     if not plots:
         return
@@ -94,7 +94,7 @@ def _plot(
     run: Run,
     source: Source,
     found: dict[str, str],
-    looks: dict[str, Any],
+    looks: dict[str, Look],
     name: str,
     title: str,
     unit: str,

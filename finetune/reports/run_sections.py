@@ -248,11 +248,12 @@ def speed_fact(run: Run, source: Source) -> Fact:
 def memory_fact(run: Run, source: Source) -> Fact:
     """The measured peak of a step, else of the process, beside what was predicted."""
     m = run.receipt.get("memory") or {}
-    measured, predicted = m.get("measured_gib"), m.get("predicted_gib")
+    measured: Any = m.get("measured_gib")
+    predicted: Any = m.get("predicted_gib")
     if is_number(measured):
         value = source.num(in_units(measured), RECEIPT, "memory.measured_gib")
     else:
-        peak = run.report.get("peak_memory_gib")
+        peak: Any = run.report.get("peak_memory_gib")
         value = source.num(
             in_units(peak) if is_number(peak) else MISSING, REPORT, "peak_memory_gib"
         )
@@ -417,7 +418,8 @@ def what_ran(run: Run, source: Source) -> Section | None:
 def receipt_of(run: Run) -> Receipt:
     """The receipt as an object, keys that this version does not know left out."""
     known = {f.name for f in fields(Receipt)}
-    values = {k: v for k, v in run.receipt.items() if k in known} | {"layers": []}
+    values: dict[str, Any] = {k: v for k, v in run.receipt.items() if k in known}
+    values["layers"] = []
     values.setdefault("status", "")
     values.setdefault("precision", {})
     receipt = Receipt(**values)

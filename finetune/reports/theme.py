@@ -7,6 +7,8 @@ background, and every line one of 3 (WCAG 2.2), in both themes; `tests/test_repo
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 LIGHT = {
     "paper": "#fdfdfc",
     "raised": "#f5f4f1",
@@ -45,7 +47,14 @@ COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
 
 
-def style(number: int) -> dict[str, str]:
+class Look(TypedDict):
+    """How a series is told from others."""
+
+    colour: str
+    dash: str
+
+
+def style(number: int) -> Look:
     """Colour and dash of the series with this number; 40 of them differ."""
     turn = number + number // len(COLOURS)
     return {"colour": COLOURS[number % len(COLOURS)], "dash": PATTERNS[turn % len(PATTERNS)]}

@@ -198,13 +198,13 @@ def _template(name: str, *, escape: bool) -> Any:
 
 def _drawn(plot: Plot | Forest) -> list[tuple[str, str]]:
     """The drawings of a plot: (class, svg)."""
-    from finetune.reports.figures import to_svg
+    from finetune.reports.figures import FOREST_ROW, to_svg
 
     (width, height), (phone, low) = SIZES[plot.size], PHONE
     if plot.size == "third":
         return [("any", to_svg(plot, width, height))]
     if isinstance(plot, Forest):
-        height = low = 90 + 62 * len(plot.rows)
+        height = low = 90 + FOREST_ROW * len(plot.rows)
     return [
         ("wide", to_svg(plot, width, height)),
         ("phone", to_svg(plot, phone, low, "-phone")),
