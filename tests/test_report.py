@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import finetune
 from finetune.cli import main
 from finetune.errors import ConfigError
-from finetune.reports.content import Num, escape_md, words
+from finetune.reports.content import Num, Plot, Series, escape_md, words
+from finetune.reports.figures import to_svg
 from finetune.reports.series import envelope, smoothed, split, window_of
 from finetune.reports.theme import DARK, LIGHT, style
 from tests.run_folders import GROUPS, make_comparison, make_run
@@ -198,6 +200,17 @@ def test_a_notebook_shows_the_page_in_a_frame(reports):
 
 
 # ----------------------------------------------------------------------------- series, theme, size
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.001, 0.0052), (1e-8, 1e-3), (0.0001, 0.0009)])
+@pytest.mark.parametrize("log", [False, True])
+def test_the_figures_of_an_axis_are_told_apart(low, high, log):
+    """Thinning the drawing's coordinates leaves its text alone, and no two ticks read the same."""
+    series = Series("one", np.arange(20.0).tolist(), np.geomspace(low, high, 20).tolist())
+    svg = to_svg(Plot("p", "Plot", "", "a plot", (series,), log=log), 310, 215)
+    ticks = re.findall(r'<g id="p-ytick_\d+">.*?<text[^>]*>([^<]*)</text>', svg, flags=re.S)
+    assert 2 <= len(ticks) <= 9
+    assert len(set(ticks)) == len(ticks), ticks
 
 
 def test_a_thinned_series_keeps_every_extreme():

@@ -130,7 +130,8 @@ def _plot(axes: Axes, plot: Plot, ticks: int) -> None:
     values = [value for s in plot.series for value in (*s.y, *s.low, *s.high)]
     if plot.log and min(values) > 0 and max(values) > 4 * min(values):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low > 0 else (1, 2, 5)))
+        wide = max(values) > 100 * min(values)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5), numticks=7))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         if high - low < plot.least:
@@ -234,7 +235,8 @@ def _themed(svg: str, plot: Plot | Forest, name: str) -> str:
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
     svg = re.sub(r"url\(#", f"url(#{name}-", svg)
-    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
+    # Hundredths of a pixel are enough; text, which is no attribute, keeps its figures.
+    svg = re.sub(r'="[^"]*"', lambda m: re.sub(r"(\d\.\d\d)\d+", r"\1", m[0]), svg)
     head, _, body = svg.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
