@@ -24,6 +24,9 @@ _COLUMNS = (
     "recipe", "run", "precision", "proven", "state", "step", "loss", "eval_loss",
     "tokens_per_s", "memory_gib",
 )  # fmt: skip
+_WIDE_ONLY = ("tokens_per_s", "memory_gib")
+"""Left out below `WIDE` columns of terminal, where precision is shortened to its first word too."""
+WIDE = 112
 _RIGHT = ("step", "loss", "eval_loss", "tokens_per_s", "memory_gib")
 
 
@@ -51,29 +54,29 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
 
 
 def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
-    gap = 2 if width >= 110 else 1
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    for key in _COLUMNS:
-        # A narrow terminal folds words, never figures.
+    wide = width >= WIDE
+    columns = [key for key in _COLUMNS if wide or key not in _WIDE_ONLY]
+    titles = _TITLES if wide else _TITLES | {"eval_loss": "eval"}
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
+    for key in columns:
+        justify = "right" if key in _RIGHT else "left"
         table.add_column(
-            _TITLES.get(key, key),
-            justify="right" if key in _RIGHT else "left",
-            no_wrap=key in _RIGHT or key == "state",
-            overflow="fold",
+            titles.get(key, key), justify=justify, no_wrap=key != "recipe", overflow="fold"
         )
     for run in runs:
-        table.add_row(
-            run["recipe"],
-            run["run"],
-            run["precision"],
-            Text("yes") if run["proven"] else Text("no", style="bold red"),
-            Text(run["state"], style=_STATES.get(run["state"], "red")),
-            f"{run['step']}/{run['steps'] or '?'}",
-            _shown(run["loss"], ".3f"),
-            _shown(run["eval_loss"], ".3f"),
-            _shown(run["tokens_per_s"], ",.0f"),
-            _memory(run["memory_gib"]),
-        )
+        cells = {
+            "recipe": run["recipe"],
+            "run": run["run"],
+            "precision": run["precision"] if wide else run["precision"].partition(" ")[0],
+            "proven": Text("yes") if run["proven"] else Text("no", style="bold red"),
+            "state": Text(run["state"], style=_STATES.get(run["state"], "red")),
+            "step": f"{run['step']}/{run['steps'] or '?'}",
+            "loss": _shown(run["loss"], ".3f"),
+            "eval_loss": _shown(run["eval_loss"], ".3f"),
+            "tokens_per_s": _shown(run["tokens_per_s"], ",.0f"),
+            "memory_gib": _memory(run["memory_gib"]),
+        }
+        table.add_row(*(cells[key] for key in columns))
     return table
 
 

@@ -182,7 +182,7 @@ def test_a_folder_that_is_none_names_the_nearest_run(run, tmp_path, path, names)
 # -------------------------------------------------------------------------------------- ls --runs
 
 
-def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli):
+def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):
     make_comparison(tmp_path / "runs" / "compare" / "a-vs-b" / "stamp", steps=8, gap=0.03)
     done = cli("ls", "--runs")
     assert done.code == 0
@@ -191,6 +191,9 @@ def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli):
         assert shown in line
     assert "not equivalent" in done.out
     assert "+3.00%" in done.out
+    monkeypatch.setenv("COLUMNS", "80")
+    line = next(line for line in cli("ls", "--runs").out.splitlines() if run.name in line)
+    assert line.split()[:4] == ["tiny_full_fp8", run.name, "FP8", "yes"]
     listed = json.loads(cli("ls", "--runs", "--json").out)
     assert [r["run"] for r in listed["runs"]] == [run.name]
     assert listed["comparisons"][0]["verdict"] == "not equivalent"
