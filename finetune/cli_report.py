@@ -14,7 +14,7 @@ from finetune.cli_estimate import AsJson
 def report(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Run folder, comparison folder, or `last`."),
+        typer.Argument(metavar="RUN...", help="Folder of a run or comparison, recipe, or `last`."),
     ],
     to: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
     as_json: AsJson = False,

@@ -298,6 +298,7 @@ def test_the_last_run_is_reported_twice(cli, tmp_path):
     told = json.loads(out)
     assert Path(told["html"]).resolve() == last / "report.html"
     assert cli("report", last)[0] == 0
+    assert "20261121-120000-bbbb" in cli("report", "tiny_full_fp8")[1]
     assert json.loads(out)["verdict"] == "FP8, proven"
 
 

@@ -24,6 +24,7 @@ from finetune.reports.content import Forest, Page, Plot, Source
 from finetune.reports.run_sections import run_page
 from finetune.reports.several import names_of, several_page
 from finetune.reports.theme import DARK, LIGHT, variables
+from finetune.run_lookup import LAST, find_run
 from finetune.runs import COMPARISON, Run, find_comparisons, find_runs, read_run
 
 ASSETS = Path(__file__).parent
@@ -76,7 +77,8 @@ def write_report(
     """Write the report of a run, of several runs, or of a comparison.
 
     Args:
-        folders: run folders, one folder of a comparison, or `last` for the newest in `runs/`.
+        folders: run folders, one folder of a comparison, a recipe's name for its newest run in
+            `runs/`, or `last` for the newest of all.
         to: where the report goes; left out: into the folder of the one run or comparison, or
             `runs/reports/<time>/` for several.
 
@@ -84,7 +86,7 @@ def write_report(
         ConfigError: no run there, or nowhere to write.
     """
     given = [folders] if isinstance(folders, (str, Path)) else list(folders)
-    paths = list(dict.fromkeys(_last() if str(one) == "last" else Path(one) for one in given))
+    paths = list(dict.fromkeys(_meant(one) for one in given))
     if not paths:
         raise ConfigError("a report needs a run", fix="python -m finetune report last")
     compared = [path for path in paths if (path / COMPARISON).is_file()]
@@ -111,6 +113,14 @@ def write_report(
 
 report = write_report
 """Its name in the package: `finetune.report(...)`."""
+
+
+def _meant(one: Path | str) -> Path:
+    """A folder as given, `last`, or a recipe's newest run."""
+    path = Path(one).expanduser()
+    if str(one) == LAST:
+        return _last()
+    return find_run(str(one)) if len(path.parts) == 1 and not path.exists() else path
 
 
 def _last() -> Path:
