@@ -57,7 +57,7 @@ def open_run(folder: Path | str) -> FinishedRun:
             "failed": "it ended in an error",
             "running": "it has not ended yet",
             "killed": "it was killed before its end",
-        }.get(run.state, "the folder was deleted")
+        }.get(run.state, "it ended, and its model/ was removed")
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
             where=str(model.resolve()),
