@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from finetune.quiet import quiet_libraries as quiet_libraries
     from finetune.recipe import list_recipes as list_recipes
     from finetune.recipe import load_recipe as load_recipe
+    from finetune.reports.writer import report as report
+    from finetune.runs import find_runs as find_runs
     from finetune.trainer import train as train
 
 __version__ = "0.1.0"
@@ -48,12 +50,14 @@ _HOME = {
     "benchmark": "benchmarking.runner",
     "disabled": "precision.convert",
     "estimate": "estimator.estimate",
+    "find_runs": "runs",
     "list_recipes": "recipe",
     "load_in_fp8": "precision.loading",
     "load_recipe": "recipe",
     "plan": "precision.planner",
     "quiet_libraries": "quiet",
     "get_receipt": "hook",
+    "report": "reports.writer",
     "register_parameter_matmuls": "precision.declared",
     "revert": "precision.convert",
     "setup_fp8_mixed_precision_training": "hook",

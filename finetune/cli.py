@@ -23,6 +23,7 @@ from finetune.cli_benchmark import benchmark
 from finetune.cli_estimate import AsJson, Overrides, estimate
 from finetune.cli_evaluate import evaluate
 from finetune.cli_generate import generate
+from finetune.cli_report import report as write_report
 from finetune.config import RunConfig
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, nearest
 from finetune.plain_yaml import read_text
@@ -164,6 +165,7 @@ app.command("estimate")(estimate)
 app.command("generate")(generate)
 app.command("evaluate")(evaluate)
 app.command("benchmark")(benchmark)
+app.command("report")(write_report)
 
 
 @app.command("export")
@@ -208,8 +210,19 @@ def _about(gib: float | None) -> str:
 
 
 @app.command("ls")
-def ls(as_json: AsJson = False) -> None:
-    """List the shipped recipes; ≈GiB is a preview of peak memory on one GPU."""
+def ls(
+    runs: Annotated[bool, typer.Option("--runs", help="List runs instead.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With --runs: folder of runs.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the shipped recipes (≈GiB is a preview of peak memory on one GPU), or the runs."""
+    if runs:
+        from finetune.cli_runs import list_runs
+
+        list_runs(out, as_json=as_json)
+        return
+    if out is not None:
+        raise ConfigError("--out would change nothing", where="ls", fix="ls --runs --out FOLDER")
     rows = [_row(n, load_recipe(n, check_train=False).config) for n in list_recipes()]
     if as_json:
         print(json.dumps(rows, indent=1))

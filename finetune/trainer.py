@@ -27,6 +27,7 @@ from finetune.model import load_tokenizer
 from finetune.preflight import preflight, processes
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe
+from finetune.runs import write_start
 from finetune.samples import Sample, prompts_of
 from finetune.scoring import score
 from finetune.session import Session
@@ -144,6 +145,7 @@ def train(
                 where=f"--out {out}",
                 fix="choose another folder with --out",
             ) from None
+        write_start(folder)
         (folder / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     console.print(f"[bold]{recipe.name}[/] -> {folder}", highlight=False)
     console.print(f"data: {rows.description}", highlight=False)

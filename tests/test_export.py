@@ -457,7 +457,7 @@ def copy_of(run: Path, into: Path) -> Path:
     [
         ({"interrupted": True}, "interrupted"),
         ({"stopped": "loss is NaN"}, "loss is NaN"),
-        ({}, "has not ended"),
+        ({}, "model/ was removed"),
     ],
 )
 def test_run_without_weights(ended, why, lora_run, tmp_path):

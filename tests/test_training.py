@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from finetune import load_recipe, train
 from finetune.model import TINY_LLAMA
 from finetune.recipe import list_recipes
+from finetune.runs import read_run
 
 QUIET = Console(quiet=True)
 SMALL = (
@@ -117,8 +118,9 @@ def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     rows = [json.loads(x) for x in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
     assert {"loss", "learning_rate", "grad_norm", "tokens_per_s", "precision"} <= rows[2].keys()
-    expected = {"config.yaml", "metrics.jsonl", "receipt.json", "report.json", "model"}
+    expected = {"run.json", "config.yaml", "metrics.jsonl", "receipt.json", "report.json", "model"}
     assert expected <= {p.name for p in whole.folder.iterdir()}
+    assert read_run(whole.folder).state == "finished"
     again = load_recipe(str(whole.folder / "config.yaml"))
     assert again.name == "tiny_full_fp8"
     assert again.config == load_recipe("tiny_full_fp8", overrides[:-1]).config

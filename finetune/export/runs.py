@@ -6,14 +6,13 @@ interrupted or stopped has no `model/`, and there is nothing to export.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from finetune.config import RunConfig
 from finetune.errors import ConfigError
 from finetune.recipe import load_recipe
+from finetune.runs import read_run
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -48,16 +47,17 @@ def open_run(folder: Path | str) -> FinishedRun:
     Raises:
         ConfigError: it is no run folder, or the run has left no weights.
     """
-    folder = Path(folder).expanduser()
-    if not (folder / "config.yaml").is_file() or not (folder / "receipt.json").is_file():
-        raise _no_run(folder)
-    receipt: dict[str, Any] = json.loads((folder / "receipt.json").read_text(encoding="utf-8"))
+    run = read_run(folder)
+    folder = run.folder
     model = folder / "model"
     if not model.is_dir():
-        ended = receipt.get("run", {})
-        why = ended.get("stopped") or "it has not ended yet, or was killed"
-        if ended.get("interrupted"):
-            why = "it was interrupted before its end"
+        why = {
+            "interrupted": "it was interrupted before its end",
+            "stopped": run.receipt.get("run", {}).get("stopped", ""),
+            "failed": "it ended in an error",
+            "running": "it has not ended yet",
+            "killed": "it was killed before its end",
+        }.get(run.state, "it ended, and its model/ was removed")
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
             where=str(model.resolve()),
@@ -65,22 +65,13 @@ def open_run(folder: Path | str) -> FinishedRun:
             fix=f"let it end: train.resume_from_checkpoint={folder} goes on from its last "
             "checkpoint, if it saved one",
         )
-    report = folder / "report.json"
-    measured = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    if not run.receipt:
+        raise ConfigError(
+            f"the run {str(folder)!r} has no receipt",
+            where=str((folder / "receipt.json").resolve()),
+            why="an export says what of the run was proven",
+            fix="let the run end, or run it again",
+        )
     config = load_recipe(str(folder / "config.yaml")).config
-    return FinishedRun(folder, config, model, receipt["status"], measured.get("eval_loss"))
-
-
-def _no_run(folder: Path) -> ConfigError:
-    inside = sorted(p.parent for p in folder.glob("*/receipt.json"))
-    inside = inside or sorted(p.parent for p in folder.glob("*/*/receipt.json"))
-    why = "no such folder"
-    if folder.is_dir():
-        why = "a run folder holds config.yaml, receipt.json and model/"
-    newest = f"the newest run in it is {inside[-1]}" if inside else ""
-    return ConfigError(
-        f"{str(folder)!r} is no run folder",
-        where=str(folder.resolve()),
-        why=why,
-        fix=newest or "give the folder that the run printed at its end, runs/<recipe>/<time>-<id>",
-    )
+    status, eval_loss = run.receipt["status"], run.report.get("eval_loss")
+    return FinishedRun(folder, config, model, status, eval_loss)

@@ -33,7 +33,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -49,7 +48,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import finetune
 from finetune.config import ModelConfig, PrecisionConfig
-from finetune.errors import MissingExtraError
 from finetune.model import load_shape
 from finetune.precision.convert import apply
 from finetune.precision.planner import plan
@@ -265,10 +263,6 @@ def main() -> None:
     unknown = [name for name in recipes if name not in RECIPES]
     if unknown:
         parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(RECIPES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError(
-            "the plot needs matplotlib", fix="pip install 'fp8-finetune[report]'"
-        )
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     # BF16 is what all others are measured against, so it is always there.

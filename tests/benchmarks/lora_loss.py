@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import tempfile
 import time
 from pathlib import Path
@@ -32,7 +31,6 @@ import torch
 from torch import Tensor
 
 from finetune.config import PrecisionConfig
-from finetune.errors import MissingExtraError
 from finetune.model import TINY_LLAMA
 from finetune.precision.convert import apply, revert
 from finetune.precision.planner import plan
@@ -251,10 +249,6 @@ def main() -> None:
         parser.error("BF16 is what the others are measured against: put bf16 into --bases")
     if args.recipes:
         return run_recipes(ranks, seeds)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError(
-            "the plot needs matplotlib", fix="pip install 'fp8-finetune[report]'"
-        )
     args.out.mkdir(parents=True, exist_ok=True)
     return run_text(ranks, bases, seeds, args.steps, args.out)
 

@@ -1,0 +1,128 @@
+"""The command line's `ls --runs`: what ran, how far it came, and what it left. Knows no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from finetune.runs import COMPARISON, find_comparisons, find_runs
+
+DEFAULT_OUT = Path("runs")
+_STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
+_TITLES = {
+    "step": "steps",
+    "eval_loss": "held out",
+    "tokens_per_s": "tok/s",
+    "memory_gib": "memory",
+}
+_COLUMNS = (
+    "recipe", "run", "precision", "proven", "state", "step", "loss", "eval_loss",
+    "tokens_per_s", "memory_gib",
+)  # fmt: skip
+_WIDE_ONLY = ("tokens_per_s", "memory_gib")
+"""Left out below `WIDE` columns of terminal, where precision is shortened to its first word too."""
+WIDE = 112
+_RIGHT = ("step", "loss", "eval_loss", "tokens_per_s", "memory_gib")
+
+
+def list_runs(out: Path | None, *, as_json: bool) -> None:
+    """Print the runs below `out`, newest first, and the comparisons apart.
+
+    Raises:
+        ConfigError: a folder was named and is not there.
+    """
+    folder = DEFAULT_OUT if out is None else out
+    nothing = out is None and not folder.is_dir()
+    runs = [] if nothing else [run.summary() for run in find_runs(folder)]
+    compared = [] if nothing else [_comparison(path) for path in find_comparisons(folder)]
+    if as_json:
+        print(json.dumps({"runs": runs, "comparisons": compared}, indent=1))
+        return
+    if not runs and not compared:
+        print(f"no runs in {folder}/ yet: python -m finetune tiny_lora_fp8 makes one")
+        return
+    console = Console()
+    if runs:
+        console.print(_table_of(runs, console.width))
+    if compared:
+        console.print(_comparisons(compared, gap=bool(runs)))
+
+
+def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
+    wide = width >= WIDE
+    columns = [key for key in _COLUMNS if wide or key not in _WIDE_ONLY]
+    titles = _TITLES if wide else _TITLES | {"eval_loss": "eval"}
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
+    for key in columns:
+        justify = "right" if key in _RIGHT else "left"
+        table.add_column(
+            titles.get(key, key), justify=justify, no_wrap=key != "recipe", overflow="fold"
+        )
+    for run in runs:
+        cells = {
+            "recipe": run["recipe"],
+            "run": run["run"],
+            "precision": run["precision"] if wide else run["precision"].partition(" ")[0],
+            "proven": Text("yes") if run["proven"] else Text("no", style="bold red"),
+            "state": Text(run["state"], style=_STATES.get(run["state"], "red")),
+            "step": f"{run['step']}/{run['steps'] or '?'}",
+            "loss": _shown(run["loss"], ".3f"),
+            "eval_loss": _shown(run["eval_loss"], ".3f"),
+            "tokens_per_s": _shown(run["tokens_per_s"], ",.0f"),
+            "memory_gib": _memory(run["memory_gib"]),
+        }
+        table.add_row(*(cells[key] for key in columns))
+    return table
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _memory(gib: float | None) -> str:
+    from finetune.receipt import in_units
+
+    return "-" if gib is None else in_units(gib)
+
+
+def _comparison(folder: Path) -> dict[str, Any]:
+    """A comparison in a line; one that cannot be read says so instead of a verdict."""
+    try:
+        found = json.loads((folder / COMPARISON).read_text("utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    gaps = {name: part.get("gap") for name, part in (found.get("losses") or {}).items()}
+    return {
+        "folder": str(folder),
+        "a": (found.get("a") or {}).get("recipe"),
+        "b": (found.get("b") or {}).get("recipe"),
+        "seeds": len(found.get("seeds") or []),
+        "verdict": found.get("verdict", "cannot be read"),
+        "gap": gaps,
+        "speed": (found.get("speed") or {}).get("ratio"),
+    }
+
+
+def _comparisons(compared: list[dict[str, Any]], *, gap: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+    if gap:
+        table.title, table.title_style = "\ncomparisons", "bold"
+    for column in ("verdict", "a against b", "seeds", "loss", "held out", "speed", "folder"):
+        table.add_column(column, overflow="fold")
+    for one in compared:
+        good = one["verdict"] == "equivalent"
+        table.add_row(
+            Text(one["verdict"], style="" if good else "yellow"),
+            f"{one['a']} against {one['b']}",
+            str(one["seeds"]),
+            _shown(one["gap"].get("train"), "+.2%"),
+            _shown(one["gap"].get("eval"), "+.2%"),
+            "-" if one["speed"] is None else f"{one['speed']:.2f}x",
+            one["folder"],
+        )
+    return table

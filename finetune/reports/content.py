@@ -1,0 +1,353 @@
+"""What a report says, before it is set in HTML or Markdown.
+
+The one rule of a report lives here: a number is a `Num`, made with the file it was read from and
+its key there, and every renderer turns it into a link. Text of models and data sets is untrusted:
+it is plain `str`, which both renderers escape.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+MISSING = "–"
+Size = Literal["wide", "half", "third"]
+
+
+@dataclass(frozen=True)
+class Num:
+    """A figure and where it stands: `href` relative to the page, `key` inside that file."""
+
+    text: str
+    href: str = ""
+    key: str = ""
+
+    def __html__(self) -> str:
+        if not self.href:
+            return html.escape(self.text)
+        title = f"{self.href.rpartition('/')[2]}: {self.key}" if self.key else self.href
+        figure = any(c.isdigit() for c in self.text) and len(self.text) < 40
+        kind = "n" if figure or re.fullmatch(r"\S+[./]\S*", self.text) else "n text"  # or a file
+        return (
+            f'<a class="{kind}" href="{html.escape(self.href)}" title="{html.escape(title)}">'
+            f"{html.escape(self.text)}</a>"
+        )
+
+    @property
+    def md(self) -> str:
+        """`[0.634](report.json)`."""
+        return f"[{escape_md(self.text)}]({self.href})" if self.href else escape_md(self.text)
+
+
+@dataclass(frozen=True)
+class Words:
+    """A line of text with figures in it."""
+
+    parts: tuple[str | Num, ...]
+
+    def __html__(self) -> str:
+        return "".join(
+            part.__html__() if isinstance(part, Num) else html.escape(part) for part in self.parts
+        )
+
+    @property
+    def md(self) -> str:
+        """The line in Markdown."""
+        return "".join(p.md if isinstance(p, Num) else escape_md(p) for p in self.parts)
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+
+def words(*parts: str | Num | Words) -> Words:
+    """A line of its parts; empty ones are left out."""
+    flat: list[str | Num] = []
+    for part in parts:
+        flat += part.parts if isinstance(part, Words) else [part] if part != "" else []
+    return Words(tuple(flat))
+
+
+def escape_md(text: str) -> str:
+    """Text that Markdown shows as it is, HTML in it included."""
+    text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", html.escape(text, quote=False))
+    text = re.sub(r"^(\s*\d*)([.)+-])(?=\s)", r"\1\\\2", text)  # would begin a list
+    return re.sub(r"\s*\n\s*", "<br>", text)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder whose files a page links to.
+
+    Attributes:
+        folder: a run folder, or one of a comparison.
+        base: the folder that the page lies in.
+    """
+
+    folder: Path
+    base: Path
+
+    def href(self, file: str = "") -> str:
+        """The way from the page to a file, percent-encoded."""
+        target = os.path.relpath(self.folder.resolve() / file, self.base.resolve())
+        return quote(Path(target).as_posix())
+
+    def num(self, text: str, file: str, key: str) -> Num:
+        """A figure read from `file` under `key`; without a link where there is no such figure."""
+        return Num(text) if text == MISSING else Num(text, self.href(file), key)
+
+    def words(self, text: str, file: str, key: str) -> Words:
+        """A whole line read from one key."""
+        return Words((self.num(text, file, key),)) if text else Words(())
+
+
+Cell = str | Num | Words
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under heads; `numeric` columns are set to the right.
+
+    Attributes:
+        shares: column that holds shares of a whole, drawn as bars: column -> one value a row, 0..1.
+    """
+
+    head: tuple[str, ...]
+    rows: Sequence[Sequence[Cell]]
+    numeric: tuple[int, ...] = ()
+    shares: dict[int, Sequence[float]] = field(default_factory=dict)
+    caption: Words = Words(())
+    kind: str = "table"
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a plot, or a band between `low` and `high`.
+
+    Attributes:
+        colour: `c1` to `c8`, `ink` or `muted`: a variable of the page's theme.
+        dash: `solid`, `dashed`, `dotted`, `dashdot`, `long`.
+        marker: drawn at each point, a shape's letter of matplotlib.
+        weight: `faint` lines are pale, behind what is read.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float] = ()
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    colour: str = "c1"
+    dash: str = "solid"
+    marker: str = ""
+    weight: Literal["normal", "thin", "faint"] = "normal"
+    listed: bool = True
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of series over steps.
+
+    Attributes:
+        name: of its file, `loss` for `loss.png`.
+        unit: of the vertical axis.
+        about: what it shows, for those who do not see it.
+        note: what was done to the data, under the plot.
+        sources: the files it was drawn from.
+        log: the vertical axis is logarithmic.
+        percent: the vertical axis is a share, shown in per cent.
+        lines: horizontal lines, (height, words).
+        marks: steps at which the value was not finite.
+        size: `wide` takes the page's whole width, `half` and `third` stand beside others.
+        least: the vertical axis spans this much or more, so that small noise looks small.
+    """
+
+    name: str
+    title: str
+    unit: str
+    about: str
+    series: tuple[Series, ...]
+    note: str = ""
+    sources: tuple[Num, ...] = ()
+    log: bool = False
+    percent: bool = False
+    lines: tuple[tuple[float, str], ...] = ()
+    marks: tuple[float, ...] = ()
+    size: Size = "third"
+    from_zero: bool = False
+    least: float = 0.0
+    kind: str = "plot"
+
+    @property
+    def legend(self) -> tuple[Series, ...]:
+        """The series that a legend names; none where there is nothing to tell apart."""
+        listed = tuple(s for s in self.series if s.listed)
+        return listed if len(listed) > 1 else ()
+
+
+@dataclass(frozen=True)
+class ForestRow:
+    """A gap (0.01 for 1 %) with its intervals, and one point a seed."""
+
+    label: str
+    gap: float
+    interval: tuple[float, float] | None
+    inner: tuple[float, float] | None
+    seeds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Gaps with intervals against the margin within which two count as the same."""
+
+    name: str
+    title: str
+    about: str
+    rows: tuple[ForestRow, ...]
+    margin: float
+    note: str = ""
+    sources: tuple[Num, ...] = ()
+    size: Size = "wide"
+    kind: str = "plot"
+    legend: tuple[Series, ...] = ()
+    unit: str = "%"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Answers to one prompt: (where, answer)."""
+
+    prompt: str
+    answers: Sequence[tuple[Cell, str]]
+    kind: str = "samples"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Text as it stands in a file."""
+
+    text: str
+    source: Num
+    kind: str = "listing"
+
+
+@dataclass(frozen=True)
+class Para:
+    """A paragraph; `loud` ones warn, a `head` has others below it."""
+
+    line: Words
+    loud: bool = False
+    head: str = ""
+    kind: str = "para"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Plots of one size beside each other; with a `legend`, one for all."""
+
+    plots: tuple[Plot, ...]
+    legend: tuple[Series, ...] = ()
+    kind: str = "row"
+
+    @property
+    def size(self) -> Size:
+        """Of its plots."""
+        return self.plots[0].size
+
+
+Block = Table | Plot | Forest | Samples | Listing | Para | Row
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page; `folded` ones are opened by a click."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    folded: bool = False
+
+    @property
+    def anchor(self) -> str:
+        """Its id on the page."""
+        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One of the few figures at the top."""
+
+    label: str
+    value: Words
+    note: Words = Words(())
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report. `tone`: `good`, `bad` or `plain`, of its verdict."""
+
+    title: str
+    about: Words
+    verdict: str
+    tone: Literal["good", "bad", "plain"]
+    lead: Words
+    loud: tuple[Words, ...]
+    facts: tuple[Fact, ...]
+    sections: tuple[Section, ...]
+
+    @property
+    def plots(self) -> list[Plot | Forest]:
+        """Every plot of the page, in its order."""
+        found: list[Plot | Forest] = []
+        for block in (block for section in self.sections for block in section.blocks):
+            if isinstance(block, (Plot, Forest)):
+                found.append(block)
+            elif isinstance(block, Row):
+                found += block.plots
+        return found
+
+
+# ------------------------------------------------------------------------------------- in figures
+
+
+def is_number(value: Any) -> bool:
+    """A finite number, which a truth value is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def fixed(value: Any, digits: int = 4) -> str:
+    """`1.3657`; what is not finite as it is, what is missing as a dash."""
+    if is_number(value):
+        return f"{value:.{digits}f}"
+    return MISSING if value is None else str(value)
+
+
+def grouped(value: Any) -> str:
+    """`3,303`."""
+    return f"{value:,.0f}" if is_number(value) else MISSING
+
+
+def percent(value: Any, digits: int = 1) -> str:
+    """0.63 as `63.0%`."""
+    return f"{value:.{digits}%}" if is_number(value) else MISSING
+
+
+def signed(value: Any, digits: int = 2) -> str:
+    """0.004 as `+0.40%`, with a minus that is one."""
+    return f"{value:+.{digits}%}".replace("-", "\u2212") if is_number(value) else MISSING
+
+
+def duration(seconds: Any) -> str:
+    """`6 s`, `4 min 10 s`, `2 h 05 min`."""
+    if not is_number(seconds):
+        return MISSING
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
