@@ -123,42 +123,9 @@ def run(
     if as_json:
         print(report.to_json())
     elif int(os.environ.get("RANK", "0")) == 0:
-        _show_report(report)
+        Console(highlight=False).print(report)
     if report.interrupted:
         sys.exit(INTERRUPTED)
-
-
-def _show_report(report: Any) -> None:
-    console = Console(highlight=False)
-    for sample in report.samples:
-        console.print(Text("> ", style="dim") + Text(sample.prompt, style="italic"))
-        console.print(Text(f"  {sample.answer}"))
-    for name, scores in report.tasks.items():
-        from finetune.scoring import describe
-
-        console.print(f"{name}: {describe(scores)}")
-    console.print()
-    console.print(report.receipt)
-    facts = [f"{report.seconds:.0f} s", f"peak memory {report.peak_memory_gib:.2f} GiB"]
-    if report.first_loss is not None:
-        facts.insert(0, f"loss {report.first_loss:.3f} -> {report.final_loss:.3f}")
-    if report.eval_loss is not None:
-        facts.insert(1, f"held-out loss {report.eval_loss:.4f}")
-    if report.tokens_per_s:
-        facts.append(f"{report.tokens_per_s:,.0f} tok/s")
-    console.print(", ".join(facts))
-    if report.interrupted:
-        resume = f"go on with train.resume_from_checkpoint={report.folder}"
-        saved = any((report.folder / "checkpoints").glob("checkpoint-*"))
-        end = resume if saved else "before a checkpoint was saved"
-        console.print(f"interrupted; {end}", style="yellow", soft_wrap=True)
-    elif report.receipt.status != "proven":
-        console.print(
-            "! this run is not proven: the proof needs two optimizer steps with a learning rate "
-            "above zero",
-            style="bold red",
-        )
-    console.print(f"run folder: {report.folder}")
 
 
 app.command("estimate")(estimate)

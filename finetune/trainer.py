@@ -6,13 +6,11 @@ The stock `trl.SFTTrainer` trains, through the same helper that a user's own scr
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -25,10 +23,10 @@ from finetune.errors import ConfigError, FinetuneError
 from finetune.estimator.verdict import check_room, predicted
 from finetune.model import load_tokenizer
 from finetune.preflight import preflight, processes
-from finetune.receipt import Receipt
 from finetune.recipe import Recipe
+from finetune.run_report import RunReport
 from finetune.runs import write_start
-from finetune.samples import Sample, prompts_of
+from finetune.samples import prompts_of
 from finetune.scoring import score
 from finetune.session import Session
 from finetune.sft_arguments import sft_config
@@ -36,43 +34,6 @@ from finetune.tasks import load_tasks, refuse_sharded
 
 if TYPE_CHECKING:
     from finetune.callbacks import MetricsWriter
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """What a run leaves behind.
-
-    Attributes:
-        folder: the run folder.
-        receipt: the proof of what ran.
-        first_loss, final_loss: first and last logged training loss.
-        eval_loss: last held-out loss, None without held-out rows.
-        tokens_per_s: median over logging intervals, the first left out.
-        seconds: of training, evaluation included.
-        peak_memory_gib: peak of allocated memory.
-        samples: answers of the trained model.
-        tasks: of `eval.tasks`, name -> metric -> value.
-        interrupted: stopped by Ctrl-C; `checkpoints/` holds where.
-    """
-
-    folder: Path
-    receipt: Receipt
-    first_loss: float | None
-    final_loss: float | None
-    eval_loss: float | None
-    tokens_per_s: float | None
-    seconds: float
-    peak_memory_gib: float
-    samples: list[Sample] = field(default_factory=list)
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    interrupted: bool = False
-
-    def to_json(self) -> str:
-        """The report without the receipt, which has a file of its own."""
-        values = asdict(self) | {"folder": str(self.folder)}
-        del values["receipt"]
-        status = self.receipt.status
-        return json.dumps(values | {"status": status, "proven": status == "proven"}, indent=1)
 
 
 def new_run_folder(out: Path, name: str) -> Path:
