@@ -1,4 +1,4 @@
-"""One cause of a verdict: how much of the step it is, in words, on what evidence, what to change."""
+"""One cause of a verdict: its share of the step, in words, on what evidence, what to change."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def group_receipts(layers: Iterable[LayerReceipt]) -> list[Group]:
 
 
 def kind_of(name: str) -> str:
-    """`model.layers.0.self_attn.q_proj.base_layer` -> `q_proj`; of adapters with what they adapt."""
+    """`model.layers.0.self_attn.q_proj.base_layer` -> `q_proj`; of adapters `q_proj.lora_A`."""
     parts = [p for p in name.split(".") if not p.isdigit() and p not in ("base_layer", "default")]
     if parts[-1].startswith("lora_") and len(parts) > 1:
         return f"{parts[-2]}.{parts[-1]}"

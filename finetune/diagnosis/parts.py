@@ -15,7 +15,7 @@ Names of kernels belong to libraries and change with them, so the operator that 
 speaks first where it says enough (`aten::_scaled_mm` multiplies FP8 whatever its kernel is called),
 and the name of the kernel only where a library was called past PyTorch (Transformer Engine, NCCL,
 flash-attn) or where the compiler wrote it. Kernels of `torch.compile` tell in their names what was
-fused in them: one that only casts is a cast, one that norms and casts is a norm, whose cast is free.
+fused in them: one that only casts is a cast; one that norms and casts is a norm, its cast is free.
 
 cuBLASLt's `nvjet_` kernels name their operands by letters, A and B first: `q` is 8 bits of FP8, `o`
 four bits, `t` BF16, `h` FP16, `s` float32 (`nvjet_qqtst` multiplies FP8 to BF16).
@@ -175,7 +175,7 @@ def names_fp8_gemm(kernel: str) -> bool:
     return _FP8_NAME.search(kernel) is not None
 
 
-def _FP8_NAME_OF_GEMM(kernel: str) -> bool:  # noqa: N802
+def _is_fp8_gemm(kernel: str) -> bool:
     return bool(_GEMM_NAME.search(kernel)) and names_fp8_gemm(kernel)
 
 

@@ -13,12 +13,12 @@ size of the operand cancels, and what is left is the dimension that it does not 
     cast of g  pays where K > T
     cast of w  pays where M > T        M: tokens of a micro-batch, on one GPU
 
-T is 1,300 for an H100 by its sustained rates with b = 3, 2,200 with b = 5. So a micro-batch has too
+T is 820 for an H100 by its sustained rates with b = 3, 1,370 with b = 5. So a micro-batch has too
 few tokens below T unless weights are held in FP8, and a layer is too small where N or K is below T
 (the key and value projections under grouped attention are the usual case). A product has no use of
 FP8 either where it waits for memory: with weights of one byte that ends at M = p8 / (2 B).
 
-Limits: products that fill a GPU badly gain less; `bf16_seconds` of a group, measured, says how much.
+Limits: products that fill a GPU badly gain less; a group's `bf16_seconds`, measured, says so.
 """
 
 from __future__ import annotations

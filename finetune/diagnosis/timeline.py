@@ -18,6 +18,7 @@ Limits: kernels of a library that launches graphs (CUDA graphs) have no operator
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,8 @@ from torch.autograd import DeviceType
 
 from finetune.diagnosis.parts import (
     ATTENTION,
-    COMMUNICATION,
     CASTS,
+    COMMUNICATION,
     FP8_GEMM,
     GEMM,
     HOST,
@@ -38,7 +39,6 @@ from finetune.diagnosis.parts import (
     Part,
     is_gemm,
     multiplies_fp8,
-    operator,
     part_of_kernel,
     part_of_operator,
 )
@@ -192,7 +192,7 @@ def _descend(event: Any, above: _Context, forward: Mapping[tuple[int, int], _Con
 def _sizes(event: Any) -> tuple[int, ...]:
     """(m, n, k) of a product, sorted: the two matrices among the inputs that fit together."""
     shapes = [tuple(s) for s in event.input_shapes or () if len(s) in (2, 3) and all(s)]
-    for a, b in zip(shapes, shapes[1:], strict=False):
+    for a, b in itertools.pairwise(shapes):
         if a[-1] == b[-2]:
             rows = a[0] * a[1] if len(a) == 3 and len(b) == 2 else a[-2]
             return tuple(sorted((rows, b[-1], a[-1])))
@@ -252,7 +252,7 @@ def _alone(spans: Sequence[tuple[float, float]], rank: Sequence[int]) -> list[fl
     for index, (start, _) in enumerate(spans):
         starts.setdefault(start, []).append(index)
     charged, active = [0.0] * len(spans), list[int]()
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in itertools.pairwise(edges):
         active = [i for i in active if spans[i][1] > left] + starts.get(left, [])
         active = [i for i in active if spans[i][1] > left]
         if active:
