@@ -57,6 +57,6 @@ def diagnose(
     if as_json:
         print(found.to_json())
     else:
-        Console(highlight=False).print(found)
+        Console(highlight=False, soft_wrap=True).print(found)
     if out is not None:
         progress.print(f"diagnosis: {found.save(out)}", highlight=False)

@@ -49,10 +49,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def causes_of(facts: Facts) -> list[Cause]:
-    """All causes at work, the largest share first."""
+    """All causes at work: emulation before all, then the largest share first."""
     found = [cause for rule in RULES if (cause := rule(facts)) is not None]
     checked = [replace(cause, change=_allowed(cause.change, facts)) for cause in found]
-    return sorted(checked, key=lambda cause: -cause.share)
+    return sorted(checked, key=lambda cause: (cause.name != "emulation", -cause.share))
 
 
 def _allowed(change: tuple[str, ...], facts: Facts) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ class Facts:
     @property
     def bf16_seconds(self) -> float | None:
         """That the same products take in BF16 here; None where that was not measured."""
-        times = [group.bf16_seconds for group in self.fp8_groups]
+        times = [group.bf16_seconds if group.seconds else None for group in self.fp8_groups]
         known = [seconds for seconds in times if seconds is not None]
         return sum(known) if known and len(known) == len(times) else None
 

@@ -18,16 +18,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.diagnosis.parts import CASTS, FP8_GEMM, GEMM
+from finetune.diagnosis.parts import ATTENTION, CASTS, FP8_GEMM, GEMM
 from finetune.diagnosis.timeline import Slice, Trace
 from finetune.health.tallies import Tallies
+from finetune.precision import witness
 from finetune.receipt import LayerReceipt
 
 LOW = frozenset({"fp8", "fp4"})
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"x": "activation", "w": "weight", "g": "gradient"}
-KERNELS = 3
-"""Names of kernels that are told of each group, those that take longest."""
+KERNELS, LEAST = 3, 0.02
+"""Names of kernels that are told of each group: those that take longest, and this share of it."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def with_times(groups: Sequence[Group], trace: Trace) -> list[Group]:
     gemm, casts = [0.0] * len(groups), [0.0] * len(groups)
     kernels: list[dict[str, float]] = [{} for _ in groups]
     for piece in trace.slices:
-        if piece.part not in (FP8_GEMM, GEMM, CASTS):
+        if piece.part not in (FP8_GEMM, GEMM, CASTS, ATTENTION):
             continue
         for index, share in _shares(piece, groups, by_layer):
             seconds = share * piece.seconds / trace.steps
@@ -160,21 +161,35 @@ def with_times(groups: Sequence[Group], trace: Trace) -> list[Group]:
             group,
             gemm_seconds=gemm[index],
             cast_seconds=casts[index],
-            kernels=tuple(sorted(kernels[index].items(), key=lambda k: -k[1])[:KERNELS]),
+            kernels=_longest(kernels[index]),
         )
         for index, group in enumerate(groups)
     ]
+
+
+def _longest(kernels: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    least = LEAST * sum(kernels.values())
+    found = sorted(kernels.items(), key=lambda kernel: -kernel[1])[:KERNELS]
+    return tuple((name, seconds) for name, seconds in found if seconds > least)
 
 
 def _shares(
     piece: Slice, groups: Sequence[Group], by_layer: dict[str, int]
 ) -> list[tuple[int, float]]:
     """(group, share of the slice) of what a slice belongs to; empty where it is nobody's."""
+    if piece.part == ATTENTION:
+        nobody = [
+            by_layer[name] for name in (witness.ATTENTION, witness.BATCHED) if name in by_layer
+        ]
+        return [(index, 1.0) for index in nobody[:1]]
     if piece.owner in by_layer:
         return [(by_layer[piece.owner], 1.0)]
     alike = [i for i, g in enumerate(groups) if g.tokens and _multiplies(g, piece)]
     total = sum(groups[i].flops for i in alike)
-    return [(i, groups[i].flops / total) for i in alike] if total else []
+    if total:
+        return [(i, groups[i].flops / total) for i in alike]
+    rest = [by_layer[name] for name in (witness.OTHER, witness.BATCHED) if name in by_layer]
+    return [(index, 1.0) for index in rest[:1]] if piece.part != CASTS else []
 
 
 def _multiplies(group: Group, piece: Slice) -> bool:

@@ -5,9 +5,9 @@ While entered, every linear layer of the plan, every decoder layer and every PEF
 backward is found by autograd's sequence numbers (`timeline`). A forward that runs inside a backward
 is a recomputation of checkpointing, and its ranges say so.
 
-The products of adapters that run in one function with their base are told by that function. Layers
-under `torch.compile` cannot be looked into: they are one range each, around the compiled call, and
-what they multiply is told apart by its shape.
+The products of adapters that run in one function with their base, and those of declared parameters,
+are told by what multiplies them. Layers under `torch.compile` cannot be looked into: they are one
+range each, around the compiled call, and what they multiply is told apart by its sizes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from finetune.precision.adapters import FusedMixin
 from finetune.precision.backend import in_backward
 from finetune.precision.convert import Conversion
+from finetune.precision.parameters import ParameterMixin
 
 PREFIX = "finetune|"
 WINDOW = f"{PREFIX}window"
@@ -59,6 +60,9 @@ class Ranges:
             if isinstance(module, FusedMixin):
                 module.fp8_listeners.append(self)
                 self._undo.callback(module.fp8_listeners.remove, self)
+            if isinstance(module, ParameterMixin):
+                module.fp8_observers.append(self)
+                self._undo.callback(module.fp8_observers.remove, self)
         for name, module in model.named_modules():
             if any(module is c for c in self.conversion.compiled):
                 self._around_compiled(name, module)
@@ -70,13 +74,16 @@ class Ranges:
             self.leave()
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
-        """A product of the adapter of this name begins."""
+        """A product of the adapter or parameter of this name begins."""
         self._push(f"{PREFIX}backward|{name}" if backward else range_name(name))
 
     def leave(self) -> None:
         """It has ended."""
         if self._open:
             self._open.pop().__exit__(None, None, None)
+
+    def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
+        """A product of a parameter is made; its backward is found by its node's number."""
 
     def _push(self, name: str) -> None:
         opened = record_function(name)

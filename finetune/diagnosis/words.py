@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.diagnosis.cause import Cause, percent
-from finetune.diagnosis.groups import Group
+from finetune.diagnosis.groups import GEMMS, Group
 from finetune.diagnosis.parts import PARTS
 from finetune.diagnosis.result import Diagnosis
 
@@ -21,20 +21,20 @@ def describe(found: Diagnosis) -> RenderableType:
     receipt, facts = found.receipt, found.facts
     device = receipt.environment["device"]["name"]
     padding = f", {percent(found.padding)} padding" if found.padding else ""
+    several = facts.micro_batches > 1
+    batches = f" in {facts.micro_batches} micro-batches" if several else ""
     lines: list[RenderableType] = [
         Text(receipt.headline, style="bold"),
         Text(
-            f"{device}; {found.data}; {found.tokens:,} tokens a step in {facts.micro_batches} "
-            f"micro-batches{padding}; {_time(found.step_seconds)} a step, "
+            f"{device}; {found.data}; {found.tokens:,} tokens a step{batches}{padding}; "
+            f"{_time(found.step_seconds)} a step, "
             f"{found.tokens / found.step_seconds:,.0f} tok/s"
         ),
         Text(f"compile: {facts.compiled}", style="dim"),
         Text(),
         _layers(found),
-        Text(
-            "FLOPs: of the matmuls of a step. dB: signal over noise of the quantised operand.",
-            style="dim",
-        ),
+        *_reasons(found),
+        Text("FLOPs: of a step's matmuls; dB: signal over noise of what is quantised", style="dim"),
         Text(),
         _times(found),
     ]
@@ -62,26 +62,35 @@ def describe(found: Diagnosis) -> RenderableType:
 
 def _layers(found: Diagnosis) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("layers", "", "N x K", "tokens", "fprop", "dgrad", "wgrad", "FLOPs"):
-        right = column in ("layers", "tokens", "FLOPs")
-        table.add_column(column, no_wrap=True, justify="right" if right else "left")
-    table.add_column("dB x/w/g", no_wrap=True)
-    table.add_column("time", no_wrap=True, justify="right")
-    table.add_column("reason", style="dim")
+    titles = ("layers", "N x K", "tokens", "fprop/dgrad/wgrad", "FLOPs", "dB x/w/g", "time")
+    table.add_column("", justify="right")
+    for title in titles:
+        right = title in ("tokens", "FLOPs", "time")
+        table.add_column(title, no_wrap=True, justify="right" if right else "left")
     for group in found.groups:
-        precisions = [group.ran.get(gemm, "-") for gemm in ("fprop", "dgrad", "wgrad")]
         table.add_row(
             *(str(len(group.layers)), group.kind),
-            " x ".join(map(str, group.shape)) if all(group.shape) else "",
+            "x".join(map(str, group.shape)) if all(group.shape) else "",
             f"{group.tokens:,}" if group.tokens else "",
-            *precisions,
+            "/".join(group.ran.get(gemm, "-") for gemm in GEMMS),
             percent(group.share),
             _noise(group),
             percent(found.facts.share(group.seconds)) if group.seconds else "",
-            group.reason,
             style=None if group.is_low else "dim",
         )
     return table
+
+
+def _reasons(found: Diagnosis) -> list[RenderableType]:
+    """Why layers stayed high, each reason once."""
+    kinds: dict[str, list[str]] = {}
+    for group in found.groups:
+        if not group.is_low:
+            kinds.setdefault(group.reason, []).append(group.kind)
+    return [
+        Text(f"{', '.join(dict.fromkeys(names))}: {reason}", style="dim")
+        for reason, names in kinds.items()
+    ]
 
 
 def _noise(group: Group) -> str:
