@@ -12,10 +12,12 @@ from rich.console import Console
 
 import finetune
 from finetune import load_recipe, session
-from finetune.diagnosis.parts import CASTS, FP8_GEMM, HOST
+from finetune.diagnosis.parts import CASTS, FP8_GEMM, HOST, PARTS
+from finetune.diagnosis.prediction import predict
 from finetune.diagnosis.rows import synthetic_rows
 from finetune.recipe import with_overrides
-from tests.test_cli import cli  # noqa: F401
+from tests.conftest import CPU, H100
+
 
 SMALL = (
     "data.max_rows=24",
@@ -118,6 +120,19 @@ def test_synthetic_rows_fill_what_the_recipe_allows_and_are_alike_for_a_seed() -
     assert 0 <= min(map(min, first)) <= max(map(max, first)) < 300
 
 
+def test_the_prediction_of_a_known_gpu_is_in_the_same_parts() -> None:
+    fp8, why_not = predict(load_recipe("tiny_lora_fp8", SMALL).config, H100, 1, 64)
+    assert fp8 is not None
+    assert not why_not
+    assert sum(fp8.parts.values()) == pytest.approx(fp8.seconds)
+    assert fp8.parts.keys() <= set(PARTS)
+    assert fp8.parts[FP8_GEMM] > 0
+    assert fp8.speed is not None
+    nothing, why_not = predict(load_recipe("tiny_lora_bf16", SMALL).config, CPU, 1, 64)
+    assert nothing is None
+    assert "nothing is predicted for x86_64" in why_not
+
+
 # --------------------------------------------------------------------------------- the command line
 
 
@@ -133,7 +148,7 @@ def test_synthetic_rows_fill_what_the_recipe_allows_and_are_alike_for_a_seed() -
         (["tiny_lora_fp8", "--out", "file"], ["the folder 'file' cannot be made"]),
     ],
 )
-def test_a_mistake_exits_with_2(cli, words, said) -> None:  # noqa: F811
+def test_a_mistake_exits_with_2(cli, words, said) -> None:
     Path("file").write_text("")
     done = cli("diagnose", *words)
     assert done.code == 2
@@ -143,7 +158,7 @@ def test_a_mistake_exits_with_2(cli, words, said) -> None:  # noqa: F811
     assert not Path("runs").exists()
 
 
-def test_ctrl_c_leaves_nothing_behind(cli, monkeypatch) -> None:  # noqa: F811
+def test_ctrl_c_leaves_nothing_behind(cli, monkeypatch) -> None:
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -172,7 +187,7 @@ def finished(monkeypatch):
     monkeypatch.setattr("finetune.diagnosis.diagnose.diagnose", lambda *_, **__: Done())
 
 
-def test_json_and_a_folder_and_a_second_run(cli, finished) -> None:  # noqa: F811
+def test_json_and_a_folder_and_a_second_run(cli, finished) -> None:
     for _ in range(2):
         done = cli("diagnose", "tiny_lora_fp8", "--json", "--out", "kept")
         assert done.code == 0

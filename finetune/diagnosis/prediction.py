@@ -26,6 +26,7 @@ from finetune.estimator.calibration import load_calibration
 from finetune.estimator.comparison import twin_of
 from finetune.estimator.measure import changed, measure_fast
 from finetune.estimator.place import Place
+from finetune.estimator.roofline import Interval
 from finetune.gpus import find_gpu
 
 _PARTS: dict[str, Part] = {
@@ -56,7 +57,7 @@ class Prediction:
 
     seconds: float
     parts: dict[Part, float]
-    speed: tuple[float, float, float] | None
+    speed: Interval | None
     why: tuple[str, ...]
     calibrated: bool
 
@@ -92,7 +93,7 @@ def predict(
     for name, seconds in measured.pace.classes.items():
         part = products if name == "linears" else _PARTS.get(name, "other")
         parts[part] = parts.get(part, 0.0) + seconds
-    speed = tuple(beside.speed) if beside is not None and beside.speed is not None else None
+    speed = beside.speed if beside is not None else None
     why = beside.why if beside is not None else ()
     pace = measured.pace
     return Prediction(pace.seconds, parts, speed, why, pace.calibrated), ""

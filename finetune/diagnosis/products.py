@@ -3,6 +3,8 @@
 Of each group and GEMM one product of the same sizes is multiplied by torch on the same device, from
 operands of random numbers, a few times; the median counts. Operands lie as linear layers have them:
 x [M, K], w [N, K], g [M, N], all with their last dimension innermost.
+
+Limit: on a GPU products of less than some ten microseconds are timed with what a launch costs.
 """
 
 from __future__ import annotations

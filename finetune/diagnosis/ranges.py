@@ -51,11 +51,11 @@ class Ranges:
             name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()
         }
         planned = {layer.owner for layer in self.conversion.plan.layers}
+        peft = {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
         for name, module in model.named_modules():
             if id(module) in inside:
                 continue
-            peft = isinstance(module, BaseTunerLayer)
-            if name in planned or peft or type(module).__name__ in decoder:
+            if name in planned or name in peft or type(module).__name__ in decoder:
                 self._around(name, module)
             if isinstance(module, FusedMixin):
                 module.fp8_listeners.append(self)

@@ -13,8 +13,9 @@ from rich.jupyter import JupyterMixin
 from finetune.diagnosis.cause import Cause
 from finetune.diagnosis.facts import Facts
 from finetune.diagnosis.groups import GEMMS, Group
-from finetune.diagnosis.parts import PARTS
+from finetune.diagnosis.parts import PARTS, Part
 from finetune.diagnosis.prediction import Prediction
+from finetune.diagnosis.words import describe
 from finetune.receipt import Receipt
 
 
@@ -56,7 +57,7 @@ class Diagnosis(JupyterMixin):
         return self.facts.groups
 
     @property
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> dict[Part, float]:
         """Part -> its share of the step's time; they add up to one."""
         return {part: self.facts.share(self.facts.parts[part]) for part in PARTS}
 
@@ -118,8 +119,6 @@ class Diagnosis(JupyterMixin):
         return file
 
     def __rich__(self) -> RenderableType:
-        from finetune.diagnosis.words import describe
-
         return describe(self)
 
 

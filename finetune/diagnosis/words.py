@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.table import Table
@@ -10,7 +12,9 @@ from rich.text import Text
 from finetune.diagnosis.cause import Cause, percent
 from finetune.diagnosis.groups import GEMMS, Group
 from finetune.diagnosis.parts import PARTS
-from finetune.diagnosis.result import Diagnosis
+
+if TYPE_CHECKING:
+    from finetune.diagnosis.result import Diagnosis
 
 NAME = 44
 """Letters of a kernel's name that are shown."""
