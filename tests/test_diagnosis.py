@@ -278,6 +278,13 @@ def test_every_layer_is_in_one_group_and_shares_add_up() -> None:
     assert kind_of("model.layers.3.mlp.gate_proj.base_layer") == "gate_proj"
 
 
+def test_products_that_checkpointing_runs_again_are_known_by_their_calls() -> None:
+    calls = {"fprop": 2, "dgrad": 1, "wgrad": 0}
+    assert group(calls=calls).recomputed == pytest.approx(1 / 3)
+    assert group().recomputed == 0
+    assert group(role="head", calls=calls).recomputed == 0
+
+
 def test_compiled_products_are_told_by_their_sizes() -> None:
     """Two groups that multiply alike share; products of other sizes are nobody's."""
     rows = [layer("l.0.q_proj"), layer("l.0.v_proj"), layer("l.1.v_proj"),

@@ -217,7 +217,7 @@ def _facts(
         device=device,
         groups=tuple(groups),
         parts=trace.parts(),
-        recompute_seconds=trace.seconds(phase="recompute"),
+        recompute_seconds=_recompute_seconds(groups, trace, compiled=compiled),
         adapter_seconds=_adapter_seconds(groups, trace),
         micro_batches=int(config.train.get("gradient_accumulation_steps", 1)),
         payoff=payoff,
@@ -226,6 +226,12 @@ def _facts(
         masked=bool(config.train.get("packing")) and not flash,
         trainable=receipt.trainable.get("after", 0),
     )
+
+
+def _recompute_seconds(groups: list[Group], trace: Trace, *, compiled: bool) -> float:
+    """What runs in ranges of recomputation; of compiled layers, which have none, products alone."""
+    inside = sum(group.recomputed * group.seconds for group in groups) if compiled else 0.0
+    return max(trace.seconds(phase="recompute"), inside)
 
 
 def _adapter_seconds(groups: list[Group], trace: Trace) -> float:

@@ -84,6 +84,14 @@ class Group:
         return not LOW.isdisjoint(self.ran.values())
 
     @property
+    def recomputed(self) -> float:
+        """Share of its products that checkpointing ran a second time, by calls, 0 to 1."""
+        backward = max(self.calls["dgrad"], self.calls["wgrad"])
+        if not backward or not all(self.shape) or self.role == "head":
+            return 0.0
+        return max(0, self.calls["fprop"] - backward) / sum(self.calls.values())
+
+    @property
     def seconds(self) -> float:
         """Products and casts, of one optimizer step."""
         return self.gemm_seconds + self.cast_seconds

@@ -57,6 +57,8 @@ class Ranges:
                 continue
             if name in planned or name in peft or type(module).__name__ in decoder:
                 self._around(name, module)
+            if "_gradient_checkpointing_func" in vars(module):
+                self._around_checkpoint(name, module)
             if isinstance(module, FusedMixin):
                 module.fp8_listeners.append(self)
                 self._undo.callback(module.fp8_listeners.remove, self)
@@ -101,6 +103,23 @@ class Ranges:
         last = module.register_forward_hook(after, always_call=True)
         self._undo.callback(first.remove)
         self._undo.callback(last.remove)
+
+    def _around_checkpoint(self, name: str, module: nn.Module) -> None:
+        """Transformers checkpoints inside a layer's forward: hooks do not see what runs again."""
+        checkpoint: Any = module._gradient_checkpointing_func
+
+        def named(function: Any, *args: Any, **kwargs: Any) -> Any:
+            def run(*inputs: Any, **more: Any) -> Any:
+                with record_function(range_name(name)):
+                    return function(*inputs, **more)
+
+            return checkpoint(run, *args, **kwargs)
+
+        def back() -> None:
+            module._gradient_checkpointing_func = checkpoint
+
+        module._gradient_checkpointing_func = named
+        self._undo.callback(back)
 
     def _around_compiled(self, name: str, module: nn.Module) -> None:
         call: Any = module._compiled_call_impl
