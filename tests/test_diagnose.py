@@ -18,7 +18,6 @@ from finetune.diagnosis.rows import synthetic_rows
 from finetune.recipe import with_overrides
 from tests.conftest import CPU, H100
 
-
 SMALL = (
     "data.max_rows=24",
     "train.per_device_train_batch_size=2",
