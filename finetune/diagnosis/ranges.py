@@ -116,9 +116,10 @@ class Ranges:
             return checkpoint(run, *args, **kwargs)
 
         def back() -> None:
-            module._gradient_checkpointing_func = checkpoint
+            module.__dict__["_gradient_checkpointing_func"] = checkpoint
 
-        module._gradient_checkpointing_func = named
+        named.finetune_wraps = checkpoint  # pyright: ignore  the engine's wrapper is inside already
+        module.__dict__["_gradient_checkpointing_func"] = named
         self._undo.callback(back)
 
     def _around_compiled(self, name: str, module: nn.Module) -> None:
