@@ -162,7 +162,7 @@ def test_ctrl_c_leaves_nothing_behind(cli, monkeypatch) -> None:
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("finetune.diagnosis.diagnose.build_trainer", interrupted)
+    monkeypatch.setattr("finetune.diagnosis.diagnose.make_trainer", interrupted)
     done = cli("diagnose", "tiny_lora_fp8", *SMALL)
     assert done.code == 130
     assert "interrupted" in done.err

@@ -1,6 +1,6 @@
 """`diagnose(recipe)`: a few steps of a run as it would run, looked at from all sides.
 
-The trainer is the run's own: `finetune.trainer.build_trainer` under the run's session, with its
+The trainer is the run's own: `finetune.assembly.make_trainer` under the run's session, with its
 adapters, checkpointing, proof and compiled layers. What differs is that it ends after a few steps,
 that nothing is evaluated or saved, and that an `Observer` looks on. Only as many rows are read as
 these steps need. Nothing is left behind.
@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from transformers import set_seed
+from transformers.trainer_callback import PrinterCallback
 
+from finetune.assembly import make_trainer
 from finetune.config import RunConfig
 from finetune.data import Rows, load_data
 from finetune.device import Device, this_device
@@ -41,7 +44,7 @@ from finetune.receipt import Receipt
 from finetune.recipe import Recipe, load_recipe, with_overrides
 from finetune.session import Session
 from finetune.sft_arguments import sft_config
-from finetune.trainer import build_trainer, session_of
+from finetune.trainer import session_of
 
 STEPS, LONG = 3, 8
 """Profiled steps, and micro-batches of a step above which one is enough."""
@@ -93,7 +96,17 @@ def diagnose(
         short = _shortened(config, observer.total)
         args = sft_config(short, Path(folder), rows.settings, on_cpu=device.kind == "cpu")
         console.print(f"{name}: {observer.total} steps; data: {rows.description}", highlight=False)
-        trainer = build_trainer(short, args, rows, tokenizer, ahead.plan.held, [observer])
+        set_seed(args.seed)
+        trainer = make_trainer(
+            short,
+            args,
+            train=rows.train,
+            held_out=None,
+            tokenizer=tokenizer,
+            held=ahead.plan.held,
+            callbacks=[observer],
+        )
+        trainer.remove_callback(PrinterCallback)
         observer.attend(trainer)
         monitor = HealthMonitor(trainer, every=0)
         trainer.add_callback(monitor)
