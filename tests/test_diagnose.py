@@ -76,8 +76,8 @@ def test_fp8_adapters_with_random_weights_and_checkpointing(tmp_path, monkeypatc
     assert data["tokens_per_step"] == 128
     assert "random tokens" in data["data"]
     facts = found.facts
-    products = sum(group.recomputed * group.seconds for group in found.groups)
-    assert 0 < products < facts.recompute_seconds < facts.seconds, "norms and attention too"
+    assert 0 < facts.recompute_seconds < facts.seconds
+    assert all(group.recomputed for group in found.groups if group.is_low)
     assert 0 < facts.adapter_seconds < facts.seconds
     low = sum(group.seconds for group in found.groups if group.is_low)
     assert low == pytest.approx(facts.parts[FP8_GEMM] + facts.parts[CASTS])
