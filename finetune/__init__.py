@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from finetune.benchmarking.runner import benchmark as benchmark
     from finetune.config import PrecisionConfig as PrecisionConfig
     from finetune.config import RunConfig as RunConfig
+    from finetune.diagnosis.diagnose import diagnose as diagnose
     from finetune.errors import FinetuneError as FinetuneError
     from finetune.estimator.estimate import estimate as estimate
     from finetune.export.exporter import export_run as export_run
@@ -48,6 +49,7 @@ _HOME = {
     "RunConfig": "config",
     "apply": "precision.convert",
     "benchmark": "benchmarking.runner",
+    "diagnose": "diagnosis.diagnose",
     "disabled": "precision.convert",
     "estimate": "estimator.estimate",
     "find_runs": "runs",

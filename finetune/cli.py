@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from finetune import __version__
 from finetune.cli_benchmark import benchmark
+from finetune.cli_diagnose import diagnose
 from finetune.cli_estimate import AsJson, Overrides, estimate
 from finetune.cli_evaluate import evaluate
 from finetune.cli_generate import generate
@@ -133,6 +134,7 @@ app.command("generate")(generate)
 app.command("evaluate")(evaluate)
 app.command("benchmark")(benchmark)
 app.command("report")(write_report)
+app.command("diagnose")(diagnose)
 
 
 @app.command("export")

@@ -113,7 +113,7 @@ def train(
     if note:
         console.print(f"[yellow]! {note}[/]")
 
-    with _session(config, console) as running:
+    with session_of(config, console) as running:
         metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
         meter = MemoryMeter(running)
@@ -195,7 +195,8 @@ def train(
 
 
 @contextlib.contextmanager
-def _session(config: RunConfig, console: Console) -> Iterator[Session]:
+def session_of(config: RunConfig, console: Console) -> Iterator[Session]:
+    """The precision of a run in force; a fall-back is said loudly."""
     installed = session.install(config.precision)
     try:
         if installed.resolution.fallback:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from finetune.precision.linears import is_conv1d
 from finetune.precision.numerics import amax, scale_from_amax
 from finetune.precision.operands import OperandHealth, inspect_operand
 from finetune.precision.parameters import ParameterMixin
-from finetune.precision.planner import LayerPlan
+from finetune.precision.planner import LayerPlan, PrecisionPlan
 from finetune.precision.scaling import BLOCK, NV_BLOCK, Formats, Operand
 from finetune.precision.storage import StoredMixin
 
@@ -64,11 +64,13 @@ class OperandWatch:
     Attributes:
         model: the root module, converted or not.
         conversion: its plan and engine, None where no precision was set up.
+        grouping: from the model and its plan to the group of each module; `groups_of`, or finer.
         tallies: (group, operand) -> what was seen in the last `watching()`.
     """
 
     model: nn.Module
     conversion: Conversion | None
+    grouping: Callable[[nn.Module, PrecisionPlan | None], dict[str, str]] = groups_of
     tallies: Tallies = field(default_factory=dict)
     _turn: int = 0
     _scales: dict[tuple[str, Operand], float] = field(default_factory=dict)
@@ -81,7 +83,7 @@ class OperandWatch:
     def watching(self) -> Iterator[None]:
         """Look at every operand inside the block; `tallies` holds the result afterwards."""
         plan = self.conversion.plan if self.conversion is not None else None
-        self._groups = groups_of(self.model, plan)
+        self._groups = self.grouping(self.model, plan)
         low = {layer.name: low_operands(layer) for layer in plan.fp8_layers} if plan else {}
         modules = {n: m for n, m in self.model.named_modules() if n in self._groups}
         self.tallies, self._amaxes, self._unseen = {}, [], dict(modules)
