@@ -342,6 +342,11 @@ class DataConfig(Section):
     eval_fraction: float = Field(
         default=0.05, ge=0.0, lt=1.0, description="share held out when no evaluation rows are named"
     )
+    seed: NonNegativeInt | None = Field(
+        default=None,
+        description="draws which rows `eval_fraction` holds out; left out: `train.seed`. Runs of "
+        "several seeds that share it share their held-out rows",
+    )
     max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
     prompts: tuple[str, ...] = Field(
         default=(), description="questions that the model answers at each evaluation and at the end"
