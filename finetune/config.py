@@ -357,6 +357,11 @@ class DataConfig(Section):
         if (self.path is None) == (self.name is None):
             given = "both are given" if self.path else "neither is given"
             raise ValueError(f"exactly one of data.path and data.name is needed; {given}")
+        if self.seed is not None and (self.eval_path or self.eval_split or not self.eval_fraction):
+            raise ValueError(
+                "seed draws the rows that eval_fraction holds out, and here it draws none; leave "
+                "seed out"
+            )
         return self
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from finetune import session
 from finetune.assembly import make_trainer
+from finetune.conditions import conditions_of
 from finetune.config import RunConfig
 from finetune.data import load_data
 from finetune.device import this_device
@@ -159,6 +160,7 @@ def train(
             monitor.close()
             receipt = running.receipt()
             receipt.memory = meter.reading()
+            receipt.conditions = conditions_of(trainer, running)
             receipt.run = {"name": recipe.name, "folder": str(folder)}
             receipt.run |= {"interrupted": interrupted, "stopped": stopped}
             if main_process:

@@ -29,9 +29,11 @@ over which steps are alike. It cannot contain what differs between processes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from finetune.comparison.result import Interval, LossGap, Verdict
 
@@ -154,13 +156,13 @@ def speed_ratio(pairs: Sequence[Sequence[float]], confidence: float) -> tuple[fl
         pairs: for each seed the log ratios of its steps, in order, `SECTIONS` or more.
         confidence: of the interval.
     """
-    import numpy
-
-    medians = [float(numpy.median(steps)) for steps in pairs]
+    medians = [median(steps) for steps in pairs]
     ratio = math.exp(math.fsum(medians) / len(medians))
     if len(medians) == 1:
-        sections = numpy.array_split(numpy.asarray(pairs[0]), SECTIONS)
-        low, high = student([float(numpy.median(steps)) for steps in sections], confidence)
+        steps, n = pairs[0], len(pairs[0])
+        cuts = [n * i // SECTIONS for i in range(SECTIONS + 1)]
+        sections = [median(steps[i:j]) for i, j in itertools.pairwise(cuts)]
+        low, high = student(sections, confidence)
     else:
         low, high = student(medians, confidence)
     return ratio, (math.exp(low), math.exp(high))
