@@ -179,9 +179,11 @@ def _reason(found: Comparison, name: str, gap: LossGap) -> str:
     return f"{what}: the gap of {percent(gap.gap)}, {at}, straddles {margin}; {seeds}"
 
 
-def percent(share: float, *, sign: bool = True) -> str:
-    """`+0.26 %`; without a sign and with no more digits than it has: `1 %`."""
-    return f"{share * 100:+.2f} %" if sign else f"{share * 100:g} %"
+def percent(share: float, *, sign: bool = True, digits: int | None = None) -> str:
+    """`+0.26 %`; without a sign, and with no more digits than it has or is given: `1 %`."""
+    if sign:
+        return f"{share * 100:+.2f} %"
+    return f"{share * 100:g} %" if digits is None else f"{share * 100:.{digits}f} %"
 
 
 # -------------------------------------------------------------------------------- speed and memory

@@ -48,6 +48,7 @@ class Job:
         recipe: the complete recipe to run.
         out: folder in which it makes its run folder.
         log: file that gets what it prints.
+        options: of `finetune run`.
         process: once it was started.
     """
 
@@ -57,6 +58,7 @@ class Job:
     recipe: Path
     out: Path
     log: Path
+    options: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -70,10 +72,23 @@ class Job:
         made = (p for p in self.out.glob("*/*/") if (p / "config.yaml").is_file())
         return next(made, None)
 
+    @property
+    def run_folder(self) -> Path:
+        """The same, of a run that ended well.
+
+        Raises:
+            RunFailedError: there is none all the same.
+        """
+        folder = self.folder
+        if folder is None:
+            raise RunFailedError("a run left no run folder", where=f"{self.name}: {self.log}")
+        return folder
+
     def start(self, threads: int | None) -> None:
         """Start the process."""
         command = [sys.executable, "-m", "finetune", "run", str(self.recipe)]
         command += [f"train.seed={self.seed}", "--out", str(self.out), "--json"]
+        command += self.options
         environment = os.environ | {"PYTHONPATH": _with_package(os.environ.get("PYTHONPATH", ""))}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -94,8 +109,9 @@ def _with_package(paths: str) -> str:
     return os.pathsep.join(dict.fromkeys([home, *filter(None, paths.split(os.pathsep))]))
 
 
-def plan_jobs(pair: Pair, folder: Path) -> list[Job]:
+def plan_jobs(pair: Pair, folder: Path, *, force: bool = False) -> list[Job]:
     """The runs in ABBA order, with their recipes written into `folder`."""
+    options = ("--force",) if force else ()
     jobs = []
     recipes = {}
     for side, recipe in (("a", pair.a), ("b", pair.b)):
@@ -108,7 +124,7 @@ def plan_jobs(pair: Pair, folder: Path) -> list[Job]:
             out = folder / side / f"seed-{seed}"
             log = folder / side / f"seed-{seed}.log"
             label = pair.labels["ab".index(side)]
-            jobs.append(Job(side, label, seed, recipes[side], out, log))
+            jobs.append(Job(side, label, seed, recipes[side], out, log, options))
     return jobs
 
 
