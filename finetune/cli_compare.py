@@ -53,7 +53,8 @@ def compare(
             fix="python -m finetune compare tiny_full_fp8",
         )
     if (Path(names[0]) / FILE).is_file():
-        idle = [*names[1:], *overrides, *(["--seeds"] if seeds else []), *(["--jobs"] if jobs else [])]
+        options = {"--seeds": seeds, "--jobs": jobs, "--force": force}
+        idle = [*names[1:], *overrides, *(name for name, given in options.items() if given)]
         if idle:
             raise ConfigError(
                 f"{', '.join(idle)} would change nothing",

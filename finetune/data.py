@@ -86,7 +86,9 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         held_out = _convert(held_out, convert, held_source)
     elif data.eval_fraction > 0 and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
-        split = rows.train_test_split(test_size=count, seed=seed if data.seed is None else data.seed)
+        split = rows.train_test_split(
+            test_size=count, seed=seed if data.seed is None else data.seed
+        )
         rows, held_out = split["train"], split["test"]
     description = f"{kind}, {len(rows):,} rows"
     if held_out is not None:

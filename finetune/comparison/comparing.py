@@ -1,4 +1,4 @@
-"""`compare(a, b)`: both sides trained over paired seeds, checked, and judged; read top to bottom."""
+"""`compare(a, b)`: both sides checked, trained over paired seeds, and judged; top to bottom."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.comparison.pairing import Pair, make_pair
 from finetune.comparison.progress import Watcher
 from finetune.comparison.result import Comparison, Difference, PairOfRuns, Side
 from finetune.comparison.running import Job, places, plan_jobs, run_jobs
-from finetune.errors import ConfigError, FinetuneError, UnfairPairError
+from finetune.errors import ConfigError, UnfairPairError
 
 if TYPE_CHECKING:
     from finetune.device import Device
@@ -235,6 +235,4 @@ def _new_folder(out: Path, pair: Pair) -> Path:
 
 def _runs(jobs: Sequence[Job], seeds: Sequence[int], folder: Path) -> list[PairOfRuns]:
     where = {(job.side, job.seed): job.run_folder.relative_to(folder) for job in jobs}
-    return [
-        PairOfRuns(seed=s, a=str(where["a", s]), b=str(where["b", s])) for s in seeds
-    ]
+    return [PairOfRuns(seed=s, a=str(where["a", s]), b=str(where["b", s])) for s in seeds]

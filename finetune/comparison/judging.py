@@ -2,8 +2,8 @@
 
 The final training loss of a run is the mean over the last tenth of its steps, ten at least: one
 step's loss is that of eight rows or so. The final held-out loss is its last evaluation. Everything
-is read from the run folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`, `report.json`), so that a
-comparison can be judged again from what lies on disk.
+is read from the run folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a comparison
+can be judged again from what lies on disk.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from finetune.comparison.result import (
     MemoryRatio,
     SpeedRatio,
     TaskScore,
+    Verdict,
 )
 from finetune.comparison.statistics import SECTIONS, Step, step_ratios, warm_up_steps
 from finetune.errors import ConfigError, RunFailedError
 
 LAST_SHARE, LAST_LEAST = 0.1, 10
+WORSE: tuple[Verdict, ...] = ("equivalent", "undecided", "not equivalent")
 NAMES = {"train": "training loss", "eval": "held-out loss"}
 
 
@@ -112,10 +114,11 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         if o.receipt["status"] != "proven"
     ]
     found = found.model_copy(update={"differences": differences, "notes": list(found.notes)})
-    if unproven:
-        return _refused(found, [f"a run is not proven ({line})" for line in unproven])
-    if differences and not found.allowed:
-        return _refused(found, [f"{d.condition}: {d.why}" for d in differences])
+    refused = [f"a run is not proven ({line})" for line in unproven]
+    if not found.allowed:
+        refused += [f"{d.condition}: {d.why}" for d in differences]
+    if refused:
+        return found.model_copy(update={"verdict": "refused", "reasons": refused})
     losses = {"train": _gap(found, [(a.train, b.train) for a, b in pairs])}
     held_out = [(a.eval, b.eval) for a, b in pairs if a.eval is not None and b.eval is not None]
     if len(held_out) == len(pairs):
@@ -130,13 +133,9 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     found.memory = _memory(found, pairs)
     found.tasks = _tasks(pairs)
     verdicts = [gap.verdict for gap in losses.values()]
-    found.verdict = max(verdicts, key=["equivalent", "undecided", "not equivalent"].index)
+    found.verdict = max(verdicts, key=WORSE.index)
     found.reasons = [_reason(found, name, gap) for name, gap in losses.items()]
     return found
-
-
-def _refused(found: Comparison, reasons: list[str]) -> Comparison:
-    return found.model_copy(update={"verdict": "refused", "reasons": reasons})
 
 
 def _ran(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
@@ -216,10 +215,7 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
 
 def _tokens_per_s(runs: Sequence[Outcome], warm_up: int) -> float:
     """Geometric mean over runs of the median over steps."""
-    medians = [
-        median(s.tokens / s.seconds for s in run.steps[warm_up:])
-        for run in runs
-    ]
+    medians = [median(s.tokens / s.seconds for s in run.steps[warm_up:]) for run in runs]
     return round(math.exp(math.fsum(map(math.log, medians)) / len(medians)), 1)
 
 

@@ -150,12 +150,12 @@ def _seeds(seeds: Sequence[int] | int, first: int) -> tuple[int, ...]:
 
 def _labels(a: Recipe, b: Recipe) -> tuple[str, str]:
     """`FP8` and `BF16` where that tells them apart, else their names."""
-    by_precision = tuple(
+    first, second = (
         (p.low if p.compute == "fp8" else p.compute).upper()
         for p in (a.config.precision, b.config.precision)
     )
-    if by_precision[0] != by_precision[1]:
-        return by_precision
+    if first != second:
+        return first, second
     return (a.name, b.name) if a.name != b.name else (f"{a.name} (a)", f"{b.name} (b)")
 
 

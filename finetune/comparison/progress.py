@@ -34,13 +34,13 @@ class Watcher:
 
     def __enter__(self) -> Watcher:
         if self.console.is_terminal:
-            self._bars = Progress(
+            bars = self._bars = Progress(
                 TextColumn("{task.description:14s}"),
                 BarColumn(bar_width=20),
                 TextColumn("{task.fields[facts]}"),
                 console=self.console,
             )
-            self._bars.start()
+            bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:

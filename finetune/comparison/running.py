@@ -2,13 +2,13 @@
 
 Precision is process-wide (patches of Accelerate, compiled kernels, the allocator's peaks), so two
 runs in one process would see each other. `python -m finetune run` trains each, from a complete copy
-of its recipe in the comparison's folder, so that a recipe edited meanwhile changes nothing and every
-other command works on the runs.
+of its recipe in the comparison's folder, so that a recipe edited meanwhile changes nothing and
+every other command works on the runs.
 
 In what order matters for speed. On a GPU they run one at a time, in ABBA order: a machine that gets
-slower over the hours does so for both sides. On a CPU with two cores or more two runs are
-under way at any time, each with an equal share of the threads: what else the machine does meets both
-sides. Speed there is that of an emulation, and no claim.
+slower over the hours does so for both sides. On a CPU with two cores or more two runs are under way
+at any time, each with an equal share of the threads: what else the machine does meets both sides.
+Speed there is that of an emulation, and no claim.
 
 Ctrl-C reaches the runs once, from here: each finishes its step, saves and writes its receipt, as it
 does when it runs alone; a second Ctrl-C stops them at once.
@@ -186,10 +186,7 @@ def run_jobs(
                 time.sleep(POLL)
                 for job in [job for job in running if _process(job).poll() is not None]:
                     running.remove(job)
-                    if _process(job).returncode == INTERRUPTED:  # stopped from outside
-                        raise KeyboardInterrupt
-                    if _process(job).returncode:
-                        raise _failure(job)
+                    _check_end(job)
                     done(job)
         except BaseException:
             _stop(running)
@@ -201,16 +198,22 @@ def _process(job: Job) -> subprocess.Popen[bytes]:
     return job.process
 
 
+def _check_end(job: Job) -> None:
+    code = _process(job).returncode
+    if code == INTERRUPTED:  # stopped by somebody else, and saved
+        raise KeyboardInterrupt
+    if code:
+        raise _failure(job)
+
+
 def _stop(running: Sequence[Job]) -> None:
     """Ask the runs to finish their step and save; insist when asked a second time."""
     for _ in range(2):
         _signal(running, signal.SIGINT)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             for job in running:
                 _process(job).wait()
             return
-        except KeyboardInterrupt:
-            continue
     for job in running:
         try:
             _process(job).wait(timeout=10)

@@ -6,12 +6,12 @@ as draws around one gap, normal in good approximation (each is a mean over many 
 interval of their mean is Student's with n - 1 degrees of freedom. It speaks of other seeds of the
 same recipe on the same rows; of other data or longer runs it says nothing.
 
-*Equivalence* is two one-sided tests (TOST; Schuirmann 1987, J. Pharmacokinet. Biopharm. 15:657): the
-gap is shown to lie above -margin and below +margin, each at level alpha = 1 - confidence, which
-is to say that the interval at 1 - 2 alpha lies inside the margin. Beyond the margin the same interval
-is read the other way: wholly outside, the two differ by more than the margin. Where it straddles
-the margin nothing was shown, and the verdict is `undecided`: a wide interval is no evidence of
-equivalence. So each verdict is wrong in at most alpha of the cases, wherever the true gap lies:
+*Equivalence* is two one-sided tests (TOST; Schuirmann 1987, J. Pharmacokinet. Biopharm. 15:657):
+the gap is shown to lie above -margin and below +margin, each at level alpha = 1 - confidence, which
+is to say that the interval at 1 - 2 alpha lies inside the margin. Beyond the margin the same
+interval is read the other way: wholly outside, the two differ by more than the margin. Where it
+straddles the margin nothing was shown, and the verdict is `undecided`: a wide interval is no
+evidence of equivalence. So each verdict is wrong in at most alpha of the cases, wherever the true gap lies:
 where it is the margin itself, `equivalent` is said in alpha of them. That two losses have to be
 equivalent, both, needs no correction (intersection-union test; Berger 1982, Technometrics 24:295).
 One seed has no spread, so no interval and no verdict.
