@@ -109,7 +109,7 @@ def _adapters(model: nn.Module) -> dict[str, Any] | None:
 
     if not isinstance(model, PeftModel):
         return None
-    config: Any = model.peft_config[str(model.active_adapter)]
+    config: Any = model.peft_config[model.active_adapters[0]]
     return {
         "r": config.r,
         "alpha": config.lora_alpha,

@@ -31,7 +31,7 @@ from finetune.comparison.statistics import SECTIONS, Step, step_ratios, warm_up_
 from finetune.errors import ConfigError, RunFailedError
 
 LAST_SHARE, LAST_LEAST = 0.1, 10
-WORSE: tuple[Verdict, ...] = ("equivalent", "undecided", "not equivalent")
+WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
 NAMES = {"train": "training loss", "eval": "held-out loss"}
 
 
@@ -132,8 +132,8 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     found.speed = _speed(found, pairs)
     found.memory = _memory(found, pairs)
     found.tasks = _tasks(pairs)
-    verdicts = [gap.verdict for gap in losses.values()]
-    found.verdict = max(verdicts, key=WORSE.index)
+    verdicts: list[Verdict] = [gap.verdict for gap in losses.values()]
+    found.verdict = next(v for v in WORSE if v in verdicts)
     found.reasons = [_reason(found, name, gap) for name, gap in losses.items()]
     return found
 

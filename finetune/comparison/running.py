@@ -33,7 +33,6 @@ from finetune.comparison.pairing import Pair
 from finetune.errors import ConfigError, RunFailedError
 
 POLL = 0.2  # seconds
-LAST_WORDS = 15  # lines of a run's log that are shown when it ended in a crash
 INTERRUPTED = 130
 
 
@@ -49,6 +48,7 @@ class Job:
         out: folder in which it makes its run folder.
         log: file that gets what it prints.
         options: of `finetune run`.
+        program: what Python runs.
         process: once it was started.
     """
 
@@ -59,6 +59,7 @@ class Job:
     out: Path
     log: Path
     options: tuple[str, ...] = ()
+    program: tuple[str, ...] = ("-m", "finetune")
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -84,11 +85,15 @@ class Job:
             raise RunFailedError("a run left no run folder", where=f"{self.name}: {self.log}")
         return folder
 
+    @property
+    def arguments(self) -> list[str]:
+        """Of `python -m finetune`."""
+        run = ["run", str(self.recipe), f"train.seed={self.seed}", "--out", str(self.out)]
+        return [*run, "--json", *self.options]
+
     def start(self, threads: int | None) -> None:
         """Start the process."""
-        command = [sys.executable, "-m", "finetune", "run", str(self.recipe)]
-        command += [f"train.seed={self.seed}", "--out", str(self.out), "--json"]
-        command += self.options
+        command = [sys.executable, *self.program, *self.arguments]
         environment = os.environ | {"PYTHONPATH": _with_package(os.environ.get("PYTHONPATH", ""))}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -257,7 +262,10 @@ def _failure(job: Job) -> RunFailedError:
     how = f"by signal {-code}" if code < 0 else f"with code {code}"
     memory = "; signal 9 is what the system sends when memory is out" if code == -9 else ""
     return RunFailedError(
-        f"a run ended {how}{memory}", where=where, why="\n".join(lines[-LAST_WORDS:])
+        f"a run ended {how}{memory}",
+        where=where,
+        why=f"its last words: {next((line for line in reversed(lines) if line), 'none')}",
+        fix="the log has all it said",
     )
 
 

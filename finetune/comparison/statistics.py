@@ -11,10 +11,11 @@ the gap is shown to lie above -margin and below +margin, each at level alpha = 1
 is to say that the interval at 1 - 2 alpha lies inside the margin. Beyond the margin the same
 interval is read the other way: wholly outside, the two differ by more than the margin. Where it
 straddles the margin nothing was shown, and the verdict is `undecided`: a wide interval is no
-evidence of equivalence. So each verdict is wrong in at most alpha of the cases, wherever the true gap lies:
-where it is the margin itself, `equivalent` is said in alpha of them. That two losses have to be
-equivalent, both, needs no correction (intersection-union test; Berger 1982, Technometrics 24:295).
-One seed has no spread, so no interval and no verdict.
+evidence of equivalence. So each verdict is wrong in at most alpha of the cases, wherever the true
+gap lies: where it is the margin itself, `equivalent` is said in alpha of them. That two losses have
+to be equivalent, both, needs no correction (intersection-union test; Berger 1982, Technometrics
+24:295). One seed has no spread, so no interval and no verdict.
+`python -m tests.benchmarks.interval_coverage` prints how often each statement is right.
 
 *Speed.* The ratio of tokens per second is taken step by step, since step s of both sides has the
 same tokens; the median over the steps of a run is not moved by steps that stall or log. The times
