@@ -80,7 +80,9 @@ def compare(
     if as_json:
         print(found.to_json())
     else:
-        Console(highlight=False).print(describe(found))
+        console = Console(highlight=False)
+        console.print(describe(found))
+        console.print(f"comparison: {found.folder}", soft_wrap=True)
     code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
     if code:
         sys.exit(code)

@@ -128,23 +128,21 @@ def _lora_names(model: nn.Module) -> list[str]:
 
 
 def _optimizer(trainer: Any) -> dict[str, Any]:
-    """Class and settings, as the optimizer has them, and what moves its learning rate."""
+    """Class, settings (the values its groups have), and what moves its learning rate."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     args, optimizer = trainer.args, trainer.optimizer
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    groups = [
-        {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in group.items()
-            if key not in ("params", "lr") and isinstance(value, _PLAIN)
-        }
-        | {"parameters": sum(p.numel() for p in group["params"])}
-        for group in inner.param_groups
-    ]
+    settings: dict[str, list[Any]] = {}
+    for group in inner.param_groups:
+        for key, value in group.items():
+            if key not in ("params", "lr") and isinstance(value, _PLAIN):
+                values = settings.setdefault(key, [])
+                value = list(value) if isinstance(value, tuple) else value
+                values += [value] if value not in values else []
     return {
         "class": f"{type(inner).__module__}.{type(inner).__qualname__}",
-        "groups": groups,
+        "settings": settings,
         "learning rate": args.learning_rate,
         "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
         "schedule settings": args.lr_scheduler_kwargs or {},

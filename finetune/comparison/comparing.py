@@ -85,7 +85,7 @@ def compare(
         folder=folder,
     )
     planned = plan_jobs(pair, folder, force=force)
-    console.print(f"{len(planned)} runs, {at_once} at a time -> {folder}")
+    console.print(f"{len(planned)} runs, {at_once} at a time -> {folder}", soft_wrap=True)
     with Watcher(console, planned) as watcher:
         try:
             run_jobs(
@@ -94,7 +94,9 @@ def compare(
         except KeyboardInterrupt:
             watcher.close()
             console.print(f"interrupted; {len(watcher.finished)} of {len(planned)} runs are whole")
-            console.print(f"what there is lies in {folder}; another call starts anew")
+            console.print(
+                f"what there is lies in {folder}; another call starts anew", soft_wrap=True
+            )
             raise
     found.runs = _runs(planned, pair.seeds, folder)
     return _judged(found)

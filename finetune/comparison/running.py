@@ -214,7 +214,7 @@ def _check_end(job: Job) -> None:
 def _stop(running: Sequence[Job]) -> None:
     """Ask the runs to finish their step and save; insist when asked a second time."""
     for _ in range(2):
-        _signal(running, signal.SIGINT)
+        _signal(running, signal.SIGTERM)  # SIGINT is ignored by what a shell started behind `&`
         with contextlib.suppress(KeyboardInterrupt):
             for job in running:
                 _process(job).wait()

@@ -30,6 +30,7 @@ over which steps are alike. It cannot contain what differs between processes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -47,13 +48,18 @@ SECTIONS = 6
 
 def student(values: Sequence[float], confidence: float) -> tuple[float, float]:
     """Student's interval of the mean of two values or more."""
-    from scipy.stats import t
-
     n = len(values)
     mean = math.fsum(values) / n
     spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    half = float(t.ppf((1 + confidence) / 2, n - 1)) * spread / math.sqrt(n)
+    half = _quantile((1 + confidence) / 2, n - 1) * spread / math.sqrt(n)
     return mean - half, mean + half
+
+
+@functools.cache
+def _quantile(probability: float, degrees: int) -> float:
+    from scipy.stats import t
+
+    return float(t.ppf(probability, degrees))
 
 
 def _as_gap(logs: tuple[float, float]) -> Interval:
@@ -99,8 +105,6 @@ def seeds_to_settle(found: LossGap, margin: float, confidence: float) -> int | N
 
     With one seed there is no spread to plan with, and the answer is None too.
     """
-    from scipy.stats import t
-
     n = len(found.a)
     if n == 1:
         return None
@@ -108,7 +112,7 @@ def seeds_to_settle(found: LossGap, margin: float, confidence: float) -> int | N
     mean = math.fsum(d) / n
     spread = math.sqrt(math.fsum((v - mean) ** 2 for v in d) / (n - 1))
     for more in range(n + 1, MOST_SEEDS + 1):
-        half = float(t.ppf(confidence, more - 1)) * spread / math.sqrt(more)
+        half = _quantile(confidence, more - 1) * spread / math.sqrt(more)
         if verdict_of(_as_gap((mean - half, mean + half)), margin) != "undecided":
             return more
     return None

@@ -20,7 +20,7 @@ SHOWN_CHARACTERS = 200
 
 
 def describe(found: Comparison) -> RenderableType:
-    """Verdict, losses, speed, memory, tasks, samples, differences, notes, folder."""
+    """Verdict, differences, losses, speed, memory, tasks, samples, notes."""
     parts: list[RenderableType] = [Text(headline(found), style=STYLES[found.verdict])]
     parts += [Text(f"  {reason}") for reason in found.reasons]
     if found.differences:
@@ -37,7 +37,6 @@ def describe(found: Comparison) -> RenderableType:
     if found.notes:
         parts.append(Text(""))
         parts += [Text(f"  {note}", style="dim") for note in found.notes]
-    parts.append(Text(f"comparison: {found.folder}"))
     return Group(*parts)
 
 
@@ -63,19 +62,20 @@ def _count(n: int, what: str) -> str:
 
 
 def _losses(found: Comparison) -> Table:
+    """Losses by seed and over them; `seeds` is the band that the seeds of b span."""
     level = f"{found.confidence:.0%}".replace("%", " %")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("final loss")
-    for title in (found.a.label, found.b.label, "gap", f"{level} interval", "seeds alone"):
+    for title in (found.a.label, found.b.label, "gap", f"{level} interval", "seeds"):
         table.add_column(title, justify="right")
     table.add_column("verdict")
     for name, gap in found.losses.items():
         for seed, a, b in zip(found.seeds, gap.a, gap.b, strict=True):
             row = (f"{a:.4f}", f"{b:.4f}", percent(a / b - 1), "", "", "")
-            table.add_row(f"{NAMES[name]}, seed {seed}", *row, style="dim")
+            table.add_row(f"  seed {seed}", *row, style="dim")
         means = (f"{sum(side) / len(side):.4f}" for side in (gap.a, gap.b))
         table.add_row(
-            f"{NAMES[name]}",
+            NAMES[name],
             *means,
             percent(gap.gap),
             _as_percents(gap.interval),
@@ -86,7 +86,7 @@ def _losses(found: Comparison) -> Table:
 
 
 def _as_percents(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{percent(interval[0])} to {percent(interval[1])}"
+    return "-" if interval is None else f"{interval[0] * 100:+.2f} to {percent(interval[1])}"
 
 
 def _ratios(found: Comparison) -> list[Text]:
