@@ -130,7 +130,7 @@ def judge_again(
     return _judged(kept)
 
 
-_OF_RECIPES = ("model.", "lora", "data.", "precision.", "train.")
+_OF_RECIPES = ("model.", "lora", "data.", "eval.", "precision.", "train.")
 _SET_BEFORE = ("held-out rows are", "precision.compile=")
 
 
@@ -160,6 +160,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
     from finetune.device import resolve
     from finetune.model import load_tokenizer
     from finetune.preflight import preflight, processes
+    from finetune.tasks import load_tasks
 
     if processes() > 1:
         raise ConfigError(
@@ -183,6 +184,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
         preflight(recipe.config, device, force=force)
         tokenizer, _ = load_tokenizer(recipe.config.model)
         load_data(recipe.config.data, tokenizer, pair.seeds[0])
+        load_tasks(recipe.config.eval)
     return differences
 
 

@@ -132,6 +132,8 @@ def _asked(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, str, Any]]
     for name, value in config.data.model_dump(mode="json").items():
         if name != "prompts":
             yield f"data.{name}", "data and its order", value
+    for name, value in config.eval.model_dump(mode="json").items():
+        yield f"eval.{name}", "evaluation", value
     precision = config.precision
     yield "precision.compile", "compile", precision.compile
     yield "precision.fused_adapters", "fused kernels", precision.fused_adapters

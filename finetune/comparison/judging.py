@@ -5,8 +5,9 @@ step's loss is that of eight rows or so. It is what the run's own forward says, 
 rounding of FP8 in it, a constant few thousandths of a nat; where a run repeats rows until it knows
 them by heart, these are more and more of what is left. The final held-out loss is the last
 evaluation, in high precision unless `precision.eval` says otherwise: it is about the weights that
-were learnt. The verdict is about both, and as bad as the worse. Everything is read from the run folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a comparison
-can be judged again from what lies on disk.
+were learnt. The verdict is about both, and as bad as the worse. Everything is read from the run
+folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a comparison can be judged again
+from what lies on disk.
 """
 
 from __future__ import annotations
