@@ -13,9 +13,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -40,6 +42,7 @@ from finetune.comparison.statistics import (
 )
 from finetune.comparison.words import describe
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, UnfairPairError
+from finetune.step_clock import StepClock
 from tests.benchmarks.interval_coverage import simulate_losses, simulate_speeds, wrong
 from tests.conftest import CPU, H100
 
@@ -631,6 +634,52 @@ def test_a_terminal_shows_each_run_as_far_as_it_wrote(tmp_path):
     shown = terminal.file.getvalue()
     assert "step 8  loss 1.1250" in shown
     assert "[1/2] FP8, seed 42: loss 5.000 -> 1.000, 3 s, proven" in shown
+
+
+def test_on_a_gpu_steps_are_timed_by_events_that_nothing_waits_for(tmp_path, monkeypatch):
+    clock_ms, waits = itertools.count(0, 250), []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(clock_ms)
+
+        def elapsed_time(self, end: Event) -> float:
+            assert waits, "read before the device was waited for"
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+
+    class Model(torch.nn.Module):
+        def forward(self, **inputs):
+            return inputs
+
+    model = Model()
+    clock = StepClock(tmp_path / "steps.jsonl", "cuda")
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+    clock.on_train_begin(None, state, None, model=model)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    for step in (1, 2):
+        clock.on_step_begin(None, state, None)
+        for _ in range(2):  # micro-batches
+            model(input_ids=mask, attention_mask=mask)
+        model.eval()
+        model(input_ids=mask, attention_mask=mask)  # is no training
+        model.train()
+        state.global_step = step
+        clock.on_step_end(None, state, None)
+    assert not waits
+    assert clock.rows == []
+    clock.on_log(None, state, None, logs={"loss": 1.0})
+    assert clock.rows == [
+        {"step": 1, "seconds": 0.25, "tokens": 8},
+        {"step": 2, "seconds": 0.25, "tokens": 8},
+    ]
+    clock.on_train_end(None, state, None)
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
 
 
 # --------------------------------------------------------------------------------- a run, for real
