@@ -7,7 +7,9 @@ exp(noise of the pair), as `finetune.comparison.statistics` assumes; and, with `
 noise, as it does not (Student's with 4 degrees of freedom, and a shifted exponential). The noise is
 0.3 %, that of the packaged recipes, and the margin 1 %. `covered`: the 95 % interval holds the gap.
 `wrong`: `equivalent` was said where the gap is the margin or more, or `not equivalent` where it is
-the margin or less.
+the margin or less. Skewed noise is where it ends: with three seeds 88 % are covered, and up to 18 %
+of verdicts at the margin are wrong. On 200 pairs a rate of 5 % is itself known to 1.5 % only;
+`--pairs 4000` tells it from 6 %.
 
 Speeds: steps of two runs whose times have a known ratio, noise that is like itself from step to
 step (autocorrelation 0.5 and 0.8), stalls, and a difference from process to process.
