@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from finetune.benchmarking.runner import benchmark as benchmark
+    from finetune.comparison.comparing import compare as compare
     from finetune.config import PrecisionConfig as PrecisionConfig
     from finetune.config import RunConfig as RunConfig
     from finetune.diagnosis.diagnose import diagnose as diagnose
@@ -50,6 +51,7 @@ _HOME = {
     "apply": "precision.convert",
     "benchmark": "benchmarking.runner",
     "diagnose": "diagnosis.diagnose",
+    "compare": "comparison.comparing",
     "disabled": "precision.convert",
     "estimate": "estimator.estimate",
     "find_runs": "runs",

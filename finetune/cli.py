@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from finetune import __version__
 from finetune.cli_benchmark import benchmark
+from finetune.cli_compare import compare
 from finetune.cli_diagnose import diagnose
 from finetune.cli_estimate import AsJson, Overrides, estimate
 from finetune.cli_evaluate import evaluate
@@ -135,6 +136,7 @@ app.command("evaluate")(evaluate)
 app.command("benchmark")(benchmark)
 app.command("report")(write_report)
 app.command("diagnose")(diagnose)
+app.command("compare")(compare)
 
 
 @app.command("export")

@@ -342,6 +342,11 @@ class DataConfig(Section):
     eval_fraction: float = Field(
         default=0.05, ge=0.0, lt=1.0, description="share held out when no evaluation rows are named"
     )
+    seed: NonNegativeInt | None = Field(
+        default=None,
+        description="draws which rows `eval_fraction` holds out; left out: `train.seed`. Runs of "
+        "several seeds that share it share their held-out rows",
+    )
     max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
     prompts: tuple[str, ...] = Field(
         default=(), description="questions that the model answers at each evaluation and at the end"
@@ -352,6 +357,11 @@ class DataConfig(Section):
         if (self.path is None) == (self.name is None):
             given = "both are given" if self.path else "neither is given"
             raise ValueError(f"exactly one of data.path and data.name is needed; {given}")
+        if self.seed is not None and (self.eval_path or self.eval_split or not self.eval_fraction):
+            raise ValueError(
+                "seed draws the rows that eval_fraction holds out, and here it draws none; leave "
+                "seed out"
+            )
         return self
 
 

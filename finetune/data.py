@@ -53,6 +53,11 @@ class Rows:
 def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Rows:
     """Load, recognise, split.
 
+    Args:
+        data: which rows.
+        tokenizer: whose chat template, if it has one, turns will be written in.
+        seed: draws the held-out rows, unless `data.seed` does.
+
     Raises:
         DataNotFoundError: no such file or hub data set.
         DataError: no rows, an unknown format, or a malformed row; with file and line.
@@ -81,7 +86,9 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         held_out = _convert(held_out, convert, held_source)
     elif data.eval_fraction > 0 and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
-        split = rows.train_test_split(test_size=count, seed=seed)
+        split = rows.train_test_split(
+            test_size=count, seed=seed if data.seed is None else data.seed
+        )
         rows, held_out = split["train"], split["test"]
     description = f"{kind}, {len(rows):,} rows"
     if held_out is not None:

@@ -16,6 +16,8 @@
     ├── ProofError             (RuntimeError)       the run is not what was asked: stopped
     ├── ParityError            (RuntimeError)       an export is not what was trained
     ├── NonFiniteError         (FloatingPointError) NaN or Inf in the loss, a gradient or a weight
+    ├── RunFailedError         (RuntimeError)       a run of a comparison ended without a result
+    ├── UnfairPairError        (ValueError)         two runs that cannot be compared
     ├── RehearsalError         (RuntimeError)       the run cannot be rehearsed, so not estimated
     └── MemoryShortError       (MemoryError)        the run cannot fit this machine
 
@@ -107,6 +109,14 @@ class ParityError(FinetuneError, RuntimeError):
 
 class NonFiniteError(FinetuneError, FloatingPointError):
     """The loss, a gradient or a weight is NaN or Inf; stopped before anything is saved."""
+
+
+class RunFailedError(FinetuneError, RuntimeError):
+    """A run of a comparison ended without a result; the comparison ends with it."""
+
+
+class UnfairPairError(FinetuneError, ValueError):
+    """Two runs differ in what they have to share: a comparison of them would mislead."""
 
 
 class RehearsalError(FinetuneError, RuntimeError):

@@ -67,6 +67,7 @@ class Receipt(JupyterMixin):
             `measured`, what that is or why it is missing; `reserved_gib`, the most that torch's
             allocator kept (GPUs); `predicted_gib`, `predicted_reserved_gib` and `predicted`, the
             same as they were expected before the run, and by whom.
+        conditions: what a fair twin of the run has to share (`finetune.conditions`).
     """
 
     status: str
@@ -77,6 +78,7 @@ class Receipt(JupyterMixin):
     layers: list[LayerReceipt] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    conditions: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from finetune import session
 from finetune.assembly import make_trainer
+from finetune.conditions import conditions_of
 from finetune.config import RunConfig
 from finetune.data import load_data
 from finetune.device import this_device
@@ -79,6 +80,8 @@ def train(
     from finetune.health.monitor import HealthMonitor
     from finetune.measured_memory import MemoryMeter
     from finetune.sampling import SampleWriter
+    from finetune.step_clock import FILE as STEPS
+    from finetune.step_clock import StepClock
 
     config, device = recipe.config, this_device()
     refuse_sharded(config)
@@ -120,6 +123,7 @@ def train(
         keeper = ScalingStateKeeper(running, resume)
         prompts = prompts_of(config, rows)
         asking = SampleWriter(config, prompts, tokenizer, metrics, console, meter)
+        clock = StepClock(folder / STEPS, device.kind)
         set_seed(args.seed)
         trainer = make_trainer(
             config,
@@ -128,7 +132,7 @@ def train(
             held_out=rows.eval,
             tokenizer=tokenizer,
             held=ahead.plan.held,
-            callbacks=[asking, metrics, bar, stop, keeper, meter],
+            callbacks=[asking, metrics, bar, stop, keeper, meter, clock],
         )
         monitor = HealthMonitor(trainer, say=lambda line: console.print(f"[yellow]! {line}[/]"))
         trainer.add_callback(monitor)
@@ -151,10 +155,12 @@ def train(
             raise
         finally:
             meter.close()
+            clock.close()
             bar.close()
             monitor.close()
             receipt = running.receipt()
             receipt.memory = meter.reading()
+            receipt.conditions = conditions_of(trainer, running)
             receipt.run = {"name": recipe.name, "folder": str(folder)}
             receipt.run |= {"interrupted": interrupted, "stopped": stopped}
             if main_process:

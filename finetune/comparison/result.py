@@ -45,9 +45,13 @@ class PairOfRuns(_Part):
 
 
 class Difference(_Part):
-    """A fairness condition that the two sides do not share, the values, and why it matters."""
+    """A fairness condition that the two sides do not share, where, the values, and why it matters.
+
+    `where` is a setting of the recipes, or what of the runs' files.
+    """
 
     condition: str
+    where: str = ""
     a: Any
     b: Any
     why: str
