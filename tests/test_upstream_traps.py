@@ -44,39 +44,7 @@ def one_step(accelerator: Accelerator, model, optimizer) -> None:
 @pytest.fixture
 def accelerate_sees_te(te_stand_in, monkeypatch):
     """Accelerate takes the stand-in for Transformer Engine, in the API of its own choice."""
-    import contextlib
-    import sys
-    import types
-
-    import accelerate.accelerator
-    import accelerate.utils.dataclasses
-    import accelerate.utils.imports
-    import accelerate.utils.transformer_engine as at
-
-    @contextlib.contextmanager
-    def fp8_autocast(enabled=True, fp8_recipe=None):
-        yield
-
-    te = sys.modules["transformer_engine.pytorch"]
-    te.LayerNorm, te.TransformerLayer = nn.LayerNorm, type("TransformerLayer", (nn.Module,), {})
-    te.fp8_autocast = fp8_autocast
-    fp8 = types.ModuleType("transformer_engine.pytorch.fp8")
-    fp8.check_mxfp8_support = lambda: (False, "stand-in")
-    te.fp8 = fp8
-    monkeypatch.setitem(sys.modules, fp8.__name__, fp8)
-    recipe = sys.modules["transformer_engine.common.recipe"]
-    recipe.MXFP8BlockScaling = type("MXFP8BlockScaling", (recipe.DelayedScaling,), {})
-
-    class Linear(te_stand_in.Linear):
-        def __init__(self, *args, params_dtype=None, device=None, **kwargs):
-            super().__init__(*args, params_dtype=params_dtype, device=device or "cpu", **kwargs)
-
-    te.Linear = Linear
-    for where in (
-        accelerate.utils.imports, accelerate.utils.dataclasses, at, accelerate.accelerator,
-    ):  # fmt: skip
-        monkeypatch.setattr(where, "is_transformer_engine_available", lambda: True)
-    return Linear
+    return te_stand_in.install_for_accelerate(monkeypatch)
 
 
 # ---------------------------------------------------------------- 1. SFTConfig's bf16 hides fp8
