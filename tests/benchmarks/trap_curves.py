@@ -133,6 +133,8 @@ def plot(runs: Runs, traps: list[int], seeds: list[int], file: Path) -> None:
         losses.set_title(TRAPS[trap].title, fontsize=11)
         norms.set_xlabel("step")
         norms.set_yscale("log")
+        norms.yaxis.set_major_formatter("{x:g}")
+        norms.yaxis.set_minor_formatter("")
         for axis in (losses, norms):
             axis.set_facecolor("white")
             axis.spines[["top", "right"]].set_visible(False)
@@ -164,8 +166,8 @@ def explain(axis: Any, upstream: dict[str, Any]) -> None:
     axis.fill_between(range(len(seen)), useful, seen, color=COLOURS["upstream"], alpha=0.15)
     axis.plot(useful, color=COLOURS["upstream"], linestyle=":", linewidth=1.5)
     share = fmean(u / s for u, s in zip(upstream["useful_norm"], upstream["norm"], strict=True))
-    text = f"upstream, shaded: gradients\nthat no optimizer uses\n(used: {share:.0%} of the norm)"
-    axis.text(0.62, 0.97, text, transform=axis.transAxes, va="top", fontsize=9,
+    text = f"shaded: upstream's\ngradients that no\noptimizer uses\n(used: {share:.0%} of\nthe norm, dotted)"
+    axis.text(0.6, 0.97, text, transform=axis.transAxes, va="top", fontsize=9,
               color=COLOURS["upstream"])  # fmt: skip
 
 
