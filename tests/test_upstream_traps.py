@@ -227,7 +227,7 @@ def test_frozen_wgrad_is_wasted_ours(backend, scaling) -> None:
     assert backward_gemms(model) == 1
 
 
-# ------------------------- 8. checkpointing recomputes outside FP8 (ours: test_te.py, test_proof.py)
+# ------------------------------------------------------ 8. checkpointing recomputes outside of FP8
 
 
 def te_forwards(monkeypatch, te_stand_in) -> list[bool]:

@@ -122,7 +122,7 @@ def plot(runs: Runs, traps: list[int], seeds: list[int], file: Path) -> None:
                 run = runs[trap, arm, seed]
                 first = number == 0
                 look: dict[str, Any] = {"color": COLOURS[arm], "linestyle": STYLES[arm]}
-                look |= {"linewidth": 2.0, "alpha": 1} if first else {"linewidth": 0.8, "alpha": 0.4}
+                look |= {"linewidth": 2.0 if first else 0.8, "alpha": 1.0 if first else 0.4}
                 line = smoothed(run["loss"], 10)
                 losses.plot(line, **look)
                 if first:
@@ -143,7 +143,7 @@ def plot(runs: Runs, traps: list[int], seeds: list[int], file: Path) -> None:
     axes[1, 0].set_ylabel("gradient norm before clipping (at 1.0)")
     thin = f" Thin lines: seeds {', '.join(map(str, seeds[1:]))}." if len(seeds) > 1 else ""
     figure.suptitle(
-        "The same SFTTrainer script, three ways of asking for precision (packaged 1.4M Llama, CPU). "
+        "One SFTTrainer script, three ways of asking for precision (packaged 1.4M Llama, CPU). "
         f"Transformer Engine is a stand-in, torchao is real.{thin}", fontsize=11,
     )  # fmt: skip
     figure.savefig(file, dpi=100, facecolor="white")
@@ -166,7 +166,8 @@ def explain(axis: Any, upstream: dict[str, Any]) -> None:
     axis.fill_between(range(len(seen)), useful, seen, color=COLOURS["upstream"], alpha=0.15)
     axis.plot(useful, color=COLOURS["upstream"], linestyle=":", linewidth=1.5)
     share = fmean(u / s for u, s in zip(upstream["useful_norm"], upstream["norm"], strict=True))
-    text = f"shaded: upstream's\ngradients that no\noptimizer uses\n(used: {share:.0%} of\nthe norm, dotted)"
+    text = "shaded: upstream's\ngradients that no\noptimizer uses\n"
+    text += f"(used: {share:.0%} of\nthe norm, dotted)"
     axis.text(0.6, 0.97, text, transform=axis.transAxes, va="top", fontsize=9,
               color=COLOURS["upstream"])  # fmt: skip
 

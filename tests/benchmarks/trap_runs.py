@@ -10,11 +10,11 @@ where FP8 is asked. What differs is what a user types around it:
     ours        `setup_fp8_mixed_precision_training(...)` before the trainer
     bf16        SFTTrainer's own default
 
-Each trap has the model that shows it: 2, full fine-tuning by torchao; 3, LoRA by Transformer Engine;
-5, full fine-tuning of a tied model by Transformer Engine. Transformer Engine is a stand-in with the
-real layer's contract (`tests.te_stand_in`), upstream and ours alike, so that this runs on a CPU;
-torchao, Accelerate, PEFT, TRL and Transformers are the installed ones. A run takes a process of its
-own, since engines and Accelerate keep state in it.
+Each trap has the model that shows it: 2, full fine-tuning by torchao; 3, LoRA by Transformer
+Engine; 5, full fine-tuning of a tied model by Transformer Engine. Transformer Engine is a stand-in
+with the real layer's contract (`tests.te_stand_in`), upstream and ours alike, so that this runs on
+a CPU; torchao, Accelerate, PEFT, TRL and Transformers are the installed ones. A run takes a process
+of its own, since engines and Accelerate keep state in it.
 """
 
 from __future__ import annotations
