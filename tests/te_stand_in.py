@@ -297,3 +297,38 @@ def install(monkeypatch) -> None:
     )
     module("transformer_engine", common=common, pytorch=pytorch, __version__="2.20.2")
     module("transformer_engine_torch", generic_gemm=generic_gemm)
+
+
+def install_for_accelerate(monkeypatch) -> type[Linear]:
+    """`install`, and make Accelerate take the stand-in for the API that it calls itself.
+
+    Accelerate builds `te.Linear` in place of each linear layer and runs the model under
+    `fp8_autocast`. Returns the class of the layers that it builds.
+    """
+    import accelerate.accelerator
+    import accelerate.utils.dataclasses
+    import accelerate.utils.imports
+    import accelerate.utils.transformer_engine as at
+
+    install(monkeypatch)
+    te = sys.modules["transformer_engine.pytorch"]
+    te.LayerNorm, te.TransformerLayer = nn.LayerNorm, type("TransformerLayer", (nn.Module,), {})
+    te.fp8_autocast = lambda enabled=True, fp8_recipe=None: autocast(enabled, fp8_recipe)
+    fp8 = types.ModuleType("transformer_engine.pytorch.fp8")
+    fp8.check_mxfp8_support = lambda: (False, "stand-in")
+    te.fp8 = fp8
+    monkeypatch.setitem(sys.modules, fp8.__name__, fp8)
+
+    class AccelerateLinear(Linear):
+        def __init__(self, *args, params_dtype=None, device=None, **kwargs):
+            super().__init__(*args, params_dtype=params_dtype, device=device or "cpu", **kwargs)
+
+        def forward(self, x):
+            return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+
+    te.Linear = AccelerateLinear
+    for where in (
+        accelerate.utils.imports, accelerate.utils.dataclasses, at, accelerate.accelerator,
+    ):  # fmt: skip
+        monkeypatch.setattr(where, "is_transformer_engine_available", lambda: True)
+    return AccelerateLinear

@@ -16,12 +16,16 @@ from finetune.recipe import list_recipes
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
+ELSEWHERE = {"compare": "tests/test_compare.py", "benchmark": "tests/test_benchmark.py"}
+"""Verbs that take minutes as they stand here -> the tests that run them, in small."""
+
 COMMANDS = [
     line.partition("  #")[0].strip()
     for block in BLOCKS
     for line in block.splitlines()
     if line.startswith("python -m finetune")
     and " RUN " not in line  # tests/test_export.py has these
+    and line.split()[3] not in ELSEWHERE
 ]
 
 
@@ -100,6 +104,11 @@ def test_every_recipe_is_in_the_table() -> None:
     table = README.split("## Recipes")[1].split("##")[0]
     for name in list_recipes():
         assert f"`{name.rpartition('_')[0]}`" in table
+
+
+def test_what_is_not_run_here_is_run_elsewhere() -> None:
+    for verb, file in ELSEWHERE.items():
+        assert f'"{verb}"' in (ROOT / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.utils import AORecipeKwargs, TERecipeKwargs
 from datasets import Dataset
@@ -44,39 +45,7 @@ def one_step(accelerator: Accelerator, model, optimizer) -> None:
 @pytest.fixture
 def accelerate_sees_te(te_stand_in, monkeypatch):
     """Accelerate takes the stand-in for Transformer Engine, in the API of its own choice."""
-    import contextlib
-    import sys
-    import types
-
-    import accelerate.accelerator
-    import accelerate.utils.dataclasses
-    import accelerate.utils.imports
-    import accelerate.utils.transformer_engine as at
-
-    @contextlib.contextmanager
-    def fp8_autocast(enabled=True, fp8_recipe=None):
-        yield
-
-    te = sys.modules["transformer_engine.pytorch"]
-    te.LayerNorm, te.TransformerLayer = nn.LayerNorm, type("TransformerLayer", (nn.Module,), {})
-    te.fp8_autocast = fp8_autocast
-    fp8 = types.ModuleType("transformer_engine.pytorch.fp8")
-    fp8.check_mxfp8_support = lambda: (False, "stand-in")
-    te.fp8 = fp8
-    monkeypatch.setitem(sys.modules, fp8.__name__, fp8)
-    recipe = sys.modules["transformer_engine.common.recipe"]
-    recipe.MXFP8BlockScaling = type("MXFP8BlockScaling", (recipe.DelayedScaling,), {})
-
-    class Linear(te_stand_in.Linear):
-        def __init__(self, *args, params_dtype=None, device=None, **kwargs):
-            super().__init__(*args, params_dtype=params_dtype, device=device or "cpu", **kwargs)
-
-    te.Linear = Linear
-    for where in (
-        accelerate.utils.imports, accelerate.utils.dataclasses, at, accelerate.accelerator,
-    ):  # fmt: skip
-        monkeypatch.setattr(where, "is_transformer_engine_available", lambda: True)
-    return Linear
+    return te_stand_in.install_for_accelerate(monkeypatch)
 
 
 # ---------------------------------------------------------------- 1. SFTConfig's bf16 hides fp8
@@ -256,6 +225,59 @@ def test_frozen_wgrad_is_wasted_ours(backend, scaling) -> None:
     precision = PrecisionConfig(compute="fp8", backend=backend, scaling=scaling, emulation="allow")
     convert.apply(model, planner.plan(model, precision))
     assert backward_gemms(model) == 1
+
+
+# ------------------------------------------------------ 8. checkpointing recomputes outside of FP8
+
+
+def te_forwards(monkeypatch, te_stand_in) -> list[bool]:
+    """A list that grows by one entry a forward of a TE layer: whether it was in FP8."""
+    seen: list[bool] = []
+    forward = te_stand_in._Linear.forward
+
+    def watched(ctx, *args):
+        seen.append(te_stand_in.State.recipe is not None)
+        return forward(ctx, *args)
+
+    monkeypatch.setattr(te_stand_in._Linear, "forward", staticmethod(watched))
+    return seen
+
+
+def checkpointed_lora(make_llama, *, reentrant: bool):
+    model = lora(make_llama(), 8)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_outside_fp8_upstream(
+    make_llama, accelerate_sees_te, te_stand_in, monkeypatch, reentrant
+) -> None:
+    """Accelerate's autocast is around `model.forward` alone, and TRL checkpoints by default."""
+    model, _ = prepare_upstream(checkpointed_lora(make_llama, reentrant=reentrant))
+    seen = te_forwards(monkeypatch, te_stand_in)
+    loss = model(**batch()).loss
+    assert seen == [True] * 15, "7 layers in each of 2 blocks, and the head"
+    if reentrant:
+        loss.backward()
+    else:  # what a BF16 forward saves is not what an FP8 one did
+        with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different number"):
+            loss.backward()
+    recomputed = seen[15:]
+    assert recomputed
+    assert not any(recomputed)
+
+
+def test_checkpointing_recomputes_in_fp8_ours(
+    make_llama, setup_backend, te_stand_in, monkeypatch
+) -> None:
+    accelerator = setup_backend("te")
+    model = accelerator.prepare(checkpointed_lora(make_llama, reentrant=False))
+    seen = te_forwards(monkeypatch, te_stand_in)
+    accelerator.backward(model(**batch()).loss)
+    assert seen == [True] * 2 * 14, "the head stays in BF16"
 
 
 # ------------------------------------------------------------ 9. settings that are dropped or crash
