@@ -42,7 +42,7 @@ def compare(
     """Train a recipe and its BF16 twin over the same seeds: is FP8 as good, and is it faster?"""
     from finetune.comparison import comparing
     from finetune.comparison.result import FILE
-    from finetune.comparison.words import describe
+    from finetune.reports.writer import write_report
 
     names = [word for word in recipes if not _is_override(word)]
     overrides = [word for word in recipes if _is_override(word)]
@@ -77,12 +77,14 @@ def compare(
             force=force,
             console=Console(stderr=True, highlight=False),
         )
+    assert found.folder is not None
+    report = write_report(found.folder)
     if as_json:
         print(found.to_json())
     else:
         console = Console(highlight=False)
-        console.print(describe(found))
-        console.print(f"comparison: {found.folder}", soft_wrap=True)
+        console.print(found)
+        console.print(f"report: {report.html}", soft_wrap=True)
     code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
     if code:
         sys.exit(code)

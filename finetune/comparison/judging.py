@@ -32,11 +32,11 @@ from finetune.comparison.result import (
     Verdict,
 )
 from finetune.comparison.statistics import SECTIONS, Step, step_ratios, warm_up_steps
+from finetune.comparison.words import NAMES, percent
 from finetune.errors import ConfigError, RunFailedError
 
 LAST_SHARE, LAST_LEAST = 0.1, 10
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
-NAMES = {"train": "training loss", "eval": "held-out loss"}
 
 
 @dataclass(frozen=True)
@@ -180,13 +180,6 @@ def _reason(found: Comparison, name: str, gap: LossGap) -> str:
         else f"more than {statistics.MOST_SEEDS} seeds would be needed: the gap is about the margin"
     )
     return f"{what}: the gap of {percent(gap.gap)}, {at}, straddles {margin}; {seeds}"
-
-
-def percent(share: float, *, sign: bool = True, digits: int | None = None) -> str:
-    """`+0.26 %`; without a sign, and with no more digits than it has or is given: `1 %`."""
-    if sign:
-        return f"{share * 100:+.2f} %"
-    return f"{share * 100:g} %" if digits is None else f"{share * 100:.{digits}f} %"
 
 
 # -------------------------------------------------------------------------------- speed and memory

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import RenderableType
+from rich.jupyter import JupyterMixin
 
+from finetune.comparison.words import describe
 from finetune.errors import ConfigError
 
 FILE = "comparison.json"
@@ -102,7 +105,7 @@ class TaskScore(_Part):
     b_stderr: float | None = None
 
 
-class Comparison(_Part):
+class Comparison(JupyterMixin, _Part):
     """Everything that `compare` found.
 
     Attributes:
@@ -137,6 +140,9 @@ class Comparison(_Part):
     verdict: Literal["equivalent", "not equivalent", "undecided", "refused"]
     reasons: list[str] = Field(default_factory=list)
     folder: Path | None = Field(default=None, exclude=True)
+
+    def __rich__(self) -> RenderableType:
+        return describe(self)
 
     def to_json(self) -> str:
         """The comparison as indented JSON."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finetune.comparison.judging import NAMES, percent
-from finetune.comparison.result import Comparison, Interval
+if TYPE_CHECKING:
+    from finetune.comparison.result import Comparison, Interval
 
+NAMES = {"train": "training loss", "eval": "held-out loss"}
 STYLES = {
     "equivalent": "bold green", "not equivalent": "bold red", "undecided": "bold yellow",
     "refused": "bold red",
@@ -55,6 +57,13 @@ def headline(found: Comparison) -> str:
             )
         case _:
             return f"refused: {a} and {b} cannot be compared"
+
+
+def percent(share: float, *, sign: bool = True, digits: int | None = None) -> str:
+    """`+0.26 %`; without a sign, and with no more digits than it has or is given: `1 %`."""
+    if sign:
+        return f"{share * 100:+.2f} %"
+    return f"{share * 100:g} %" if digits is None else f"{share * 100:.{digits}f} %"
 
 
 def _count(n: int, what: str) -> str:

@@ -4,8 +4,8 @@
     python -m tests.benchmarks.lora_loss --recipes [--seeds 42,43,44]
 
 *Recipes.* The shipped pair `tiny_lora_fp8` and `tiny_lora_bf16` at each rank (alpha is twice the
-rank), whole: 150 steps on the packaged rows. The held-out rows change with the seed, so a pair is
-compared at equal seed.
+rank), for 150 steps on the packaged rows, three epochs. The held-out rows change with the seed, so
+a pair is compared at equal seed.
 
 *Text*, without `--recipes`. The packaged Llama, pretrained on something else, learns the sources of
 the Python standard library: a new domain, in which 500 steps see nothing twice. Adapters on every
@@ -217,6 +217,7 @@ def run_recipes(ranks: list[int], seeds: list[int]) -> None:
             losses = {}
             for base in ("fp8", "bf16"):
                 asked = [f"lora.r={rank}", f"lora.alpha={2 * rank}", f"train.seed={seed}"]
+                asked += ["train.max_steps=150", "train.eval_steps=50", "data.eval_fraction=0.05"]
                 with tempfile.TemporaryDirectory() as folder:
                     recipe = load_recipe(f"tiny_lora_{base}", asked)
                     report = train_recipe(recipe, out=Path(folder), console=Console(quiet=True))
