@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
@@ -144,7 +145,7 @@ def _over(measured: float | None, predicted: float | None) -> float | None:
 
 
 @dataclass
-class Benchmark:
+class Benchmark(JupyterMixin):
     """All rows of a benchmark.
 
     Attributes:
