@@ -70,16 +70,24 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def twin_of(measured: Measured, place: Place) -> Beside | None:
-    """The same run in BF16, or in FP8 where it is in BF16; None for other compute types."""
+    """The same run in BF16, or in FP8 where it is in BF16; None for other compute types.
+
+    Where FP8 compiles its layers, because casts are slow otherwise, so does the BF16 twin: what
+    compiling gains is not FP8's merit.
+    """
     config = measured.config
+    written: tuple[str, ...] = ()
     match config.precision.compute:
         case "fp8":
             label, precision = "BF16", _without_fp8(config)
+            if measured.compiled:
+                label, written = "BF16, compiled", ("precision.compile=on",)
+                precision["compile"] = "on"
         case "bf16" if config.model.storage is None:
             label, precision = "FP8", _fp8(config, "rowwise" if config.lora else "tensorwise")
         case _:
             return None
-    written = ("precision.compute=" + precision["compute"],)
+    written = ("precision.compute=" + precision["compute"], *written)
     return _beside(label, written, measured, {"precision": precision}, place)
 
 
