@@ -11,6 +11,7 @@ from rich.console import Console
 
 from finetune.errors import ConfigError
 from finetune.run_lookup import find_run
+from finetune.runs import Run
 
 
 def evaluate(
@@ -73,25 +74,22 @@ def evaluate(
 
 
 def _keep(folder: Path, weights: Path, asked: dict[str, Any], scores: dict[str, Any]) -> Path:
-    """Add the scores of the run's last weights to its report; those of a checkpoint stay apart."""
-    if weights.name != "model":
+    """Add the scores of a finished run's last weights to its report; others stay apart.
+
+    A run without a report did not finish, and a report that only holds scores would say it had.
+    """
+    run = Run(folder)
+    if weights.name != "model" or not run.report:
         kept = folder / f"tasks-{weights.name}.json"
         text = {"weights": weights.name, "eval": asked, "tasks": scores}
     else:
         kept = folder / "report.json"
-        text = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
-        text["tasks"] = text.get("tasks", {}) | scores
+        text = run.report | {"tasks": run.report.get("tasks", {}) | scores}
     partial = kept.with_suffix(".part")
     partial.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     partial.replace(kept)
     if kept.name == "report.json":
-        row = {"step": _last_step(folder), "tasks": scores}
+        row = {"step": max((r.get("step", 0) for r in run.rows), default=0), "tasks": scores}
         with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     return kept
-
-
-def _last_step(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return max((json.loads(line).get("step", 0) for line in lines if line.strip()), default=0)

@@ -159,9 +159,9 @@ class Tracer:
     def kernel(self, name: str, start: float, end: float, launched_by: int, **more) -> None:
         self._id += 1
         link = {"linked_correlation_id": launched_by, "device_type": DeviceType.CUDA}
-        self.events.append(
-            FunctionEvent(self._id, name, 7, start, end, use_device="cuda", **link, **more)
-        )
+        event = FunctionEvent(self._id, name, 7, start, end, use_device="cuda", **link, **more)
+        vars(event).pop("activity_type", None)  # older releases of torch have none
+        self.events.append(event)
 
     def read(self, **more) -> Trace:
         events = EventList(self.events, use_device="cuda")

@@ -225,6 +225,11 @@ def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cl
     assert lost.code == 2
     assert json.loads(lost.out)["harbour_choice"]["n"] == 2
     assert "could not be kept" in lost.err
+    (report.folder / "report.part").rmdir()
+    (report.folder / "report.json").unlink()  # as of a run that failed after its training
+    apart = cli("evaluate", str(report.folder), "--limit", "2")
+    assert apart.out.strip().endswith("tasks-model.json")
+    assert not (report.folder / "report.json").exists(), "it did not finish"
     config = report.folder / "config.yaml"
     config.write_text(re.sub(r"tasks:(\n +- .*)+", "tasks: []", config.read_text()))
     config.write_text(config.read_text().replace("limit: 20", "limit: null"))
