@@ -11,6 +11,7 @@ from rich.console import Console
 
 from finetune.errors import ConfigError
 from finetune.run_lookup import find_run
+from finetune.runs import Run
 
 
 def evaluate(
@@ -34,19 +35,22 @@ def evaluate(
 ) -> None:
     """Score a run's model on tasks of lm-eval (HellaSwag and others), and keep the result."""
     folder = find_run(run, out)
-    from finetune.config import EvalConfig
+    from finetune.config import BUILTIN, EvalConfig
     from finetune.trained import loaded, open_trained
 
     trained = open_trained(folder, checkpoint)
-    given = {"tasks": tasks, "data": data, "limit": limit, "shots": shots}
+    named = None if tasks is None else tuple(n for name in tasks.split(",") if (n := name.strip()))
+    given = {"tasks": named, "data": data, "limit": limit, "shots": shots}
     wanted = trained.config.eval.model_dump() | {k: v for k, v in given.items() if v is not None}
     if not wanted["tasks"]:
         raise ConfigError(
             "no task is named",
             where="--tasks",
-            why="the run's eval.tasks is empty",
+            why="the run's eval.tasks is empty" if tasks is None else "",
             fix="--tasks hellaswag, or --tasks builtin:harbour_choice, which needs no hub",
         )
+    if data is None and all(name.startswith(BUILTIN) for name in wanted["tasks"]):
+        wanted["data"] = None  # the run's own, which was for its tasks
     config = trained.config.model_copy(update={"eval": EvalConfig(**wanted)})
     from finetune.scoring import score
     from finetune.tasks import load_tasks
@@ -55,30 +59,37 @@ def evaluate(
     console = Console(stderr=True, quiet=True) if as_json else Console()
     with loaded(trained) as (model, tokenizer):
         scores = score(model, tokenizer, found, config, console)
-    kept = _keep(folder, trained.weights, config.eval.model_dump(mode="json"), scores)
     if as_json:
         print(json.dumps(scores, indent=1))
-    else:
+    try:
+        kept = _keep(folder, trained.weights, config.eval.model_dump(mode="json"), scores)
+    except OSError as error:
+        raise ConfigError(
+            f"the scores above could not be kept: {error.strerror}",
+            where=str(error.filename or folder),
+            fix="make the run folder writable, or copy the run and evaluate the copy",
+        ) from None
+    if not as_json:
         console.print(f"kept in {kept}", highlight=False, soft_wrap=True)
 
 
 def _keep(folder: Path, weights: Path, asked: dict[str, Any], scores: dict[str, Any]) -> Path:
-    """Add the scores of the run's last weights to its report; those of a checkpoint stay apart."""
-    if weights.name != "model":
+    """Add the scores of a finished run's last weights to its report; others stay apart.
+
+    A run without a report did not finish, and a report that only holds scores would say it had.
+    """
+    run = Run(folder)
+    if weights.name != "model" or not run.report:
         kept = folder / f"tasks-{weights.name}.json"
         text = {"weights": weights.name, "eval": asked, "tasks": scores}
     else:
         kept = folder / "report.json"
-        text = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
-        text["tasks"] = text.get("tasks", {}) | scores
-        row = {"step": _last_step(folder), "tasks": scores}
+        text = run.report | {"tasks": run.report.get("tasks", {}) | scores}
+    partial = kept.with_suffix(".part")
+    partial.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    partial.replace(kept)
+    if kept.name == "report.json":
+        row = {"step": max((r.get("step", 0) for r in run.rows), default=0), "tasks": scores}
         with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-    kept.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     return kept
-
-
-def _last_step(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return max((json.loads(line).get("step", 0) for line in lines if line.strip()), default=0)

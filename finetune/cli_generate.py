@@ -69,7 +69,7 @@ def generate(
 
 def print_prompt(prompt: str) -> None:
     """Where several are asked, or lines are read, say which is answered."""
-    if not sys.stdin.isatty() or not sys.stdout.isatty():
+    if not _is_typed() or not sys.stdout.isatty():
         Console(highlight=False).print(Text("> ") + Text(prompt), style="dim", soft_wrap=True)
 
 
@@ -96,8 +96,10 @@ class _Asking:
         """One answer; on the terminal as it grows."""
         from transformers import TextStreamer, set_seed
 
-        from finetune.samples import answer
+        from finetune.samples import answer, check_room_for, length_of, positions
 
+        length, room = length_of(self.tokenizer, prompt), positions(self.model.config)
+        check_room_for(prompt, length, self.most, room, "PROMPT")
         if self.options and self.seed is not None:
             set_seed(self.seed)
         options = dict(self.options)
@@ -118,9 +120,15 @@ class _Asking:
         return {"prompt": prompt, "answer": sample.answer, "seconds": seconds}
 
 
+def _is_typed() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def _lines(notes: Console) -> Iterator[str]:
     """Prompts from the input, a line each; typed ones until Ctrl-D."""
-    typed = sys.stdin.isatty()
+    if sys.stdin is None:  # closed: nobody asks
+        return
+    typed = _is_typed()
     if typed:
         notes.print("a prompt a line; Ctrl-D leaves", style="dim")
     while True:

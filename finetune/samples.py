@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import RunConfig
+from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 AUTOCAST = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}
 """Compute precision -> the type of autocast around a forward; none with fp32."""
+PROMPTS, SEARCHED = 2, 64
+"""Prompts that are taken from held-out rows, and rows that are looked at for them."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,74 @@ class Sample:
     answer: str
 
 
-def prompts_of(config: RunConfig, rows: Rows) -> list[str]:
-    """The recipe's prompts, or those of the first held-out rows."""
+def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
+    """The recipe's prompts, or the questions of the first held-out rows that leave room to answer.
+
+    Raises:
+        ConfigError: a prompt of the recipe is empty, or leaves no room.
+    """
+    from finetune.model import load_shape
+
+    if not config.eval.samples:
+        return []
+    most, room = config.eval.max_new_tokens, positions(load_shape(config.model))
     if config.data.prompts:
+        for prompt in config.data.prompts:
+            check_room_for(prompt, length_of(tokenizer, prompt), most, room, "data.prompts")
         return list(config.data.prompts)
     held_out = rows.eval if rows.eval is not None else rows.train
-    prompts = []
-    row: Any
-    for row in held_out.select(range(min(2, len(held_out)))):
-        turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
-        prompts.append(turns if isinstance(turns, str) else turns[0]["content"])
+    longest = int(config.train.get("max_length") or 1024)  # what is longer was cut in training
+    prompts: list[str] = []
+    for row in held_out.select(range(min(SEARCHED, len(held_out)))):
+        prompt = question_of(row)
+        length = length_of(tokenizer, prompt)
+        if 0 < length <= longest and (room is None or length + most <= room):
+            prompts.append(prompt)
+        if len(prompts) == PROMPTS:
+            break
     return prompts
+
+
+def question_of(row: Any) -> str:
+    """What a row asks: its first turn of a user, its prompt, or how its text begins."""
+    turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
+    if isinstance(turns, str):
+        return turns
+    asked = (turn["content"] for turn in turns if turn["role"] == "user")
+    return next(asked, turns[0]["content"])
+
+
+def positions(shape: Any) -> int | None:
+    """Tokens that a model can hold at once, by its configuration; None where it does not say."""
+    return getattr(shape.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def length_of(tokenizer: Any, prompt: str) -> int:
+    """Tokens of a prompt as it is asked."""
+    return encode(tokenizer, prompt)["input_ids"].shape[1] if prompt else 0
+
+
+def check_room_for(prompt: str, length: int, most: int, room: int | None, where: str) -> None:
+    """Raise `ConfigError` for a prompt that cannot be asked.
+
+    Args:
+        prompt: as given.
+        length: its tokens, as `encode` makes them.
+        most: tokens of the answer.
+        room: positions of the model, None without an end.
+        where: it was given.
+    """
+    if length == 0:
+        raise ConfigError("a prompt is empty", where=where, fix="give a prompt, or leave it out")
+    if room is not None and length + most > room:
+        said = prompt if len(prompt) <= 40 else f"{prompt[:39]}…"
+        raise ConfigError(
+            f"the prompt {said!r} leaves no room for an answer",
+            where=where,
+            why=f"it has {length:,} tokens, the answer up to {most:,}, and the model {room:,} "
+            "positions (max_position_embeddings)",
+            fix="a shorter prompt, or fewer tokens of an answer",
+        )
 
 
 def encode(tokenizer: Any, prompt: str) -> dict[str, Any]:

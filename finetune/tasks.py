@@ -59,6 +59,13 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
     """
     if not eval.tasks:
         return []
+    if eval.data is not None and all(name.startswith(BUILTIN) for name in eval.tasks):
+        raise ConfigError(
+            "eval.data would change nothing",
+            where=f"eval.data: {eval.data}",
+            why=f"{', '.join(eval.tasks)} has its rows in the package",
+            fix="leave it out, or name a task whose rows are in that folder",
+        )
     require("eval.tasks", "lm_eval", EVAL_EXTRA)
     names = [_plain(name) for name in eval.tasks]
     with tempfile.TemporaryDirectory() as folder:
@@ -180,6 +187,9 @@ def _with_files(
             fix=f"put {wanted}.jsonl or {wanted}.parquet there, in the columns of "
             f"{stock.get('dataset_path')} on the hub",
         )
+    for path in files.values():
+        if not path.stat().st_size:
+            raise DataError(f"{path.name} is empty", where=str(path.resolve()), fix="add rows")
     kinds = {FORMATS[path.suffix] for path in files.values()}
     if len(kinds) > 1:
         raise DataError(
@@ -211,6 +221,13 @@ def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalCon
             fix="the published columns, for HellaSwag ctx_a, ctx_b, activity_label, endings, label",
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if local:
+            raise DataError(
+                f"the rows of {name} cannot be read",
+                where=f"eval.data: {eval.data}",
+                why=(str(error).strip() or type(error).__name__).splitlines()[0],
+                fix="a row of the published columns in each line of a .jsonl, or a .parquet",
+            ) from error
         raise DataNotFoundError(
             f"the rows of {name} could not be had",
             where=f"eval.tasks: {name}",

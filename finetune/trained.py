@@ -75,7 +75,9 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
             where=str((folder / "checkpoints").resolve()),
             fix=f"it has {', '.join(steps)}"
             if steps
-            else "it saved none (train.save_strategy); leave --checkpoint out for its last weights",
+            else "leave --checkpoint out: it has its last weights"
+            if (folder / "model").is_dir()
+            else "it saved none, and no last weights either: train it again",
         )
     return TrainedRun(folder, config, saved[step])
 

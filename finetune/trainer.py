@@ -121,7 +121,7 @@ def train(
         bar, stop = ProgressBar(console, metrics), GracefulStop(console)
         meter = MemoryMeter(running)
         keeper = ScalingStateKeeper(running, resume)
-        prompts = prompts_of(config, rows)
+        prompts = prompts_of(config, rows, tokenizer)
         asking = SampleWriter(config, prompts, tokenizer, metrics, console, meter)
         clock = StepClock(folder / STEPS, device.kind)
         set_seed(args.seed)

@@ -239,12 +239,25 @@ def test_larger_than_what_did_not_fit_is_not_tried(all_points) -> None:
 def test_what_else_two_recipes_differ_in_is_named(tmp_path) -> None:
     recipe = load_recipe(BF16, ["lora.r=4", "train.optim=adafactor", "data.max_rows=3"])
     found = finetune.benchmark(FP8, vs=[recipe], rounds=1, run=Pretended())
-    assert found.differences == [
+    assert [line.partition(" (")[0] for line in found.differences] == [
         f"lora.r: {FP8} 8, {BF16} 4", f"train.optim: {FP8} adamw_torch, {BF16} adafactor",
     ]  # fmt: skip
+    assert all(line.endswith(")") for line in found.differences)  # why it matters
     assert any(line.startswith("not a pair that differs in precision") for line in found.notes())
     full = finetune.benchmark(FP8, vs=["tiny_full_bf16"], rounds=1, run=Pretended())
     assert any(line.startswith("lora") for line in full.differences)
+
+
+def test_compiling_is_settled_for_all_where_one_of_them_would(monkeypatch) -> None:
+    """`auto` compiles FP8 by torchao on a GPU and never BF16, which is no gain of FP8's."""
+    monkeypatch.setattr(runner, "this_device", lambda: H100)
+    monkeypatch.setattr(runner, "differences", lambda *_, **__: [])  # asks for a real GPU
+    run, fp8 = Pretended(), load_recipe(FP8, ["precision.backend=torchao"])
+    found = finetune.benchmark(fp8, vs=[BF16, BF16], rounds=1, run=run)
+    assert {job.config.precision.compile for job in run.jobs} == {"on"}
+    assert any("precision.compile=on on all sides" in line for line in found.notes())
+    finetune.benchmark(fp8, rounds=1, run=run)
+    assert run.jobs[-1].config.precision.compile == "auto"  # alone there is nothing to be fair to
 
 
 def test_a_recipe_beside_itself_has_rows_of_its_own() -> None:

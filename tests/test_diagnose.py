@@ -14,7 +14,7 @@ import finetune
 from finetune import load_recipe, session
 from finetune.diagnosis.parts import CASTS, FP8_GEMM, HOST, PARTS
 from finetune.diagnosis.prediction import predict
-from finetune.diagnosis.rows import synthetic_rows
+from finetune.random_rows import random_rows
 from finetune.recipe import with_overrides
 from tests.conftest import CPU, H100
 
@@ -112,12 +112,12 @@ def test_bf16_of_the_packaged_model_and_data() -> None:
     assert math.isfinite(found.step_seconds)
 
 
-def test_synthetic_rows_fill_what_the_recipe_allows_and_are_alike_for_a_seed() -> None:
-    config = load_recipe("tiny_lora_fp8", SMALL).config
-    first, again = (synthetic_rows(config, 300, 5).train["input_ids"] for _ in range(2))
-    assert first == again
-    assert {len(row) for row in first} == {64}
-    assert 0 <= min(map(min, first)) <= max(map(max, first)) < 300
+def test_random_rows_are_as_long_as_asked_and_alike_for_a_seed() -> None:
+    model = load_recipe("tiny_lora_fp8", SMALL).config.model
+    first, again, other = (random_rows(model, 5, 64, s)["input_ids"][:] for s in (3, 3, 4))
+    assert first == again != other
+    assert [len(row) for row in first] == [64] * 5
+    assert 0 <= min(map(min, first)) <= max(map(max, first)) < 1536  # its vocabulary
 
 
 def test_the_prediction_of_a_known_gpu_is_in_the_same_parts() -> None:

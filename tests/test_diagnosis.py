@@ -137,6 +137,7 @@ def test_the_part_of_an_operator(operator, part) -> None:
     assert part_of_operator(operator) == part
     if operator == "aten::bmm":
         assert part_of_operator(operator, batched=True) == GEMM
+        assert part_of_operator(operator, low=True) == CASTS  # the Hadamard turn of NVFP4
 
 
 # ----------------------------------------------------------------------------------------- timeline
@@ -158,9 +159,9 @@ class Tracer:
     def kernel(self, name: str, start: float, end: float, launched_by: int, **more) -> None:
         self._id += 1
         link = {"linked_correlation_id": launched_by, "device_type": DeviceType.CUDA}
-        self.events.append(
-            FunctionEvent(self._id, name, 7, start, end, use_device="cuda", **link, **more)
-        )
+        event = FunctionEvent(self._id, name, 7, start, end, use_device="cuda", **link, **more)
+        vars(event).pop("activity_type", None)  # older releases of torch have none
+        self.events.append(event)
 
     def read(self, **more) -> Trace:
         events = EventList(self.events, use_device="cuda")
@@ -443,6 +444,20 @@ def test_tokens_are_too_few_later_where_weights_are_held() -> None:
     runs = full, with_overrides(full, found.change)
     before, after = (int(run.train["per_device_train_batch_size"]) for run in runs)
     assert after * 500 >= 821 * before
+
+
+def test_an_optimizer_that_is_fused_by_default_is_not_proposed() -> None:
+    """A recipe that names none trains with `adamw_torch_fused` already."""
+    run = config("tiny_full_fp8", "~train.optim")
+    (found,) = [c for c in causes_of(facts(run, parts={OPTIMIZER: 0.3})) if c.name == "optimizer"]
+    assert found.change == ("train.gradient_accumulation_steps=2",)
+
+
+def test_fp4_is_not_called_fp8() -> None:
+    run = config("tiny_full_fp8", "precision.scaling=nvfp4")
+    seen = facts(run, CPU, [group(fprop="fp4", dgrad="fp4", gemm_seconds=0.4, bf16_seconds=0.1)])
+    assert verdict_of(seen).startswith("FP4 is emulated")
+    assert causes_of(seen)[0].words.startswith("FP4 is emulated")
 
 
 def test_what_was_measured_overrules_what_sizes_suggest() -> None:

@@ -215,6 +215,32 @@ def test_a_short_memory_ends_samples_and_not_the_run(monkeypatch) -> None:
     assert "training goes on without samples" in screen.getvalue()
 
 
+def test_prompts_are_questions_that_leave_room_to_answer() -> None:
+    """Not the system's turn, and none that a model's positions or the run's rows are short of."""
+    from datasets import Dataset
+
+    from finetune.data import Rows
+    from finetune.model import load_tokenizer
+    from finetune.samples import prompts_of
+
+    config = load_recipe("tiny_full_bf16", ["data.prompts=[]"], check_train=False).config
+    tokenizer, _ = load_tokenizer(config.model)
+    system = {"role": "system", "content": "Be brief."}
+    asked = ["word " * 3000, "First?", "Second?", "Third?"]
+    turns = [[system, {"role": "user", "content": text}] for text in asked]
+    rows = Rows(Dataset.from_list([{"messages": one} for one in turns]), None, "", {})
+    assert prompts_of(config, rows, tokenizer) == ["First?", "Second?"]
+    pairs = Rows(Dataset.from_list([{"prompt": one} for one in turns]), None, "", {})
+    assert prompts_of(config, pairs, tokenizer) == ["First?", "Second?"]
+    tokenizer.chat_template = None
+    text = Rows(Dataset.from_list([{"text": "A tide table. " * 20}]), None, "", {})
+    assert prompts_of(config, text, tokenizer) == [("A tide table. " * 20)[:64]]
+    for prompts, said in ((("",), "is empty"), (("word " * 3000,), "no room for an answer")):
+        data = config.data.model_copy(update={"prompts": prompts})
+        with pytest.raises(ConfigError, match=said):
+            prompts_of(config.model_copy(update={"data": data}), rows, tokenizer)
+
+
 def test_a_step_before_the_first_is_evaluated_(run) -> None:
     steps = [row["step"] for row in rows_of(run[0].folder) if "eval_loss" in row]
     assert steps == [0, 2, 3]
@@ -296,11 +322,27 @@ def test_generate_refuses_with_a_way_out(run, cli, tmp_path) -> None:
     assert "--checkpoint last, or one of 2, 3" in no_weights.err
     assert "it has 2, 3" in cli("generate", "last", "hi", "--checkpoint", "7", *words).err
     assert "--seed would change nothing" in cli("generate", "last", "hi", "--seed", "1", *words).err
+    (broken / "checkpoints").rename(broken / "away")
+    assert "train it again" in cli("generate", "last", "hi", "--checkpoint", "last", *words).err
+    assert "train it again" in cli("generate", "last", "hi", *words).err
+    (broken / "away").rename(broken / "checkpoints")
     config = broken / "config.yaml"
     config.write_text(config.read_text().replace("builtin:tiny_llama", "builtin:tiny_lama"))
     no_base = cli("generate", "last", "hi", "--checkpoint", "last", *words)
     assert no_base.code == 2
     assert "there is no packaged model 'builtin:tiny_lama'" in no_base.err
+
+
+def test_generate_without_an_input_or_with_a_prompt_too_long(run, cli, monkeypatch) -> None:
+    folder = str(run[0].folder)
+    monkeypatch.setattr("sys.stdin", None)  # closed
+    nothing = cli("generate", folder)
+    assert (nothing.code, nothing.out) == (0, "")
+    assert cli("generate", folder, "Hello.", "Hi.", "--max-new-tokens", "2").code == 0
+    for prompt, said in (("", "a prompt is empty"), ("word " * 3000, "leaves no room")):
+        refused = cli("generate", folder, prompt)
+        assert refused.code == 2
+        assert said in refused.err
 
 
 def test_generate_interrupted(run, cli, monkeypatch) -> None:

@@ -140,6 +140,21 @@ def test_refused_before_training_with_a_way_out(data, tmp_path, monkeypatch) -> 
         load_tasks(EvalConfig(tasks="hellaswag"))  # there is no hub here
 
 
+@pytest.mark.parametrize(
+    ("written", "said"), [("", "is empty"), ("[]", "cannot be read"), ("not json", "not what")]
+)
+def test_a_file_without_rows_is_named_and_not_the_connection(data, written, said) -> None:
+    (data / "hellaswag" / "validation.jsonl").write_text(written)
+    with pytest.raises(DataError, match=said) as error:
+        load_tasks(EvalConfig(tasks="hellaswag", data=str(data)))
+    assert "connection" not in str(error.value)
+
+
+def test_a_folder_that_no_task_reads_is_refused(data) -> None:
+    with pytest.raises(ConfigError, match=r"eval\.data would change nothing"):
+        load_tasks(EvalConfig(tasks=BUILTIN, data=str(data)))
+
+
 def test_a_misspelt_task_of_lm_evals(monkeypatch) -> None:
     """All of its 14,000 definitions take long to read: one folder of them stands in."""
     import lm_eval.tasks
@@ -202,6 +217,19 @@ def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cl
     kept = json.loads((report.folder / "report.json").read_text())
     assert kept["tasks"]["harbour_choice"]["n"] == 4
     assert kept["status"] == "proven", "the rest of the report stays"
+    commas = cli("evaluate", str(report.folder), "--tasks", ",", "--data", "x")
+    assert commas.code == 2
+    assert "no task is named" in commas.err
+    (report.folder / "report.part").mkdir()  # nothing can be written there, not even by root
+    lost = cli("evaluate", str(report.folder), "--limit", "2", "--json")
+    assert lost.code == 2
+    assert json.loads(lost.out)["harbour_choice"]["n"] == 2
+    assert "could not be kept" in lost.err
+    (report.folder / "report.part").rmdir()
+    (report.folder / "report.json").unlink()  # as of a run that failed after its training
+    apart = cli("evaluate", str(report.folder), "--limit", "2")
+    assert apart.out.strip().endswith("tasks-model.json")
+    assert not (report.folder / "report.json").exists(), "it did not finish"
     config = report.folder / "config.yaml"
     config.write_text(re.sub(r"tasks:(\n +- .*)+", "tasks: []", config.read_text()))
     config.write_text(config.read_text().replace("limit: 20", "limit: null"))

@@ -20,6 +20,7 @@ from finetune.benchmarking.grid import Point
 from finetune.config import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, ModelNotFoundError
 from finetune.model import locate, shapes, shipped_shape
+from finetune.random_rows import MASKING
 
 How = Literal["finetune", "stock", "shipped"]
 WARM_UP = 5
@@ -35,8 +36,8 @@ _SET_ASIDE: dict[str, Any] = {
 }
 _LEFT_OUT = (
     *("num_train_epochs", "warmup_ratio", "eval_steps", "save_steps", "save_total_limit"),
-    *("load_best_model_at_end", "logging_steps", "resume_from_checkpoint", "assistant_only_loss"),
-    *("completion_only_loss", "neftune_noise_alpha", "per_device_eval_batch_size"),
+    *("load_best_model_at_end", "logging_steps", "resume_from_checkpoint", *MASKING),
+    *("neftune_noise_alpha", "per_device_eval_batch_size"),
     *("lr_scheduler_kwargs", "eval_on_start", "metric_for_best_model", "logging_first_step"),
 )
 """Keys of the train section that are about other rows, evaluation or checkpoints."""

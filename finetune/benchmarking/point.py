@@ -40,9 +40,10 @@ from finetune.gpus import find_gpu
 from finetune.health.monitor import HealthMonitor
 from finetune.health.utilisation import mfu, work_of
 from finetune.measured_memory import MemoryMeter
-from finetune.model import load_shape, load_tokenizer
+from finetune.model import load_tokenizer
 from finetune.preflight import preflight
 from finetune.quiet import quiet_libraries
+from finetune.random_rows import random_rows
 from finetune.receipt import Receipt
 from finetune.session import LIBRARIES, Session
 from finetune.sft_arguments import sft_config
@@ -148,17 +149,11 @@ def _too_large(foretold: dict[str, Any], device: Device) -> str:
 # ------------------------------------------------------------------------------------------- train
 
 
-def synthetic_rows(job: Job) -> Any:
-    """As many rows of exactly `length` random tokens as the steps take, each seen once."""
-    from datasets import Dataset
-
-    vocabulary = load_shape(job.config.model).get_text_config(decoder=True).vocab_size
-    batch, length = job.point
-    count = (WARM_UP + job.steps) * job.tokens // length
-    assert count * length == (WARM_UP + job.steps) * job.tokens, batch
-    draw = torch.Generator().manual_seed(job.round)
-    ids = torch.randint(vocabulary, (count, length), generator=draw)
-    return Dataset.from_dict({"input_ids": ids.tolist()})
+def _rows(job: Job) -> Any:
+    """As many as the steps take, each seen once."""
+    count, rest = divmod((WARM_UP + job.steps) * job.tokens, job.point.length)
+    assert not rest, job.point
+    return random_rows(job.config.model, count, job.point.length, job.round)
 
 
 @contextmanager
@@ -198,7 +193,7 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
         trainer = make_trainer(
             config,
             args,
-            train=synthetic_rows(job),
+            train=_rows(job),
             held_out=None,
             tokenizer=tokenizer,
             held=ahead.plan.held if running else (),

@@ -152,6 +152,7 @@ class Benchmark(JupyterMixin):
         rows: in the order in which they were measured.
         references: labels that others are compared with, where they have the same point.
         differences: what other recipes do otherwise than the first, besides their precision.
+        alike: what was set on all sides, so that they are a fair pair.
         environment: versions, device, threads.
         command: what was typed, or called.
         started: local time, ISO 8601.
@@ -162,6 +163,7 @@ class Benchmark(JupyterMixin):
     rows: list[Row] = field(default_factory=list)
     references: tuple[str, ...] = ()
     differences: list[str] = field(default_factory=list)
+    alike: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
     started: str = ""
@@ -313,6 +315,7 @@ class Benchmark(JupyterMixin):
         if self.references and max((len(row.rounds) for row in self.rows), default=0) == 1:
             lines.append("one round has no interval: --rounds 3 measures one")
         lines += [f"not a pair that differs in precision only: {line}" for line in self.differences]
+        lines += [self.alike] if self.alike else []
         lines += sorted({row.prediction for row in self.rows if row.prediction})
         if self.interrupted:
             lines.append("interrupted: what was measured until then is kept")

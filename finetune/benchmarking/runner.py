@@ -21,7 +21,9 @@ from finetune.benchmarking.job import Job, at_point
 from finetune.benchmarking.ladders import steps_of
 from finetune.benchmarking.processes import run_apart
 from finetune.benchmarking.rows import Benchmark, Row
-from finetune.config import RunConfig
+from finetune.comparison.fairness import asked_differences
+from finetune.comparison.pairing import settle_compile
+from finetune.device import this_device
 from finetune.errors import ConfigError
 from finetune.preflight import processes
 from finetune.recipe import Recipe, load_recipe
@@ -96,21 +98,24 @@ def benchmark(
     grid = parse_grid(grid) if isinstance(grid, str) else grid or Grid()
     points = grid.points(first.config)
     common: dict[str, Any] = {"steps": steps, "force": force}
+    device, alike = this_device(), ""
     if ladder is not None:
         taken, references = steps_of(ladder, first.config, only)
         series = [Job(s.name, s.of(first.config), s.how, s.liger, **common) for s in taken]
         where = f"{first.name}-{ladder}-ladder"
     else:
         names = _names(recipes)
-        pairs = zip(names, recipes, strict=True)
-        series = [Job(name, r.config, **common) for name, r in pairs]
+        configs, alike = settle_compile([r.config for r in recipes], device)
+        pairs = zip(names, configs, strict=True)
+        series = [Job(name, config, **common) for name, config in pairs]
         references, where = (names[0],) if vs else (), "-vs-".join(names)
     for job in series:  # a mistake is told before anything is measured
         for point in points:
             at_point(job.config, point, steps)
     result = Benchmark(
         references=references,
-        differences=[] if ladder else differences(series, points[0]),
+        differences=[] if ladder else differences(series, points[0], on_cpu=device.kind == "cpu"),
+        alike=alike,
         command=sys.argv,
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
@@ -153,27 +158,28 @@ def new_folder(inside: Path) -> Path:
     return folder
 
 
-def differences(jobs: Sequence[Job], point: Point) -> list[str]:
-    """What recipes do otherwise than the first, besides their precision: `train.optim a / b`."""
-    first = _flat(at_point(jobs[0].config, point, jobs[0].steps))
+def differences(jobs: Sequence[Job], point: Point, *, on_cpu: bool) -> list[str]:
+    """What recipes do otherwise than the first that a fair pair shares, besides precision.
+
+    The conditions are those of a comparison, less what a benchmark replaces: data and evaluation.
+    """
+    first, *others = (at_point(job.config, point, job.steps) for job in jobs)
     found = []
-    for job in jobs[1:]:
-        other = _flat(at_point(job.config, point, job.steps))
-        for key in sorted(first.keys() | other.keys()):
-            a, b = first.get(key, "not set"), other.get(key, "not set")
-            if a != b:
-                found.append(f"{key}: {jobs[0].label} {a}, {job.label} {b}")
+    for job, config in zip(jobs[1:], others, strict=True):
+        for one in asked_differences(first, config, on_cpu=on_cpu):
+            if not one.where.startswith("data."):
+                parts = _parts(one.where, one.a, one.b)
+                told = (f"{where}: {jobs[0].label} {a}, {job.label} {b}" for where, a, b in parts)
+                found += [f"{line} ({one.why})" for line in told]
     return found
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
-    data = config.model_dump(exclude={"precision", "data", "eval"})
-    sections = {name: values or {"": "none"} for name, values in data.items()}
-    return {
-        f"{section}.{key}".rstrip("."): value
-        for section, values in sections.items()
-        for key, value in values.items()
-    }
+def _parts(where: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
+    """Of two sections, their keys that differ; of other values, themselves."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = dict.fromkeys((*a, *b))
+        return [(f"{where}.{k}", a.get(k), b.get(k)) for k in keys if a.get(k) != b.get(k)]
+    return [(where, "none" if a is None else a, "none" if b is None else b)]
 
 
 def _measure(

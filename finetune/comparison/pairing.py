@@ -117,8 +117,8 @@ def make_pair(
     a, b = sides
     if a.config.precision.compute == "bf16" != b.config.precision.compute:
         a, b = b, a
-    notes: list[str] = []
-    config_a, config_b = _settle_compile(a.config, b.config, device, notes)
+    (config_a, config_b), said = settle_compile((a.config, b.config), device)
+    notes = [said] if said else []
     chosen = _seeds(seeds, int(a.config.train.get("seed", FIRST_SEED)))
     alike = ["train.logging_strategy=steps", "train.logging_steps=1"]
     if all(_splits(config) and config.data.seed is None for config in (config_a, config_b)):
@@ -159,23 +159,28 @@ def _labels(a: Recipe, b: Recipe) -> tuple[str, str]:
     return (a.name, b.name) if a.name != b.name else (f"{a.name} (a)", f"{b.name} (b)")
 
 
-def _settle_compile(
-    a: RunConfig, b: RunConfig, device: Device, notes: list[str]
-) -> tuple[RunConfig, RunConfig]:
-    """Give both sides the same `precision.compile` where one of them leaves it to `auto`."""
-    asked = [config.precision.compile for config in (a, b)]
+def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], str]:
+    """Give all sides the same `precision.compile` where they leave it to `auto`.
+
+    Args:
+        configs: that are compared.
+        device: on which they will run.
+
+    Returns:
+        They, in their order, and what to say of it; empty where nothing had to be set.
+    """
+    asked = [config.precision.compile for config in configs]
     explicit = [value for value in asked if value != "auto"]
-    if len(explicit) == 2:
-        return a, b
-    if explicit:
-        value = explicit[0]
-    else:
-        value = "on" if any(_auto_compiles(c, device) for c in (a, b)) else "off"
-    if value == "off" and not explicit:
-        return a, b  # neither side compiles: `auto` may stay as it is written
-    notes.append(f"precision.compile={value} on both sides, so that compiling is not FP8's gain")
-    settled = [f"precision.compile={value}"]
-    return with_overrides(a, settled), with_overrides(b, settled)
+    if len(configs) < 2 or "auto" not in asked:
+        return list(configs), ""
+    if not explicit and not any(_auto_compiles(config, device) for config in configs):
+        return list(configs), ""  # none compiles: `auto` may stay as it is written
+    settled = [f"precision.compile={explicit[0] if explicit else 'on'}"]
+    sides = "both sides" if len(configs) == 2 else "all sides"
+    return [
+        with_overrides(config, settled) if value == "auto" else config
+        for config, value in zip(configs, asked, strict=True)
+    ], f"{settled[0]} on {sides}, so that compiling is not FP8's gain"
 
 
 def _auto_compiles(config: RunConfig, device: Device) -> bool:

@@ -73,14 +73,17 @@ def verdict_of(facts: Facts) -> str:
             return f"Nothing ran in FP8: {compute} was asked, and FP8 cannot be faster here."
         return f"Nothing ran in FP8: {compute} was asked. At best it would be {_times(best)}."
     if now is None or best is None:
-        return "FP8 ran; what it gains was not measured."
+        return f"{facts.low} ran; what it gains was not measured."
     if facts.emulated:
         return (
-            f"FP8 is emulated here, and the step takes {1 / now:.2f} times as long as it would in "
-            "BF16."
+            f"{facts.low} is emulated here, and the step takes {1 / now:.2f} times as long as it "
+            "would in BF16."
         )
-    said = f"FP8 makes this step {_times(now)}" if now >= 1 else f"FP8 makes it {_times(now)}"
-    return f"{said}; were casts free and products at their best, it would be {_times(best)}."
+    step = "this step" if now >= 1 else "it"
+    return (
+        f"{facts.low} makes {step} {_times(now)}; were casts free and products at their best, it "
+        f"would be {_times(best)}."
+    )
 
 
 def _times(speed: float) -> str:

@@ -41,7 +41,7 @@ def emulated(facts: Facts) -> Cause | None:
     if not facts.emulated:
         return None
     spent = sum(group.seconds for group in facts.fp8_groups)
-    evidence = f"FP8 layers take {percent(facts.share(spent))} of the step"
+    evidence = f"{facts.low} layers take {percent(facts.share(spent))} of the step"
     bf16, now = facts.bf16_seconds, facts.speed_now
     if bf16 and now:
         evidence += (
@@ -52,7 +52,7 @@ def emulated(facts: Facts) -> Cause | None:
     return Cause(
         "emulation",
         facts.share(spent),
-        f"FP8 is emulated here and cannot be faster: {why}",
+        f"{facts.low} is emulated here and cannot be faster: {why}",
         evidence,
         ("precision.compute=bf16",),
         "to train faster here; emulation is for trying out numerics",

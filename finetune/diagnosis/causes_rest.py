@@ -11,6 +11,7 @@ import re
 from finetune.diagnosis.cause import Cause, larger_batch, percent
 from finetune.diagnosis.facts import Facts
 from finetune.diagnosis.parts import ATTENTION, COMMUNICATION, HOST, OPTIMIZER, POINTWISE
+from finetune.optimizer_checks import chosen
 
 ADAPTERS_MATTER = RECOMPUTE_MATTERS = 0.03
 OPTIMIZER_MATTERS = HEAD_MATTERS = COMMUNICATION_MATTERS = 0.05
@@ -111,8 +112,7 @@ def optimizer(facts: Facts) -> Cause | None:
     if share < OPTIMIZER_MATTERS:
         return None
     change, hint = tuple[str, ...](), ""
-    eager = facts.config.train.get("optim", "adamw_torch") == "adamw_torch"
-    if eager:
+    if chosen(facts.config.train).name == "adamw_torch":
         change = ("train.optim=adamw_torch_fused",)
     else:
         steps = int(facts.config.train.get("gradient_accumulation_steps", 1))

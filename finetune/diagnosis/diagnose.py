@@ -31,15 +31,15 @@ from finetune.diagnosis.payoff import EAGER_BYTES, FUSED_BYTES, payoff_of
 from finetune.diagnosis.prediction import predict
 from finetune.diagnosis.products import with_bf16_times
 from finetune.diagnosis.result import Diagnosis
-from finetune.diagnosis.rows import synthetic_rows, unmasked
 from finetune.diagnosis.timeline import Trace, read_trace
 from finetune.errors import ConfigError
 from finetune.estimator.verdict import check_room
 from finetune.gpus import find_gpu
 from finetune.health.monitor import HealthMonitor
-from finetune.model import load_shape, load_tokenizer
+from finetune.model import load_tokenizer
 from finetune.precision.convert import Conversion
 from finetune.preflight import preflight, processes
+from finetune.random_rows import MASKING, random_rows
 from finetune.receipt import Receipt
 from finetune.recipe import Recipe, load_recipe, with_overrides
 from finetune.session import Session
@@ -82,7 +82,7 @@ def diagnose(
     random = ("model.weights=random",) if weights == "random" else ()
     if overrides or random:
         config = with_overrides(config, (*overrides, *random))
-    config, device = unmasked(config) if random else config, this_device()
+    config, device = _unmasked(config) if random else config, this_device()
     if steps is None:
         micro_batches = int(config.train.get("gradient_accumulation_steps", 1))
         steps = STEPS if micro_batches <= LONG else 1
@@ -124,6 +124,12 @@ def _named(run: RunConfig | Recipe | str) -> tuple[str, RunConfig]:
     return (run.name, run.config) if isinstance(run, Recipe) else (run.model.name, run)
 
 
+def _unmasked(config: RunConfig) -> RunConfig:
+    """The run without settings about parts of a row."""
+    train = {key: value for key, value in config.train.items() if key not in MASKING}
+    return config.model_copy(update={"train": train})
+
+
 def _shortened(config: RunConfig, steps: int) -> RunConfig:
     """The run with so many steps, and nothing evaluated, saved or reported."""
     left_out = ("resume_from_checkpoint", "load_best_model_at_end", "eval_on_start")
@@ -141,8 +147,10 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
     if synthetic:
         builtin = config.model.model_copy(update={"name": "builtin:tiny_llama", "pad_token": None})
         tokenizer, _ = load_tokenizer(builtin)
-        vocabulary = load_shape(config.model).get_text_config(decoder=True).vocab_size
-        return synthetic_rows(config, vocabulary, needed), tokenizer, ("weights are random",)
+        length = int(train.get("max_length") or 1024)
+        drawn = random_rows(config.model, needed, length, int(train.get("seed", 42)))
+        said = f"{needed} rows of {length:,} random tokens"
+        return Rows(drawn, None, said, {}), tokenizer, ("weights are random",)
     tokenizer, note = load_tokenizer(config.model)
     rows = load_data(config.data, tokenizer, int(train.get("seed", 42)))
     enough = needed * SHORTEST if train.get("packing") else needed

@@ -63,6 +63,11 @@ class Facts:
         return bool(self.fp8_groups)
 
     @property
+    def low(self) -> str:
+        """FP8 or FP4, whichever was asked."""
+        return self.config.precision.low.upper()
+
+    @property
     def emulated(self) -> bool:
         """Whether what ran in FP8 was emulated."""
         emulates = self.config.precision.backend == "emulated" or not self.device.has_fp8

@@ -109,7 +109,8 @@ def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> 
 
     Args:
         name: full name, `aten::mm`; of a range or an autograd node likewise.
-        low: it runs in a layer whose GEMMs are FP8: what is no product there makes operands.
+        low: it runs in a layer whose GEMMs are FP8: what is no product there makes operands, as
+            does a batched one (the Hadamard turn of NVFP4).
         batched: batched products are those of layers, not of attention.
     """
     bare = operator(name)
@@ -120,7 +121,7 @@ def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> 
     if bare in _GEMM_OPS:
         return GEMM
     if bare in _BATCHED_OPS:
-        return GEMM if batched else ATTENTION
+        return GEMM if batched else CASTS if low else ATTENTION
     if _COMMUNICATION.search(name) or name.startswith("c10d"):
         return COMMUNICATION
     if _ATTENTION.search(bare):
@@ -151,7 +152,7 @@ def part_of_kernel(
         return _part_of_triton(kernel)
     bare = operator(launched_by)
     if bare in _FP8_OPS | _GEMM_OPS | _BATCHED_OPS:
-        part = part_of_operator(launched_by, batched=batched)
+        part = part_of_operator(launched_by, low=low, batched=batched)
         # A product of high operands may be preceded by a copy that makes them contiguous.
         return CASTS if low and not _GEMM_NAME.search(kernel) and part == GEMM else part
     if _ATTENTION.search(kernel) or _ATTENTION.search(bare):

@@ -143,8 +143,9 @@ def read_trace(
 
 def _is_kernel(event: Any) -> bool:
     """Ranges have a shadow on the GPU's time line, which is no work."""
-    shadow = event.is_user_annotation or event.activity_type == "gpu_user_annotation"
-    return not shadow and not event.name.startswith((PREFIX, "Optimizer.", "ProfilerStep"))
+    return not event.is_user_annotation and not event.name.startswith(
+        (PREFIX, "Optimizer.", "ProfilerStep")
+    )
 
 
 def _is_inside(event: Any, root: Any) -> bool:
