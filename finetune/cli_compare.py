@@ -93,7 +93,8 @@ def compare(
 
 
 def _is_override(word: str) -> bool:
-    return "=" in word or word.startswith("~") or word[2:].startswith("~")
+    setting = "=" in word or word.startswith("~") or word[2:].startswith("~")
+    return setting and not Path(word).exists()  # a folder may be called lr=1e-3
 
 
 def _seeds(text: str) -> int | list[int]:
