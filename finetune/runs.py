@@ -40,6 +40,7 @@ QUIET = 900.0
 DEPTH = 3
 """Folders below the folder of runs in which runs are looked for."""
 TAIL_BYTES = 1 << 16
+_RECEIPT = ("run", "precision", "environment", "trainable", "memory")
 _WRITTEN = ("run.json", "receipt.json", "metrics.jsonl")
 
 
@@ -77,12 +78,12 @@ class Run:
             data = parse_yaml((self.folder / "config.yaml").read_text("utf-8"), "config.yaml")[0]
         except (OSError, UnicodeDecodeError, ConfigError):
             return {}
-        return plain_data(data) if isinstance(data, dict) else {}
+        return _whole(plain_data(data), ("train", "precision")) if isinstance(data, dict) else {}
 
     @cached_property
     def receipt(self) -> dict[str, Any]:
         """`receipt.json`; empty before training ended."""
-        return _json_of(self.folder / "receipt.json")
+        return _whole(_json_of(self.folder / "receipt.json"), _RECEIPT)
 
     @cached_property
     def report(self) -> dict[str, Any]:
@@ -174,7 +175,8 @@ class Run:
     @property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:
         """(step, prompts with their answers), oldest first; those of the trained model last."""
-        found = [(int(row["step"]), row["samples"]) for row in self.rows if row.get("samples")]
+        asked = [row for row in self.rows if isinstance(row.get("samples"), list)]
+        found = [(int(row["step"]), row["samples"]) for row in asked if row["samples"]]
         final = self.report.get("samples") or []
         if final and (not found or found[-1][1] != final):
             found.append((self.last_step, final))
@@ -358,6 +360,11 @@ def _json_of(file: Path) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def _whole(data: dict[str, Any], parts: Iterable[str]) -> dict[str, Any]:
+    """The same with `parts` that are no mappings made empty ones: one bad file spoils no table."""
+    return data | {key: {} for key in parts if key in data and not isinstance(data[key], dict)}
 
 
 def _rows_of(text: str) -> Iterable[dict[str, Any]]:

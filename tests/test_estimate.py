@@ -140,7 +140,9 @@ def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
 def test_alternatives_are_possible_or_say_why_not(config):
     result = estimate(config, gpu="H100", alternatives=True)
     found = {other.label: other for other in result.others}
-    assert text_of(result).count("precision.compute=bf16") == 3, "the twin, the same as shipped, QLoRA"
+    assert text_of(result).count("precision.compute=bf16") == 3, (
+        "the twin, the same as shipped, QLoRA"
+    )
     assert {"BF16", "FP8 torchao rowwise", "FP8 Transformer Engine delayed", "QLoRA"} <= set(found)
     assert all(other.measured or other.why for other in found.values())
     nf4, frozen = (
