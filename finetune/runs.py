@@ -39,6 +39,8 @@ QUIET = 900.0
 """Seconds without a change after which a run that nobody can be asked about counts as killed."""
 DEPTH = 3
 """Folders below the folder of runs in which runs are looked for."""
+COMPARED = ("compare", 6)
+"""Where comparisons lie, and how far below are the runs of one that has not ended."""
 TAIL_BYTES = 1 << 16
 _RECEIPT = ("run", "precision", "environment", "trainable", "memory")
 _WRITTEN = ("run.json", "receipt.json", "metrics.jsonl")
@@ -269,7 +271,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(out: Path | str = "runs") -> list[Run]:
-    """All runs below a folder, newest first; those inside comparisons belong to these.
+    """All runs below a folder, newest first; those of comparisons that ended belong to these.
 
     Raises:
         ConfigError: there is no such folder.
@@ -304,6 +306,8 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
     if is_run(folder) or (folder / COMPARISON).is_file():
         yield folder
         return
+    if folder.name == COMPARED[0]:
+        depth = COMPARED[1]
     if depth:
         try:
             with os.scandir(folder) as entries:

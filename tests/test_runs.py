@@ -179,6 +179,17 @@ def test_runs_are_found_newest_first_and_those_of_comparisons_are_theirs(run, tm
     assert find_comparisons(tmp_path / "runs") == [compared]
 
 
+def test_runs_of_a_comparison_that_did_not_end_are_found(run, tmp_path):
+    folder = tmp_path / "runs" / "compare" / "x-vs-y" / "20261121-000000-aaaa"
+    own = folder / "a" / "seed-42" / "x" / "20261121-000001-bbbb"
+    own.mkdir(parents=True)
+    for name in ("config.yaml", "run.json"):
+        (own / name).write_text("{}")
+    assert own in [found.folder for found in find_runs(tmp_path / "runs")]
+    (folder / "comparison.json").write_text("{}")
+    assert own not in [found.folder for found in find_runs(tmp_path / "runs")]
+
+
 @pytest.mark.parametrize(
     ("path", "names"), [("tiny_full_fp8/20261121-120000", "nearest"), ("tiny_full_fp8", "newest")]
 )
