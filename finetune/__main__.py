@@ -1,4 +1,12 @@
-from finetune.cli import main
+"""`python -m finetune`. Ctrl-C may come while the command line is still being imported."""
+
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from finetune.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -257,7 +258,7 @@ def cp(
 
 
 def _as_argument(path: Path) -> str:
-    return str(path) if len(path.parts) > 1 or path.suffix else f"./{path}"
+    return shlex.quote(str(path) if len(path.parts) > 1 or path.suffix else f"./{path}")
 
 
 @app.command("validate")

@@ -41,7 +41,6 @@ def compare(
 ) -> None:
     """Train a recipe and its BF16 twin over the same seeds: is FP8 as good, and is it faster?"""
     from finetune.comparison import comparing
-    from finetune.comparison.result import FILE
     from finetune.reports.writer import write_report
 
     names = [word for word in recipes if not _is_override(word)]
@@ -52,7 +51,7 @@ def compare(
             where=" ".join(names) or "only settings",
             fix="python -m finetune compare tiny_full_fp8",
         )
-    if (Path(names[0]) / FILE).is_file():
+    if Path(names[0]).expanduser().is_dir():  # of a comparison: a recipe is a file
         options = {"--seeds": seeds, "--jobs": jobs, "--force": force}
         idle = [*names[1:], *overrides, *(name for name, given in options.items() if given)]
         if idle:
@@ -62,7 +61,9 @@ def compare(
                 why="the runs of this comparison are done; they are judged again",
                 fix="leave it out; or compare the recipes anew",
             )
-        found = comparing.judge_again(names[0], margin=margin, confidence=confidence, allow=allow)
+        found = comparing.judge_again(
+            Path(names[0]).expanduser(), margin=margin, confidence=confidence, allow=allow
+        )
     else:
         found = comparing.compare(
             names[0],
@@ -78,12 +79,13 @@ def compare(
             console=Console(stderr=True, highlight=False),
         )
     assert found.folder is not None
-    report = write_report(found.folder)
+    console = Console(highlight=False)
     if as_json:
-        print(found.to_json())
+        print(found.to_json(), flush=True)
     else:
-        console = Console(highlight=False)
         console.print(found)
+    report = write_report(found.folder)  # last: the verdict is out should its page fail
+    if not as_json:
         console.print(f"report: {report.html}", soft_wrap=True)
     code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
     if code:
@@ -91,7 +93,8 @@ def compare(
 
 
 def _is_override(word: str) -> bool:
-    return "=" in word or word.startswith("~") or word[2:].startswith("~")
+    setting = "=" in word or word.startswith("~") or word[2:].startswith("~")
+    return setting and not Path(word).exists()  # a folder may be called lr=1e-3
 
 
 def _seeds(text: str) -> int | list[int]:

@@ -14,7 +14,15 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    noisy = ("torchao", "accelerate", "trl", "bitsandbytes", "torch.utils._pytree", "lm_eval")
+    noisy = (
+        "torchao",
+        "accelerate",
+        "trl",
+        "bitsandbytes",
+        "torch.utils._pytree",
+        "lm_eval",
+        "matplotlib",
+    )
     for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

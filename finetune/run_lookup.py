@@ -1,7 +1,7 @@
 """Which run is meant: a folder, `last`, or a recipe's name for its newest run.
 
-Runs lie in `runs/<recipe>/<time>-<id>/`; each has the `config.yaml` it was started with. Nothing
-here imports torch.
+Runs are found as `ls --runs` finds them (`finetune.runs`): those inside a comparison belong to it,
+and are named by their folders. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.errors import ConfigError, nearest
+from finetune.runs import find_runs
 
 LAST = "last"
 SHOWN = 3
 
 
-def newest_runs(out: Path, recipe: str = "*") -> list[Path]:
-    """Run folders under `out`, newest first."""
-    found = [config.parent for config in out.glob(f"{recipe}/*/config.yaml")]
-    return sorted(found, key=lambda run: (run.name[:15], _written(run), run.name), reverse=True)
-
-
-def _written(run: Path) -> int:
-    """Two runs of one second have random ends of names."""
-    return (run / "config.yaml").stat().st_mtime_ns
+def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:
+    """Run folders under `out`, of a recipe or of all, newest first."""
+    runs = find_runs(out) if out.is_dir() else []
+    return [run.folder for run in runs if recipe in (None, run.folder.parent.name)]
 
 
 def find_run(name: str, out: Path | str = "runs") -> Path:
@@ -38,10 +34,10 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
     folder, out = Path(name).expanduser(), Path(out).expanduser()
     if (folder / "config.yaml").is_file():
         return folder
-    runs = newest_runs(out) if name == LAST else newest_runs(out, _literal(name))
+    runs = newest_runs(out) if name == LAST else newest_runs(out, name)
     if runs and len(Path(name).parts) == 1:
         return runs[0]
-    inside = newest_runs(folder.parent, _literal(folder.name)) if folder.is_dir() else []
+    inside = newest_runs(folder.parent, folder.name) if folder.is_dir() else []
     recipes = sorted({run.parent.name for run in newest_runs(out)})
     hint = nearest(name, [LAST, *recipes])
     newest = ", ".join(map(str, (inside or newest_runs(out))[:SHOWN]))
@@ -54,9 +50,3 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
         if newest
         else "train one: python -m finetune tiny_lora_fp8; --out says where runs lie",
     )
-
-
-def _literal(name: str) -> str:
-    import glob
-
-    return glob.escape(name)

@@ -39,7 +39,10 @@ QUIET = 900.0
 """Seconds without a change after which a run that nobody can be asked about counts as killed."""
 DEPTH = 3
 """Folders below the folder of runs in which runs are looked for."""
+COMPARED = ("compare", 6)
+"""Where comparisons lie, and how far below are the runs of one that has not ended."""
 TAIL_BYTES = 1 << 16
+_RECEIPT = ("run", "precision", "environment", "trainable", "memory")
 _WRITTEN = ("run.json", "receipt.json", "metrics.jsonl")
 
 
@@ -77,12 +80,12 @@ class Run:
             data = parse_yaml((self.folder / "config.yaml").read_text("utf-8"), "config.yaml")[0]
         except (OSError, UnicodeDecodeError, ConfigError):
             return {}
-        return plain_data(data) if isinstance(data, dict) else {}
+        return _whole(plain_data(data), ("train", "precision")) if isinstance(data, dict) else {}
 
     @cached_property
     def receipt(self) -> dict[str, Any]:
         """`receipt.json`; empty before training ended."""
-        return _json_of(self.folder / "receipt.json")
+        return _whole(_json_of(self.folder / "receipt.json"), _RECEIPT)
 
     @cached_property
     def report(self) -> dict[str, Any]:
@@ -174,7 +177,8 @@ class Run:
     @property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:
         """(step, prompts with their answers), oldest first; those of the trained model last."""
-        found = [(int(row["step"]), row["samples"]) for row in self.rows if row.get("samples")]
+        asked = [row for row in self.rows if isinstance(row.get("samples"), list)]
+        found = [(int(row["step"]), row["samples"]) for row in asked if row["samples"]]
         final = self.report.get("samples") or []
         if final and (not found or found[-1][1] != final):
             found.append((self.last_step, final))
@@ -267,7 +271,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(out: Path | str = "runs") -> list[Run]:
-    """All runs below a folder, newest first; those inside comparisons belong to these.
+    """All runs below a folder, newest first; those of comparisons that ended belong to these.
 
     Raises:
         ConfigError: there is no such folder.
@@ -302,6 +306,8 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
     if is_run(folder) or (folder / COMPARISON).is_file():
         yield folder
         return
+    if folder.name == COMPARED[0]:
+        depth = COMPARED[1]
     if depth:
         try:
             with os.scandir(folder) as entries:
@@ -358,6 +364,11 @@ def _json_of(file: Path) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def _whole(data: dict[str, Any], parts: Iterable[str]) -> dict[str, Any]:
+    """The same with `parts` that are no mappings made empty ones: one bad file spoils no table."""
+    return data | {key: {} for key in parts if key in data and not isinstance(data[key], dict)}
 
 
 def _rows_of(text: str) -> Iterable[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import finetune
+from finetune.cli import _as_argument
+from finetune.cli_compare import _is_override
 from finetune.recipe import find_recipe, list_recipes, load_recipe
 from tests.conftest import CPU, H100
 
@@ -457,3 +460,22 @@ def test_options_of_an_estimate_that_would_change_nothing_are_refused(cli, words
     done = cli("estimate", *words)
     assert done.code == 2
     assert f"{idle} would change nothing" in done.err
+
+
+def test_ctrl_c_while_the_command_line_is_imported(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune.cli.main", interrupted)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("finetune", run_name="__main__")
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_paths_are_quoted_and_a_path_is_no_setting(tmp_path):
+    assert _as_argument(Path("my recipes/x.yaml")) == "'my recipes/x.yaml'"
+    recipe = tmp_path / "lr=1.yaml"
+    assert _is_override(str(recipe))
+    recipe.write_text("")
+    assert not _is_override(str(recipe))

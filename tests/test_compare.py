@@ -42,6 +42,9 @@ from finetune.comparison.statistics import (
 )
 from finetune.comparison.words import describe
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, UnfairPairError
+from finetune.reports import writer
+from finetune.reports.comparison_sections import comparison_page
+from finetune.reports.content import Source
 from finetune.step_clock import StepClock
 from tests.benchmarks.interval_coverage import simulate_losses, simulate_speeds, wrong
 from tests.conftest import CPU, H100
@@ -429,6 +432,10 @@ for i in range(1, 31):
 rows.append({"step": 30, "eval_loss": (1 + gap) * 0.8 * math.exp(noise.gauss(0, 0.002))})
 scores = {"acc_norm": 0.3 + fp8 / 100, "acc_norm_stderr": 0.02}
 rows.append({"step": 30, "tasks": {"hellaswag": scores}})
+if seed == 43 and fp8 and "EVAL" in os.environ:
+    rows[30]["eval_loss"] = float(os.environ["EVAL"])
+if seed == 43 and "BROKEN" in os.environ and os.environ["BROKEN"] in recipe.stem:
+    rows[25]["loss"] = float("nan")
 for name, lines in (("metrics.jsonl", rows), ("steps.jsonl", steps)):
     (folder / name).write_text("".join(json.dumps(line) + "\\n" for line in lines))
 made = json.loads(os.environ["RECEIPTS"])["fp8" if fp8 else "bf16"]
@@ -458,7 +465,13 @@ def pretend(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(comparing, "plan_jobs", planned)
 
-    def call(*words: str, code: int, receipts: dict | None = None, **environment: str):
+    drawn = writer.write_report
+
+    def call(
+        *words: str, code: int, receipts: dict | None = None, report=False, **environment: str
+    ):
+        page = SimpleNamespace(html="report.html")  # drawing takes longer than all the rest
+        monkeypatch.setattr(writer, "write_report", drawn if report else lambda _: page)
         made = receipts or {"fp8": receipt("fp8"), "bf16": receipt("bf16")}
         monkeypatch.setenv("RECEIPTS", json.dumps(made))
         for key, value in environment.items():
@@ -482,7 +495,7 @@ def folders(where: Path) -> list[Path]:
 
 
 def test_a_comparison_from_command_to_verdict(pretend, tmp_path):
-    out, err = pretend("tiny_full_fp8", code=0)
+    out, err = pretend("tiny_full_fp8", code=0, report=True)
     assert "[6/6]" in err
     assert out.startswith("equivalent: FP8 ends where BF16 ends, within 1 %, over 3 seeds")
     assert "speed: FP8 at 0.667 times BF16 (0.667 to 0.667)" in out
@@ -516,6 +529,34 @@ def test_a_gap_beyond_the_margin_is_not_equivalent(pretend):
     assert "ends higher by more than 1 %" in out
 
 
+def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend, tmp_path):
+    out, _ = pretend("tiny_full_fp8", "--json", code=3, BROKEN="fp8", EVAL="0")
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert told["verdict"] == "not equivalent"
+    assert told["reasons"] == [
+        "training loss: FP8, seed 43, ends at nan",
+        "held-out loss: FP8, seed 43, ends at 0",
+    ]
+    assert (told["losses"], told["speed"]) == ({}, None)
+    folder = folders(tmp_path)[0]
+    found = read_comparison(folder)
+    page = comparison_page(found, Source(folder, folder))
+    assert (page.verdict, page.facts) == ("Not equivalent", ())
+    metrics = folder / found.runs[0].a / "metrics.jsonl"
+    metrics.write_text("".join(x for x in metrics.read_text().splitlines(True) if "eval" not in x))
+    out, _ = pretend(str(folder), code=2)
+    assert "1 of 6 runs logged no held-out loss" in out
+
+
+def test_a_reference_that_ends_in_no_number_is_refused(pretend, tmp_path):
+    out, _ = pretend("tiny_full_fp8", code=2, BROKEN="bf16")
+    assert "training loss: BF16, seed 43, ends at nan" in out
+    folder = folders(tmp_path)[0]
+    page = comparison_page(read_comparison(folder), Source(folder, folder))
+    assert (page.verdict, page.facts) == ("Refused", ())
+    assert "differ in more than" not in str(page.lead)
+
+
 def test_one_seed_is_undecided_and_says_why(pretend):
     out, _ = pretend("tiny_full_fp8", "--seeds", "1", code=3)
     assert out.startswith("undecided")
@@ -535,6 +576,24 @@ def test_runs_that_differ_are_refused_after_the_fact_unless_allowed(pretend, tmp
     assert out.startswith("equivalent")
     assert "not the same on both sides, allowed" in out
     assert read_comparison(folder).speed is not None
+
+
+def test_a_comparison_on_disk_that_is_not_whole_is_an_error(pretend, tmp_path):
+    """No margin is chosen after the fact in silence, either."""
+    pretend("tiny_full_fp8", code=0)
+    (folder,) = folders(tmp_path)
+    out, _ = pretend(str(folder), "--margin", "0.02", "--json", code=0)
+    assert "while they trained the margin was 0.01" in out
+    out, _ = pretend(str(folder), "--margin", "0.03", "--json", code=0)
+    assert "while they trained the margin was 0.01" in out
+    stored = json.loads((folder / "comparison.json").read_text())
+    file = folder / stored["runs"][0]["a"] / "receipt.json"
+    file.write_text(json.dumps({"status": "proven"}))
+    assert "the receipt of a run has no precision" in pretend(str(folder), code=2)[1]
+    (folder / "comparison.json").write_text(json.dumps(stored | {"runs": []}))
+    assert "0 pairs of runs for 3 seeds" in pretend(str(folder), code=2)[1]
+    (folder / "comparison.json").unlink()  # as after Ctrl-C
+    assert "when all runs of a comparison have ended" in pretend(str(folder), code=2)[1]
 
 
 def test_a_run_that_is_not_proven_is_no_evidence(pretend):
@@ -588,6 +647,7 @@ def test_ctrl_c_stops_the_runs_and_keeps_what_they_saved(pretend, tmp_path):
         (["tiny_full_fp8", "tiny_full_bf16", "tiny_lora_fp8"], "3 were given"),
         (["tiny_full_fp8", "--seeds", "many"], "seeds cannot be 'many'"),
         (["tiny_full_fp8", "--seeds", "0"], "one seed or more"),
+        (["tiny_full_fp8", "--seeds", "1,4294967296"], "from 0 to"),
         (["tiny_full_fp8", "--seeds", "4,4"], "one seed or more"),
         (["tiny_full_fp8", "--margin", "0"], "margin"),
         (["tiny_full_fp8", "--confidence", "95"], "confidence"),

@@ -14,11 +14,15 @@ import pytest
 
 import finetune
 from finetune.cli import main
+from finetune.comparison.result import EMULATED, read_comparison
 from finetune.errors import ConfigError
-from finetune.reports.content import Num, Plot, Series, escape_md, words
+from finetune.reports.comparison_sections import comparison_page
+from finetune.reports.content import Num, Plot, Series, Source, escape_md, words
 from finetune.reports.figures import to_svg
+from finetune.reports.run_sections import speed_fact
 from finetune.reports.series import envelope, smoothed, split, window_of
 from finetune.reports.theme import DARK, LIGHT, style
+from finetune.runs import Run
 from tests.run_folders import GROUPS, make_comparison, make_run
 
 TRAP = "<script>alert(1)</script> **bold** | [link](http://example.com) `code`"
@@ -122,6 +126,20 @@ def test_verdicts(reports, tmp_path):
     assert worse.verdict == "Not equivalent"
     page = worse.html.read_text("utf-8")
     assert page.index("optimizer") < page.index("Do they train the same?")
+
+
+def test_speeds_of_an_emulation_say_so(tmp_path):
+    folder = make_comparison(tmp_path / "c", steps=8)
+    found = read_comparison(folder)
+    assert "emulated" not in str(comparison_page(found, Source(folder, folder)).facts)
+    found.notes.append(EMULATED)
+    page = comparison_page(found, Source(folder, folder))
+    assert "emulated, no claim" in str(page.facts)
+    (cost,) = (section for section in page.sections if section.title == "Speed and memory")
+    assert EMULATED in str(cost)
+    a, b = (Run(folder / run) for run in (found.runs[0].a, found.runs[0].b))
+    assert "not the speed of FP8" in str(speed_fact(a, Source(a.folder, folder)))
+    assert "not the speed of FP8" not in str(speed_fact(b, Source(b.folder, folder)))
 
 
 def _spoil(run: Path, **precision: str) -> None:

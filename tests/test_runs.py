@@ -133,6 +133,16 @@ def test_half_a_line_and_half_a_file_are_left_out(run):
     assert found.summary()["loss"] == pytest.approx([r["loss"] for r in whole if "loss" in r][-1])
 
 
+def test_a_file_that_somebody_spoilt_spoils_no_table(run):
+    parts = dict.fromkeys(("run", "precision", "environment", "trainable", "memory"))
+    (run / "receipt.json").write_text(json.dumps({"status": "proven"} | parts))
+    (run / "config.yaml").write_text("train: 3\nprecision:\n")
+    (run / "metrics.jsonl").write_text('{"step": 5, "loss": "x", "samples": "x"}\n')
+    told = Run(run).summary()
+    assert (told["state"], told["step"], told["precision"]) == ("finished", 5, "")
+    assert all(isinstance(answers, list) for _, answers in Run(run).samples)
+
+
 def test_nan_in_a_log_is_read_and_summed_up_as_missing(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "loss": NaN}\n')
@@ -167,6 +177,17 @@ def test_runs_are_found_newest_first_and_those_of_comparisons_are_theirs(run, tm
     (tmp_path / "runs" / "other").mkdir()
     assert [found.folder for found in find_runs(tmp_path / "runs")] == [run, older]
     assert find_comparisons(tmp_path / "runs") == [compared]
+
+
+def test_runs_of_a_comparison_that_did_not_end_are_found(run, tmp_path):
+    folder = tmp_path / "runs" / "compare" / "x-vs-y" / "20261121-000000-aaaa"
+    own = folder / "a" / "seed-42" / "x" / "20261121-000001-bbbb"
+    own.mkdir(parents=True)
+    for name in ("config.yaml", "run.json"):
+        (own / name).write_text("{}")
+    assert own in [found.folder for found in find_runs(tmp_path / "runs")]
+    (folder / "comparison.json").write_text("{}")
+    assert own not in [found.folder for found in find_runs(tmp_path / "runs")]
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,23 @@ def judge_again(
     """Judge the finished runs of a comparison again, by another margin or with `allow`.
 
     Raises:
-        ConfigError: there is no finished comparison in `folder`.
+        ConfigError: there is no finished comparison in `folder`, or nothing can be written there.
     """
     from finetune.comparison.result import read_comparison
 
     found = read_comparison(folder)
+    if len(found.runs) != len(found.seeds) or not found.runs:
+        raise ConfigError(
+            f"the comparison names {len(found.runs)} pairs of runs for {len(found.seeds)} seeds",
+            where=str(folder),
+            fix="compare again",
+        )
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence
     _check_numbers(margin, confidence)
+    notes = [note for note in found.notes if note.startswith(_SET_BEFORE)]
+    if margin != found.margin and not any(note.startswith(_AGAIN) for note in notes):
+        notes.append(f"{_AGAIN}; while they trained the margin was {found.margin:g}")
     known = [d for d in found.differences if d.where.startswith(_OF_RECIPES)]
     kept = found.model_copy(
         update={
@@ -123,7 +132,7 @@ def judge_again(
             "confidence": confidence,
             "allowed": found.allowed or allow,
             "differences": known,
-            "notes": [note for note in found.notes if note.startswith(_SET_BEFORE)],
+            "notes": notes,
             "losses": {}, "band": {}, "speed": None, "memory": None, "tasks": None,
         }
     )  # fmt: skip
@@ -131,7 +140,8 @@ def judge_again(
 
 
 _OF_RECIPES = ("model.", "lora", "data.", "eval.", "precision.", "train.")
-_SET_BEFORE = ("held-out rows are", "precision.compile=")
+_AGAIN = "the margin was chosen after the runs"
+_SET_BEFORE = ("held-out rows are", "precision.compile=", _AGAIN)
 
 
 def _judged(found: Comparison) -> Comparison:
@@ -139,7 +149,14 @@ def _judged(found: Comparison) -> Comparison:
     assert folder is not None
     pairs = [(read_outcome(folder / run.a), read_outcome(folder / run.b)) for run in found.runs]
     result = judge(found, pairs)
-    result.save(folder)
+    try:
+        result.save(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the comparison cannot be written: {error.strerror}",
+            where=str(folder.resolve()),
+            fix="make room or give leave to write there, and judge the folder again",
+        ) from None
     return result
 
 

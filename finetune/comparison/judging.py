@@ -5,9 +5,10 @@ step's loss is that of eight rows or so. It is what the run's own forward says, 
 rounding of FP8 in it, a constant few thousandths of a nat; where a run repeats rows until it knows
 them by heart, these are more and more of what is left. The final held-out loss is the last
 evaluation, in high precision unless `precision.eval` says otherwise: it is about the weights that
-were learnt. The verdict is about both, and as bad as the worse. Everything is read from the run
-folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a comparison can be judged again
-from what lies on disk.
+were learnt. The verdict is about both, and as bad as the worse. Where A ends in a loss that is no
+number and B does not, they are not equivalent, and nothing else is worth a figure. Everything is
+read from the run folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a comparison can
+be judged again from what lies on disk.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from finetune.comparison import statistics
 from finetune.comparison.fairness import ran_differences
 from finetune.comparison.result import (
+    EMULATED,
     Comparison,
     Difference,
     LossGap,
@@ -37,6 +39,8 @@ from finetune.errors import ConfigError, RunFailedError
 
 LAST_SHARE, LAST_LEAST = 0.1, 10
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
+RECEIPT = ("status", "precision", "trainable", "environment", "memory", "conditions")
+"""What of a receipt is read here and by `finetune.comparison.fairness`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,13 @@ def read_outcome(folder: Path) -> Outcome:
             why=f"{type(error).__name__}: {error}",
             fix="compare again",
         ) from None
+    if missing := [key for key in RECEIPT if key not in receipt]:
+        raise ConfigError(
+            f"the receipt of a run has no {', '.join(missing)}",
+            where=str(folder / "receipt.json"),
+            why="another version wrote it, or training ended before it began",
+            fix="compare again",
+        )
     losses = [row["loss"] for row in metrics if "loss" in row]
     if not losses:
         raise RunFailedError("a run logged no loss", where=str(folder / "metrics.jsonl"))
@@ -121,12 +132,18 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     refused = [f"a run is not proven ({line})" for line in unproven]
     if not found.allowed:
         refused += [f"{d.condition}: {d.why}" for d in differences]
+    held_out = [outcome.eval is not None for pair in pairs for outcome in pair]
+    if any(held_out) and not all(held_out):
+        refused.append(f"{held_out.count(False)} of {len(held_out)} runs logged no held-out loss")
+    broken = _broken(found, pairs)
+    refused += broken[1]
     if refused:
         return found.model_copy(update={"verdict": "refused", "reasons": refused})
+    if broken[0]:
+        return found.model_copy(update={"verdict": "not equivalent", "reasons": broken[0]})
     losses = {"train": _gap(found, [(a.train, b.train) for a, b in pairs])}
-    held_out = [(a.eval, b.eval) for a, b in pairs if a.eval is not None and b.eval is not None]
-    if len(held_out) == len(pairs):
-        losses["eval"] = _gap(found, held_out)
+    if all(held_out):
+        losses["eval"] = _gap(found, [(a.eval, b.eval) for a, b in pairs])
     else:
         found.notes.append("no rows are held out: the verdict is about the training loss alone")
     last = pairs[0][0].train_steps
@@ -140,6 +157,18 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     found.verdict = next(v for v in WORSE if v in verdicts)
     found.reasons = [_reason(found, name, gap) for name, gap in losses.items()]
     return found
+
+
+def _broken(found: Comparison, pairs: Pairs) -> tuple[list[str], list[str]]:
+    """Final losses of a, and of b, that have no ratio: NaN, infinite, or zero."""
+    said: tuple[list[str], list[str]] = ([], [])
+    labels = (found.a.label, found.b.label)
+    for seed, pair in zip(found.seeds, pairs, strict=True):
+        for lines, label, outcome in zip(said, labels, pair, strict=True):
+            for name, loss in (("train", outcome.train), ("eval", outcome.eval)):
+                if loss is not None and not (math.isfinite(loss) and loss > 0):
+                    lines.append(f"{NAMES[name]}: {label}, seed {seed}, ends at {loss:g}")
+    return said
 
 
 def _ran(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
@@ -201,7 +230,7 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
     )
     engines = {pairs[0][i].receipt["precision"]["reason"] for i in (0, 1)}
     if any("emulation" in reason for reason in engines):
-        found.notes.append("FP8 was emulated: its speed says nothing of FP8 hardware")
+        found.notes.append(EMULATED)
     return SpeedRatio(
         ratio=ratio,
         interval=interval,
@@ -212,7 +241,10 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
 
 def _tokens_per_s(runs: Sequence[Outcome], warm_up: int) -> float:
     """Geometric mean over runs of the median over steps."""
-    medians = [median(s.tokens / s.seconds for s in run.steps[warm_up:]) for run in runs]
+    medians = [
+        median(s.tokens / s.seconds for s in run.steps[warm_up:] if min(s.tokens, s.seconds) > 0)
+        for run in runs
+    ]
     return round(math.exp(math.fsum(map(math.log, medians)) / len(medians)), 1)
 
 

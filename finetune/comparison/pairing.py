@@ -15,6 +15,7 @@ Set on both sides, and said in the result's notes:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,13 +66,13 @@ def twin_of(name: str) -> str:
                 f"{name} has no twin {twin!r}" + (f"; {hint}" if hint else ""),
                 where="compare with one recipe",
                 why="a recipe is compared with the one that differs from it in precision alone",
-                fix=f"name the other one: python -m finetune compare {name} OTHER",
+                fix=f"name the other one: python -m finetune compare {shlex.quote(name)} OTHER",
             )
     raise RecipeNotFoundError(
         f"the twin of {name!r} cannot be told from its name",
         where="compare with one recipe",
         why="twins are called x_fp8 and x_bf16",
-        fix=f"name the other one: python -m finetune compare {name} OTHER",
+        fix=f"name the other one: python -m finetune compare {shlex.quote(name)} OTHER",
     )
 
 
@@ -139,9 +140,9 @@ def _splits(config: RunConfig) -> bool:
 
 def _seeds(seeds: Sequence[int] | int, first: int) -> tuple[int, ...]:
     chosen = tuple(range(first, first + seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not chosen or len(set(chosen)) < len(chosen) or min(chosen) < 0:
+    if not chosen or len(set(chosen)) < len(chosen) or not 0 <= min(chosen) <= max(chosen) < 2**32:
         raise ConfigError(
-            "a comparison needs one seed or more, each of them once",
+            "a comparison needs one seed or more, each of them once, from 0 to 2**32 - 1",
             where=f"--seeds {seeds if isinstance(seeds, int) else ','.join(map(str, seeds))}",
             fix="--seeds 3, or --seeds 42,43,44",
         )

@@ -24,6 +24,8 @@ from finetune.comparison.words import describe
 from finetune.errors import ConfigError
 
 FILE = "comparison.json"
+EMULATED = "FP8 was emulated: its speed says nothing of FP8 hardware"
+"""The note of a comparison whose FP8 no hardware ran."""
 Verdict = Literal["equivalent", "not equivalent", "undecided"]
 Interval = tuple[float, float]
 
@@ -144,6 +146,11 @@ class Comparison(JupyterMixin, _Part):
     def __rich__(self) -> RenderableType:
         return describe(self)
 
+    @property
+    def emulated(self) -> bool:
+        """Whether the speeds are those of an emulation, which no claim can rest on."""
+        return EMULATED in self.notes
+
     def to_json(self) -> str:
         """The comparison as indented JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
@@ -169,7 +176,12 @@ def read_comparison(path: Path | str) -> Comparison:
         file = file / FILE
     where = str(file.resolve())
     if not file.is_file():
-        raise ConfigError(f"{path} holds no comparison", where=where, fix="run `compare` first")
+        raise ConfigError(
+            f"{str(path)!r} holds no comparison",
+            where=where,
+            why=f"{FILE} is written when all runs of a comparison have ended",
+            fix="compare the recipes: python -m finetune compare tiny_full_fp8",
+        )
     try:
         found = Comparison.model_validate_json(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:

@@ -44,16 +44,17 @@ def describe(found: Comparison) -> RenderableType:
 
 def headline(found: Comparison) -> str:
     """The verdict in one sentence."""
-    a, b = found.a.label, found.b.label
-    margin, seeds = percent(found.margin, sign=False), _count(len(found.seeds), "seed")
+    a, b, n = found.a.label, found.b.label, len(found.seeds)
+    margin, seeds = percent(found.margin, sign=False), _count(n, "seed")
     match found.verdict:
         case "equivalent":
             return f"equivalent: {a} ends where {b} ends, within {margin}, over {seeds}"
         case "not equivalent":
             return f"not equivalent: {a} does not end where {b} ends, within {margin}, over {seeds}"
         case "undecided":
+            do = "does" if n == 1 else "do"
             return (
-                f"undecided: {seeds} do not show whether {a} ends where {b} ends, within {margin}"
+                f"undecided: {seeds} {do} not show whether {a} ends where {b} ends, within {margin}"
             )
         case _:
             return f"refused: {a} and {b} cannot be compared"
@@ -106,6 +107,7 @@ def _ratios(found: Comparison) -> list[Text]:
             Text(
                 f"speed: {found.a.label} at {s.ratio:.3f} times {found.b.label}{between}; "
                 f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s"
+                + (", emulated" if found.emulated else "")
             )
         )
     if (m := found.memory) is not None:

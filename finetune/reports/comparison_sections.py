@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.comparison.result import FILE, Comparison, LossGap
+from finetune.comparison.result import EMULATED, FILE, Comparison, LossGap
 from finetune.receipt import in_units
 from finetune.reports.content import (
     MISSING,
@@ -65,8 +65,7 @@ _VERDICTS: dict[str, tuple[str, Tone, str]] = {
     "refused": (
         "Refused",
         "bad",
-        "No fair pair: {a} and {b} differ in more than their precision, and no speed-up is told "
-        "(margin |). ",
+        "{a} and {b} cannot be compared, so no gap and no speed-up is told (margin |). ",
     ),
 }
 """Verdict -> headline, tone, sentence; the margin stands at the bar."""
@@ -152,9 +151,10 @@ def _facts(found: Comparison, source: Source) -> tuple[Fact, ...]:
             facts.append(Fact(f"{title}, gap", value, note))
     if speed := found.speed:
         value = words(source.num(_ratio(speed.ratio), FILE, "speed.ratio"))
-        facts.append(
-            Fact("Speed", value, _interval(speed.interval, source, "speed.interval", _ratio))
-        )
+        note = _interval(speed.interval, source, "speed.interval", _ratio)
+        if found.emulated:
+            note = words(note, "; ", source.num("emulated, no claim", FILE, "notes"))
+        facts.append(Fact("Speed", value, note))
     if memory := found.memory:
         note = words(
             source.num(in_units(memory.a_gib), FILE, "memory.a_gib"), " against ",
@@ -380,7 +380,10 @@ def _cost(found: Comparison, source: Source) -> Section | None:
             )
         )
     head = ("", found.a.label, found.b.label, "ratio", "interval")
-    return Section("Speed and memory", (Table(head, rows, (1, 2, 3, 4)),)) if rows else None
+    blocks: list[Block] = [Table(head, rows, (1, 2, 3, 4))]
+    if found.emulated:
+        blocks.append(Para(as_sentence(source.words(EMULATED, FILE, "notes")), loud=True))
+    return Section("Speed and memory", tuple(blocks)) if rows else None
 
 
 def _samples(found: Comparison, sides: Sequence[list[Member]]) -> Section | None:

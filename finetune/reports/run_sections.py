@@ -242,6 +242,10 @@ def speed_fact(run: Run, source: Source) -> Fact:
     note = (
         words("MFU ", source.num(percent(mfu), METRICS, "health/mfu")) if mfu else words("median")
     )
+    if (run.receipt.get("precision") or {}).get("backend") == "emulated":
+        note = words(source.num("emulated", RECEIPT, "precision.backend"), ", not the speed of FP8")
+    if value is None:
+        note = words()
     return Fact("Tokens per second", words(source.num(grouped(value), file, key)), note)
 
 

@@ -52,7 +52,12 @@ def several_page(members: Sequence[Member]) -> Page:
         about=words("Several runs: ", *_joined(members)),
         verdict="All proven" if proven == len(members) else "Not all proven",
         tone="good" if proven == len(members) else "bad",
-        lead=words("The precision of each is proven by its own receipt; the table names it."),
+        lead=words(
+            "The precision of each is proven by its own receipt; the table names it."
+            if proven == len(members)
+            else f"Of {proven} of {len(members)} the receipt proves the precision; the table names "
+            "it, and for the others what is missing."
+        ),
         loud=tuple(loud),
         facts=(),
         sections=(
