@@ -19,7 +19,7 @@ from finetune.errors import ConfigError
 from finetune.reports.comparison_sections import comparison_page
 from finetune.reports.content import Num, Plot, Series, Source, escape_md, words
 from finetune.reports.figures import to_svg
-from finetune.reports.run_sections import speed_fact
+from finetune.reports.run_facts import speed_fact
 from finetune.reports.series import envelope, smoothed, split, window_of
 from finetune.reports.theme import DARK, LIGHT, style
 from finetune.runs import Run

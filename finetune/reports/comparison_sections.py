@@ -43,7 +43,7 @@ from finetune.reports.content import (
     signed,
     words,
 )
-from finetune.reports.run_sections import METRICS, REPORT, Tone, as_sentence
+from finetune.reports.run_facts import METRICS, REPORT, Tone, as_sentence
 from finetune.reports.series import envelope, said, series_of, smoothed, split, window_of
 from finetune.reports.several import Member, final_loss, fold
 from finetune.runs import Run, is_run

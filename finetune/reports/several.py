@@ -20,20 +20,18 @@ from finetune.reports.content import (
     fixed,
     words,
 )
-from finetune.reports.run_sections import (
+from finetune.reports.run_curves import curves_section
+from finetune.reports.run_facts import (
     CONFIG,
     METRICS,
     RECEIPT,
-    curves_section,
-    environment,
     first_last,
     loud_lines,
     memory_fact,
-    samples,
     speed_fact,
     verdict_of,
-    what_ran,
 )
+from finetune.reports.run_sections import environment, samples, what_ran
 from finetune.reports.series import envelope, said, series_of, smoothed, split, window_of
 from finetune.reports.theme import style
 from finetune.runs import Run
