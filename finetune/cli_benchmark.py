@@ -12,7 +12,7 @@ from rich.console import Console
 from finetune.cli_estimate import AsJson, Overrides
 from finetune.errors import ConfigError
 
-INTERRUPTED = 130
+INTERRUPTED, NOTHING_MEASURED = 130, 1
 
 
 def benchmark(
@@ -75,3 +75,5 @@ def benchmark(
     if found.interrupted:
         progress.print(f"interrupted; rows until then are in {found.folder}", style="yellow")
         sys.exit(INTERRUPTED)
+    if not any(row.rounds for row in found.rows):  # what failed or did not fit is told in its row
+        sys.exit(NOTHING_MEASURED)

@@ -575,6 +575,12 @@ def test_a_benchmark_on_the_command_line(cli, tmp_path) -> None:
     assert json.loads(cli(*words, "--json")[1])["kind"] == "benchmark"
 
 
+def test_where_nothing_could_be_measured_the_exit_code_says_so(cli) -> None:
+    code, out, _ = cli(FP8, "--grid", "batch=1", run=Pretended(fits=lambda _: False))
+    assert code == 1
+    assert "out of memory" in out
+
+
 def test_ctrl_c_on_the_command_line(cli) -> None:
     code, out, err = cli(FP8, "--vs", BF16, "--grid", "batch=1", run=Pretended(stop_after=1))
     assert code == 130

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from finetune.config import Fp8Format, PrecisionConfig, Scaling
+from finetune.config import (
+    DataConfig,
+    EvalConfig,
+    Fp8Format,
+    LoraSection,
+    ModelConfig,
+    PrecisionConfig,
+    Scaling,
+    Section,
+)
 from finetune.device import Device, backend_verdict, engine_verdict, least_capability
 from finetune.recipe import list_recipes
 
@@ -29,20 +39,24 @@ COMMANDS = [
 ]
 
 
-def precision_reference() -> str:
-    """The table of `precision.*`, from the configuration model."""
-    schema = PrecisionConfig.model_json_schema()["properties"]
-    rows = []
-    for name, field in PrecisionConfig.model_fields.items():
-        values = schema[name].get("enum") or next(
-            (x["enum"] for x in schema[name].get("anyOf", ()) if "enum" in x), None
+def reference(name: str, section: type[Section]) -> str:
+    """The table of a section's settings, from the configuration model."""
+    schema = section.model_json_schema()["properties"]
+    rows = [f"| `{name}.` | values | default | meaning |", "|---|---|---|---|"]
+    for key, field in section.model_fields.items():
+        values = schema[key].get("enum") or next(
+            (x["enum"] for x in schema[key].get("anyOf", ()) if "enum" in x), None
         )
-        kinds = [x.get("type") for x in schema[name].get("anyOf", ())]
-        kind = schema[name].get("type") or next((k for k in kinds if k != "null"), "")
+        kinds = [x.get("type") for x in schema[key].get("anyOf", ())]
+        kind = schema[key].get("type") or next((k for k in kinds if k != "null"), "")
         shown = ", ".join(f"`{v}`" for v in values) if values else kind
         default = field.default
-        text = "(usual)" if default is None else str(list(default) if default == () else default)
-        rows.append(f"| `{name}` | {shown} | `{text.lower()}` | {field.description} |")
+        text = str(list(default) if default == () else default)
+        if field.is_required():
+            text = "needed"
+        elif default is None:
+            text = "(usual)" if name == "precision" else "none"
+        rows.append(f"| `{key}` | {shown} | `{text.lower()}` | {field.description} |")
     return "\n".join(rows)
 
 
@@ -75,7 +89,14 @@ def _cell(name: str, precision: PrecisionConfig) -> str:
 RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
 
 
-GENERATED = {"precision reference": precision_reference, "combinations": combinations}
+GENERATED = {
+    "precision reference": partial(reference, "precision", PrecisionConfig),
+    "model reference": partial(reference, "model", ModelConfig),
+    "lora reference": partial(reference, "lora", LoraSection),
+    "data reference": partial(reference, "data", DataConfig),
+    "eval reference": partial(reference, "eval", EvalConfig),
+    "combinations": combinations,
+}
 """Name of a `<!-- name: ... -->` section of the README -> the function that makes its table."""
 
 
@@ -85,8 +106,7 @@ def refresh() -> None:
     for name, make in GENERATED.items():
         head, begin, rest = text.partition(f"<!-- {name}:")
         comment, _, rest = rest.partition("-->\n")
-        keep = rest[: rest.index("| `")] if name == "precision reference" else ""
-        text = f"{head}{begin}{comment}-->\n{keep}{make()}\n{rest[rest.index('<!-- end -->') :]}"
+        text = f"{head}{begin}{comment}-->\n{make()}\n{rest[rest.index('<!-- end -->') :]}"
     (ROOT / "README.md").write_text(text, encoding="utf-8")
 
 
