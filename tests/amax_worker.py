@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 -m tests.amax_worker OUT SCALING
 
 With `reduce_amax` and without it, as powers of two and not. Process 1 sees inputs and gradients
-four times as large as process 0. Each writes OUT/RANK.json: `reduce/pow2` -> operand -> its scale
+four times as large as process 0. Each writes OUT/SCALING/RANK.json: `reduce/pow2` -> operand -> its scale
 in each of four steps.
 """
 
@@ -48,7 +48,8 @@ def main(out: Path, scaling: str) -> None:
         for reduce in (True, False)
         for pow2 in (True, False)
     }
-    (out / f"{rank}.json").write_text(json.dumps(facts))
+    (out / scaling).mkdir(parents=True, exist_ok=True)
+    (out / scaling / f"{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
 
 

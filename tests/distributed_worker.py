@@ -1,11 +1,12 @@
 """Run under torchrun by `test_distributed.py`: trains two processes and reports what each saw.
 
-    torchrun --nproc_per_node=2 -m tests.distributed_worker OUT MODE
+    torchrun --nproc_per_node=2 -m tests.distributed_worker OUT MODE,MODE,...
 
-MODE is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain
+A mode is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain
 parameters), `local` (DDP with reduce_amax off), or `frozen` and `frozen_fsdp` (adapters over a base
 held in FP8, under DDP and FSDP2), or `frozen_ram` (FSDP2 whose weights come from the first process:
-the other one's are made wrong before). Each process writes OUT/RANK.json.
+the other one's are made wrong before). They run one after the other, since starting two processes
+takes longer than what they do. Each process writes OUT/MODE/RANK.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ import torch
 torch.set_num_threads(1)
 
 from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -31,7 +34,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from finetune import get_receipt, setup_fp8_mixed_precision_training
+from finetune import (
+    get_receipt,
+    setup_fp8_mixed_precision_training,
+    teardown_fp8_mixed_precision_training,
+)
 from finetune.precision.convert import conversion_of
 from finetune.precision.storage import StoredMixin
 
@@ -109,5 +116,18 @@ def main(out: Path, mode: str) -> None:
     (out / f"{rank}.json").write_text(json.dumps(facts))
 
 
+def one_by_one(run: Callable[[Path, str], None], out: Path, modes: str) -> None:
+    """Run each mode in a folder of its own, as the first of a process."""
+    for mode in modes.split(","):
+        (out / mode).mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ)  # where Transformers leaves its FSDP settings to Accelerate
+        run(out / mode, mode)
+        os.environ.clear()
+        os.environ.update(environment)
+        teardown_fp8_mixed_precision_training()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    one_by_one(main, Path(sys.argv[1]), sys.argv[2])

@@ -1,8 +1,8 @@
 """Run under torchrun by `test_health.py`: two processes train, then one of them meets a NaN.
 
-    torchrun --nproc_per_node=2 -m tests.health_worker OUT MODE
+    torchrun --nproc_per_node=2 -m tests.health_worker OUT MODE,MODE
 
-MODE is `ddp` or `fsdp`. Each process writes OUT/RANK.json.
+A mode is `ddp` or `fsdp`. Each process writes OUT/MODE/RANK.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from finetune import setup_fp8_mixed_precision_training
 from finetune.errors import NonFiniteError
-from tests.distributed_worker import rows
+from tests.distributed_worker import one_by_one, rows
 
 LAYER = "model.layers.1.mlp.down_proj"
 
@@ -68,4 +68,4 @@ def main(out: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    one_by_one(main, Path(sys.argv[1]), sys.argv[2])

@@ -344,21 +344,20 @@ def test_lora(make_llama, setup_backend, tmp_path) -> None:
     assert "health/adapter/w_snr_db" not in row, "adapters stay in high precision"
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_two_processes(mode, tmp_path) -> None:
+def test_two_processes(tmp_path) -> None:
     """Rows are of both processes, and a NaN in one of them stops both, by its name."""
-    first, second = launch(tmp_path, mode, module="tests.health_worker")
-    assert first["health"] == second["health"]
-    (row,) = first["health"]
-    assert row["step"] == 2
-    assert 0 < row["health/mlp/update_ratio"] < 0.1
-    assert row["health/mlp/grad_snr"] > 0
-    assert row["health/mlp/x_snr_db"] > 30
-    assert (first["step"], second["step"]) == (3, 3), "the fourth step was not made"
-    assert first["where"] == second["where"]
-    assert first["where"] == (
-        "model.layers.1.mlp.down_proj: its output, in process 1, micro-batch 1 of 2"
-    )
+    for mode, (first, second) in launch(tmp_path, "ddp,fsdp", "tests.health_worker").items():
+        assert first["health"] == second["health"], mode
+        (row,) = first["health"]
+        assert row["step"] == 2
+        assert 0 < row["health/mlp/update_ratio"] < 0.1
+        assert row["health/mlp/grad_snr"] > 0
+        assert row["health/mlp/x_snr_db"] > 30
+        assert (first["step"], second["step"]) == (3, 3), "the fourth step was not made"
+        assert first["where"] == second["where"]
+        assert first["where"] == (
+            "model.layers.1.mlp.down_proj: its output, in process 1, micro-batch 1 of 2"
+        )
 
 
 # ----------------------------------------------------------------------------------- no trace left
