@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 -m tests.amax_worker OUT SCALING
 
 With `reduce_amax` and without it, as powers of two and not. Process 1 sees inputs and gradients
-four times as large as process 0. Each writes OUT/SCALING/RANK.json: `reduce/pow2` -> operand -> its scale
-in each of four steps.
+four times as large as process 0. Each writes OUT/SCALING/RANK.json: `reduce/pow2` -> operand ->
+its scale in each of four steps.
 """
 
 from __future__ import annotations

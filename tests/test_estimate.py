@@ -321,7 +321,7 @@ def test_fit_is_decided_by_what_cannot_be_given_back(memory_gib, fit):
 
 
 def test_memory_alone_is_enough_for_a_verdict(config):
-    small = estimate(config, memory_gib=0.1, twin=False)
+    small = estimate(config, memory_gib=0.1, twin=False, advice=False)
     assert small.fit == "does not fit"
     assert small.measured.pace is None
     assert any("only the memory of this GPU is known" in note for note in small.notes)

@@ -124,8 +124,15 @@ def test_a_checkpoint_published_in_fp8_is_trained_over(published, tmp_path, layo
     assert receipt.trainable["before"] == receipt.trainable["moved"] == 90112
 
 
-@pytest.mark.parametrize("layout", ["blocks", "channels", "own"])
-@pytest.mark.parametrize("name", ["tiny_lora_bf16", "fallback"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tiny_lora_bf16", "blocks"),
+        ("tiny_lora_bf16", "channels"),
+        ("tiny_lora_bf16", "own"),
+        ("fallback", "blocks"),
+    ],
+)
 def test_bf16_compute_over_published_codes(published, tmp_path, layout, name) -> None:
     """Its loss is that of the plain model: codes are read with their scales."""
     overrides = [f"model.name={published / layout}", "model.dtype=bfloat16"]

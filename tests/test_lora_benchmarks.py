@@ -89,23 +89,21 @@ def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:
     found = finetune.benchmark(
         "tiny_lora_fp8", ladder="lora", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
         overrides=[one_layer(tmp_path, monkeypatch), "lora.r=16"], grid="batch=1 length=64",
-        only=["shipped", "flags", "FP8 weight", "FP8 dgrad, compiled", "head"],
+        only=["shipped", "flags", "FP8 weight", "head"],
     )  # fmt: skip
     rows = {row.label: row for row in found.rows}
     assert list(rows) == [
-        "stock", "fused", "shipped", "flags kept", "FP8 weight", "FP8 dgrad, compiled",
-        "FP8 dgrad and head, compiled",
+        "stock", "fused", "shipped", "flags kept", "FP8 weight", "FP8 dgrad and head, compiled",
     ]  # fmt: skip
-    ours = ("fused", "flags kept", "FP8 weight", "FP8 dgrad, compiled")
+    ours = ("fused", "flags kept", "FP8 weight")
     assert {rows[name].proven for name in ours} == {"proven"}
     assert "100.0% of the trainable weights moved" in rows["stock"].proven
     assert "trains nothing" in rows["shipped"].proven  # adapters of rank 16 are wrapped anew
     assert "output head" in rows["FP8 dgrad and head, compiled"].error
-    for name in ("fused", "FP8 weight", "FP8 dgrad, compiled"):
+    for name in ("fused", "FP8 weight"):
         assert "without Liger" in rows[name].note  # its kernels need a GPU, and the row says so
     assert rows["flags kept"].note == ""
     assert found.memory_ratio(rows["FP8 weight"], "stock") < 1
-    assert rows["FP8 dgrad, compiled"].compile.startswith("on: 1 decoder layers")
     for name in ("stock", "fused", "flags kept", "FP8 weight"):
         assert rows[name].facts()["gib_over_predicted"] == pytest.approx(1, abs=0.02), name
 
