@@ -56,6 +56,17 @@ def _clean_session():
     GradientState._reset_state()
 
 
+FORETOLD = ("test_cli", "test_measured_memory", "test_rehearsal", "test_training")
+"""Files with tests of what a receipt says of expected memory."""
+
+
+@pytest.fixture(autouse=True)
+def _no_rehearsal_of_runs(request, monkeypatch):
+    """A run's memory is predicted by a rehearsal of seconds, which few tests of runs are about."""
+    if "finetune.trainer" in sys.modules and request.module.__name__.split(".")[-1] not in FORETOLD:
+        monkeypatch.setattr("finetune.trainer.predicted", lambda *args: {})
+
+
 @pytest.fixture
 def make_llama():
     """A factory of two-layer Llamas with seeded weights."""
