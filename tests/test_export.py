@@ -38,7 +38,12 @@ TARGETS = ("adapter", "merged", "fp8", "nvfp4")
 
 
 def run_recipe(name: str, folder: Path, *overrides: str) -> Path:
-    fixed = ("data.max_rows=160", "data.prompts=[hello]", "precision.health_every=0")
+    fixed = (
+        "data.max_rows=160",
+        "data.eval_fraction=0.05",
+        "data.prompts=[hello]",
+        "precision.health_every=0",
+    )
     recipe = load_recipe(name, (*fixed, *overrides))
     return train(recipe, out=folder, console=QUIET).folder
 

@@ -140,7 +140,7 @@ def test_command_runs(command, cli, tmp_path) -> None:
     if "data.path=mine.jsonl" in words:
         words.append("train.max_steps=3")  # the whole recipe is trained in test_training.py
     done = cli(*words)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0, done.err[-2000:]
     assert done.out.strip()
 
 
