@@ -64,7 +64,7 @@ FORETOLD = ("test_cli", "test_measured_memory", "test_rehearsal", "test_training
 def _no_rehearsal_of_runs(request, monkeypatch):
     """A run's memory is predicted by a rehearsal of seconds, which few tests of runs are about."""
     if "finetune.trainer" in sys.modules and request.module.__name__.split(".")[-1] not in FORETOLD:
-        monkeypatch.setattr("finetune.trainer.predicted", lambda *args: {})
+        monkeypatch.setattr("finetune.trainer.predicted", lambda *_: {})
 
 
 @pytest.fixture
