@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from functools import partial
@@ -21,6 +22,7 @@ from finetune.config import (
     Section,
 )
 from finetune.device import Device, backend_verdict, engine_verdict, least_capability
+from finetune.model import shipped_shape
 from finetune.recipe import list_recipes
 
 ROOT = Path(__file__).parent.parent
@@ -131,12 +133,24 @@ def test_what_is_not_run_here_is_run_elsewhere() -> None:
         assert f'"{verb}"' in (ROOT / file).read_text(encoding="utf-8")
 
 
+def one_layer(folder: Path) -> Path:
+    """A folder with the shape of an 8B Llama that has a single layer."""
+    shipped = shipped_shape("meta-llama/Llama-3.1-8B-Instruct")
+    assert shipped is not None
+    shape = json.loads(shipped.read_text()) | {"num_hidden_layers": 1}
+    (folder / "one_layer").mkdir()
+    (folder / "one_layer" / "config.json").write_text(json.dumps(shape))
+    return folder / "one_layer"
+
+
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
 def test_command_runs(command, cli, tmp_path) -> None:
     """Each command of the README in a fresh folder."""
     rows = "\n".join(f'{{"prompt": "Say {i}.", "completion": "It is {i}."}}' for i in range(16))
     (tmp_path / "mine.jsonl").write_text(rows)
     words = shlex.split(command)[3:]
+    if words[0] == "estimate":  # of one layer: a search over all 32 or 80 takes a minute
+        words.append(f"model.name={one_layer(tmp_path)}")
     if "data.path=mine.jsonl" in words:
         words.append("train.max_steps=3")  # the whole recipe is trained in test_training.py
     done = cli(*words)
