@@ -137,7 +137,8 @@ def one_layer(folder: Path) -> Path:
     """A folder with the shape of an 8B Llama that has a single layer."""
     shipped = shipped_shape("meta-llama/Llama-3.1-8B-Instruct")
     assert shipped is not None
-    shape = json.loads(shipped.read_text()) | {"num_hidden_layers": 1}
+    short = {"num_hidden_layers": 1, "max_position_embeddings": 4096}
+    shape = json.loads(shipped.read_text()) | short
     (folder / "one_layer").mkdir()
     (folder / "one_layer" / "config.json").write_text(json.dumps(shape))
     return folder / "one_layer"

@@ -35,7 +35,6 @@ SMALLEST = (
     "tiny full fp16, accumulation 4",
     "tiny full bf16, adafactor",
     "small full delayed, checkpointing",
-    "small full bf16, torchao 8-bit AdamW",
     "tiny LoRA 8, frozen FP8",
     "tiny DoRA bf16",
     "tiny QLoRA nf4",

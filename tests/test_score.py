@@ -181,12 +181,10 @@ def shorter(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"loss": "fused-head", "fused_kernels": True},
         {"adapter": "", "adapter_options": (), "sharding": "fsdp1", "gpus": 4},
         {"weights": "nf4-dq", "autocast": True, "sharding": "fsdp1", "gpus": 2,
          "lora_wrapper": "bnb"},
-        {"checkpoint": "none", "input_grads": False},
     ],
 )  # fmt: skip
 def test_few_layers_tell_the_peak_of_all(shorter, changes) -> None:
