@@ -132,10 +132,10 @@ def cli(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
-    def run(*words: str) -> SimpleNamespace:
+    def run(*words: object) -> SimpleNamespace:
         from finetune.cli import main
 
-        monkeypatch.setattr(sys, "argv", ["finetune", *words])
+        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, words)])
         code = 0
         try:
             main()

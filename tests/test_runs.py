@@ -7,13 +7,11 @@ import os
 import socket
 import sys
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from finetune import find_runs
-from finetune.cli import main
 from finetune.errors import ConfigError
 from finetune.runs import QUIET, Run, find_comparisons, read_run, write_start
 from tests.run_folders import make_comparison, make_run
@@ -25,22 +23,10 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def cli(tmp_path, monkeypatch, capsys):
-    """A function that runs a command line in this process, in `tmp_path`."""
-    monkeypatch.chdir(tmp_path)
+def cli(cli, monkeypatch):
+    """The command line, wide enough for all columns."""
     monkeypatch.setenv("COLUMNS", "160")
-
-    def run(*words: object) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code or 0
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
-
-    return run
+    return cli
 
 
 def change(run, file: str, /, **values) -> None:
