@@ -125,12 +125,12 @@ def setup_backend(request, monkeypatch):
 
 
 @pytest.fixture
-def cli(tmp_path, monkeypatch, capsys):
+def cli(tmp_path, tmp_path_factory, monkeypatch, capsys):
     """A function that runs a command line in this process, in an empty folder, 80 columns wide."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
     def run(*words: object) -> SimpleNamespace:
         from finetune.cli import main

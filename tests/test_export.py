@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import export_run, load_recipe, train
-from finetune.cli import main
 from finetune.errors import (
     ConfigError,
     DataError,
@@ -73,22 +70,11 @@ def exported(lora_run, tmp_path_factory):
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run a command line in this process."""
-
-    def run(*words: str) -> SimpleNamespace:
-        monkeypatch.setenv("COLUMNS", "300")
-        monkeypatch.setenv("TQDM_DISABLE", "1")
-        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code or 0
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
-
-    return run
+def cli(cli, monkeypatch):
+    """The command line, wide enough for a line of parity."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    return cli
 
 
 def reference(run: Path):
