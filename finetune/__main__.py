@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from finetune.cli import main
+        from finetune.cli.app import main
 
         main()
     except KeyboardInterrupt:

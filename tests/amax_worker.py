@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from finetune.config import PrecisionConfig
+from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
 
 torch.set_num_threads(1)

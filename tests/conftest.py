@@ -18,7 +18,7 @@ import torch
 
 torch.set_num_threads(1)
 
-from finetune.device import Device, this_device
+from finetune.hardware.device import Device, this_device
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 79.6)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 79.3)
@@ -32,7 +32,7 @@ CPU = Device("cpu", "x86_64", None, 16.0)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are skipped with a reason where there is no FP8 GPU."""
     device = this_device()
-    from finetune.device import has_transformer_engine
+    from finetune.hardware.device import has_transformer_engine
 
     engine = has_transformer_engine() if device.has_fp8 else device.has_fp8
     for item in items:
@@ -56,7 +56,7 @@ def _clean_session():
     yield
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from finetune import session
+    from finetune.training import session
 
     session.uninstall()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -71,8 +71,11 @@ FORETOLD = ("test_cli", "test_measured_memory", "test_rehearsal", "test_training
 @pytest.fixture(autouse=True)
 def _no_rehearsal_of_runs(request, monkeypatch):
     """A run's memory is predicted by a rehearsal of seconds, which few tests of runs are about."""
-    if "finetune.trainer" in sys.modules and request.module.__name__.split(".")[-1] not in FORETOLD:
-        monkeypatch.setattr("finetune.trainer.predicted", lambda *_: {})
+    if (
+        "finetune.training.trainer" in sys.modules
+        and request.module.__name__.split(".")[-1] not in FORETOLD
+    ):
+        monkeypatch.setattr("finetune.training.trainer.predicted", lambda *_: {})
 
 
 @pytest.fixture
@@ -102,11 +105,11 @@ def make_llama():
 @pytest.fixture
 def te_stand_in(monkeypatch):
     """Transformer Engine by a stand-in, on a machine that says it is an H100."""
-    import finetune.session
+    import finetune.training.session
     from tests import te_stand_in as stand_in
 
     stand_in.install(monkeypatch)
-    monkeypatch.setattr(finetune.session, "this_device", lambda: H100)
+    monkeypatch.setattr(finetune.training.session, "this_device", lambda: H100)
     return stand_in
 
 
@@ -133,7 +136,7 @@ def cli(tmp_path, tmp_path_factory, monkeypatch, capsys):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
     def run(*words: object) -> SimpleNamespace:
-        from finetune.cli import main
+        from finetune.cli.app import main
 
         monkeypatch.setattr(sys, "argv", ["finetune", *map(str, words)])
         code = 0

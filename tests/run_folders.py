@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from finetune.plain_yaml import dump_yaml, plain_data
-from finetune.recipe import load_recipe
+from finetune.config.recipe import load_recipe
+from finetune.config.yaml import dump_yaml, plain_data
 
 GROUPS = ("attn", "mlp", "embed", "head", "norm", "router", "experts", "adapter")
 SAMPLES = [

@@ -12,7 +12,7 @@ It keeps what our backend relies on, as read in TE 2.20's sources, and is strict
   enabled rolls every forward history and sets the scales; during recomputation the scales of the
   first forward are used.
 
-Rounding is that of `finetune.precision.numerics`.
+Rounding is that of `finetune.precision.formats`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from finetune.precision.numerics import E4M3, E5M2, amax, cast, scale_from_amax
+from finetune.precision.formats import E4M3, E5M2, amax, cast, scale_from_amax
 
 
 class Format(enum.Enum):

@@ -11,10 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finetune.estimator.changes import (
-    Rank,
-)
-from finetune.estimator.footprint import Fit
+from finetune.estimator.knobs import Rank
+from finetune.estimator.memory.footprint import Fit
 
 FREE = 0.01
 """Of speed, below which a change costs nothing."""

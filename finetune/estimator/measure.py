@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from finetune.config import RunConfig
-from finetune.device import Resolution
+from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, PlanError
-from finetune.estimator import footprint as sizes
-from finetune.estimator import timing
-from finetune.estimator.exchange import pace_of_one
-from finetune.estimator.footprint import Footprint
+from finetune.estimator.memory import footprint as sizes
+from finetune.estimator.memory.footprint import Footprint
+from finetune.estimator.memory.sharded import held_by_one, shares_model
 from finetune.estimator.place import Place, resolve_there
-from finetune.estimator.rehearsal import Rehearsal, rehearse
-from finetune.estimator.several import held_by_one, shares_model
-from finetune.estimator.timing import Pace, compiles
-from finetune.model import load_shape
+from finetune.estimator.speed import timing
+from finetune.estimator.speed.exchange import pace_of_one
+from finetune.estimator.speed.timing import Pace, compiles
+from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
+from finetune.hardware.device import Resolution
+from finetune.training.model import load_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

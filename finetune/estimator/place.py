@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config import PrecisionConfig
-from finetune.device import (
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import ConfigError, MissingExtraError, PrecisionError
+from finetune.hardware.device import (
     GIB,
     Device,
     Resolution,
@@ -16,8 +17,7 @@ from finetune.device import (
     resolve,
     this_device,
 )
-from finetune.errors import ConfigError, MissingExtraError, PrecisionError
-from finetune.gpus import Gpu, as_device, find_gpu, named_gpu
+from finetune.hardware.gpus import Gpu, as_device, find_gpu, named_gpu
 
 UNNAMED = (9, 0)
 """Compute capability that a GPU of which only the memory is known is taken to have."""
@@ -28,7 +28,7 @@ class Place:
     """Where a run would train.
 
     Attributes:
-        device: one of the devices, as `finetune.device` describes it.
+        device: one of the devices, as `finetune.hardware.device` describes it.
         gpu: its line in the table of GPUs; None where speed is not known.
         count: devices.
         here: it is this machine.

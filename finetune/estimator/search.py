@@ -22,17 +22,17 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from finetune.config import RunConfig
-from finetune.estimator.changes import rows_of, setting
-from finetune.estimator.footprint import Footprint
+from finetune.config.recipe import with_overrides
+from finetune.config.schema import RunConfig
+from finetune.estimator.knobs import rows_of, setting
 from finetune.estimator.measure import (
     Measured,
     check_sizes,
     measure_fast,
 )
+from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.place import Place
-from finetune.model import load_shape
-from finetune.recipe import with_overrides
+from finetune.training.model import load_shape
 
 MOST_TOKENS = 2**20
 """In a micro-batch; beyond it nothing is looked for."""

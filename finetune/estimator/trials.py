@@ -1,6 +1,6 @@
 """What to change when a run does not fit, and what would make it faster when it does.
 
-Every change that applies (`finetune.estimator.changes`) is measured, not looked up: the run is
+Every change that applies (`finetune.estimator.knobs`) is measured, not looked up: the run is
 rehearsed with it, and the change is offered only if the run is possible and takes less. So "frees
 11 GiB" and "12 % slower" are about this run at this place, and what two changes free in common is
 counted once when they are made together.
@@ -20,10 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.config import RunConfig
+from finetune.config.optimizers import check_here
+from finetune.config.recipe import with_overrides
+from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.advice import FREE, Advice, Advised
-from finetune.estimator.changes import (
+from finetune.estimator.knobs import (
     RANKS,
     Change,
     Rank,
@@ -33,14 +35,12 @@ from finetune.estimator.changes import (
     setting,
     with_rows,
 )
-from finetune.estimator.footprint import Footprint
 from finetune.estimator.measure import FEW, FirstLayers, Measured, rehearse_first_layers
+from finetune.estimator.memory.footprint import Footprint
+from finetune.estimator.memory.sharded import shares_model
 from finetune.estimator.place import Place
-from finetune.estimator.several import shares_model
-from finetune.model import sketch
-from finetune.optimizer_checks import check_here
-from finetune.preflight import check_settings
-from finetune.recipe import with_overrides
+from finetune.training.model import sketch
+from finetune.training.preflight import check_settings
 
 LEAST = 0.002
 """Of what a run allocates, below which nothing is freed."""

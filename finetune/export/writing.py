@@ -15,9 +15,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finetune.export.checkpoint import INDEX, WEIGHTS_AND_MORE, Checkpoint, Weight
-from finetune.export.merging import Merger
-from finetune.precision.numerics import amax
+from finetune.export.merge import Merger
+from finetune.export.weights import INDEX, WEIGHTS_AND_MORE, Checkpoint, Weight
+from finetune.precision.formats import amax
 
 TOKENIZER = (
     "tokenizer*",

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from finetune.errors import ConversionError
-from finetune.precision.adapters import fused_class, iter_fusable, seat_class
-from finetune.precision.backend import Backend, Fp8Mixin, in_backward, reduce_as_plain
+from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, reduce_as_plain
+from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.forced import ForcedMixin, forced_class
-from finetune.precision.frozen import FrozenBackend
 from finetune.precision.holdings import iter_weights
+from finetune.precision.lora import fused_class, iter_fusable, seat_class
 from finetune.precision.parameters import ParameterMixin, parameter_class, seats
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.rescaling import store
@@ -228,7 +228,7 @@ def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
     """The engine of the layers that keep their weights, None when none of them runs in FP8.
 
     Args:
-        plan: its `precision.backend` must be concrete (see `finetune.device.resolve`).
+        plan: its `precision.backend` must be concrete (see `finetune.hardware.device.resolve`).
         hardware: the device multiplies FP8; otherwise torchao emulates.
     """
     layers = sum(not layer.held for layer in plan.fp8_layers)
@@ -236,15 +236,15 @@ def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
         return None
     match plan.precision.backend:
         case "emulated":
-            from finetune.precision.emulated import EmulatedBackend
+            from finetune.precision.backends.emulated import EmulatedBackend
 
             return EmulatedBackend(plan.precision, layers)
         case "torchao":
-            from finetune.precision.ao import TorchaoBackend
+            from finetune.precision.backends.torchao import TorchaoBackend
 
             return TorchaoBackend(plan.precision, layers, emulate=not hardware)
         case "te":
-            from finetune.precision.te import TransformerEngineBackend
+            from finetune.precision.backends.transformer_engine import TransformerEngineBackend
 
             return TransformerEngineBackend(plan.precision, layers)
         case _:

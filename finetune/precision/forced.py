@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from finetune.config import Compute
-from finetune.precision.backend import reduce_as_plain
-from finetune.precision.linears import is_conv1d
+from finetune.config.schema import Compute
+from finetune.precision.backends.base import reduce_as_plain
+from finetune.precision.layers import is_conv1d
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

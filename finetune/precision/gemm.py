@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from finetune.precision.blocks import times_blocks
-from finetune.precision.numerics import E2M1, Format
+from finetune.precision.formats import E2M1, Format, times_blocks
 
 
 class Codes(NamedTuple):

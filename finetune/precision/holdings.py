@@ -1,7 +1,7 @@
 """How the weights of linear layers are held, where they are not plain numbers of 16 or 32 bits.
 
 Storage is apart from compute: a weight in NF4 (bitsandbytes) is dequantised before a BF16 matmul,
-one in FP8 (`finetune.precision.storage`) likewise or multiplied as it is. Plan and receipt tell it
+one in FP8 (`finetune.precision.weights`) likewise or multiplied as it is. Plan and receipt tell it
 from what the module holds, not from what was asked. FP8 compute of weights that are held in another
 way is refused here.
 """
@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import PrecisionConfig
+from finetune.config.schema import PrecisionConfig
 from finetune.errors import StorageNotComputeError
-from finetune.precision.declared import iter_parameters
-from finetune.precision.linears import iter_linears
-from finetune.precision.storage import StoredMixin, iter_stored
+from finetune.precision.layers import iter_linears, iter_parameters
+from finetune.precision.weights import StoredMixin, iter_stored
 
 if TYPE_CHECKING:
     from torch import nn

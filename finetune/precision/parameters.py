@@ -36,10 +36,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
-from finetune.precision.backend import Backend, compute_dtype, reduce_as_plain
-from finetune.precision.contraction import Linear, contract, gathered, grouped
+from finetune.precision.backends.base import Backend, compute_dtype, reduce_as_plain
+from finetune.precision.contractions import Linear, contract, gathered, grouped, products, read
 from finetune.precision.planner import LayerPlan, alignment
-from finetune.precision.products import products, read
 
 PLAIN = (nn.Parameter, FakeTensor)
 """Types of a parameter that has memory of its own, or is said to (rehearsals)."""

@@ -10,9 +10,10 @@ FP8 GEMMs want K and N to be multiples of 16 (cuBLASLt); M is padded at run time
 over the whole model, which may be on the meta device, before anything is touched, and gives a
 reason for each layer. High precision by policy: the output head (its errors go straight into the
 loss), adapters (small, and what is being learned), routers (a flipped expert is not rounding noise)
-and what the user chose (`finetune.precision.choices`). Embeddings and norms are no GEMMs; they are
+and what the user chose (`finetune.precision.overrides`). Embeddings and norms are no GEMMs; they
+are
 in the plan only where the user chose a type for them. A parameter that multiplies without being a
-linear layer (`finetune.precision.declared`) has a row of its own, in which N and K may stand either
+linear layer (`finetune.precision.layers`) has a row of its own, in which N and K may stand either
 way: its module decides which it contracts.
 """
 
@@ -22,15 +23,21 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.config import Compute, Gemm, PrecisionConfig
+from finetune.config.schema import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError
-from finetune.precision.choices import Choices, Part, part_of
-from finetune.precision.declared import iter_parameters, why_made_anew
 from finetune.precision.holdings import refuse_quantised, tell_holdings
-from finetune.precision.linears import iter_linears
-from finetune.precision.roles import Role, is_low_rank, iter_roles, output_head, why_own_forward
-from finetune.precision.storage import StoredMixin
-from finetune.precision.tiles import Granularity, serves
+from finetune.precision.layers import (
+    Role,
+    is_low_rank,
+    iter_linears,
+    iter_parameters,
+    iter_roles,
+    output_head,
+    why_made_anew,
+    why_own_forward,
+)
+from finetune.precision.overrides import Choices, Part, part_of
+from finetune.precision.weights import Granularity, StoredMixin, serves
 
 if TYPE_CHECKING:
     from torch import nn

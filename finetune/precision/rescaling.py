@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from finetune.precision.storage import Fp8Bits, StoredMixin, hold
-from finetune.precision.tiles import (
+from finetune.precision.weights import (
+    Fp8Bits,
     Granularity,
+    StoredMixin,
     Tile,
     dequantise_weight,
+    hold,
     quantise_slabs,
     serves,
     slab_rows,

@@ -30,11 +30,11 @@ from unittest import mock
 
 from rich.console import Console
 
-from finetune.comparison import comparing, running
-from finetune.comparison.result import Comparison
-from finetune.comparison.words import describe
+from finetune.analysis.compare import compare
+from finetune.analysis.compare import jobs as running
+from finetune.analysis.compare.result import Comparison, describe
 from finetune.errors import RunFailedError
-from finetune.quiet import quiet_libraries
+from finetune.logging import quiet_libraries
 
 RECIPE = "tiny_full_fp8"
 BREAKS = {
@@ -65,7 +65,7 @@ def freeze_fp8_weights() -> None:
 
 def hold_off_the_proof() -> None:
     """Let the proof look and find nothing."""
-    from finetune.proof import Proof
+    from finetune.precision.proof.proof import Proof
 
     def find_nothing(*args: Any) -> None:
         pass
@@ -75,7 +75,7 @@ def hold_off_the_proof() -> None:
 
 def turn_the_margin_around() -> None:
     """Scale up by 2^margin where it should be down."""
-    from finetune.precision.delayed import DelayedState
+    from finetune.precision.scaling import DelayedState
 
     original = DelayedState.__init__
 
@@ -94,7 +94,7 @@ def run_broken(how: str, arguments: Sequence[str]) -> None:
         hold_off_the_proof()
     if how == "wrong-margin":
         turn_the_margin_around()
-    from finetune.cli import main as command_line
+    from finetune.cli.app import main as command_line
 
     sys.argv = ["finetune", *arguments]
     command_line()
@@ -124,9 +124,9 @@ def compare_broken(
                 job.program = ("-m", "tests.benchmarks.broken_fp8", "--as", how)
         return jobs
 
-    with mock.patch.object(comparing, "plan_jobs", plan_broken):
+    with mock.patch.object(compare, "plan_jobs", plan_broken):
         settings = [*overrides, *BREAKS[how]]
-        return comparing.compare(RECIPE, overrides=settings, seeds=seeds, out=out, allow=allow)
+        return compare.compare(RECIPE, overrides=settings, seeds=seeds, out=out, allow=allow)
 
 
 def main() -> None:
@@ -153,9 +153,7 @@ def main() -> None:
             console.print(describe(found))
             if found.verdict == "refused" and found.folder is not None:
                 console.rule(f"{how}, with --allow")
-                again = comparing.judge_again(
-                    found.folder, margin=None, confidence=None, allow=True
-                )
+                again = compare.judge_again(found.folder, margin=None, confidence=None, allow=True)
                 console.print(describe(again))
 
 

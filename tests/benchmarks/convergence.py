@@ -47,10 +47,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import finetune
-from finetune.config import ModelConfig, PrecisionConfig
-from finetune.model import load_shape
+from finetune.config.schema import ModelConfig, PrecisionConfig
 from finetune.precision.convert import apply
 from finetune.precision.planner import plan
+from finetune.training.model import load_shape
 from tests.benchmarks.convergence_report import plot, table_of
 
 RECIPES: dict[str, dict[str, Any]] = {

@@ -4,7 +4,8 @@
     python -m tests.benchmarks.fp8_loading --errors     block scales -> row scales
 
 Each way of loading runs in a process of its own. `live` is the peak of bytes of tensors alive,
-counted at every operation (`finetune.live_tensors`), also those in pages of a memory-mapped file;
+counted at every operation (`finetune.training.memory_meter`), also those in pages of a
+memory-mapped file;
 `anon` is the growth of RssAnon of the process over that of one that has loaded a tiny model, looked
 at every millisecond: without such pages, which the system may drop, and with the holes of the heap.
 `bound` is 1.15 times the final model and one shard.
@@ -71,8 +72,8 @@ def load(folder: Path, source: str, granularity: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune import load_in_fp8
-    from finetune.precision.building import build_stored
-    from finetune.precision.roles import storable
+    from finetune.precision.layers import storable
+    from finetune.storage.loading import build_stored
 
     if source == "random":
         config = AutoConfig.from_pretrained(folder / "plain")
@@ -112,7 +113,7 @@ class Resident(threading.Thread):
 
 def measure(folder: Path, tiny: Path, source: str, granularity: Any) -> dict[str, int]:
     """Bytes at the peak and of the final model, in this process."""
-    from finetune.live_tensors import LiveTensors
+    from finetune.training.memory_meter import LiveTensors
 
     for way in (source, "plain"):
         load(tiny, way, granularity or "row")  # imports, thread pools, kernels
@@ -160,7 +161,7 @@ def errors() -> None:
     from torch import nn
 
     from finetune.precision.rescaling import requantise
-    from finetune.precision.storage import hold
+    from finetune.precision.weights import hold
 
     def relative(layer: Any, w: torch.Tensor) -> float:
         return float((layer.dequantise(torch.float32) - w).norm() / w.norm())

@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
-from finetune.config import PrecisionConfig
-from finetune.precision.ao import TorchaoBackend
-from finetune.precision.frozen import FrozenBackend
-from finetune.precision.storage import hold
+from finetune.config.schema import PrecisionConfig
+from finetune.precision.backends.frozen import FrozenBackend
+from finetune.precision.backends.torchao import TorchaoBackend
+from finetune.precision.weights import hold
 
 TORCHAO = "torchao"
 

@@ -19,9 +19,10 @@ import torch
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from finetune import HealthMonitor, session
-from finetune.config import PrecisionConfig
-from finetune.device import this_device
+from finetune import HealthMonitor
+from finetune.config.schema import PrecisionConfig
+from finetune.hardware.device import this_device
+from finetune.training import session
 from tests.benchmarks.step_overhead import make_model
 
 DEFAULT = PrecisionConfig().health_every

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.interval_coverage [--pairs 200] [--seed 0]
 
 A pair of runs ends at losses b = base x exp(what the seed does to both) and a = b x (1 + gap) x
-exp(noise of the pair), as `finetune.comparison.statistics` assumes; and, with `heavy` and `skewed`
+exp(noise of the pair), as `finetune.analysis.statistics` assumes; and, with `heavy` and `skewed`
 noise, as it does not (Student's with 4 degrees of freedom, and a shifted exponential). The noise is
 0.3 %, that of the packaged recipes, and the margin 1 %. `covered`: the 95 % interval holds the gap.
 `wrong`: `equivalent` was said where the gap is the margin or more, or `not equivalent` where it is
@@ -24,7 +24,7 @@ from collections import Counter
 import numpy
 from numpy.random import Generator
 
-from finetune.comparison.statistics import loss_gap, speed_ratio
+from finetune.analysis.statistics import loss_gap, speed_ratio
 
 MARGIN, CONFIDENCE, NOISE, SEED_EFFECT = 0.01, 0.95, 0.003, 0.1
 

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.config import PrecisionConfig
-from finetune.model import TINY_LLAMA
+from finetune.config.schema import PrecisionConfig
 from finetune.precision.convert import apply, revert
 from finetune.precision.planner import plan
+from finetune.training.model import TINY_LLAMA
 from tests.benchmarks import convergence
 from tests.benchmarks.convergence import BETWEEN_FILES, once, read_text, rows_of, share
 from tests.benchmarks.convergence_report import band_of, smoothed, verdict
@@ -208,8 +208,8 @@ def run_recipes(ranks: list[int], seeds: list[int]) -> None:
     """The shipped pair at every rank and seed; prints a table."""
     from rich.console import Console
 
-    from finetune.recipe import load_recipe
-    from finetune.trainer import train as train_recipe
+    from finetune.config.recipe import load_recipe
+    from finetune.training.trainer import train as train_recipe
 
     lines = ["| rank | seed | FP8 base | BF16 base | gap |", "|---|---|---|---|---|"]
     for rank in ranks:

@@ -75,11 +75,11 @@ def ask(trap: Trap, arm: str, patch: Any) -> None:
         if trap.engine == "te":
             te_stand_in.install_for_accelerate(patch)
     elif arm == "ours" and trap.engine == "te":
-        import finetune.session
+        import finetune.training.session
         from tests.conftest import H100
 
         te_stand_in.install(patch)
-        patch.setattr(finetune.session, "this_device", lambda: H100)
+        patch.setattr(finetune.training.session, "this_device", lambda: H100)
         setup_fp8_mixed_precision_training("te", cpu=True)
     elif arm == "ours":
         setup_fp8_mixed_precision_training("torchao", emulation="allow", cpu=True)
@@ -91,9 +91,9 @@ def build(trap: Trap, arm: str, seed: int, steps: int, out: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.config import DataConfig
-    from finetune.data import load_data
-    from finetune.model import TINY_LLAMA
+    from finetune.config.schema import DataConfig
+    from finetune.training.data import load_data
+    from finetune.training.model import TINY_LLAMA
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
@@ -182,7 +182,7 @@ def reload(folder: Path, trap: Trap) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from finetune.model import TINY_LLAMA
+    from finetune.training.model import TINY_LLAMA
 
     if not trap.rank:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

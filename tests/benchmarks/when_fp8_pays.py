@@ -55,7 +55,7 @@ COMPILED = ("precision.compile=on",)
 def ask(recipe: str, gpu: str, gpus: int, overrides: tuple[str, ...] = ()) -> Any:
     """An estimate of this and nothing beside it."""
     from finetune import estimate
-    from finetune.recipe import load_recipe
+    from finetune.config.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides)
     return estimate(checked, gpu=gpu, gpus=gpus, twin=False, advice=False)
@@ -69,7 +69,7 @@ def faster(found: Any, other: Any) -> float:
 
 def choosing(gpus: tuple[str, ...]) -> str:
     """Markdown: a row for each GPU, a column for each recipe."""
-    from finetune.gpus import named_gpu
+    from finetune.hardware.gpus import named_gpu
 
     recipe, count = MANY
     names = [f"`{name}`" for name in RECIPES] + [f"`{recipe}`, {count} GPUs"]

@@ -19,10 +19,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from finetune.config import PrecisionConfig, Scaling
-from finetune.device import Device, backend_verdict, this_device
+from finetune.config.schema import PrecisionConfig, Scaling
+from finetune.hardware.device import Device, backend_verdict, this_device
 from finetune.precision import convert, planner
-from finetune.precision.numerics import snr_db
+from finetune.precision.formats import snr_db
 
 TENSORS = ("y", "dx", "dw")
 STEPS = 3

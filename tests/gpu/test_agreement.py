@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.device import this_device
+from finetune.hardware.device import this_device
 from tests.conftest import CPU
 from tests.gpu.agreement import compare, markdown
 

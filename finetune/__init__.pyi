@@ -1,0 +1,32 @@
+"""Public names as type checkers see them; `__init__.py` loads each when it is first used."""
+
+from finetune.analysis.benchmark.benchmark import benchmark as benchmark
+from finetune.analysis.compare.compare import compare as compare
+from finetune.analysis.diagnose.diagnose import diagnose as diagnose
+from finetune.analysis.report.report import report as report
+from finetune.config.recipe import list_recipes as list_recipes
+from finetune.config.recipe import load_recipe as load_recipe
+from finetune.config.schema import PrecisionConfig as PrecisionConfig
+from finetune.config.schema import RunConfig as RunConfig
+from finetune.errors import FinetuneError as FinetuneError
+from finetune.estimator.estimate import estimate as estimate
+from finetune.export.export import export_run as export_run
+from finetune.logging import quiet_libraries as quiet_libraries
+from finetune.precision.convert import apply as apply
+from finetune.precision.convert import disabled as disabled
+from finetune.precision.convert import revert as revert
+from finetune.precision.layers import register_parameter_matmuls as register_parameter_matmuls
+from finetune.precision.planner import plan as plan
+from finetune.runs.folder import find_runs as find_runs
+from finetune.storage.loading import load_in_fp8 as load_in_fp8
+from finetune.training.health.monitor import HealthMonitor as HealthMonitor
+from finetune.training.hook import get_receipt as get_receipt
+from finetune.training.hook import (
+    setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training,
+)
+from finetune.training.hook import (
+    teardown_fp8_mixed_precision_training as teardown_fp8_mixed_precision_training,
+)
+from finetune.training.trainer import train as train
+
+__version__: str

@@ -1,0 +1,230 @@
+"""Which micro-batches and lengths are measured, smallest first.
+
+    batch=1,2,4 length=512,2048
+
+is six points. What is left out is the first recipe's own. Points go by their tokens, so that what
+fits is measured before what may not, and once a recipe did not fit, points that are at least as
+large in both directions are not tried: their activations are no smaller.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
+from finetune.errors import ConfigError, ModelNotFoundError, nearest
+from finetune.training.data import MASKING
+from finetune.training.model import locate, shapes, shipped_shape
+
+KEYS = ("batch", "length")
+EXAMPLE = '--grid "batch=1,2,4 length=512,2048"'
+
+
+class Point(NamedTuple):
+    """Rows of a micro-batch, and tokens of each row."""
+
+    batch: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.batch * self.length
+
+    def contains(self, other: Point) -> bool:
+        """Whether it is at least as large in both directions."""
+        return self.batch >= other.batch and self.length >= other.length
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values to combine; an empty tuple stands for the recipe's own."""
+
+    batch: tuple[int, ...] = ()
+    length: tuple[int, ...] = ()
+
+    def points(self, config: RunConfig) -> list[Point]:
+        """All combinations, those of fewest tokens first, short rows before long ones."""
+        own = own_point(config)
+        batches, lengths = self.batch or (own.batch,), self.length or (own.length,)
+        found = {Point(b, n) for b in batches for n in lengths}
+        return sorted(found, key=lambda point: (point.tokens, point.length))
+
+
+def own_point(config: RunConfig) -> Point:
+    """What a recipe trains with, TRL's defaults included."""
+    batch = config.train.get("per_device_train_batch_size", 8)
+    return Point(int(batch), int(config.train.get("max_length") or 1024))
+
+
+def parse_grid(text: str) -> Grid:
+    """Read `batch=1,2,4 length=512,2048`; either may be left out.
+
+    Raises:
+        ConfigError: anything else, with an example.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for word in text.split():
+        key, equals, values = word.partition("=")
+        if key not in KEYS or not equals:
+            hint = nearest(key, KEYS)
+            raise _refused(text, f"{word!r} is no part of a grid" + (f"; {hint}" if hint else ""))
+        if key in found:
+            raise _refused(text, f"{key} is given twice")
+        found[key] = tuple(_number(value, word, text) for value in values.split(","))
+    if not found:
+        raise _refused(text, "the grid is empty")
+    return Grid(**found)
+
+
+def _number(value: str, word: str, text: str) -> int:
+    if not (value.isascii() and value.isdigit() and int(value)):
+        raise _refused(text, f"{word!r}: {value!r} is no whole number from 1 on")
+    return int(value)
+
+
+def _refused(text: str, what: str) -> ConfigError:
+    return ConfigError(
+        what,
+        where=f"--grid {text!r}",
+        why="a grid is batch= and length=, each with whole numbers between commas",
+        fix=EXAMPLE,
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# One point: a recipe, or a step of a ladder, at a micro-batch and a length.
+#
+# What is measured is the recipe's own training, with what does not belong to a step's speed or
+# memory
+# set aside: weights are random, rows are synthetic and of one length, nothing is evaluated, saved
+# or
+# logged, the learning rate is constant (so that the proof is complete after two steps). What
+# belongs
+# to it stays: optimizer, accumulation, checkpointing, attention, packing, fused kernels. Rows of
+# exactly `length` tokens fill a packed row each, so a step has batch x length x accumulation tokens
+# either way, all of them with a loss; packed rows of real data hold several texts, which attention
+# that knows their borders computes faster.
+
+
+How = Literal["finetune", "stock", "shipped"]
+WARM_UP = 5
+"""Steps before the clock starts: the witnessed one, the second which completes the proof and
+compiles, the third whose tensors are counted on a CPU, and two for what autotunes."""
+_SET_ASIDE: dict[str, Any] = {
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "logging_strategy": "no",
+}
+_LEFT_OUT = (
+    *("num_train_epochs", "warmup_ratio", "eval_steps", "save_steps", "save_total_limit"),
+    *("load_best_model_at_end", "logging_steps", "resume_from_checkpoint", *MASKING),
+    *("neftune_noise_alpha", "per_device_eval_batch_size"),
+    *("lr_scheduler_kwargs", "eval_on_start", "metric_for_best_model", "logging_first_step"),
+)
+"""Keys of the train section that are about other rows, evaluation or checkpoints."""
+
+_NOTHING = EvalConfig(at_start=False, samples=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process measures.
+
+    Attributes:
+        label: of its row.
+        config: complete, at its point (`at_point`).
+        how: `finetune`, a run of this toolkit; `stock`, TRL and PEFT without it; `shipped`,
+            accelerate's own FP8 by torchao.
+        liger: `wanted`, its kernels take part where they can; `needed`, there is no point without.
+        steps: on the clock.
+        round: from 0.
+        foretell: also predict memory and time, before it trains.
+        force: train although the prediction is far beyond the device.
+        note: what the row says of itself.
+    """
+
+    label: str
+    config: RunConfig
+    how: How = "finetune"
+    liger: Literal["", "wanted", "needed"] = ""
+    steps: int = 10
+    round: int = 0
+    foretell: bool = True
+    force: bool = False
+    note: str = ""
+
+    @property
+    def point(self) -> Point:
+        """Micro-batch and length."""
+        train = self.config.train
+        return Point(train["per_device_train_batch_size"], train["max_length"])
+
+    @property
+    def tokens(self) -> int:
+        """Of an optimizer step."""
+        return self.point.tokens * int(self.config.train.get("gradient_accumulation_steps", 1))
+
+    def to_json(self) -> str:
+        """One line."""
+        data = {k: v for k, v in asdict(self).items() if k != "config"}
+        return json.dumps(data | {"config": self.config.model_dump(mode="json")})
+
+    @classmethod
+    def from_json(cls, line: str) -> Job:
+        """Read `to_json()`."""
+        data = json.loads(line)
+        return cls(**data | {"config": RunConfig.model_validate(data["config"])})
+
+
+def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
+    """A recipe's configuration, to be measured at a point.
+
+    Raises:
+        ConfigError: rows of that length would be padded.
+        ModelNotFoundError: the shape of the model is not at hand.
+    """
+    check_shape(config)
+    multiple = int(config.train.get("pad_to_multiple_of") or 1)
+    if point.length % multiple:
+        up = -(-point.length // multiple) * multiple
+        raise ConfigError(
+            f"rows of {point.length} tokens would be padded to {up}",
+            where=f"train.pad_to_multiple_of: {multiple}",
+            why="padding is computed and is no token: tokens/s would say too little",
+            fix=f"length={up}, or ~train.pad_to_multiple_of",
+        )
+    train = {k: v for k, v in config.train.items() if k not in _LEFT_OUT} | _SET_ASIDE
+    train |= {
+        "max_steps": WARM_UP + steps,
+        "per_device_train_batch_size": point.batch,
+        "max_length": point.length,
+    }
+    data = config.model_dump()
+    data["model"] = {**data["model"], "weights": "random"}
+    return RunConfig.model_validate(data | {"train": train, "eval": _NOTHING.model_dump()})
+
+
+def check_shape(config: RunConfig) -> None:
+    """Refuse a model whose architecture only the hub knows.
+
+    Raises:
+        ModelNotFoundError: with the models whose shapes are packaged.
+    """
+    source = locate(config.model.model_copy(update={"weights": "random"}))
+    if config.model.name.startswith(BUILTIN) or Path(source).is_dir():
+        return
+    if shipped_shape(source) is None:
+        raise ModelNotFoundError(
+            f"the shape of {source!r} is not packaged",
+            where="model.name",
+            why="a benchmark asks no hub: it needs the model's config.json alone",
+            fix="a local folder with its config.json (model.name=./folder), or one of "
+            f"{', '.join(shapes())}",
+        )

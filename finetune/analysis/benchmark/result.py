@@ -1,0 +1,352 @@
+"""What a benchmark found: a row for each point, as a table, JSON, CSV and Markdown. Knows no torch.
+
+A row holds what was measured (seconds of each step by round, GiB) and what was predicted; medians,
+tokens/s and ratios are computed from it where they are shown, and written out beside it for other
+tools. A point that did not fit, crashed or was not tried is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+
+from finetune.analysis.benchmark.ratios import Ratio, speed_ratio
+from finetune.runs.receipt import in_units
+
+
+@dataclass
+class Row:
+    """One point of one recipe, or of one step of a ladder.
+
+    Attributes:
+        label: the recipe's name, or the step's.
+        batch, length: rows of a micro-batch, tokens of a row.
+        tokens: of an optimizer step.
+        precision, backend, scaling, compile: as they ran (from the receipt).
+        proven: status of the receipt; of what is not this toolkit's, what could be seen.
+        fp8_share: of matmul FLOPs that ran in FP8.
+        rounds: seconds of each timed step, a list for each round (process).
+        tflop: of a step as the witness counted, 10^12, nothing computed twice.
+        peak_seconds: that those take at the GPU's peaks; None where they are not known.
+        allocated_gib, reserved_gib, memory: measured peaks, and how they were.
+        predicted_gib, predicted_reserved_gib, predicted_seconds: by the estimator.
+        prediction: why something is not predicted.
+        error: why there is no measurement, or not all rounds of it.
+        out_of_memory: it did not fit.
+        note: what to know of this row.
+    """
+
+    label: str
+    batch: int
+    length: int
+    tokens: int
+    precision: str = ""
+    backend: str = ""
+    scaling: str = ""
+    compile: str = ""
+    proven: str = ""
+    fp8_share: float | None = None
+    rounds: list[list[float]] = field(default_factory=list)
+    tflop: float | None = None
+    peak_seconds: float | None = None
+    allocated_gib: float | None = None
+    reserved_gib: float | None = None
+    memory: str = ""
+    predicted_gib: float | None = None
+    predicted_reserved_gib: float | None = None
+    predicted_seconds: float | None = None
+    prediction: str = ""
+    error: str = ""
+    out_of_memory: bool = False
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Of its point."""
+        return self.batch, self.length
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all timed steps."""
+        return [value for values in self.rounds for value in values]
+
+    @property
+    def step(self) -> float | None:
+        """Median seconds of a step."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """First and third quartile of a step's seconds."""
+        if len(self.seconds) < 2:
+            return None
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def state(self) -> str:
+        """In a word or two: `proven`, `not proven`, `out of memory`, `skipped`, `failed`."""
+        if not self.error:
+            return self.proven.partition(":")[0]
+        kind = self.error.partition(":")[0]
+        return kind if kind in ("out of memory", "skipped", "not run") else "failed"
+
+    @property
+    def explanation(self) -> str:
+        """What `state` leaves out."""
+        said = self.error or self.proven
+        return "" if said == self.state else said
+
+    def facts(self) -> dict[str, Any]:
+        """What is computed from the row, beside it in the files."""
+        step, quartiles = self.step, self.quartiles
+        return {
+            "step_seconds": step,
+            "step_seconds_q1": quartiles and quartiles[0],
+            "step_seconds_q3": quartiles and quartiles[1],
+            "tokens_per_s": step and self.tokens / step,
+            "tflop_per_s": step and self.tflop and self.tflop / step,
+            "mfu": step and self.peak_seconds and self.peak_seconds / step,
+            "seconds_over_predicted": _over(step, self.predicted_seconds),
+            "gib_over_predicted": _over(self.allocated_gib, self.predicted_gib),
+        }
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take over a line that a point's process printed."""
+        match line["kind"]:
+            case "forecast":
+                self.predicted_gib = line.get("allocated_gib")
+                self.predicted_reserved_gib = line.get("reserved_gib")
+                self.predicted_seconds = line.get("step_seconds")
+                self.prediction = line.get("why", "")
+            case "result":
+                known = {f.name for f in fields(self)} - {"rounds"}
+                for name in known & line.keys():
+                    setattr(self, name, line[name])
+                self.rounds.append(list(line["seconds"]))
+            case _:
+                self.error = line["error"]
+                self.out_of_memory = bool(line.get("out_of_memory"))
+
+
+def _over(measured: float | None, predicted: float | None) -> float | None:
+    return measured / predicted if measured and predicted else None
+
+
+@dataclass
+class Benchmark(JupyterMixin):
+    """All rows of a benchmark.
+
+    Attributes:
+        rows: in the order in which they were measured.
+        references: labels that others are compared with, where they have the same point.
+        differences: what other recipes do otherwise than the first, besides their precision.
+        alike: what was set on all sides, so that they are a fair pair.
+        environment: versions, device, threads.
+        command: what was typed, or called.
+        started: local time, ISO 8601.
+        interrupted: by Ctrl-C; the rows are those that were measured until then.
+        folder: of `benchmark.json` and `benchmark.csv`; None where nothing was written.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    references: tuple[str, ...] = ()
+    differences: list[str] = field(default_factory=list)
+    alike: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    started: str = ""
+    interrupted: bool = False
+    folder: Path | None = None
+
+    def ratio(self, row: Row, reference: str) -> Ratio | None:
+        """How many times as fast a row is as the reference at the same point."""
+        other = self._at(row, reference)
+        return speed_ratio(other.rounds, row.rounds) if other else None
+
+    def predicted_ratio(self, row: Row, reference: str) -> float | None:
+        """The same, as the estimator predicts it."""
+        other = self._at(row, reference)
+        return _over(other.predicted_seconds, row.predicted_seconds) if other else None
+
+    def memory_ratio(self, row: Row, reference: str) -> float | None:
+        """Measured peak over that of the reference."""
+        other = self._at(row, reference)
+        return _over(row.allocated_gib, other.allocated_gib) if other else None
+
+    def _at(self, row: Row, reference: str) -> Row | None:
+        found = (r for r in self.rows if r.label == reference and r.key == row.key)
+        return next((r for r in found if r is not row), None)
+
+    # -------------------------------------------------------------------------------------- files
+
+    def to_json(self) -> str:
+        """Everything, in seconds and GiB."""
+        data = {k: v for k, v in asdict(self).items() if k != "rows"}
+        data["folder"] = str(self.folder) if self.folder else None
+        rows = [asdict(r) | r.facts() | {"against": self._against(r)} for r in self.rows]
+        return json.dumps({"kind": "benchmark", **data, "rows": rows}, indent=1)
+
+    def _against(self, row: Row) -> dict[str, Any]:
+        found = {}
+        for name in self.references:
+            if ratio := self.ratio(row, name):
+                found[name] = {
+                    "speed": ratio.value,
+                    "interval": None if ratio.low is None else [ratio.low, ratio.high],
+                    "predicted_speed": self.predicted_ratio(row, name),
+                    "memory": self.memory_ratio(row, name),
+                }
+        return found
+
+    @classmethod
+    def from_json(cls, text: str) -> Benchmark:
+        """Read `to_json()`."""
+        data = json.loads(text)
+        known = {f.name for f in fields(Row)}
+        rows = [Row(**{k: v for k, v in r.items() if k in known}) for r in data["rows"]]
+        own = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        folder = Path(data["folder"]) if data.get("folder") else None
+        return cls(**own | {"rows": rows, "references": tuple(own["references"]), "folder": folder})
+
+    def to_csv(self) -> str:
+        """A line for each row; ratios are against the first reference."""
+        out = io.StringIO()
+        lines = [self._csv_line(row) for row in self.rows]
+        names = list(lines[0]) if lines else [f.name for f in fields(Row)]
+        writer = csv.DictWriter(out, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        return out.getvalue()
+
+    def _csv_line(self, row: Row) -> dict[str, Any]:
+        plain = {k: v for k, v in asdict(row).items() if k != "rounds"}
+        reference = self.references[0] if self.references else ""
+        ratio = self.ratio(row, reference)
+        return plain | {
+            "rounds": len(row.rounds),
+            "steps": len(row.seconds),
+            **row.facts(),
+            "speed": ratio and ratio.value,
+            "speed_low": ratio and ratio.low,
+            "speed_high": ratio and ratio.high,
+            "predicted_speed": self.predicted_ratio(row, reference),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write `benchmark.json` and `benchmark.csv` so that a reader never sees half a file."""
+        self.folder = folder
+        for name, text in (("json", self.to_json() + "\n"), ("csv", self.to_csv())):
+            partial = folder / f"benchmark.{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / f"benchmark.{name}")
+
+    # ------------------------------------------------------------------------------------- display
+
+    def cells(self) -> list[list[str]]:
+        """Head and rows of the table, as text."""
+        head = [
+            "",
+            "batch x length",
+            "ms a step (quartiles)",
+            "tokens/s",
+            "MFU",
+            "peak",
+            "predicted",
+        ]
+        for name in self.references:
+            head += [f"over {name}", "memory"]
+        rows = [self._cells_of(row) for row in self.rows]
+        drop = set() if len({row.key for row in self.rows}) > 1 else {1}
+        drop |= {4} if all(cells[4] == "-" for cells in rows) else set()
+        head += ["precision", "proven"]
+        return [[c for i, c in enumerate(cells) if i not in drop] for cells in (head, *rows)]
+
+    def _cells_of(self, row: Row) -> list[str]:
+        facts, quartiles, step = row.facts(), row.quartiles, row.step
+        within = f" ({_ms(quartiles[0])} to {_ms(quartiles[1])})" if quartiles else ""
+        ratios = [cell for name in self.references for cell in self._ratio_cells(row, name)]
+        return [
+            row.label,
+            f"{row.batch} x {row.length}",
+            _ms(step) + within if step else "-",
+            f"{facts['tokens_per_s']:,.0f}" if step else "-",
+            f"{facts['mfu']:.1%}" if facts["mfu"] else "-",
+            "-" if row.allocated_gib is None else in_units(row.allocated_gib),
+            "-" if row.predicted_gib is None else in_units(row.predicted_gib),
+            *ratios,
+            row.precision or "-",
+            row.state,
+        ]
+
+    def _ratio_cells(self, row: Row, name: str) -> list[str]:
+        ratio, memory = self.ratio(row, name), self.memory_ratio(row, name)
+        return [str(ratio) if ratio else "", f"{memory:.2f}x" if memory else ""]
+
+    def notes(self) -> list[str]:
+        """Sentences below the table."""
+        lines = [
+            f"{row.label}, {row.batch} x {row.length}: {row.explanation}"
+            for row in self.rows
+            if row.explanation
+        ]
+        for note in dict.fromkeys(row.note for row in self.rows if row.note):
+            labels = dict.fromkeys(row.label for row in self.rows if row.note == note)
+            lines.append(f"{'; '.join(labels)}: {note}")
+        first = self.references[0] if self.references else ""
+        for row in self.rows:
+            told, measured = self.predicted_ratio(row, first), self.ratio(row, first)
+            if told and measured:
+                lines.append(
+                    f"{row.label}, {row.batch} x {row.length}: {measured} over {first}, predicted "
+                    f"{told:.2f}x"
+                )
+        if self.references and max((len(row.rounds) for row in self.rows), default=0) == 1:
+            lines.append("one round has no interval: --rounds 3 measures one")
+        lines += [f"not a pair that differs in precision only: {line}" for line in self.differences]
+        lines += [self.alike] if self.alike else []
+        lines += sorted({row.prediction for row in self.rows if row.prediction})
+        if self.interrupted:
+            lines.append("interrupted: what was measured until then is kept")
+        return list(dict.fromkeys(lines))
+
+    def to_markdown(self) -> str:
+        """The table and its notes."""
+        head, *rows = [[cell.replace("|", "/") for cell in cells] for cells in self.cells()]
+        lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
+        return "\n".join(lines) + "".join(f"\n\n{note}" for note in self.notes()) + "\n"
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+    def __rich__(self) -> RenderableType:
+        head, *rows = self.cells()
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in head:
+            right = name in ("tokens/s", "MFU", "peak", "predicted", "memory")
+            whole = name in ("", "precision", "proven")
+            table.add_column(
+                name, justify="right" if right else "left", overflow="fold", no_wrap=whole
+            )
+        for cells, row in zip(rows, self.rows, strict=True):
+            table.add_row(*cells, style=None if row.state == "proven" else "yellow")
+        return Group(table, *(Text(f"! {note}", "yellow") for note in self.notes()))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,258 @@
+"""`compare(a, b)`: both sides checked, trained over paired seeds, and judged; top to bottom."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from finetune.analysis.compare.fairness import asked_differences
+from finetune.analysis.compare.jobs import Job, Watcher, places, plan_jobs, run_jobs
+from finetune.analysis.compare.pairing import Pair, make_pair
+from finetune.analysis.compare.result import Comparison, Difference, PairOfRuns, Side
+from finetune.analysis.compare.verdict import judge, read_outcome
+from finetune.errors import ConfigError, UnfairPairError
+
+if TYPE_CHECKING:
+    from finetune.hardware.device import Device
+
+MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
+
+
+def compare(
+    a: str,
+    b: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    seeds: int | Sequence[int] = SEEDS,
+    margin: float = MARGIN,
+    confidence: float = CONFIDENCE,
+    allow: bool = False,
+    out: Path | str = "runs",
+    jobs: int | None = None,
+    force: bool = False,
+    console: Console | None = None,
+) -> Comparison:
+    """Train two recipes over the same seeds, each run in its own process, and compare them.
+
+    Args:
+        a, b: recipes by name or path; without `b`, the twin of `a`. The one that computes in BF16
+            is the reference; of two others, `b`.
+        overrides: `section.key=value` for both; behind `a.` or `b.` for the first or second alone.
+        seeds: how many, counted up from the recipe's own, or which.
+        margin: relative gap of final losses that counts as none.
+        confidence: of the intervals; the verdict errs in at most 1 - confidence of the cases.
+        allow: compare although the two do not train the same; the result lists how they differ.
+        out: folder of runs; the comparison is in `out/compare/<a>-vs-<b>/<time>`.
+        jobs: runs at once on a CPU; left out: two where there are two cores.
+        force: train even where the memory bound says it cannot fit.
+        console: where to show progress.
+
+    Returns:
+        The comparison, saved as `comparison.json` in its folder.
+
+    Raises:
+        UnfairPairError: they do not train the same, and `allow` was not given.
+        RunFailedError: a run ended without a result.
+        FinetuneError: anything else that is the user's to mend.
+        KeyboardInterrupt: Ctrl-C; the runs have saved where they were.
+    """
+    from finetune.hardware.device import this_device
+
+    device = this_device()
+    console = console or Console(stderr=True, highlight=False)
+    _check_numbers(margin, confidence)
+    at_once, threads = places(device.kind == "cuda", jobs, _cores())
+    pair = make_pair(a, b, overrides, seeds, device)
+    differences = check_pair(pair, device, allow=allow, force=force)
+    folder = _new_folder(Path(out), pair)
+    found = Comparison(
+        a=Side(recipe=pair.a.name, label=pair.labels[0]),
+        b=Side(recipe=pair.b.name, label=pair.labels[1]),
+        seeds=list(pair.seeds),
+        margin=margin,
+        confidence=confidence,
+        differences=differences,
+        allowed=allow,
+        notes=list(pair.notes),
+        verdict="undecided",
+        folder=folder,
+    )
+    planned = plan_jobs(pair, folder, force=force)
+    console.print(f"{len(planned)} runs, {at_once} at a time -> {folder}", soft_wrap=True)
+    with Watcher(console, planned) as watcher:
+        try:
+            run_jobs(
+                planned, at_once=at_once, threads=threads, watch=watcher.look, done=watcher.finish
+            )
+        except KeyboardInterrupt:
+            watcher.close()
+            console.print(f"interrupted; {len(watcher.finished)} of {len(planned)} runs are whole")
+            console.print(
+                f"what there is lies in {folder}; another call starts anew", soft_wrap=True
+            )
+            raise
+    found.runs = _runs(planned, pair.seeds, folder)
+    return _judged(found)
+
+
+def judge_again(
+    folder: Path | str, *, margin: float | None, confidence: float | None, allow: bool
+) -> Comparison:
+    """Judge the finished runs of a comparison again, by another margin or with `allow`.
+
+    Raises:
+        ConfigError: there is no finished comparison in `folder`, or nothing can be written there.
+    """
+    from finetune.analysis.compare.result import read_comparison
+
+    found = read_comparison(folder)
+    if len(found.runs) != len(found.seeds) or not found.runs:
+        raise ConfigError(
+            f"the comparison names {len(found.runs)} pairs of runs for {len(found.seeds)} seeds",
+            where=str(folder),
+            fix="compare again",
+        )
+    margin = found.margin if margin is None else margin
+    confidence = found.confidence if confidence is None else confidence
+    _check_numbers(margin, confidence)
+    notes = [note for note in found.notes if note.startswith(_SET_BEFORE)]
+    if margin != found.margin and not any(note.startswith(_AGAIN) for note in notes):
+        notes.append(f"{_AGAIN}; while they trained the margin was {found.margin:g}")
+    known = [d for d in found.differences if d.where.startswith(_OF_RECIPES)]
+    kept = found.model_copy(
+        update={
+            "margin": margin,
+            "confidence": confidence,
+            "allowed": found.allowed or allow,
+            "differences": known,
+            "notes": notes,
+            "losses": {}, "band": {}, "speed": None, "memory": None, "tasks": None,
+        }
+    )  # fmt: skip
+    return _judged(kept)
+
+
+_OF_RECIPES = ("model.", "lora", "data.", "eval.", "precision.", "train.")
+_AGAIN = "the margin was chosen after the runs"
+_SET_BEFORE = ("held-out rows are", "precision.compile=", _AGAIN)
+
+
+def _judged(found: Comparison) -> Comparison:
+    folder = found.folder
+    assert folder is not None
+    pairs = [(read_outcome(folder / run.a), read_outcome(folder / run.b)) for run in found.runs]
+    result = judge(found, pairs)
+    try:
+        result.save(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the comparison cannot be written: {error.strerror}",
+            where=str(folder.resolve()),
+            fix="make room or give leave to write there, and judge the folder again",
+        ) from None
+    return result
+
+
+# --------------------------------------------------------------------------------- before the runs
+
+
+def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) -> list[Difference]:
+    """Refuse what cannot run here, and what would not be fair, before anything runs.
+
+    Returns:
+        The differences, which `allow` insists on.
+
+    Raises:
+        UnfairPairError: there are some, and `allow` is not set.
+        FinetuneError: one of the two cannot run here, or its rows or its model are not there.
+    """
+    from finetune.hardware.device import resolve
+    from finetune.training.data import load_data
+    from finetune.training.evaluate import load_tasks
+    from finetune.training.model import load_tokenizer
+    from finetune.training.preflight import preflight, processes
+
+    if processes() > 1:
+        raise ConfigError(
+            "compare was started as several processes",
+            where=f"WORLD_SIZE={processes()}",
+            why="it starts the runs itself, each as one process",
+            fix="call it without torchrun or accelerate launch",
+        )
+    differences = asked_differences(pair.a.config, pair.b.config, on_cpu=device.kind == "cpu")
+    if differences and not allow:
+        raise _unfair(differences)
+    for recipe in (pair.a, pair.b):
+        fallback = resolve(recipe.config.precision, device).fallback
+        if fallback:
+            raise UnfairPairError(
+                f"{recipe.name} would not run in the precision it is compared for",
+                where="precision.on_unsupported=bf16",
+                why=fallback,
+                fix="an FP8 GPU; or precision.emulation=allow, which shows what FP8 does to a loss",
+            )
+        preflight(recipe.config, device, force=force)
+        tokenizer, _ = load_tokenizer(recipe.config.model)
+        load_data(recipe.config.data, tokenizer, pair.seeds[0])
+        load_tasks(recipe.config.eval)
+    return differences
+
+
+def _unfair(differences: Sequence[Difference]) -> UnfairPairError:
+    first = differences[0]
+    more = [f"{d.condition}: {d.where} {d.a} and {d.b}" for d in differences[1:]]
+    return UnfairPairError(
+        f"{first.condition} differ: {first.where} is {first.a} and {first.b}"
+        + (f" (and {len(more)} more)" if more else ""),
+        where="; ".join([f"{first.where}: {first.a}, {first.b}", *more]),
+        why=first.why,
+        fix=f"give both the same: {first.where}={_shown(first.b)} on the command line sets both; "
+        "--allow insists, and the result then lists what differs",
+    )
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _check_numbers(margin: float, confidence: float) -> None:
+    if not 0 < margin < 1:
+        raise ConfigError(
+            f"a margin of {margin:g} is none",
+            where="--margin",
+            why="it is the relative gap of losses that counts as none",
+            fix="--margin 0.01 is one percent",
+        )
+    if not 0.5 < confidence < 1:
+        raise ConfigError(
+            f"a confidence of {confidence:g} is none", where="--confidence", fix="--confidence 0.95"
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
+
+
+def _new_folder(out: Path, pair: Pair) -> Path:
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    folder = out / "compare" / f"{pair.a.name}-vs-{pair.b.name}" / stamp
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {str(folder)!r} cannot be made: {error.strerror}",
+            where=f"--out {out}",
+            fix="choose another folder with --out",
+        ) from None
+    return folder
+
+
+def _runs(jobs: Sequence[Job], seeds: Sequence[int], folder: Path) -> list[PairOfRuns]:
+    where = {(job.side, job.seed): job.run_folder.relative_to(folder) for job in jobs}
+    return [PairOfRuns(seed=s, a=str(where["a", s]), b=str(where["b", s])) for s in seeds]

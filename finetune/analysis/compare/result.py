@@ -1,0 +1,345 @@
+"""What a comparison found, as `comparison.json` holds it. Knows no torch.
+
+`a` is the run in question (FP8), `b` the reference (BF16); a gap is `a / b - 1`, so a positive gap
+of losses says that `a` ended higher. A speed ratio above 1 says that `a` is faster, a memory ratio
+below 1 that `a` takes less. Every interval is a pair (low, high) of such gaps or ratios, at
+`confidence`; `equivalence_interval` is the narrower one of the two one-sided tests, which has to
+lie inside the margin (`finetune/analysis/statistics.py`). With one seed there are no intervals.
+
+`comparison.json` lies beside the run folders it speaks of; `runs` names them relative to it, so
+that the folder can be moved.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+
+from finetune.errors import ConfigError
+
+FILE = "comparison.json"
+EMULATED = "FP8 was emulated: its speed says nothing of FP8 hardware"
+"""The note of a comparison whose FP8 no hardware ran."""
+Verdict = Literal["equivalent", "not equivalent", "undecided"]
+Interval = tuple[float, float]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Side(_Part):
+    """One of the two: the recipe as it was named, and what to call it (`FP8`, `BF16`)."""
+
+    recipe: str
+    label: str
+
+
+class PairOfRuns(_Part):
+    """The two run folders of one seed, relative to the folder of the comparison."""
+
+    seed: int
+    a: str
+    b: str
+
+
+class Difference(_Part):
+    """A fairness condition that the two sides do not share, where, the values, and why it matters.
+
+    `where` is a setting of the recipes, or what of the runs' files.
+    """
+
+    condition: str
+    where: str = ""
+    a: Any
+    b: Any
+    why: str
+
+
+class LossGap(_Part):
+    """Final losses per seed (nats per token), their gap, and what can be said of it.
+
+    Attributes:
+        a, b: one loss a seed, in the order of `seeds`.
+        gap: geometric mean of a / b over the seeds, less 1.
+        interval: of the gap at `confidence`; None with one seed.
+        equivalence_interval: of the gap at 1 - 2 (1 - `confidence`); None with one seed.
+    """
+
+    a: list[float]
+    b: list[float]
+    gap: float
+    interval: Interval | None = None
+    equivalence_interval: Interval | None = None
+    verdict: Verdict
+
+
+class SpeedRatio(_Part):
+    """Tokens per second of `a` over those of `b`, tokens counted without padding."""
+
+    ratio: float
+    interval: Interval | None = None
+    a_tokens_per_s: float
+    b_tokens_per_s: float
+
+
+class MemoryRatio(_Part):
+    """Peak memory of a training step, GiB, the largest of the seeds."""
+
+    ratio: float
+    a_gib: float
+    b_gib: float
+
+
+class TaskScore(_Part):
+    """One metric of one downstream task, mean over seeds; `*_stderr`: as the task reports it."""
+
+    metric: str
+    a: float
+    b: float
+    a_stderr: float | None = None
+    b_stderr: float | None = None
+
+
+class Comparison(JupyterMixin, _Part):
+    """Everything that `compare` found.
+
+    Attributes:
+        folder: where it lies; not stored.
+        margin: relative gap of losses below which the two count as the same, 0.01 for 1 %.
+        confidence: of every `interval`.
+        differences: fairness conditions that differ; with `allowed`, they were insisted on.
+        notes: what was set on both sides to make them comparable, and what to know of the figures.
+        losses: `train` (mean over the last part of the steps) and `eval` (held-out, at the end).
+        band: relative spread, (max - min) / mean, of the final losses of `b` over the seeds.
+        speed, memory: None where there is none to give, and `notes` says why.
+        tasks: task -> its scores, where `eval.tasks` is set.
+        verdict: of the whole: the worst of `losses`; `refused` where the pair is not fair.
+        reasons: of the verdict, in plain words.
+    """
+
+    kind: Literal["comparison"] = "comparison"
+    a: Side
+    b: Side
+    seeds: list[int]
+    runs: list[PairOfRuns] = Field(default_factory=list)
+    margin: float
+    confidence: float
+    differences: list[Difference] = Field(default_factory=list)
+    allowed: bool = False
+    notes: list[str] = Field(default_factory=list)
+    losses: dict[str, LossGap] = Field(default_factory=dict)
+    band: dict[str, float] = Field(default_factory=dict)
+    speed: SpeedRatio | None = None
+    memory: MemoryRatio | None = None
+    tasks: dict[str, list[TaskScore]] | None = None
+    verdict: Literal["equivalent", "not equivalent", "undecided", "refused"]
+    reasons: list[str] = Field(default_factory=list)
+    folder: Path | None = Field(default=None, exclude=True)
+
+    def __rich__(self) -> RenderableType:
+        return describe(self)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the speeds are those of an emulation, which no claim can rest on."""
+        return EMULATED in self.notes
+
+    def to_json(self) -> str:
+        """The comparison as indented JSON."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
+
+    def save(self, folder: Path) -> Path:
+        """Write `comparison.json` so that a reader never sees half a file; returns its path."""
+        file = folder / FILE
+        partial = file.with_suffix(".partial")
+        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        partial.replace(file)
+        self.folder = folder
+        return file
+
+
+def read_comparison(path: Path | str) -> Comparison:
+    """The comparison in `path`, a `comparison.json` or the folder that holds one.
+
+    Raises:
+        ConfigError: there is none, or it is not one.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / FILE
+    where = str(file.resolve())
+    if not file.is_file():
+        raise ConfigError(
+            f"{str(path)!r} holds no comparison",
+            where=where,
+            why=f"{FILE} is written when all runs of a comparison have ended",
+            fix="compare the recipes: python -m finetune compare tiny_full_fp8",
+        )
+    try:
+        found = Comparison.model_validate_json(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise ConfigError(f"{file.name} cannot be read: {error}", where=where) from None
+    found.folder = file.parent
+    return found
+
+
+# ------------------------------------------------------------------------------------------
+# A comparison in plain words, for the terminal: the verdict first, then what it rests on.
+
+
+NAMES = {"train": "training loss", "eval": "held-out loss"}
+STYLES = {
+    "equivalent": "bold green", "not equivalent": "bold red", "undecided": "bold yellow",
+    "refused": "bold red",
+}  # fmt: skip
+SHOWN_CHARACTERS = 200
+
+
+def describe(found: Comparison) -> RenderableType:
+    """Verdict, differences, losses, speed, memory, tasks, samples, notes."""
+    parts: list[RenderableType] = [Text(headline(found), style=STYLES[found.verdict])]
+    parts += [Text(f"  {reason}") for reason in found.reasons]
+    if found.differences:
+        title = "not the same on both sides" + (", allowed" if found.allowed else "")
+        parts += [Text(""), Text(f"! {title}:", style="bold red")]
+        for d in found.differences:
+            parts.append(Text(f"  {d.condition} ({d.where}): {_short(d.a)} and {_short(d.b)}"))
+            parts.append(Text(f"    {d.why}", style="dim"))
+    if found.losses:
+        parts += [Text(""), _losses(found), *_ratios(found)]
+    if found.tasks:
+        parts += [Text(""), _tasks(found)]
+    parts += _samples(found)
+    if found.notes:
+        parts.append(Text(""))
+        parts += [Text(f"  {note}", style="dim") for note in found.notes]
+    return Group(*parts)
+
+
+def headline(found: Comparison) -> str:
+    """The verdict in one sentence."""
+    a, b, n = found.a.label, found.b.label, len(found.seeds)
+    margin, seeds = percent(found.margin, sign=False), _count(n, "seed")
+    match found.verdict:
+        case "equivalent":
+            return f"equivalent: {a} ends where {b} ends, within {margin}, over {seeds}"
+        case "not equivalent":
+            return f"not equivalent: {a} does not end where {b} ends, within {margin}, over {seeds}"
+        case "undecided":
+            do = "does" if n == 1 else "do"
+            return (
+                f"undecided: {seeds} {do} not show whether {a} ends where {b} ends, within {margin}"
+            )
+        case _:
+            return f"refused: {a} and {b} cannot be compared"
+
+
+def percent(share: float, *, sign: bool = True, digits: int | None = None) -> str:
+    """`+0.26 %`; without a sign, and with no more digits than it has or is given: `1 %`."""
+    if sign:
+        return f"{share * 100:+.2f} %"
+    return f"{share * 100:g} %" if digits is None else f"{share * 100:.{digits}f} %"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _losses(found: Comparison) -> Table:
+    """Losses by seed and over them; `seeds` is the band that the seeds of b span."""
+    level = f"{found.confidence:.0%}".replace("%", " %")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("final loss")
+    for title in (found.a.label, found.b.label, "gap", f"{level} interval", "seeds"):
+        table.add_column(title, justify="right")
+    table.add_column("verdict")
+    for name, gap in found.losses.items():
+        for seed, a, b in zip(found.seeds, gap.a, gap.b, strict=True):
+            row = (f"{a:.4f}", f"{b:.4f}", percent(a / b - 1), "", "", "")
+            table.add_row(f"  seed {seed}", *row, style="dim")
+        means = (f"{sum(side) / len(side):.4f}" for side in (gap.a, gap.b))
+        table.add_row(
+            NAMES[name],
+            *means,
+            percent(gap.gap),
+            _as_percents(gap.interval),
+            percent(found.band[name], sign=False, digits=1) if name in found.band else "-",
+            Text(gap.verdict, style=STYLES[gap.verdict]),
+        )
+    return table
+
+
+def _as_percents(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval[0] * 100:+.2f} to {percent(interval[1])}"
+
+
+def _ratios(found: Comparison) -> list[Text]:
+    lines = []
+    if (s := found.speed) is not None:
+        between = f" ({s.interval[0]:.3f} to {s.interval[1]:.3f})" if s.interval else ""
+        lines.append(
+            Text(
+                f"speed: {found.a.label} at {s.ratio:.3f} times {found.b.label}{between}; "
+                f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s"
+                + (", emulated" if found.emulated else "")
+            )
+        )
+    if (m := found.memory) is not None:
+        lines.append(
+            Text(
+                f"peak memory: {found.a.label} at {m.ratio:.3f} times {found.b.label}; "
+                f"{m.a_gib:.3f} and {m.b_gib:.3f} GiB"
+            )
+        )
+    return [Text(""), *lines] if lines else []
+
+
+def _tasks(found: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("task")
+    for title in (found.a.label, found.b.label, "difference"):
+        table.add_column(title, justify="right")
+    for task, scores in (found.tasks or {}).items():
+        for s in scores:
+            error = f" ± {s.a_stderr:.4f}" if s.a_stderr is not None else ""
+            table.add_row(
+                f"{task} {s.metric}", f"{s.a:.4f}{error}", f"{s.b:.4f}", f"{s.a - s.b:+.4f}"
+            )
+    return table
+
+
+def _samples(found: Comparison) -> list[RenderableType]:
+    """What both sides of the first seed answered at the end, one above the other."""
+    if not found.runs or found.folder is None or found.verdict == "refused":
+        return []
+    first = found.runs[0]
+    a, b = (_answers(found.folder / run) for run in (first.a, first.b))
+    lines: list[RenderableType] = []
+    width = max(len(found.a.label), len(found.b.label))
+    for prompt in a:
+        if prompt in b:
+            lines.append(Text("> ", style="dim") + Text(prompt, style="italic"))
+            for label, said in ((found.a.label, a[prompt]), (found.b.label, b[prompt])):
+                lines.append(Text(f"  {label:{width}s}  ", style="dim") + Text(said))
+    return [Text(""), Text(f"samples, seed {first.seed}", style="bold"), *lines] if lines else []
+
+
+def _answers(run: Path) -> dict[str, str]:
+    file = run / "report.json"
+    if not file.is_file():
+        return {}
+    samples = json.loads(file.read_text("utf-8")).get("samples") or []
+    return {s["prompt"]: s["answer"][:SHOWN_CHARACTERS] for s in samples}
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

@@ -1,0 +1,297 @@
+"""From finished pairs of runs to the figures and the verdict.
+
+The final training loss of a run is the mean over the last tenth of its steps, ten at least: one
+step's loss is that of eight rows or so. It is what the run's own forward says, in FP8 with the
+rounding of FP8 in it, a constant few thousandths of a nat; where a run repeats rows until it knows
+them by heart, these are more and more of what is left. The final held-out loss is the last
+evaluation, in high precision unless `precision.eval` says otherwise: it is about the weights that
+were learnt. The verdict is about both, and as bad as the worse. Where A ends in a loss that is no
+number and B does not, they are not equivalent, and nothing else is worth a figure. Everything is
+read from the run folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a comparison can
+be judged again from what lies on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from finetune.analysis import statistics
+from finetune.analysis.compare.fairness import ran_differences
+from finetune.analysis.compare.result import (
+    EMULATED,
+    NAMES,
+    Comparison,
+    Difference,
+    LossGap,
+    MemoryRatio,
+    SpeedRatio,
+    TaskScore,
+    Verdict,
+    percent,
+)
+from finetune.analysis.statistics import SECTIONS, Step, step_ratios, warm_up_steps
+from finetune.errors import ConfigError, RunFailedError
+
+LAST_SHARE, LAST_LEAST = 0.1, 10
+WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
+RECEIPT = ("status", "precision", "trainable", "environment", "memory", "conditions")
+"""What of a receipt is read here and by `finetune.analysis.compare.fairness`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run left behind.
+
+    Attributes:
+        folder: the run folder.
+        receipt: `receipt.json`.
+        train: mean training loss of the last steps, nats per token; `train_steps`, how many.
+        eval: last held-out loss; None without held-out rows.
+        steps: `steps.jsonl`.
+        tasks: task -> metric -> score.
+    """
+
+    folder: Path
+    receipt: dict[str, Any]
+    train: float
+    train_steps: int
+    eval: float | None
+    steps: list[Step]
+    tasks: dict[str, dict[str, Any]]
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """What a finished run left behind.
+
+    Raises:
+        ConfigError: a file of it is missing or cannot be read.
+        RunFailedError: it logged no loss.
+    """
+    try:
+        receipt = json.loads((folder / "receipt.json").read_text("utf-8"))
+        metrics = _lines(folder / "metrics.jsonl")
+        steps = [Step(r["step"], r["seconds"], r["tokens"]) for r in _lines(folder / "steps.jsonl")]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            "a run of the comparison cannot be read",
+            where=str(folder),
+            why=f"{type(error).__name__}: {error}",
+            fix="compare again",
+        ) from None
+    if missing := [key for key in RECEIPT if key not in receipt]:
+        raise ConfigError(
+            f"the receipt of a run has no {', '.join(missing)}",
+            where=str(folder / "receipt.json"),
+            why="another version wrote it, or training ended before it began",
+            fix="compare again",
+        )
+    losses = [row["loss"] for row in metrics if "loss" in row]
+    if not losses:
+        raise RunFailedError("a run logged no loss", where=str(folder / "metrics.jsonl"))
+    last = min(len(losses), max(LAST_LEAST, round(len(losses) * LAST_SHARE)))
+    held_out = [row["eval_loss"] for row in metrics if "eval_loss" in row]
+    tasks = [row["tasks"] for row in metrics if "tasks" in row]
+    return Outcome(
+        folder=folder,
+        receipt=receipt,
+        train=math.fsum(losses[-last:]) / last,
+        train_steps=last,
+        eval=held_out[-1] if held_out else None,
+        steps=steps,
+        tasks=tasks[-1] if tasks else {},
+    )
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+
+
+Pairs = Sequence[tuple[Outcome, Outcome]]
+
+
+def judge(found: Comparison, pairs: Pairs) -> Comparison:
+    """Fill in what the runs of a comparison say: differences, figures, verdict, reasons.
+
+    Args:
+        found: the comparison with its sides, seeds, runs, margin and confidence.
+        pairs: for each seed the outcome of a and of b.
+    """
+    differences = [*found.differences, *_ran(pairs, found.differences)]
+    unproven = [
+        f"{o.folder.name}: {o.receipt['status']}"
+        for pair in pairs
+        for o in pair
+        if o.receipt["status"] != "proven"
+    ]
+    found = found.model_copy(update={"differences": differences, "notes": list(found.notes)})
+    refused = [f"a run is not proven ({line})" for line in unproven]
+    if not found.allowed:
+        refused += [f"{d.condition}: {d.why}" for d in differences]
+    held_out = [outcome.eval is not None for pair in pairs for outcome in pair]
+    if any(held_out) and not all(held_out):
+        refused.append(f"{held_out.count(False)} of {len(held_out)} runs logged no held-out loss")
+    broken = _broken(found, pairs)
+    refused += broken[1]
+    if refused:
+        return found.model_copy(update={"verdict": "refused", "reasons": refused})
+    if broken[0]:
+        return found.model_copy(update={"verdict": "not equivalent", "reasons": broken[0]})
+    losses = {"train": _gap(found, [(a.train, b.train) for a, b in pairs])}
+    if all(held_out):
+        losses["eval"] = _gap(found, [(a.eval, b.eval) for a, b in pairs])
+    else:
+        found.notes.append("no rows are held out: the verdict is about the training loss alone")
+    last = pairs[0][0].train_steps
+    found.notes.append(f"the training loss is the mean of the last {last} steps")
+    found.losses = losses
+    found.band = {k: statistics.band(g.b) for k, g in losses.items() if len(g.b) > 1}
+    found.speed = _speed(found, pairs)
+    found.memory = _memory(found, pairs)
+    found.tasks = _tasks(pairs)
+    verdicts: list[Verdict] = [gap.verdict for gap in losses.values()]
+    found.verdict = next(v for v in WORSE if v in verdicts)
+    found.reasons = [_reason(found, name, gap) for name, gap in losses.items()]
+    return found
+
+
+def _broken(found: Comparison, pairs: Pairs) -> tuple[list[str], list[str]]:
+    """Final losses of a, and of b, that have no ratio: NaN, infinite, or zero."""
+    said: tuple[list[str], list[str]] = ([], [])
+    labels = (found.a.label, found.b.label)
+    for seed, pair in zip(found.seeds, pairs, strict=True):
+        for lines, label, outcome in zip(said, labels, pair, strict=True):
+            for name, loss in (("train", outcome.train), ("eval", outcome.eval)):
+                if loss is not None and not (math.isfinite(loss) and loss > 0):
+                    lines.append(f"{NAMES[name]}: {label}, seed {seed}, ends at {loss:g}")
+    return said
+
+
+def _ran(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
+    """Differences that the runs show and the recipes did not, each condition once."""
+    seen = {d.condition for d in known}
+    found = []
+    for a, b in pairs:
+        for difference in ran_differences(a.receipt, b.receipt, a.steps, b.steps):
+            if difference.condition not in seen:
+                found.append(difference)
+        seen |= {d.condition for d in found}
+    return found
+
+
+def _gap(found: Comparison, pairs: Sequence[tuple[float | None, float | None]]) -> LossGap:
+    a, b = [float(x or 0) for x, _ in pairs], [float(y or 0) for _, y in pairs]
+    return statistics.loss_gap(a, b, margin=found.margin, confidence=found.confidence)
+
+
+def _reason(found: Comparison, name: str, gap: LossGap) -> str:
+    what, margin = NAMES[name], percent(found.margin, sign=False)
+    if gap.equivalence_interval is None:
+        return (
+            f"{what}: {percent(gap.gap)} with one seed, which has no spread to judge by; two seeds "
+            "give an interval, three or more a useful one"
+        )
+    low, high = gap.equivalence_interval
+    at = f"{percent(low)} to {percent(high)} (two one-sided tests at {1 - found.confidence:.2g})"
+    if gap.verdict == "equivalent":
+        return f"{what}: the gap of {percent(gap.gap)}, {at}, lies within {margin}"
+    if gap.verdict == "not equivalent":
+        way = "higher" if gap.gap > 0 else "lower"
+        return f"{what}: {found.a.label} ends {way} by more than {margin}: {percent(gap.gap)}, {at}"
+    more = statistics.seeds_to_settle(gap, found.margin, found.confidence)
+    seeds = (
+        f"about {more} seeds would settle it"
+        if more
+        else f"more than {statistics.MOST_SEEDS} seeds would be needed: the gap is about the margin"
+    )
+    return f"{what}: the gap of {percent(gap.gap)}, {at}, straddles {margin}; {seeds}"
+
+
+# -------------------------------------------------------------------------------- speed and memory
+
+
+def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
+    warm_up = warm_up_steps(len(pairs[0][0].steps))
+    ratios = [step_ratios(a.steps, b.steps, warm_up) for a, b in pairs]
+    if min(len(steps) for steps in ratios) < SECTIONS:
+        found.notes.append(
+            f"no speed: after {warm_up} steps of warm-up fewer than {SECTIONS} are left"
+        )
+        return None
+    ratio, interval = statistics.speed_ratio(ratios, found.confidence)
+    unit = "pairs of runs" if len(pairs) > 1 else "sections of one pair's steps"
+    found.notes.append(
+        f"speed: medians over steps, the first {warm_up} left out (witness, proof, compiling); "
+        f"interval over {unit}"
+    )
+    engines = {pairs[0][i].receipt["precision"]["reason"] for i in (0, 1)}
+    if any("emulation" in reason for reason in engines):
+        found.notes.append(EMULATED)
+    return SpeedRatio(
+        ratio=ratio,
+        interval=interval,
+        a_tokens_per_s=_tokens_per_s([a for a, _ in pairs], warm_up),
+        b_tokens_per_s=_tokens_per_s([b for _, b in pairs], warm_up),
+    )
+
+
+def _tokens_per_s(runs: Sequence[Outcome], warm_up: int) -> float:
+    """Geometric mean over runs of the median over steps."""
+    medians = [
+        median(s.tokens / s.seconds for s in run.steps[warm_up:] if min(s.tokens, s.seconds) > 0)
+        for run in runs
+    ]
+    return round(math.exp(math.fsum(map(math.log, medians)) / len(medians)), 1)
+
+
+def _memory(found: Comparison, pairs: Pairs) -> MemoryRatio | None:
+    sides = [[pair[i].receipt["memory"] for pair in pairs] for i in (0, 1)]
+    peaks = [[memory.get("measured_gib") for memory in side] for side in sides]
+    if not all(all(side) for side in peaks):
+        why = next(
+            str(memory.get("measured"))
+            for side in sides
+            for memory in side
+            if not memory.get("measured_gib")
+        )
+        found.notes.append(f"no ratio of peak memory: {why}")
+        return None
+    a, b = max(peaks[0]), max(peaks[1])
+    return MemoryRatio(ratio=a / b, a_gib=a, b_gib=b)
+
+
+def _tasks(pairs: Pairs) -> dict[str, list[TaskScore]] | None:
+    """Scores of the tasks that all runs have, means over seeds."""
+    runs = [[pair[i].tasks for pair in pairs] for i in (0, 1)]
+    common = [t for t in runs[0][0] if all(t in tasks for side in runs for tasks in side)]
+    found = {}
+    for task in common:
+        scores = [[tasks[task] for tasks in side] for side in runs]
+        metrics = [
+            m
+            for m, value in scores[0][0].items()
+            if isinstance(value, int | float) and not m.endswith("_stderr")
+        ]
+        found[task] = [
+            TaskScore(
+                metric=m,
+                a=_mean(scores[0], m),
+                b=_mean(scores[1], m),
+                a_stderr=_mean(scores[0], f"{m}_stderr", absent=None),
+                b_stderr=_mean(scores[1], f"{m}_stderr", absent=None),
+            )
+            for m in metrics
+        ]
+    return found or None
+
+
+def _mean(scores: Sequence[dict[str, Any]], metric: str, absent: Any = 0.0) -> Any:
+    values = [score.get(metric) for score in scores]
+    if not all(isinstance(value, int | float) for value in values):
+        return absent
+    return math.fsum(values) / len(values)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,188 @@
+"""What part of a step a kernel or an operator is, by its name and by where it ran.
+
+    FP8 GEMMs             products of FP8 operands (emulated ones too)
+    other GEMMs           products in high precision: head, adapters, layers that FP8 leaves alone
+    casts                 what makes FP8 operands: amax, scales, casts, transposes of codes; and the
+                          dequantisation of stored weights
+    attention             fused attention; scores and weighted sums of the unfused one
+    elementwise, norms    norms, activations, rotary embeddings, residuals, the loss
+    optimizer             gradient norm, clipping, update
+    communication         what no computation hides
+    host                  GPU: it waits for the host; CPU: Python, views, allocations
+    other                 copies between host and device, fills
+
+Names of kernels belong to libraries and change with them, so the operator that launched a kernel
+speaks first where it says enough (`aten::_scaled_mm` multiplies FP8 whatever its kernel is called),
+and the name of the kernel only where a library was called past PyTorch (Transformer Engine, NCCL,
+flash-attn) or where the compiler wrote it. Kernels of `torch.compile` tell in their names what was
+fused in them: one that only casts is a cast; one that norms and casts is a norm, its cast is free.
+
+cuBLASLt's `nvjet_` kernels name their operands by letters, A and B first: `q` is 8 bits of FP8, `o`
+four bits, `t` BF16, `h` FP16, `s` float32 (`nvjet_qqtst` multiplies FP8 to BF16).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from finetune.estimator.speed.kernels import words
+
+Part = Literal[
+    "FP8 GEMMs",
+    "other GEMMs",
+    "casts",
+    "attention",
+    "elementwise, norms",
+    "optimizer",
+    "communication",
+    "host",
+    "other",
+]
+FP8_GEMM: Part = "FP8 GEMMs"
+GEMM: Part = "other GEMMs"
+CASTS: Part = "casts"
+ATTENTION: Part = "attention"
+POINTWISE: Part = "elementwise, norms"
+OPTIMIZER: Part = "optimizer"
+COMMUNICATION: Part = "communication"
+HOST: Part = "host"
+OTHER: Part = "other"
+PARTS: tuple[Part, ...] = (
+    *(FP8_GEMM, GEMM, CASTS, ATTENTION, POINTWISE, OPTIMIZER, COMMUNICATION, HOST, OTHER),
+)
+
+_FP8_OPS = words("scaled_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm")
+_GEMM_OPS = words(
+    "mm addmm addmm_ _addmm_activation linear matmul _int_mm _grouped_mm gemm_4bit gemv_4bit"
+)
+_BATCHED_OPS = words("bmm baddbmm baddbmm_")
+_HOST_OPS = words(
+    "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
+    "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach alias empty "
+    "empty_like empty_strided new_empty new_empty_strided _reshape_alias resize_ item is_nonzero "
+    "_local_scalar_dense resolve_conj resolve_neg result_type set_ record_stream to"
+)
+
+_COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.I)
+_ATTENTION = re.compile(
+    r"flash_(fwd|bwd)|flash::|fmha|scaled_dot_product|attention|sdpa|_attn_|attn_(fwd|bwd)", re.I
+)
+_OPTIMIZER = re.compile(
+    r"multi_tensor_apply|adam|lamb\b|foreach|kOptimizer|optimizer.*8bit|linalg_vector_norm", re.I
+)
+_CASTING = re.compile(
+    r"quantize|cast_transpose|transpose_cast|fp8_cast|amax|compute_scale|update_scale|dequant|nvfp4"
+    r"|mxfp8|swizzle.*scal",
+    re.I,
+)
+_FP8_NAME = re.compile(r"e4m3|e5m2|e2m1|f8f8|float_e\dm\d|_f8_|fp8.*gemm|gemm.*fp8", re.I)
+_GEMM_NAME = re.compile(
+    r"gemm|nvjet|cublas|splitk|gemv|triton_(mm|tem)|s\d{4,}|wmma|cutlass.*tensorop|Cijk_", re.I
+)
+_NVJET = re.compile(r"nvjet_(?:sm\d+_)?([a-z])([a-z])")
+_TRITON = re.compile(r"^triton_(?:poi|red|per|for|tem)")
+_FUSED_CAST = re.compile(r"amax|_scaled_mm|float8|_to_copy.*clamp|clamp.*_to_copy|aminmax")
+_MORE_THAN_A_CAST = re.compile(
+    r"rsqrt|silu|sigmoid|gelu|mean|softmax|embedding|cos_|sin_|var_mean|layer_norm|rms_norm"
+)
+
+
+def operator(name: str) -> str:
+    """`aten::mm` -> `mm`; empty for what is no operator: ranges, autograd's nodes."""
+    space, _, bare = name.rpartition("::")
+    return "" if not space or space.startswith(("autograd", "torch::autograd")) else bare
+
+
+def is_gemm(name: str) -> bool:
+    """Whether an operator, by its full name, is a product of two matrices, batched or not."""
+    return operator(name) in _FP8_OPS | _GEMM_OPS | _BATCHED_OPS
+
+
+def multiplies_fp8(name: str) -> bool:
+    """Whether an operator, by its full name, multiplies FP8 operands by definition."""
+    return operator(name) in _FP8_OPS
+
+
+def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> Part:
+    """The part of an operator's own time.
+
+    Args:
+        name: full name, `aten::mm`; of a range or an autograd node likewise.
+        low: it runs in a layer whose GEMMs are FP8: what is no product there makes operands, as
+            does a batched one (the Hadamard turn of NVFP4).
+        batched: batched products are those of layers, not of attention.
+    """
+    bare = operator(name)
+    if not bare or bare in _HOST_OPS:
+        return HOST
+    if bare in _FP8_OPS:
+        return FP8_GEMM
+    if bare in _GEMM_OPS:
+        return GEMM
+    if bare in _BATCHED_OPS:
+        return GEMM if batched else CASTS if low else ATTENTION
+    if _COMMUNICATION.search(name) or name.startswith("c10d"):
+        return COMMUNICATION
+    if _ATTENTION.search(bare):
+        return ATTENTION
+    if _OPTIMIZER.search(bare):
+        return OPTIMIZER
+    if low or "dequant" in bare:
+        return CASTS
+    return POINTWISE
+
+
+def part_of_kernel(
+    kernel: str, launched_by: str, *, low: bool = False, batched: bool = False
+) -> Part:
+    """The part of a GPU kernel.
+
+    Args:
+        kernel: its name, as the driver has it.
+        launched_by: full name of the operator that launched it, or of the range around it.
+        low: it runs in a layer whose GEMMs are FP8.
+        batched: batched products are those of layers, not of attention.
+    """
+    if kernel.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memset")):
+        return OTHER
+    if _COMMUNICATION.search(kernel):
+        return COMMUNICATION
+    if _TRITON.match(kernel):
+        return _part_of_triton(kernel)
+    bare = operator(launched_by)
+    if bare in _FP8_OPS | _GEMM_OPS | _BATCHED_OPS:
+        part = part_of_operator(launched_by, low=low, batched=batched)
+        # A product of high operands may be preceded by a copy that makes them contiguous.
+        return CASTS if low and not _GEMM_NAME.search(kernel) and part == GEMM else part
+    if _ATTENTION.search(kernel) or _ATTENTION.search(bare):
+        return ATTENTION
+    if _CASTING.search(kernel) and not _is_fp8_gemm(kernel):
+        return CASTS
+    if _GEMM_NAME.search(kernel) and "elementwise" not in kernel:
+        return FP8_GEMM if names_fp8_gemm(kernel) else GEMM
+    if _OPTIMIZER.search(kernel) or _OPTIMIZER.search(bare):
+        return OPTIMIZER
+    if kernel.startswith("Memcpy"):
+        return CASTS if low else POINTWISE
+    return CASTS if low or "dequant" in bare else POINTWISE
+
+
+def names_fp8_gemm(kernel: str) -> bool:
+    """Whether the name of a GEMM kernel says that its operands are FP8 (or FP4)."""
+    letters = _NVJET.search(kernel)
+    if letters is not None:
+        return letters[1] in "qo" and letters[2] in "qo"
+    return _FP8_NAME.search(kernel) is not None
+
+
+def _is_fp8_gemm(kernel: str) -> bool:
+    return bool(_GEMM_NAME.search(kernel)) and names_fp8_gemm(kernel)
+
+
+def _part_of_triton(kernel: str) -> Part:
+    if "_tem_" in kernel or kernel.startswith("triton_tem"):
+        return FP8_GEMM if "scaled_mm" in kernel else GEMM
+    if _FUSED_CAST.search(kernel) and not _MORE_THAN_A_CAST.search(kernel):
+        return CASTS
+    return POINTWISE

@@ -1,0 +1,211 @@
+"""What this machine can do in FP8 and why: device, versions, backends, a real GEMM, advice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+
+from finetune.config.schema import PrecisionConfig, Scaling
+from finetune.errors import FinetuneError
+from finetune.hardware.device import (
+    BLOCK_CAPABILITY,
+    Device,
+    Verdict,
+    available_gib,
+    backend_verdict,
+    resolve,
+    this_device,
+    version,
+)
+from finetune.training.session import LIBRARIES
+
+COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
+    ("te", "delayed"),
+    ("te", "tensorwise"),
+    ("torchao", "tensorwise"),
+    ("torchao", "rowwise"),
+    ("emulated", "delayed"),
+    ("emulated", "tensorwise"),
+    ("emulated", "rowwise"),
+)
+GEMM_TOLERANCE = 0.06
+"""Relative Frobenius error allowed of a real FP8 GEMM; E4M3 x E5M2 of normal data has 4 to 5 %."""
+
+
+@dataclass
+class Findings(JupyterMixin):
+    """What `doctor` found.
+
+    Attributes:
+        device: facts of the device.
+        versions: installed libraries.
+        fp8, block_fp8: hardware verdicts.
+        backends: `backend/scaling` -> verdict, emulation allowed.
+        auto: what `precision.backend=auto` takes here, or why nothing.
+        gemm: result of a real FP8 forward and backward on the GPU.
+        known_bad: version pairs that are known not to work together.
+        advice: what to do on this machine.
+    """
+
+    device: Device
+    free_gib: float
+    versions: dict[str, str | None]
+    fp8: Verdict
+    block_fp8: Verdict
+    backends: dict[str, Verdict]
+    auto: str
+    gemm: Verdict | None
+    known_bad: list[str] = field(default_factory=list)
+    advice: str = ""
+
+    def to_json(self) -> str:
+        """All findings as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __rich__(self) -> RenderableType:
+        d = self.device
+        shown = ".".join(map(str, d.capability)) if d.capability else "none"
+        lines: list[RenderableType] = [
+            Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),
+            Text(f"memory {d.memory_gib:.1f} GiB, {self.free_gib:.1f} GiB free"),
+            Text("  ".join(f"{k} {v}" for k, v in self.versions.items() if v), style="dim"),
+            Text(),
+        ]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in ("", "here", "because"):
+            table.add_column(column)
+        rows: dict[str, Verdict] = {
+            "FP8 hardware": self.fp8,
+            "MXFP8 / NVFP4 hardware": self.block_fp8,
+            **self.backends,
+        }
+        if self.gemm is not None:
+            rows["FP8 GEMM, real"] = self.gemm
+        for name, verdict in rows.items():
+            mark = Text("ok", style="green") if verdict else Text("no", style="red")
+            table.add_row(name, mark, verdict.reason)
+        lines += [table, Text(), Text(f"auto: {self.auto}")]
+        lines += [Text(f"! {line}", style="bold red") for line in self.known_bad]
+        lines.append(Text(f"advice: {self.advice}"))
+        return Group(*lines)
+
+
+def examine(device: Device | None = None) -> Findings:
+    """Look at this machine (or at a described device, then without running a GEMM)."""
+    real = device is None
+    device = device or this_device()
+    backends = {
+        f"{name}/{scaling}": backend_verdict(
+            name, PrecisionConfig(compute="fp8", scaling=scaling, emulation="allow"), device
+        )
+        for name, scaling in COMBINATIONS
+    }
+    try:
+        resolution = resolve(PrecisionConfig(compute="fp8"), device)
+        auto = f"{resolution.label} ({resolution.reason})"
+    except FinetuneError as error:
+        auto = f"no FP8: {error.why}"
+    versions = {"python": sys.version.split()[0]} | {name: version(name) for name in LIBRARIES}
+    return Findings(
+        device=device,
+        free_gib=available_gib(device) if real else device.memory_gib,
+        versions=versions,
+        fp8=device.has_fp8,
+        block_fp8=device.has_block_fp8,
+        backends=backends,
+        auto=auto,
+        gemm=real_gemm() if real and device.has_fp8 else None,
+        known_bad=known_bad(versions),
+        advice=advice(device),
+    )
+
+
+def known_bad(versions: dict[str, Any]) -> list[str]:
+    """Pairs of installed versions known not to work together, each with what to do."""
+    from packaging.version import Version
+
+    def at(name: str) -> Version | None:
+        found = versions.get(name)
+        return Version(found) if found else None
+
+    found = []
+    torch, te, ao = at("torch"), at("transformer-engine"), at("torchao")
+    if te and te < Version("2.8"):
+        found.append(f"transformer-engine {te} has no te.autocast: upgrade to 2.8 or later")
+    if torch and ao and ao < Version("0.15") and torch >= Version("2.10"):
+        found.append(f"torchao {ao} is older than torch {torch}: upgrade torchao to 0.18")
+    if torch and not Version("2.10") <= Version(torch.base_version) < Version("2.14"):
+        found.append(f"torch {torch} is outside 2.10 to 2.13, which this package is tested with")
+    return found
+
+
+def real_gemm(size: int = 512) -> Verdict:
+    """One FP8 fprop, dgrad and wgrad on the GPU through `torch._scaled_mm`, against float32.
+
+    Operands are normal numbers, x and W in E4M3 and g in E5M2, one scale per tensor. The relative
+    error is that of the Frobenius norm of the difference.
+    """
+    import torch
+
+    from finetune.precision.formats import E4M3, E5M2, amax, cast, scale_from_amax
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w, g = (torch.randn(size, size, device="cuda", generator=generator) for _ in range(3))
+    codes, inverse = [], []
+    for tensor, fmt in ((x, E4M3), (w, E4M3), (g, E5M2)):
+        scale = scale_from_amax(amax(tensor), fmt)
+        codes.append(cast(tensor, scale, fmt))
+        inverse.append(scale.reciprocal())
+    (xq, wq, gq), (xs, ws, gs) = codes, inverse
+
+    def multiply(a: Any, b: Any, sa: Any, sb: Any) -> Any:
+        b = b.t().contiguous().t()  # the hardware multiplies row-major by column-major
+        return torch._scaled_mm(a.contiguous(), b, sa, sb, out_dtype=torch.bfloat16).float()
+
+    try:
+        pairs = {
+            "fprop": (multiply(xq, wq.t(), xs, ws), x @ w.t()),
+            "dgrad": (multiply(gq, wq, gs, ws), g @ w),
+            "wgrad": (multiply(gq.t(), xq, gs, xs), g.t() @ x),
+        }
+    except RuntimeError as error:
+        return Verdict(False, f"torch._scaled_mm failed: {str(error).splitlines()[0]}")
+    errors = {name: float((y - ref).norm() / ref.norm()) for name, (y, ref) in pairs.items()}
+    shown = ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
+    return Verdict(max(errors.values()) < GEMM_TOLERANCE, f"relative error {shown}")
+
+
+def advice(device: Device) -> str:
+    """What to do on this device."""
+    if device.has_fp8:
+        extra = (
+            " (MXFP8 and NVFP4 too)" if (device.capability or (0, 0)) >= BLOCK_CAPABILITY else ""
+        )
+        return f"FP8 in hardware{extra}: python -m finetune llama_8b_lora_fp8"
+    if device.capability is not None and device.capability >= (8, 0) and not device.is_rocm:
+        return (
+            f"{device.name} has BF16 but no FP8 units: use _bf16 recipes with "
+            "train.optim=adamw_8bit (8-bit AdamW) to save memory"
+        )
+    if device.is_rocm:
+        return "AMD GPUs are not supported in FP8 here: use _bf16 recipes"
+    if device.capability is not None:
+        return (
+            f"{device.name} has neither FP8 nor fast BF16: precision.compute=fp16, small models, "
+            "train.optim=adamw_8bit"
+        )
+    if device.kind == "mps":
+        return (
+            "Apple GPU: _bf16 recipes of small models; FP8 numerics by emulation (tiny_* recipes)"
+        )
+    return (
+        "CPU: rehearse FP8 numerics with the tiny_* recipes (emulation), plan big ones with "
+        "`python -m finetune validate RECIPE`, train them on an FP8 GPU"
+    )

@@ -1,0 +1,316 @@
+"""The colours of a page, light and dark.
+
+One accent carries the page; `c1` to `c8` tell series apart, each beside a dash pattern of its own,
+so that no plot depends on colour alone. Every text colour has a contrast of at least 4.5 to its
+background, and every line one of 3 (WCAG 2.2), in both themes; `tests/analysis/test_report.py`
+computes it.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from pathlib import Path
+from typing import Any, TypedDict
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from finetune.analysis.report.content import Forest, Plot, Series, signed
+
+LIGHT = {
+    "paper": "#fdfdfc",
+    "raised": "#f5f4f1",
+    "ink": "#1b1c1e",
+    "muted": "#63666b",
+    "rule": "#e3e2de",
+    "accent": "#0b6b62",
+    "bad": "#b3261e",
+    "c1": "#0b6b63",
+    "c2": "#b4520a",
+    "c3": "#3f51b5",
+    "c4": "#a3195b",
+    "c5": "#5b6f0e",
+    "c6": "#7b3ff2",
+    "c7": "#0277a8",
+    "c8": "#6d5446",
+}
+DARK = {
+    "paper": "#131416",
+    "raised": "#1c1e21",
+    "ink": "#e9e8e4",
+    "muted": "#a0a3a8",
+    "rule": "#303338",
+    "accent": "#5cc9bb",
+    "bad": "#ff8a80",
+    "c1": "#5cc9bc",
+    "c2": "#f2a25c",
+    "c3": "#93a4ff",
+    "c4": "#ff86b5",
+    "c5": "#bcd35f",
+    "c6": "#c3a3ff",
+    "c7": "#6cc4ee",
+    "c8": "#c7a998",
+}
+COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
+PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
+
+
+class Look(TypedDict):
+    """How a series is told from others."""
+
+    colour: str
+    dash: str
+
+
+def style(number: int) -> Look:
+    """Colour and dash of the series with this number; 40 of them differ."""
+    turn = number + number // len(COLOURS)
+    return {"colour": COLOURS[number % len(COLOURS)], "dash": PATTERNS[turn % len(PATTERNS)]}
+
+
+def variables(colours: dict[str, str]) -> str:
+    """CSS custom properties."""
+    return "".join(f"--{name}:{value};" for name, value in colours.items())
+
+
+# ------------------------------------------------------------------------------------------
+# Plots as SVG that follows the page's theme, and as PNG.
+#
+# Matplotlib knows no CSS. So each plot is drawn in the colours of the light theme, and in the SVG
+# every one of them is then replaced by the variable it stands for (`var(--c1)`): one drawing serves
+# light, dark and print. Text stays text (`svg.fonttype: none`), in the page's own font. Ids get the
+# plot's name in front, since a page holds many plots; metadata, which names web addresses, goes.
+
+
+DASHES: dict[str, Any] = {
+    "solid": "solid",
+    "dashed": (0, (5, 2.5)),
+    "dotted": (0, (1.2, 2)),
+    "dashdot": (0, (6, 2, 1.2, 2)),
+    "long": (0, (10, 3)),
+}
+FOREST_ROW = 62
+"""CSS pixels for each row of a forest plot."""
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": LIGHT["rule"],
+    "axes.labelcolor": LIGHT["muted"],
+    "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": False,
+    "axes.unicode_minus": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": LIGHT["rule"],
+    "grid.linewidth": 0.8,
+    "xtick.color": LIGHT["muted"],
+    "ytick.color": LIGHT["muted"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "text.color": LIGHT["ink"],
+    "legend.frameon": False,
+    "path.simplify_threshold": 0.3,
+}
+
+
+def to_svg(plot: Plot | Forest, width: int, height: int, suffix: str = "") -> str:
+    """The plot as an `<svg>` element for a page, `width` x `height` CSS pixels or less.
+
+    Args:
+        suffix: tells two drawings of the same plot apart.
+    """
+    name = f"{plot.name}{suffix}"
+    with rc_context(_STYLE | {"svg.hashsalt": name}):
+        buffer = io.StringIO()
+        _figure(plot, width, height).savefig(buffer, format="svg", transparent=True)
+    return _themed(buffer.getvalue(), plot, name)
+
+
+def to_png(plot: Plot | Forest, file: Path) -> None:
+    """The plot as a picture with its title and legend, on white."""
+    width, height = (860, 420) if plot.size == "wide" else (560, 380)
+    if isinstance(plot, Forest):
+        height = 120 + FOREST_ROW * len(plot.rows)
+    with rc_context(_STYLE):
+        figure = _figure(plot, width, height, titled=True)
+        figure.savefig(file, dpi=120, facecolor="white", pil_kwargs={"compress_level": 4})
+
+
+def _figure(plot: Plot | Forest, width: int, height: int, titled: bool = False) -> Any:
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+    axes = figure.add_subplot()
+    if isinstance(plot, Forest):
+        _forest(axes, plot, narrow=width < 500)
+        left, right, bottom = (12, 14, 28) if width < 500 else (110, 190, 28)
+    else:
+        _plot(axes, plot, ticks=9 if width > 500 else 4)
+        left, right, bottom = 46, 14, 34
+    top = 44 if titled else 12
+    legend = plot.legend if titled else ()
+    if legend:
+        columns = min(len(legend), 4 if width > 700 else 3)
+        top += 18 * -(-len(legend) // columns)
+        handles = [line for line in axes.lines if line.get_label() in {s.label for s in legend}]
+        handles += [b for b in axes.collections if b.get_label() in {s.label for s in legend}]
+        figure.legend(
+            handles=handles, loc="upper left", ncols=columns, fontsize=10, handlelength=2.6,
+            bbox_to_anchor=((left - 10) / width, 1 - 30 / height),
+        )  # fmt: skip
+    if titled:
+        x, y = left / width, 1 - 24 / height
+        figure.text(x, y, f"{plot.title}, {plot.unit}", fontsize=13, weight="bold")
+    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------- drawing
+
+
+def _plot(axes: Axes, plot: Plot, ticks: int) -> None:
+    for number, series in enumerate(plot.series):
+        _draw(axes, series, number)
+    for height, label in plot.lines:
+        axes.axhline(height, color=LIGHT["muted"], linewidth=0.9, linestyle=DASHES["dotted"])
+        axes.annotate(
+            label, (1, height), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            textcoords="offset points", ha="right", fontsize=10, color=LIGHT["muted"],
+        )  # fmt: skip
+    for step in plot.marks:
+        axes.axvline(step, color=LIGHT["bad"], linewidth=1.2)
+    axes.set_xlabel("step", loc="right", labelpad=1)
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.margins(x=0.01)
+    low, high = axes.get_ylim()
+    values = [value for s in plot.series for value in (*s.y, *s.low, *s.high)]
+    if plot.log and min(values) > 0 and max(values) > 4 * min(values):
+        axes.set_yscale("log")
+        wide = max(values) > 100 * min(values)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5), numticks=7))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        if high - low < plot.least:
+            middle = (low + high) / 2
+            axes.set_ylim(middle - plot.least / 2, middle + plot.least / 2)
+        axes.yaxis.set_major_locator(MaxNLocator(6, min_n_ticks=4, steps=[1, 2, 2.5, 5, 10]))
+    if plot.from_zero:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent if plot.percent else _tick))
+
+
+def _tick(value: float, _: int = 0) -> str:
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.4g}k"
+    text = f"{value:,.4g}" if abs(value) >= 1e-3 or not value else f"{value:.0e}"
+    return text.replace("e-0", "e-").replace("-", "\u2212")
+
+
+def _percent(value: float, _: int) -> str:
+    return f"{_tick(100 * value)}%"
+
+
+def _draw(axes: Axes, series: Series, number: int) -> None:
+    colour = LIGHT[series.colour]
+    if len(series.low):
+        band = axes.fill_between(
+            series.x, series.low, series.high, color=colour, alpha=0.18, linewidth=0,
+            label=series.label,
+        )  # fmt: skip
+        band.set_gid(f"series-{number}")
+        return
+    (line,) = axes.plot(
+        series.x,
+        series.y,
+        color=colour,
+        linestyle="none" if series.dash == "none" else DASHES[series.dash],
+        linewidth={"normal": 1.8, "thin": 1.0, "faint": 0.9}[series.weight],
+        alpha=0.4 if series.weight == "faint" else 1.0,
+        marker=series.marker or ("o" if len(series.x) == 1 else None),
+        markersize=5,
+        markeredgewidth=0,
+        label=series.label,
+    )
+    line.set_gid(f"series-{number}")
+
+
+def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
+    """A row each: name, intervals, gap in figures; beside them, or above on a narrow page."""
+    points = [v for r in plot.rows for v in (*(r.interval or ()), *r.seeds, r.gap)]
+    reach = max(plot.margin * 1.3, *(1.08 * abs(v) for v in points))
+    axes.axvspan(-plot.margin, plot.margin, color=LIGHT["accent"], alpha=0.09, linewidth=0)
+    pieces = [(-i - 0.4, -i + 0.2) for i in range(len(plot.rows))] if narrow else [(-99.0, 1.0)]
+    axes.vlines(
+        [at for at in (-plot.margin, plot.margin) for _ in pieces],
+        [low for low, _ in pieces] * 2, [high for _, high in pieces] * 2,
+        color=LIGHT["accent"], linewidth=1, linestyle=DASHES["dashed"],
+    )  # fmt: skip
+    axes.axvline(0, color=LIGHT["muted"], linewidth=0.9)
+    for number, row in enumerate(plot.rows):
+        y = -number
+        for low_high, width in ((row.interval, 1.6), (row.inner, 5)):
+            if low_high:
+                axes.plot(
+                    low_high, (y, y), color=LIGHT["ink"], linewidth=width, solid_capstyle="butt"
+                )
+        axes.plot(row.seeds, [y - 0.22] * len(row.seeds), "|", color=LIGHT["muted"], markersize=7)
+        (dot,) = axes.plot([row.gap], [y], "o", color=LIGHT["ink"], markersize=9)
+        dot.set_gid(f"series-{number}")
+        said = signed(row.gap)
+        if row.interval:
+            said += f" ({signed(row.interval[0])} to {signed(row.interval[1])})"
+        for text, x, align in (
+            (row.label, 0.0 if narrow else -0.015, "left" if narrow else "right"),
+            (said, 1.0 if narrow else 1.015, "right" if narrow else "left"),
+        ):
+            axes.annotate(
+                text, (x, y + 0.25 * narrow), xycoords=("axes fraction", "data"), ha=align,
+                va="bottom" if narrow else "center_baseline", fontsize=11 - narrow,
+            )  # fmt: skip
+    axes.set_xlim(-reach, reach)
+    axes.set_ylim(-len(plot.rows) + 0.5, 0.75)
+    axes.grid(visible=False)
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 7, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(
+            lambda value, _: _percent(value, 0) if value <= 0 else f"+{_percent(value, 0)}"
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------------ theme
+
+
+def _themed(svg: str, plot: Plot | Forest, name: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    for part in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
+        svg = re.sub(part, "", svg, flags=re.S)
+    svg = re.sub(r"#[0-9a-f]{6}", lambda m: _VARIABLES.get(m[0], m[0]), svg)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
+    # Hundredths of a pixel are enough; text, which is no attribute, keeps its figures.
+    svg = re.sub(r'="[^"]*"', lambda m: re.sub(r"(\d\.\d\d)\d+", r"\1", m[0]), svg)
+    head, _, body = svg.partition(">")
+    box = re.search(r'viewBox="[^"]*"', head)
+    assert box is not None
+    about = html.escape(plot.about)
+    return (
+        f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} role="img" '
+        f'aria-labelledby="{name}-title {name}-desc"><title id="{name}-title">'
+        f'{html.escape(plot.title)}</title><desc id="{name}-desc">{about}</desc>'
+        + re.sub(r"\n\s*", "\n", body).strip()
+    )
+
+
+_VARIABLES = {colour: f"var(--{name})" for name, colour in LIGHT.items()}

@@ -1,0 +1,228 @@
+"""`write_report`: run folders in, `report.html`, `report.md` and pictures of the plots out.
+
+The HTML is one file that fetches nothing and cannot: its content security policy allows its own
+style, its own script (by hash) and nothing else, so that even text of a model that slipped past
+the escaping could not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune import __version__
+from finetune.analysis.compare.result import read_comparison
+from finetune.analysis.report.comparison_sections import comparison_page
+from finetune.analysis.report.content import Forest, Page, Plot, Source
+from finetune.analysis.report.figures import DARK, LIGHT, variables
+from finetune.analysis.report.run_sections import run_page
+from finetune.analysis.report.several import names_of, several_page
+from finetune.errors import ConfigError
+from finetune.runs.folder import (
+    COMPARISON,
+    LAST,
+    Run,
+    find_comparisons,
+    find_run,
+    find_runs,
+    read_run,
+)
+
+ASSETS = Path(__file__).parent
+SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
+"""CSS pixels at which plots are drawn, so that text keeps its size."""
+PHONE = (340, 250)
+"""Wider ones are drawn for a phone too."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was written. In a notebook it shows itself.
+
+    Attributes:
+        folder: where it lies.
+        html, markdown: the two pages.
+        pictures: of the plots.
+        verdict: the headline.
+    """
+
+    folder: Path
+    html: Path
+    markdown: Path
+    pictures: tuple[Path, ...]
+    verdict: str
+
+    def facts(self) -> dict[str, Any]:
+        """Paths and verdict as plain data."""
+        return {
+            "html": str(self.html),
+            "markdown": str(self.markdown),
+            "pictures": [str(picture) for picture in self.pictures],
+            "verdict": self.verdict,
+        }
+
+    def _repr_html_(self) -> str:
+        """The whole page in a frame of its own, so that the notebook's style leaves it alone."""
+        page = html.escape(self.html.read_text("utf-8"))
+        return (
+            f'<iframe srcdoc="{page}" title="report" loading="lazy" style="width:100%;height:44rem;'
+            f'border:1px solid #8884;border-radius:6px"></iframe><p><small>'
+            f"{html.escape(str(self.html))}"
+            "</small></p>"
+        )
+
+
+def write_report(
+    folders: Sequence[Path | str] | Path | str, to: Path | str | None = None
+) -> Report:
+    """Write the report of a run, of several runs, or of a comparison.
+
+    Args:
+        folders: run folders, one folder of a comparison, a recipe's name for its newest run in
+            `runs/`, or `last` for the newest of all.
+        to: where the report goes; left out: into the folder of the one run or comparison, or
+            `runs/reports/<time>/` for several.
+
+    Raises:
+        ConfigError: no run there, or nowhere to write.
+    """
+    given = [folders] if isinstance(folders, (str, Path)) else list(folders)
+    paths = list(dict.fromkeys(_meant(one) for one in given))
+    if not paths:
+        raise ConfigError("a report needs a run", fix="python -m finetune report last")
+    compared = [path for path in paths if (path / COMPARISON).is_file()]
+    if compared and len(paths) > 1:
+        raise ConfigError(
+            "a comparison is reported alone",
+            where=str(compared[0]),
+            fix="give its folder only, or the run folders inside it",
+        )
+    runs = [] if compared else [read_run(path) for path in paths]
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    home = paths[0] if len(paths) == 1 else Path("runs") / "reports" / stamp
+    base = Path(to).expanduser() if to is not None else home.expanduser()
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        return _write(_page(compared, runs, base), base)
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written: {error.strerror}",
+            where=str(base.resolve()),
+            fix="choose another folder with --to",
+        ) from None
+
+
+report = write_report
+"""Its name in the package: `finetune.report(...)`."""
+
+
+def _meant(one: Path | str) -> Path:
+    """A folder as given, `last`, or a recipe's newest run."""
+    path = Path(one).expanduser()
+    if str(one) == LAST:
+        return _last()
+    return find_run(str(one)) if len(path.parts) == 1 and not path.exists() else path
+
+
+def _last() -> Path:
+    newest: list[tuple[float, Path]] = [
+        ((folder / COMPARISON).stat().st_mtime, folder) for folder in find_comparisons()[:1]
+    ]
+    newest += [(run.started, run.folder) for run in find_runs()[:1]]
+    if not newest:
+        raise ConfigError(
+            "there is no run in runs/",
+            where=str(Path("runs").resolve()),
+            fix="`python -m finetune tiny_lora_fp8` makes one",
+        )
+    return max(newest)[1]
+
+
+def _page(compared: Sequence[Path], runs: Sequence[Run], base: Path) -> Page:
+    if compared:
+        return comparison_page(read_comparison(compared[0]), Source(compared[0], base))
+    if len(runs) == 1:
+        return run_page(runs[0], Source(runs[0].folder, base))
+    sources = [Source(run.folder, base) for run in runs]
+    return several_page(list(zip(names_of(runs), runs, sources, strict=True)))
+
+
+def _write(page: Page, base: Path) -> Report:
+    from finetune.analysis.report.figures import to_png
+
+    pictures = []
+    for plot in page.plots:
+        picture = base / f"{plot.name}.png"
+        to_png(plot, picture)
+        pictures.append(picture)
+    written = {"report.html": as_html(page), "report.md": as_markdown(page)}
+    for name, text in written.items():
+        (base / name).write_text(text, encoding="utf-8")
+    return Report(base, base / "report.html", base / "report.md", tuple(pictures), page.verdict)
+
+
+# ---------------------------------------------------------------------------------------- setting
+
+
+def as_html(page: Page) -> str:
+    """The page as one HTML file."""
+    script = (ASSETS / "page.js").read_text("utf-8").strip()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    themes = {"light": variables(LIGHT), "dark": variables(DARK)}
+    return _template("page.html.j2", escape=True).render(
+        page=page,
+        draw=_drawn,
+        style=(ASSETS / "page.css").read_text("utf-8"),
+        script=script,
+        digest=digest,
+        themes=themes,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        version=__version__,
+    )
+
+
+def as_markdown(page: Page) -> str:
+    """The page as Markdown; its plots are the pictures beside it."""
+    from finetune.analysis.report.content import Num, Words, escape_md
+
+    def md(cell: str | Num | Words) -> str:
+        return escape_md(cell) if isinstance(cell, str) else cell.md
+
+    text = _template("page.md.j2", escape=False).render(page=page, md=md)
+    lines = [line.rstrip() for line in text.splitlines()]
+    kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
+    return "\n".join(kept).strip() + "\n"
+
+
+def _template(name: str, *, escape: bool) -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=escape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def _drawn(plot: Plot | Forest) -> list[tuple[str, str]]:
+    """The drawings of a plot: (class, svg)."""
+    from finetune.analysis.report.figures import FOREST_ROW, to_svg
+
+    (width, height), (phone, low) = SIZES[plot.size], PHONE
+    if plot.size == "third":
+        return [("any", to_svg(plot, width, height))]
+    if isinstance(plot, Forest):
+        height = low = 90 + FOREST_ROW * len(plot.rows)
+    return [
+        ("wide", to_svg(plot, width, height)),
+        ("phone", to_svg(plot, phone, low, "-phone")),
+    ]

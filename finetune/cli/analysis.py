@@ -1,0 +1,255 @@
+"""The command line's `benchmark`: speed and memory of recipes, measured side by side."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from finetune.cli.estimate import AsJson, Overrides
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError
+
+INTERRUPTED, NOTHING_MEASURED = 130, 1
+
+
+def benchmark(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")],
+    overrides: Overrides = None,
+    vs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RECIPE", help="Another to compare it with; may be given again."),
+    ] = None,
+    grid: Annotated[
+        str | None, typer.Option(help='Micro-batches and lengths: "batch=1,2,4 length=512,2048".')
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each round.")] = 10,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Processes for each point; 3 where something is compared, else 1."),
+    ] = None,
+    ladder: Annotated[
+        str | None, typer.Option(help="lora or full: step by step from stock libraries to here.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A ladder's step, or part of several names.")
+    ] = None,
+    all_points: Annotated[
+        bool, typer.Option("--all", help="Also what is larger than one that did not fit.")
+    ] = False,
+    force: Annotated[bool, typer.Option(help="Also what is predicted far too large.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of benchmarks.")] = Path("runs/benchmark"),
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV.")] = False,
+) -> None:
+    """Measure speed and memory: random weights, synthetic tokens, each point a process."""
+    if as_json and as_csv:
+        raise ConfigError("--json and --csv were both asked for", fix="leave one of them out")
+    from finetune.analysis.benchmark.benchmark import benchmark as measure
+
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    found = measure(
+        recipe,
+        vs=vs or (),
+        overrides=overrides or (),
+        grid=grid,
+        steps=steps,
+        rounds=rounds,
+        ladder=ladder,
+        only=only or (),
+        out=out,
+        force=force,
+        all_points=all_points,
+        say=lambda line: progress.print(line, style="dim"),
+    )
+    if as_json:
+        print(found.to_json())
+    elif as_csv:
+        sys.stdout.write(found.to_csv())
+    else:
+        console = Console(highlight=False, width=max(120, Console().width))
+        console.print(found)
+        console.print(f"rows: {found.folder}/benchmark.json and .csv", soft_wrap=True)
+    if found.interrupted:
+        progress.print(f"interrupted; rows until then are in {found.folder}", style="yellow")
+        sys.exit(INTERRUPTED)
+    if not any(row.rounds for row in found.rows):  # what failed or did not fit is told in its row
+        sys.exit(NOTHING_MEASURED)
+
+
+# ------------------------------------------------------------------------------------------
+# The command line's `compare`: two recipes over the same seeds, and whether they end the same.
+
+
+EQUIVALENT, NOT_EQUIVALENT, MISUSE = 0, 3, 2
+
+
+def compare(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE_A [RECIPE_B] [section.key=value]...",
+            help="Names, paths to YAML files, or the folder of a comparison to judge again. "
+            "Settings are for both sides; behind a. or b. for one: a.precision.format=e4m3.",
+        ),
+    ],
+    seeds: Annotated[
+        str | None, typer.Option(help="How many paired runs, or which: 42,43,44. [default: 3]")
+    ] = None,
+    margin: Annotated[
+        float | None, typer.Option(help="Relative gap of losses that counts as none. [0.01]")
+    ] = None,
+    confidence: Annotated[float | None, typer.Option(help="Of the intervals. [0.95]")] = None,
+    allow: Annotated[
+        bool, typer.Option(help="Compare although the two do not train the same.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    jobs: Annotated[int | None, typer.Option(help="Runs at once, on a CPU.")] = None,
+    force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe and its BF16 twin over the same seeds: is FP8 as good, and is it faster?"""
+    from finetune.analysis.compare import compare as comparing
+    from finetune.analysis.report.report import write_report
+
+    names = [word for word in recipes if not _is_override(word)]
+    overrides = [word for word in recipes if _is_override(word)]
+    if not 1 <= len(names) <= 2:
+        raise ConfigError(
+            f"compare takes one recipe or two, and {len(names)} were given",
+            where=" ".join(names) or "only settings",
+            fix="python -m finetune compare tiny_full_fp8",
+        )
+    if Path(names[0]).expanduser().is_dir():  # of a comparison: a recipe is a file
+        options = {"--seeds": seeds, "--jobs": jobs, "--force": force}
+        idle = [*names[1:], *overrides, *(name for name, given in options.items() if given)]
+        if idle:
+            raise ConfigError(
+                f"{', '.join(idle)} would change nothing",
+                where=names[0],
+                why="the runs of this comparison are done; they are judged again",
+                fix="leave it out; or compare the recipes anew",
+            )
+        found = comparing.judge_again(
+            Path(names[0]).expanduser(), margin=margin, confidence=confidence, allow=allow
+        )
+    else:
+        found = comparing.compare(
+            names[0],
+            names[1] if len(names) > 1 else None,
+            overrides,
+            seeds=_seeds(seeds) if seeds is not None else comparing.SEEDS,
+            margin=comparing.MARGIN if margin is None else margin,
+            confidence=comparing.CONFIDENCE if confidence is None else confidence,
+            allow=allow,
+            out=out,
+            jobs=jobs,
+            force=force,
+            console=Console(stderr=True, highlight=False),
+        )
+    assert found.folder is not None
+    console = Console(highlight=False)
+    if as_json:
+        print(found.to_json(), flush=True)
+    else:
+        console.print(found)
+    report = write_report(found.folder)  # last: the verdict is out should its page fail
+    if not as_json:
+        console.print(f"report: {report.html}", soft_wrap=True)
+    code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
+    if code:
+        sys.exit(code)
+
+
+def _is_override(word: str) -> bool:
+    setting = "=" in word or word.startswith("~") or word[2:].startswith("~")
+    return setting and not Path(word).exists()  # a folder may be called lr=1e-3
+
+
+def _seeds(text: str) -> int | list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"seeds cannot be {text!r}", where="--seeds", fix="--seeds 3, or --seeds 42,43,44"
+        ) from None
+    return numbers if "," in text else numbers[0]
+
+
+# ------------------------------------------------------------------------------------------
+# The command line's `diagnose`: what ran in which precision, and why FP8 is or is not faster.
+
+
+class Weights(enum.StrEnum):
+    """What `diagnose --weights` can be."""
+
+    random = "random"
+
+
+def diagnose(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")],
+    overrides: Overrides = None,
+    weights: Annotated[
+        Weights | None,
+        typer.Option(help="random: no hub, no data; random weights, rows of random tokens."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to time, and to profile.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for diagnosis.json; left out: nothing is kept.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Run although memory seems too small.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what runs in which precision, where the time goes, and why FP8 is or is not faster."""
+    checked = load_recipe(recipe, overrides or ())
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder {str(out)!r} cannot be made: {error.strerror}",
+                where=f"--out {out}",
+                fix="choose another folder with --out",
+            ) from None
+    from finetune.analysis.diagnose.diagnose import diagnose as look
+
+    main_process = int(os.environ.get("RANK", "0")) == 0
+    progress = Console(stderr=True, quiet=not main_process)
+    chosen = "random" if weights is Weights.random else None
+    found = look(checked, weights=chosen, steps=steps, force=force, console=progress)
+    if not main_process:
+        return
+    if as_json:
+        print(found.to_json())
+    else:
+        Console(highlight=False, soft_wrap=True).print(found)
+    if out is not None:
+        progress.print(f"diagnosis: {found.save(out)}", highlight=False)
+
+
+# ------------------------------------------------------------------------------------------
+# The command line's `report`: a page of a run, of several, or of a comparison.
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Folder of a run or comparison, recipe, or `last`."),
+    ],
+    to: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write report.html, report.md and plots: what ran, how it went, what it cost."""
+    from finetune.analysis.report.report import write_report
+
+    done = write_report(runs, to)
+    if as_json:
+        print(json.dumps(done.facts(), indent=1))
+        return
+    print(f"{done.verdict}\nreport: {done.html}")

@@ -1,0 +1,192 @@
+"""The command line's `estimate`: what a recipe will take, searches, calibration, the scoreboard."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from finetune.config.recipe import load_recipe
+from finetune.config.schema import RunConfig
+from finetune.errors import ConfigError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value]...", help="Set a value; ~section.key unsets."),
+]
+
+
+class Fit(enum.StrEnum):
+    """What `estimate --fit` looks for."""
+
+    batch = "batch"
+    gpu = "gpu"
+    gpus = "gpus"
+
+
+def estimate(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")
+    ] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="H100, 4090, A100-80GB, ...; left out: this machine.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of one GPU.")] = None,
+    gpus: Annotated[int, typer.Option(help="How many.")] = 1,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of the whole run.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of one GPU and hour.")] = None,
+    alternatives: Annotated[
+        bool, typer.Option(help="Also look at other scalings, engines, optimizers, storages.")
+    ] = False,
+    advice: Annotated[
+        bool | None,
+        typer.Option(help="Measure what to change; by itself when it does not fit easily."),
+    ] = None,
+    fit: Annotated[
+        Fit | None,
+        typer.Option(help="The largest batch and rows, the best GPU, or the fewest GPUs, instead."),
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option(help="Rehearse all layers, also where the first ones tell enough.")
+    ] = False,
+    calibrate: Annotated[
+        bool, typer.Option(help="Measure this machine first (under a minute), and keep it.")
+    ] = False,
+    score: Annotated[
+        Path | None, typer.Option(help="CSV of measurements to predict, instead of a recipe.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what memory and time a recipe will take, on a GPU that need not be here."""
+    options = {
+        "RECIPE": recipe is not None, "--gpu": gpu is not None, "--memory": memory is not None,
+        "--gpus": gpus != 1, "--tokens": tokens is not None, "--price": price is not None,
+        "--alternatives": alternatives, "--advice": advice is not None, "--whole": whole,
+        "--calibrate": calibrate, "--fit": fit is not None,
+    }  # fmt: skip
+    given = [name for name, is_given in options.items() if is_given]
+    if score is not None:
+        _refuse(given, "--score", allowed=())
+        _score(score, as_json=as_json)
+        return
+    if fit is not None:
+        _refuse(given, f"--fit {fit}", allowed=("RECIPE", "--fit", "--calibrate", *_ACTS_ON[fit]))
+    if calibrate:
+        _calibrate()
+        if recipe is None:
+            return
+    if recipe is None:
+        raise ConfigError(
+            "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
+        )
+    checked = load_recipe(recipe, overrides or ())
+    from finetune.estimator import estimate as estimator
+
+    if fit is not None:
+        _fit(fit, checked.config, gpu, memory, gpus, as_json=as_json)
+        return
+    result = estimator.estimate(
+        checked,
+        gpu=gpu,
+        memory_gib=memory,
+        gpus=gpus,
+        tokens=tokens,
+        price=price,
+        alternatives=alternatives,
+        advice=advice,
+        whole=whole,
+    )
+    if as_json:
+        print(result.to_json())
+        return
+    Console(highlight=False, soft_wrap=True).print(result)
+
+
+_ACTS_ON = {Fit.batch: ("--gpu", "--memory", "--gpus"), Fit.gpu: (), Fit.gpus: ("--gpu",)}
+"""What a search takes besides the recipe."""
+
+
+def _refuse(given: list[str], what: str, *, allowed: tuple[str, ...]) -> None:
+    """Refuse what would be accepted and change nothing."""
+    idle = [name for name in given if name not in allowed]
+    if idle:
+        raise ConfigError(
+            f"{', '.join(idle)} would change nothing",
+            where=what,
+            why=f"{what} takes {', '.join(allowed)} besides" if allowed else "it reads a file",
+            fix=f"leave {'it' if len(idle) == 1 else 'them'} out",
+        )
+
+
+def _fit(
+    what: Fit,
+    config: RunConfig,
+    gpu: str | None,
+    memory: float | None,
+    gpus: int,
+    *,
+    as_json: bool,
+) -> None:
+    from finetune.estimator.gpu_choice import cheapest_gpu, fewest_gpus
+    from finetune.estimator.place import place_of
+    from finetune.estimator.search import largest
+
+    if what is Fit.gpus and gpu is None:
+        raise ConfigError(
+            "--fit gpus needs to know which GPU",
+            where="--fit gpus",
+            fix="--gpu H100; --fit gpu looks for the GPU itself",
+        )
+    match what:
+        case Fit.batch:
+            found = largest(config, place_of(gpu, memory_gib=memory, gpus=gpus))
+        case Fit.gpu:
+            found = cheapest_gpu(config)
+        case Fit.gpus:
+            found = fewest_gpus(config, str(gpu))
+    if as_json:
+        print(json.dumps(found.facts(), indent=1))
+    else:
+        Console(highlight=False, soft_wrap=True).print(found)
+
+
+def _calibrate() -> None:
+    from finetune.estimator.speed.calibrate import calibrate
+    from finetune.estimator.speed.calibration import save_calibration
+    from finetune.hardware.device import this_device
+
+    found = calibrate(this_device())
+    kept = save_calibration(found)
+    sustained = ", ".join(f"{name} {value:.3g}" for name, value in found.tflops.items())
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(
+        f"{found.device}: TFLOP/s {sustained}; {found.gb_s:.3g} GB/s; a decoder layer took "
+        f"{found.layer:.2f} times what these say; measured in {found.seconds:.0f} s, kept in {kept}"
+    )
+
+
+def _score(file: Path, *, as_json: bool) -> None:
+    from tests.benchmarks.score.scoreboard import score_csv
+    from tests.benchmarks.score.speed import score_speeds
+    from tests.benchmarks.score.table import print_board, print_speeds
+
+    progress = Console(stderr=True, highlight=False)
+    board = score_csv(
+        file,
+        processes=min(4, os.cpu_count() or 1),
+        progress=progress.print if progress.is_terminal else None,
+    )
+    speeds = score_speeds(file)
+    if as_json:
+        print(json.dumps({"memory": board.to_json(), "speed": speeds.to_json()}, indent=1))
+        return
+    console = Console(highlight=False, width=max(110, Console().width))
+    print_board(board, console)
+    print_speeds(speeds, console)

@@ -1,0 +1,280 @@
+"""From a recipe's name to a `RunConfig`: find, read, override, check, list.
+
+A recipe is flat YAML without inheritance, read by `finetune.config.yaml`. Nothing here imports
+torch; checking the `train` section imports trl, and can be left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from finetune.config.paths import PACKAGE
+from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
+from finetune.config.sft import convert_train
+from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
+from finetune.errors import ConfigError, RecipeNotFoundError, nearest
+
+SECTIONS = tuple(RunConfig.model_fields)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as found: its name, where it came from, and its checked configuration."""
+
+    name: str
+    source: Path
+    config: RunConfig
+
+    def to_yaml(self) -> str:
+        """The complete configuration, every default written out; itself a recipe."""
+        return dump_yaml(self.config.model_dump(mode="json"))
+
+
+# ------------------------------------------------------------------------------------- find, list
+
+
+def recipes_folder() -> Path:
+    """The folder of shipped recipes: inside the wheel, or beside the package in a checkout."""
+    packaged = PACKAGE / "recipes"
+    return packaged if packaged.is_dir() else PACKAGE.parent / "recipes"
+
+
+def list_recipes() -> list[str]:
+    """Names of the shipped recipes, sorted."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def is_path(name: str) -> bool:
+    """Whether a recipe argument means a file rather than a shipped recipe."""
+    path = Path(name)
+    return path.suffix in (".yaml", ".yml") or len(path.parts) > 1
+
+
+def find_recipe(name: str) -> Path:
+    """The YAML file of a recipe given by name or by path.
+
+    Raises:
+        RecipeNotFoundError: neither a shipped recipe nor a file; names the nearest.
+    """
+    path = Path(name)
+    if is_path(name):
+        if path.is_file():
+            return path
+        raise RecipeNotFoundError(
+            f"there is no recipe file {name!r}",
+            where=str(path.resolve()),
+            fix="`python -m finetune ls` lists the shipped recipes; `cp` copies one to edit",
+        )
+    shipped = recipes_folder() / f"{name}.yaml"
+    if shipped.is_file():
+        return shipped
+    hint = nearest(name, list_recipes())
+    raise RecipeNotFoundError(
+        f"there is no recipe {name!r}" + (f"; {hint}" if hint else ""),
+        fix="`python -m finetune ls` lists them; a path to a YAML file works too",
+    )
+
+
+# --------------------------------------------------------------------------------------- override
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Apply `section.key=value` and `~section.key` (back to the default) to plain data.
+
+    Values are read like values in a recipe: `2e-5`, `no`, `[q_proj, v_proj]`, `null`.
+
+    Raises:
+        ConfigError: an override that is neither form, or whose section does not exist.
+    """
+    data = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    for item in overrides:
+        key, equals, value = item.removeprefix("~").partition("=")
+        path = key.split(".")
+        if item.startswith("~") == bool(equals) or not all(path):
+            raise ConfigError(
+                f"{item!r} is not an override",
+                fix="write section.key=value to set, or ~section.key to go back to the default",
+            )
+        if path[0] not in SECTIONS:
+            hint = nearest(path[0], SECTIONS)
+            raise ConfigError(
+                f"{item!r}: there is no section {path[0]!r}" + (f"; {hint}" if hint else ""),
+                fix=f"sections are {', '.join(SECTIONS)}",
+            )
+        _set(data, path, _override_value(value, item) if equals else None, remove=not equals)
+    _replace_data_source(data, overrides)
+    _replace_precision(data, overrides)
+    return data
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A checked configuration with values as typed on the command line, checked again.
+
+    Raises:
+        ConfigError: as `apply_overrides`, or the values do not go together.
+    """
+    data = apply_overrides(config.model_dump(), overrides)
+    train = data.get("train") or {}
+    typed = {item.removeprefix("~").partition("=")[0] for item in overrides}
+    new = {key: value for key, value in train.items() if f"train.{key}" in typed}
+    if new:
+        data["train"] = {**train, **convert_train(new)}
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise _first_problem(error, lambda _: " ".join(overrides)) from None
+
+
+def _override_value(text: str, item: str) -> Any:
+    """A value as in a recipe, except that ` #` begins no comment: file names may hold it."""
+    if text in ("", "null", "~"):
+        return None
+    if text[0] in "[{\"'":
+        return parse_yaml(text, f"override {item!r}")[0]
+    return PlainText(text)
+
+
+def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """`data.path=mine.jsonl` alone replaces the recipe's `data.name`, and the other way round."""
+    named = {item.partition("=")[0] for item in overrides}
+    section = data.get("data")
+    if not isinstance(section, dict):
+        return
+    for given, other, along in (
+        ("path", "name", ("subset", "eval_split")),
+        ("name", "path", ("eval_path",)),
+    ):
+        if f"data.{given}" in named and f"data.{other}" not in named and section.get(given):
+            for key in (other, *along):
+                if f"data.{key}" not in named:
+                    section.pop(key, None)
+
+
+def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """`precision.scaling=mxfp8` or `precision.compute=bf16` alone replace the recipe's own.
+
+    With them goes what belongs to it: settings of delayed scaling, weights held in FP8.
+    """
+    named = {item.removeprefix("~").partition("=")[0] for item in overrides}
+    section = data.get("precision")
+    if not isinstance(section, dict):
+        return
+    foreign: list[str] = []
+    if "precision.scaling" in named and section.get("scaling") != "delayed":
+        foreign += DELAYED_ONLY
+    if "precision.scaling" in named and section.get("scaling") not in FROZEN_SCALINGS:
+        foreign += ("frozen", "saved_input")
+    if "precision.compute" in named and section.get("compute") != "fp8":
+        foreign += FP8_ONLY
+    for key in foreign:
+        if f"precision.{key}" not in named:
+            section.pop(key, None)
+
+
+def _set(data: dict[str, Any], path: list[str], value: Any, *, remove: bool) -> None:
+    *parents, last = path
+    for key in parents:
+        child = data.get(key)
+        data[key] = dict(child) if isinstance(child, dict) else {}
+        data = data[key]
+    if remove:
+        data.pop(last, None)
+    else:
+        data[last] = value
+
+
+# ------------------------------------------------------------------------------------------ check
+
+
+def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool = True) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        name: a shipped recipe's name or a path to a YAML file.
+        overrides: `section.key=value` and `~section.key` items.
+        check_train: also check and convert the `train` section against `trl.SFTConfig`, which
+            imports trl (seconds).
+
+    Raises:
+        RecipeNotFoundError: no such recipe.
+        ConfigError: an unknown key or a value of the wrong type, with file, line and nearest name.
+    """
+    source = find_recipe(name)
+    file = shown(source)
+    data, lines = parse_yaml(read_text(source), file)
+    if not isinstance(data, dict):
+        raise ConfigError(
+            "a recipe is a mapping of sections", where=file, fix=f"start from {', '.join(SECTIONS)}"
+        )
+    overridden = {
+        tuple(item.removeprefix("~").partition("=")[0].split(".")): item for item in overrides
+    }
+    data = apply_overrides(data, overrides)
+
+    def where(at: KeyPath) -> str:
+        for length in range(len(at), 0, -1):
+            if at[:length] in overridden:
+                return f"override {overridden[at[:length]]!r}"
+            if at[:length] in lines:
+                return f"{file}:{lines[at[:length]]}"
+        return file
+
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise _first_problem(error, where) from None
+    train = convert_train(config.train, where) if check_train else config.train
+    name = _run_name(source) if (source.parent / "receipt.json").is_file() else source.stem
+    return Recipe(name, source, config.model_copy(update={"train": train}))
+
+
+def _run_name(source: Path) -> str:
+    """`runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe."""
+    folder = source.resolve().parent.parent.name
+    return folder or source.stem
+
+
+def _section_fields(at: KeyPath) -> Iterable[str]:
+    model: type[BaseModel] = RunConfig
+    for key in at:
+        annotation = model.model_fields[key].annotation
+        args = getattr(annotation, "__args__", (annotation,))
+        model = next(a for a in args if isinstance(a, type) and issubclass(a, BaseModel))
+    return model.model_fields
+
+
+def _first_problem(error: ValidationError, where: Any) -> ConfigError:
+    problems = error.errors()
+    # A misspelt key comes before the complaint that the right one is missing.
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    at = tuple(str(part) for part in first["loc"])
+    dotted = ".".join(at[:2])  # what follows are list indices and members of unions
+    if first["type"] == "extra_forbidden":
+        known = list(_section_fields(at[:-1]))
+        hint = nearest(at[-1], known)
+        kind = f"section {at[-1]!r}" if len(at) == 1 else f"key {at[-1]!r} in section {at[0]!r}"
+        return ConfigError(
+            f"there is no {kind}" + (f"; {hint}" if hint else ""),
+            where=where(at),
+            why="a key that nothing reads would be ignored silently",
+            fix=f"known: {', '.join(known)}",
+        )
+    if first["type"] == "missing":
+        return ConfigError(f"{dotted} is missing", where=where(at[:-1]), fix=f"add {dotted}")
+    if first["type"] == "literal_error":
+        expected = re.findall(r"'([^']+)'", first.get("ctx", {})["expected"])
+        hint = nearest(str(first["input"]), expected)
+        return ConfigError(
+            f"{dotted} cannot be {first['input']!r}" + (f"; {hint}" if hint else ""),
+            where=where(at),
+            fix=f"one of {', '.join(expected)}",
+        )
+    message = first["msg"].removeprefix("Value error, ")
+    given = "" if first["type"] == "value_error" else f" (given: {first['input']!r})"
+    return ConfigError(f"{dotted}: {message}{given}", where=where(at))

@@ -1,0 +1,459 @@
+"""What a run is: frozen, complete, and plain data.
+
+A `RunConfig` has six sections. Five are ours and are described field by field below; the sixth,
+`train`, is handed unchanged to `trl.SFTConfig`, whose documentation describes it. Nothing here
+imports torch, so that listing and checking recipes stays instant.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+Compute = Literal["fp8", "bf16", "fp16", "fp32"]
+BackendName = Literal["te", "torchao", "emulated"]
+Scaling = Literal[
+    "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"
+]
+Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+Storage = Literal["nf4", "fp8"]
+
+BUILTIN = "builtin:"
+"""Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""
+
+
+class Section(BaseModel):
+    """A frozen block of a recipe in which an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class ModelConfig(Section):
+    """Which model, and how its weights are held between steps."""
+
+    name: str = Field(description="hub id, local folder, or `builtin:tiny_llama`")
+    weights: Literal["pretrained", "random"] = Field(
+        default="pretrained",
+        description="`random` builds the shape only: no hub, for planning and speed",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16",
+        description="type of the stored weights; with `float32` the optimizer updates full "
+        "precision masters while matmuls run in `precision.compute`",
+    )
+    storage: Storage | None = Field(
+        default=None,
+        description="how the weights of a frozen base are held while adapters train in BF16: left "
+        "out, plain, in `dtype`; `nf4`: 4-bit NormalFloat with double quantisation, dequantised "
+        "before each BF16 matmul (QLoRA, extra `bnb`); `fp8`: E4M3 codes with a scale per output "
+        "channel, dequantised likewise. `dtype` is then that of embeddings, norms and the output "
+        "head",
+    )
+    attention: str | None = Field(
+        default=None, description="attention implementation (`sdpa`, `flash_attention_2`, `eager`)"
+    )
+    pad_token: str | None = Field(
+        default=None,
+        description="padding token of the tokenizer; one that is not its end-of-text token keeps "
+        "models from learning never to stop",
+    )
+    revision: str | None = Field(default=None, description="hub revision (branch, tag or commit)")
+    trust_remote_code: bool = Field(
+        default=False, description="allow model code from the hub to run"
+    )
+
+
+class PrecisionConfig(Section):
+    """In what precision matmuls run. Storage is another matter: see `model.dtype`."""
+
+    compute: Compute = Field(
+        default="bf16", description="precision of the matmuls of linear layers"
+    )
+    backend: Literal["auto", "te", "torchao", "emulated"] = Field(
+        default="auto",
+        description="engine; `auto` takes Transformer Engine or torchao on an FP8 GPU",
+    )
+    scaling: Scaling = Field(
+        default="tensorwise",
+        description="`delayed`: per tensor from an amax history; `tensorwise`: per tensor, current "
+        "amax; `rowwise`: one scale per row of each GEMM operand; `rowwise_with_gw_hp`: the same, "
+        "weight gradient in high precision; `blockwise`: 1x128 for activations and gradients, "
+        "128x128 for weights; `mxfp8`: 1x32, E8M0 scales; `nvfp4`: FP4, 1x16 with E4M3 scales",
+    )
+    format: Fp8Format | None = Field(
+        default=None,
+        description="`hybrid`: E4M3 for activations and weights, E5M2 for gradients; `e4m3`: E4M3 "
+        "everywhere; `e5m2`: E5M2 everywhere (no engine runs it, emulation does; it is not a cure "
+        "for NaN); left out: hybrid with delayed and tensorwise scaling, e4m3 otherwise (nvfp4 has "
+        "one format of its own, E2M1)",
+    )
+    power_of_two_scales: bool | None = Field(
+        default=None,
+        description="round scales down to powers of two; left out: yes with rowwise and blockwise, "
+        "no with delayed and tensorwise (mxfp8 and nvfp4 have scales of their own); weights held "
+        "in FP8 (`frozen`) have float32 scales, and left out so have what they multiply",
+    )
+    high_gemms: tuple[Gemm, ...] = Field(
+        default=(),
+        description="GEMMs that stay in high precision in every layer: `fprop`, `dgrad`, `wgrad`",
+    )
+    map: dict[str, Compute] = Field(
+        default={},
+        description="precision by part: `embed`, `attn`, `mlp`, `norm`, `output`, `router` or a "
+        "module pattern, to `fp8`, `bf16`, `fp16` or `fp32`; one that cannot be honoured is an "
+        "error. Attention scores and softmax are never touched",
+    )
+    first_n: NonNegativeInt = Field(
+        default=0, description="decoder blocks at the beginning that stay in high precision"
+    )
+    last_n: NonNegativeInt = Field(
+        default=0, description="decoder blocks at the end that stay in high precision"
+    )
+    margin: NonNegativeInt = Field(
+        default=0, le=16, description="delayed scaling: headroom, scales are divided by 2^margin"
+    )
+    amax_history_len: PositiveInt = Field(
+        default=1024, description="delayed scaling: micro-steps of amax history"
+    )
+    amax_compute_algo: Literal["max", "most_recent"] = Field(
+        default="max", description="delayed scaling: which amax of the history sets the scale"
+    )
+    reduce_amax: bool = Field(
+        default=True, description="delayed scaling: share amax over all processes"
+    )
+    hadamard: bool = Field(
+        default=True,
+        description="nvfp4: random Hadamard transform of the operands of the weight gradient",
+    )
+    stochastic_rounding: bool = Field(
+        default=True, description="nvfp4: gradients are rounded stochastically, without bias"
+    )
+    frozen: Literal["fp8", "bf16"] | None = Field(
+        default=None,
+        description="how an FP8 run holds the linear layers that do not train: `fp8`: only as E4M3 "
+        "codes, which forward and backward multiply, cast by current amax (scaling `rowwise` or "
+        "`tensorwise`); `bf16`: in `model.dtype`, cast at each use; left out: `fp8` in recipes "
+        "with adapters where the scaling has it",
+    )
+    saved_input: Literal["fp8", "high"] = Field(
+        default="fp8",
+        description="frozen=fp8: what an adapter keeps of its input for backward: the codes that "
+        "forward made of it, or the input itself",
+    )
+    fused_adapters: bool = Field(
+        default=True,
+        description="low-rank adapters run in one autograd function with their frozen base layer; "
+        "those with dropout, DoRA or a bias run as PEFT has them",
+    )
+    fp8_params: bool = Field(
+        default=False,
+        description="hold each weight as FP8 codes between steps; the parameter is the optimizer's "
+        "high-precision master and is cast once per update (backend `emulated`)",
+    )
+    keep: tuple[str, ...] = Field(
+        default=(),
+        description="patterns of layers that stay in high precision: `fnmatch` over module names "
+        "or any dotted part of them; one that matches nothing is an error",
+    )
+    eval: Literal["high", "fp8"] = Field(
+        default="high",
+        description="precision of evaluation and generation: high precision, or FP8 too",
+    )
+    emulation: Literal["forbid", "allow", "exact"] = Field(
+        default="forbid",
+        description="may FP8 be emulated where the device has none? `exact`: on CPUs multiply in "
+        "float32, where `allow` rounds a product twice to BF16 if its scales are no powers of two",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="`torch.compile` of each decoder layer; `auto`: with torchao on a GPU, where "
+        "casts are slow unless fused",
+    )
+    on_unsupported: Literal["error", "bf16"] = Field(
+        default="error",
+        description="where FP8 cannot be had: stop, or train in BF16 and say so loudly",
+    )
+    loss_scale_init: float = Field(
+        default=65536.0,
+        ge=1.0,
+        allow_inf_nan=False,
+        description="fp16: the loss scale to begin with; overflow halves it",
+    )
+    loss_scale_growth_interval: PositiveInt = Field(
+        default=2000, description="fp16: steps without overflow after which the scale doubles"
+    )
+    health_every: NonNegativeInt = Field(
+        default=50,
+        description="optimizer steps between logs of training health (amax, overflow, underflow, "
+        "quantisation and gradient noise by layer group); 0: none. That a loss or gradient is "
+        "finite is checked at every step anyway",
+    )
+
+    @property
+    def low(self) -> Literal["fp8", "fp4"]:
+        """What the GEMMs asked for as `fp8` really multiply: FP4 with nvfp4 scaling."""
+        return "fp4" if self.scaling == "nvfp4" else "fp8"
+
+    @property
+    def fp8_format(self) -> Fp8Format:
+        """The format in force: as given, or the one usual for the scaling."""
+        usual: Fp8Format = "hybrid" if self.scaling in ("delayed", "tensorwise") else "e4m3"
+        return self.format or usual
+
+    @property
+    def pow2_scales(self) -> bool:
+        """Whether scales are powers of two: as given, or as usual for the scaling."""
+        if self.power_of_two_scales is None:
+            return self.scaling in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+        return self.power_of_two_scales
+
+    @property
+    def gemms_kept_high(self) -> frozenset[Gemm]:
+        """GEMMs in high precision: those asked for, and the one that the scaling leaves out."""
+        by_rule: tuple[Gemm, ...] = ("wgrad",) if self.scaling == "rowwise_with_gw_hp" else ()
+        return frozenset((*self.high_gemms, *by_rule))
+
+    @model_validator(mode="after")
+    def _known_limits(self) -> PrecisionConfig:
+        self._refuse_foreign("delayed", DELAYED_ONLY, "which has no amax history")
+        self._refuse_foreign("nvfp4", NVFP4_ONLY, "which does neither")
+        for name in ("loss_scale_init", "loss_scale_growth_interval"):
+            default = PrecisionConfig.model_fields[name].default
+            if self.compute != "fp16" and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} belongs to fp16 and compute is {self.compute!r}, which needs no loss "
+                    f"scaling; set compute=fp16 or leave {name} out"
+                )
+        if self.scaling == "nvfp4" and self.format is not None:
+            raise ValueError(
+                "nvfp4 scaling has one format, E2M1 with E4M3 block scales; leave format out"
+            )
+        idle = {
+            "hadamard": "wgrad" in self.gemms_kept_high,
+            "stochastic_rounding": {"dgrad", "wgrad"} <= self.gemms_kept_high,
+        }
+        for name, acts_on_nothing in idle.items() if self.scaling == "nvfp4" else ():
+            if acts_on_nothing and not getattr(self, name):
+                raise ValueError(
+                    f"{name}=false acts on nothing: the GEMMs that it is about are kept in high "
+                    f"precision; leave {name} out, or take them out of high_gemms"
+                )
+        if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
+            kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
+            raise ValueError(
+                f"the scales of {self.scaling} are {kind} by definition; leave power_of_two_scales "
+                "out"
+            )
+        for name in FP8_ONLY if self.compute != "fp8" else ():
+            if getattr(self, name) != PrecisionConfig.model_fields[name].default:
+                raise ValueError(
+                    f"{name} belongs to FP8 compute and compute is {self.compute!r}; set "
+                    f"compute=fp8 or leave {name} out"
+                )
+        if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
+            raise ValueError(
+                "fprop, dgrad and wgrad are all kept in high precision, so nothing would run in "
+                "FP8; take one out of high_gemms, or set compute=bf16"
+            )
+        self._check_frozen()
+        return self
+
+    def _check_frozen(self) -> None:
+        if self.frozen != "fp8":
+            if self.saved_input != "fp8":
+                raise ValueError(
+                    "saved_input belongs to weights held in FP8; set frozen=fp8 or leave it out"
+                )
+            return
+        if self.scaling not in FROZEN_SCALINGS:
+            raise ValueError(
+                f"frozen=fp8 multiplies under current scaling, per row or per tensor, and scaling "
+                f"is {self.scaling!r}; set scaling=rowwise or tensorwise, or frozen=bf16"
+            )
+        if self.format not in (None, "e4m3"):
+            raise ValueError(
+                f"frozen=fp8 multiplies E4M3 operands, gradients too, and format is "
+                f"{self.format!r}; leave format out, or set frozen=bf16"
+            )
+        if {"fprop", "dgrad"} <= self.gemms_kept_high:
+            raise ValueError(
+                "frozen=fp8, and both GEMMs of a frozen layer are kept in high precision; take one "
+                "out of high_gemms, or set frozen=bf16"
+            )
+
+    def _refuse_foreign(self, scaling: str, names: tuple[str, ...], why: str) -> None:
+        """A setting of another scaling rule would be ignored silently."""
+        for name in names if self.scaling != scaling else ():
+            if getattr(self, name) != PrecisionConfig.model_fields[name].default:
+                raise ValueError(
+                    f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}; "
+                    f"set scaling={scaling} or leave {name} out"
+                )
+
+
+DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
+FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", "saved_input")
+FROZEN_SCALINGS = ("rowwise", "tensorwise")
+NVFP4_ONLY = ("hadamard", "stochastic_rounding")
+
+
+class LoraSection(Section):
+    """Low-rank adapters, handed to `peft.LoraConfig`. Without this section all weights train."""
+
+    r: PositiveInt = Field(default=8, description="rank")
+    alpha: PositiveInt = Field(
+        default=16, description="scale: adapters are multiplied by alpha / r"
+    )
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="dropout on the adapters' input"
+    )
+    target_modules: str | tuple[str, ...] = Field(
+        default="all-linear", description="`all-linear`, or names of the linear layers to adapt"
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        default=(), description="modules trained in full beside them"
+    )
+    use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(r) instead")
+    use_dora: bool = Field(default=False, description="weight-decomposed adapters (DoRA)")
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none", description="which biases train"
+    )
+
+
+class DataConfig(Section):
+    """Which rows to train on. Exactly one of `path` and `name`."""
+
+    path: str | None = Field(default=None, description="JSONL, JSON, CSV or Parquet file")
+    name: str | None = Field(default=None, description="hub data set, or `builtin:harbour`")
+    subset: str | None = Field(default=None, description="hub configuration name")
+    split: str = Field(default="train", description="split to train on")
+    eval_path: str | None = Field(default=None, description="file of held-out rows")
+    eval_split: str | None = Field(default=None, description="hub split of held-out rows")
+    eval_fraction: float = Field(
+        default=0.05, ge=0.0, lt=1.0, description="share held out when no evaluation rows are named"
+    )
+    seed: NonNegativeInt | None = Field(
+        default=None,
+        description="draws which rows `eval_fraction` holds out; left out: `train.seed`. Runs of "
+        "several seeds that share it share their held-out rows",
+    )
+    max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
+    prompts: tuple[str, ...] = Field(
+        default=(), description="questions that the model answers at each evaluation and at the end"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if (self.path is None) == (self.name is None):
+            given = "both are given" if self.path else "neither is given"
+            raise ValueError(f"exactly one of data.path and data.name is needed; {given}")
+        if self.seed is not None and (self.eval_path or self.eval_split or not self.eval_fraction):
+            raise ValueError(
+                "seed draws the rows that eval_fraction holds out, and here it draws none; leave "
+                "seed out"
+            )
+        return self
+
+
+class EvalConfig(Section):
+    """What is looked at besides the loss: answers while training, tasks of lm-eval after it."""
+
+    at_start: bool = Field(
+        default=True,
+        description="held-out loss, and samples, before the first step too, where `train` "
+        "evaluates at all and does not say `eval_on_start` itself: a curve begins at its base",
+    )
+    samples: bool = Field(
+        default=True,
+        description="greedy answers to `data.prompts` (or to the first held-out rows) at each "
+        "evaluation and at the end",
+    )
+    max_new_tokens: PositiveInt = Field(
+        default=48, description="longest answer of a sample, in tokens"
+    )
+    tasks: tuple[str, ...] = Field(
+        default=(),
+        description="tasks of lm-eval that the trained model is scored on (extra `eval`), such as "
+        "`hellaswag`; `builtin:harbour_choice` is packaged and needs no hub",
+    )
+    data: str | None = Field(
+        default=None,
+        description="folder with the tasks' rows, `<task>/<split>.jsonl` or `.parquet` in the "
+        "published columns, for instance `hellaswag/validation.jsonl`; left out: from the hub",
+    )
+    limit: PositiveInt | None = Field(
+        default=None, description="use only the first rows of each task, for a quick look"
+    )
+    shots: NonNegativeInt | None = Field(
+        default=None, description="examples in front of each question; left out: as the task says"
+    )
+    batch_size: PositiveInt = Field(default=8, description="rows at a time while scoring tasks")
+    chat_template: bool = Field(
+        default=False, description="put the questions of tasks into the model's chat template"
+    )
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        """`eval.tasks=hellaswag,arc_easy` is easier to type than a list."""
+        if isinstance(value, str):
+            return tuple(name.strip() for name in value.split(",") if name.strip())
+        return value
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> EvalConfig:
+        for name in () if self.tasks else ("data", "limit", "shots", "batch_size", "chat_template"):
+            if getattr(self, name) != EvalConfig.model_fields[name].default:
+                raise ValueError(
+                    f"{name} is about tasks, and none is named; set eval.tasks, or leave {name} out"
+                )
+        if (
+            not self.samples
+            and self.max_new_tokens != EvalConfig.model_fields["max_new_tokens"].default
+        ):
+            raise ValueError(
+                "max_new_tokens is about samples, and samples=false; leave one of them out"
+            )
+        return self
+
+
+class RunConfig(Section):
+    """One run, complete. `train` is for `trl.SFTConfig`; `finetune.config.recipe` checks it."""
+
+    model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    lora: LoraSection | None = None
+    data: DataConfig
+    eval: EvalConfig = EvalConfig()
+    train: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hold_a_frozen_base_in_fp8(cls, values: Any) -> Any:
+        """Adapters mean that the base does not train: in FP8 it is held so, where it can be."""
+        precision = values.get("precision") if isinstance(values, dict) else None
+        if not isinstance(precision, dict) or not values.get("lora"):
+            return values
+        scaling = precision.get("scaling", PrecisionConfig.model_fields["scaling"].default)
+        held = (
+            precision.get("compute") == "fp8"
+            and precision.get("frozen") is None
+            and precision.get("format") in (None, "e4m3")
+            and scaling in FROZEN_SCALINGS
+        )
+        return values | {"precision": precision | {"frozen": "fp8"}} if held else values
+
+    @property
+    def method(self) -> Literal["full", "lora"]:
+        """`lora` when adapters are trained, else `full`."""
+        return "full" if self.lora is None else "lora"

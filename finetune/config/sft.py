@@ -1,0 +1,149 @@
+"""The `train` section: checked against the fields of `trl.SFTConfig`, converted, and made one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from finetune.config.optimizers import OWN_NAMES, check_name
+from finetune.config.schema import RunConfig
+from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
+from finetune.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from trl import SFTConfig
+
+OWNED_BY_US = {
+    "output_dir": "the run folder holds it (use --out to choose the folder of runs)",
+    "bf16": "precision.compute decides it",
+    "fp16": "precision.compute decides it",
+    "model_init_kwargs": "the model section decides it",
+}
+"""Keys of `trl.SFTConfig` that a recipe may not set, and why."""
+
+
+def convert_train(
+    train: dict[str, Any], where: Callable[[KeyPath], str] = ".".join
+) -> dict[str, Any]:
+    """Check keys of the `train` section against `trl.SFTConfig` and convert values by field type.
+
+    Args:
+        train: key -> value as read (text for plain scalars).
+        where: from a path such as `("train", "optim")` to `file:line` for messages.
+
+    Raises:
+        ConfigError: an unknown or reserved key, or a value of the wrong type.
+    """
+    import dataclasses
+    import typing
+
+    from trl import SFTConfig
+
+    fields = {f.name: f for f in dataclasses.fields(SFTConfig) if f.init}
+    types = typing.get_type_hints(SFTConfig)
+    result: dict[str, Any] = {}
+    for key, value in train.items():
+        at = ("train", key)
+        if key in OWNED_BY_US:
+            raise ConfigError(
+                f"train.{key} cannot be set here: {OWNED_BY_US[key]}",
+                where=where(at),
+                fix=f"remove train.{key}",
+            )
+        if key not in fields:
+            hint = nearest(key, fields)
+            raise ConfigError(
+                f"trl.SFTConfig has no argument {key!r}" + (f"; {hint}" if hint else ""),
+                where=where(at),
+                why="the train section is handed unchanged to trl.SFTConfig",
+                fix="see the SFTConfig page of the TRL documentation for its arguments",
+            )
+        result[key] = _convert(key, plain_data(value), types[key], where(at))
+        if key == "optim":
+            check_name(str(result[key]), where(at))
+    return result
+
+
+def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
+    kinds = _members(annotation)
+    if not isinstance(value, PlainText):
+        if value is not None and type(value) not in kinds:
+            names = " or ".join(sorted(k.__name__ for k in kinds & _YAML_KINDS))
+            raise ConfigError(f"train.{key} must be {names}, not {value!r}", where=where)
+        return value
+    text = SPECIAL_FLOATS.get(value, str(value)) if float in kinds else str(value)
+    if text in ("true", "false") and bool not in kinds:
+        return text == "true"  # fields such as `fsdp: str | None` take a truth value too
+    if str in kinds and not kinds & {int, float, bool}:
+        return text
+    for kind in (bool, int, float):
+        if kind in kinds and not (kind is bool and int in kinds and text in ("0", "1")):
+            try:
+                return TypeAdapter(kind).validate_python(text)
+            except ValidationError:
+                continue
+    if str in kinds or not kinds & {bool, int, float}:
+        return text
+    names = " or ".join(sorted(k.__name__ for k in kinds & {bool, int, float}))
+    raise ConfigError(f"train.{key} must be {names}, not {text!r}", where=where)
+
+
+_YAML_KINDS = {bool, int, float, str, list, dict}
+
+
+def _members(annotation: Any) -> set[type]:
+    args = getattr(annotation, "__args__", None)
+    origin = getattr(annotation, "__origin__", None)
+    if origin in (list, dict, tuple):
+        return {origin}
+    if args:
+        return set().union(*(_members(a) for a in args))
+    return {annotation} if isinstance(annotation, type) else set()
+
+
+def sft_config(
+    config: RunConfig, folder: Path, settings: dict[str, Any], *, on_cpu: bool
+) -> SFTConfig:
+    """`trl.SFTConfig` of a run: the `train` section unchanged, and what other sections decide.
+
+    Args:
+        config: the run.
+        folder: of the run.
+        settings: that go with the data, unless the recipe sets them.
+        on_cpu: whether it trains on a CPU.
+
+    Raises:
+        ConfigError: a combination that SFTConfig refuses.
+    """
+    from trl import SFTConfig
+
+    train = {k: v for k, v in config.train.items() if k != "resume_from_checkpoint"}
+    if train.get("optim") in OWN_NAMES:
+        del train["optim"]  # Transformers knows no such name: the class is given to the trainer
+    if train.get("fsdp") and on_cpu:
+        raise ConfigError(
+            "train.fsdp was asked on a CPU",
+            where="train.fsdp",
+            why="accelerate shards on GPUs only, and would run plain data parallelism silently",
+            fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",
+        )
+    compute = config.precision.compute
+    # Every parameter of a causal language model takes part; looking for idle ones costs time.
+    settings = {"ddp_find_unused_parameters": False, **settings}
+    try:
+        return SFTConfig(
+            output_dir=str(folder / "checkpoints"),
+            bf16=compute in ("bf16", "fp8"),
+            fp16=compute == "fp16",
+            use_cpu=on_cpu,  # without it SFTConfig refuses bf16 on a CPU
+            disable_tqdm=True,
+            **{**settings, **train},
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"trl.SFTConfig refuses this combination: {str(error).strip().splitlines()[0]}",
+            where="section train",
+        ) from error

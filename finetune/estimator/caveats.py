@@ -1,0 +1,102 @@
+"""What an estimate does not know, and in which direction the truth lies.
+
+Nothing is guessed silently: what a rehearsal cannot run is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from finetune.config.fsdp import fsdp_settings
+from finetune.config.optimizers import chosen
+from finetune.estimator.knobs import attends_by_mask
+from finetune.estimator.measure import Measured
+from finetune.estimator.place import Place
+
+
+def limits(measured: Measured, place: Place) -> tuple[str, ...]:
+    """Sentences about one configuration at one place, those that apply."""
+    config, train = measured.config, measured.config.train
+    on_gpu, notes = place.device.kind == "cuda", []
+    pace = measured.pace
+    masked = on_gpu and attends_by_mask(config, place.device)
+    if masked and pace is not None and pace.share("attention") > 0.2:
+        notes.append(
+            f"attention is {pace.share('attention'):.0%} of the step: rows packed into one make an "
+            "explicit mask, which flash attention does not take and other kernels compute in full. "
+            "model.attention=flash_attention_2 (with the flash-attn package) needs no mask; "
+            "--advice measures it"
+        )
+    if place.gpu is None and on_gpu:
+        notes.append(
+            "only the memory of this GPU is known: it is taken to have FP8 (compute capability "
+            "9.0), and no time is told"
+        )
+    if on_gpu and measured.compiled:
+        notes.append(
+            "compiled layers are rehearsed uncompiled: memory is at most this, since fused chains "
+            "make no temporaries; their time counts a chain as one kernel"
+        )
+    if measured.resolution.reason.startswith("Transformer Engine, taken"):
+        notes.append(
+            "Transformer Engine is taken to be installed there; its layers are modelled from its "
+            "sources, not run: memory within some per cent of the FP8 copies either way"
+        )
+    if on_gpu and chosen(train).paged:
+        notes.append(
+            "states of a paged optimizer are not counted: they lie on the GPU while it has room, "
+            "so that nvidia-smi shows more, and on the host when it is full, which takes time"
+        )
+    if train.get("use_liger_kernel"):
+        notes.append("Liger's kernels are not rehearsed: memory and time will be lower than this")
+    if config.lora is not None and config.lora.dropout:
+        notes.append("dropout's masks are rehearsed; its random numbers cost time not counted here")
+    if place.device.is_rocm:
+        notes.append(
+            "rehearsed as CUDA would run it: attention and allocator of ROCm differ, either way"
+        )
+    if not train.get("packing") and on_gpu:
+        notes.append(
+            "the longest row is taken to have train.max_length tokens: shorter ones take less "
+            "memory and time, and lengths that change from batch to batch reserve more"
+        )
+    return (*notes, *_several(measured, place))
+
+
+def _several(measured: Measured, place: Place) -> Iterator[str]:
+    """What is not known of several devices."""
+    train = measured.config.train
+    if place.count == 1:
+        if train.get("fsdp"):
+            yield "train.fsdp shards nothing on one GPU: one process trains as without it"
+        return
+    if place.device.kind == "cuda" and place.gpu is None:
+        yield "how these GPUs are linked is not known: NCCL's buffers are taken as over NVLink"
+    if place.count > 8:
+        yield (
+            "all GPUs are taken to be in one machine: over a network communication takes longer "
+            "than told here"
+        )
+    if not train.get("fsdp"):
+        yield (
+            "each GPU holds a copy of the model and its gradients a second time, to be sent (DDP); "
+            "train.fsdp=true shards them"
+        )
+        return
+    settings = fsdp_settings(train)
+    yield (
+        "fragments of sharded training are not replayed but estimated: gathered weights are of "
+        "streams of their own; reserved memory may be some GiB off, either way"
+    )
+    if settings.version != 2:
+        yield (
+            "FSDP1 is estimated as FSDP2: it gathers the next group too and holds its flat "
+            "gradient, one to two decoder layers more than told here"
+        )
+    if settings.offload:
+        yield "cpu_offload is not modelled: GPUs hold less than told here, and steps take longer"
+    if settings.wrapping != "TRANSFORMER_BASED_WRAP":
+        yield (
+            f"auto_wrap_policy {settings.wrapping} is estimated as TRANSFORMER_BASED_WRAP: larger "
+            "groups hold more than told here while they are gathered, smaller ones less"
+        )

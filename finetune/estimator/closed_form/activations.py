@@ -1,0 +1,168 @@
+"""What one decoder layer keeps for its backward, in bytes for each token, from first principles.
+
+An operator keeps what its derivative needs, under autocast in the type in which it computes:
+
+    norm        its input in float32; if its weight trains, also the normalised input
+    linear      its input, if its weight or an adapter of it trains; siblings that read one tensor
+                (q, k, v; gate, up) share it, unless each casts a float32 stream for itself
+    attention   q, k and v as they enter it, and with fused kernels its result and a float32 for
+                each head; written out (`eager`), the table of weights twice instead
+    gated MLP   gate, act(gate) and up, whatever trains
+    rotary      nothing of its own (cosines are shared by all layers)
+
+Adapters keep their input likewise (in one function with their base: once for all siblings, as FP8
+codes where the base multiplies in FP8; by themselves: a BF16 copy each, and a mask with dropout),
+and r numbers each. With checkpointing a layer keeps its input only, and all this in its turn.
+
+Derived by reading the layers of Transformers 5, and held against tensors that are counted alive
+(`tests/estimator/test_preview.py`). Not in it: padding masks, engines that keep their own codes
+(Transformer Engine: about half of what linears keep), and what a compiler decides not to keep.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from finetune.estimator.closed_form.decoder import Decoder, Linear
+
+HALF, FLOAT, CODE = 2.0, 4.0, 1.0
+"""Bytes of a number in BF16 (FP16), in float32 and in FP8."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What trains and how, as far as it decides what is kept.
+
+    Attributes:
+        full: all weights train.
+        adapted: paths of the linear layers with an adapter.
+        rank: of the adapters.
+        stream: bytes of a number in the stream between layers: that of the model's type.
+        fused: adapters run in one function with their base.
+        codes: of its input an adapter keeps FP8 codes.
+        dropout: adapters draw a mask.
+        expanded: keys and values are repeated for all query heads before attention.
+        eager: attention is written out, not one kernel.
+        compute: bytes of a number in which matmuls run.
+    """
+
+    full: bool
+    adapted: frozenset[str] = frozenset()
+    rank: int = 0
+    stream: float = HALF
+    fused: bool = True
+    codes: bool = False
+    dropout: bool = False
+    expanded: bool = False
+    eager: bool = False
+    compute: float = HALF
+
+
+def layer_bytes(decoder: Decoder, how: Trained, length: int) -> float:
+    """Kept by one layer for each token.
+
+    Args:
+        decoder: its shape.
+        how: what trains.
+        length: tokens of a sequence; only attention that is written out depends on it.
+    """
+    match decoder.family:
+        case "bdh":
+            return _bdh(decoder, how, length)
+        case "gpt2":
+            return _gpt2(decoder, how, length)
+        case _:
+            return _llama_like(decoder, how, length)
+
+
+def _llama_like(decoder: Decoder, how: Trained, length: int) -> float:
+    d, i = decoder.hidden, decoder.inner
+    norms = 0.0
+    for n, times in _norms(decoder):
+        # Gemma multiplies in float32 by 1 + weight, others in the type of the stream
+        gemma = decoder.family.startswith("gemma")
+        weighted = FLOAT if gemma else how.stream
+        norms += times * (FLOAT * (3 if gemma else 1) + n * (FLOAT + weighted * how.full))
+    attention = _attention(decoder, how, length)
+    if decoder.experts:
+        # of each expert: gate and up, act(gate), the result to be weighted; and if it trains its
+        # input and the product; beside them what the router reads
+        of_each = 3 * i + d + (i + d) * how.full
+        inner = (decoder.active * of_each + d) * how.compute + 8 * decoder.experts
+    else:
+        inner = 3 * i * how.compute
+    return norms + attention + inner + _inputs(decoder, how)
+
+
+def _norms(decoder: Decoder) -> list[tuple[int, int]]:
+    """(numbers under one norm, how many such) for each norm of a layer."""
+    of_stream = sum(length == decoder.hidden for length in decoder.vectors)
+    norms = [(decoder.hidden, of_stream)]
+    if len(decoder.vectors) > of_stream:  # of queries and keys
+        norms.append((decoder.head_dim, decoder.heads + decoder.kv_heads))
+    return norms
+
+
+def _attention(decoder: Decoder, how: Trained, length: int) -> float:
+    q, kv = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
+    entering = (q + 2 * (q if how.expanded or how.eager else kv)) * how.compute
+    if not how.eager:
+        return entering + q * how.compute + FLOAT * decoder.heads
+    capped = how.compute if decoder.family == "gemma2" else 0.0
+    return entering + decoder.heads * length * (FLOAT + how.compute + capped)
+
+
+def _gpt2(decoder: Decoder, how: Trained, length: int) -> float:
+    d, i = decoder.hidden, decoder.inner
+    norms = 2 * (d + 2) * FLOAT
+    attention = _attention(decoder, how, length)
+    # gelu_new is written out: x, x³ and tanh in float32, for which autocast asks of `pow`
+    inner = i * (3 * FLOAT + how.compute)
+    return norms + attention + inner + decoder.dropouts * d + _inputs(decoder, how)
+
+
+def _bdh(decoder: Decoder, how: Trained, length: int) -> float:
+    d, n, heads = decoder.hidden, decoder.inner, decoder.heads
+    neurons = 4 * n * how.compute  # active, turned, excited, both
+    scores = heads * length * how.compute
+    read = heads * d * (FLOAT + 2 * how.compute)  # also the stream, repeated for each head
+    norms = 2 * d * FLOAT
+    return neurons + scores + read + norms + d * how.compute + decoder.dropouts * n
+
+
+# -------------------------------------------------------------------------- inputs of linear layers
+
+
+def _inputs(decoder: Decoder, how: Trained) -> float:
+    """Inputs that are kept for the sake of weights or adapters that train."""
+    siblings: dict[str, list[Linear]] = defaultdict(list)
+    for linear in decoder.linears:
+        siblings[_reads(linear)].append(linear)
+    return sum(_shared_input(source, linears, how) for source, linears in siblings.items())
+
+
+def _reads(linear: Linear) -> str:
+    """Which tensor a layer reads."""
+    if linear.name in ("q_proj", "k_proj", "v_proj", "c_attn"):
+        return "first norm"
+    if linear.name in ("gate_proj", "up_proj", "c_fc"):
+        return "second norm"
+    return "attention" if "attn" in linear.path else "product"
+
+
+def _shared_input(source: str, linears: list[Linear], how: Trained) -> float:
+    k = linears[0].k
+    float_input = source.endswith("norm") and how.stream > how.compute
+    once = 0.0 if source == "attention" and not how.eager else k * how.compute
+    if how.full:
+        return len(linears) * k * how.compute if float_input else once
+    adapters = sum(linear.path in how.adapted for linear in linears)
+    if not adapters:
+        return 0.0
+    own = adapters * how.rank * how.compute
+    if how.codes:
+        return own + k * CODE + FLOAT
+    if how.fused:
+        return own + (adapters * k * how.compute if float_input else once)
+    return own + adapters * k * (how.compute + CODE * how.dropout)

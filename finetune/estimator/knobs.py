@@ -1,0 +1,238 @@
+"""What can be changed about a run that needs too much memory, as one types it. No torch.
+
+Only what applies: a change that the run has already made, or that its device, method or storage
+rules out, is not offered. What each frees and costs is not known here; `finetune.estimator.advice`
+measures it, and whoever has nothing measured (`finetune.estimator.memory_bound`) can still name
+them.
+
+Three ranks, by how much a change touches what is trained:
+
+    same        the same training: gradients equal up to rounding, or equal in expectation
+    otherwise   the same weights train, by other numbers: optimizer states in 8 bits, a base in four
+    adapters    something else trains: adapters instead of all weights
+    devices     the same training on more GPUs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from finetune.config.optimizers import chosen
+from finetune.config.schema import FROZEN_SCALINGS, RunConfig
+from finetune.hardware.device import Device
+
+Rank = Literal["same", "otherwise", "adapters", "devices"]
+RANKS: tuple[Rank, ...] = get_args(Rank)
+
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "max_length": 1024,
+    "gradient_checkpointing": True,
+    "packing": False,
+}
+"""Of `trl.SFTConfig`, those that are asked for here; held to it by a test."""
+
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+SHARDED = ("train.fsdp=true", "train.fsdp_config={version: 2, reshard_after_forward: true}")
+SHORTEST = 256
+LORA = ("lora.r=16", "lora.alpha=32")
+LORA_RATE = 2e-4
+FUSED = "adamw_torch_fused"
+FLASH_CAPABILITY = (8, 0)
+"""Compute capability from which the package FlashAttention runs."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to change.
+
+    Attributes:
+        kind: what it is about; of two changes of one kind only one can be made.
+        overrides: `section.key=value` as typed behind the recipe.
+        why: what it does, and what speaks against it.
+        rank: how much it touches what is trained.
+        environment: a variable to be set before the command, or none.
+        gpus: number of GPUs that it needs, None for as many as there are.
+    """
+
+    kind: str
+    overrides: tuple[str, ...]
+    why: str
+    rank: Rank = "same"
+    environment: str = ""
+    gpus: int | None = None
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """All of it as typed: the variable before the command, what follows the recipe after it."""
+        count = () if self.gpus is None else (f"--gpus {self.gpus}",)
+        return (*((self.environment,) if self.environment else ()), *count, *self.overrides)
+
+
+def setting(config: RunConfig, key: str) -> Any:
+    """A value of the `train` section, or the default that it has."""
+    return config.train.get(key, DEFAULTS[key])
+
+
+def rows_of(config: RunConfig) -> tuple[int, int]:
+    """Rows of a micro-batch, and micro-batches of a step."""
+    rows = int(setting(config, "per_device_train_batch_size"))
+    return rows, int(setting(config, "gradient_accumulation_steps"))
+
+
+def with_rows(rows: int, times: int) -> tuple[str, str]:
+    """Overrides for a micro-batch of so many rows, so many of them in a step."""
+    return (
+        f"train.per_device_train_batch_size={rows}",
+        f"train.gradient_accumulation_steps={times}",
+    )
+
+
+def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, ...]:
+    """What would free memory, those that apply, roughly from the cheapest in speed to the dearest.
+
+    Args:
+        config: the run.
+        device: that it would train on.
+        gpus: of them.
+    """
+    return (
+        *_free_of_charge(config, device),
+        *_smaller_base(config, device),
+        *_smaller_batches(config),
+        *_recomputed(config),
+        *_narrower(config),
+        *_shorter(config),
+        *_adapters(config, device),
+        *_more_devices(config, device, gpus),
+    )
+
+
+def attends_by_mask(config: RunConfig, device: Device) -> bool:
+    """Whether packed rows are kept apart by a mask of L x L, where FlashAttention needs none."""
+    able = device.kind == "cuda" and (device.capability or (0, 0)) >= FLASH_CAPABILITY
+    packed = bool(setting(config, "packing")) and config.model.attention in (None, "sdpa", "eager")
+    return able and packed
+
+
+def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
+    if config.train.get("optim") == "adamw_torch":
+        why = "one fused kernel instead of passes over lists of tensors, which make temporaries"
+        yield Change("optimizer kernel", (f"train.optim={FUSED}",), why)
+    if attends_by_mask(config, device):
+        yield Change(
+            "attention",
+            ("model.attention=flash_attention_2",),
+            "packed documents are kept apart without a mask of length x length; needs the package "
+            "flash-attn",
+        )
+    if device.kind == "cuda" and not device.is_rocm:
+        why = "frees fragments between tensors, not tensors: segments grow instead of standing idle"
+        yield Change("allocator", (), why, environment=EXPANDABLE)
+
+
+def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
+    """How a base that does not train is held."""
+    precision, storage = config.precision, config.model.storage
+    if config.lora is None or storage == "nf4":
+        return
+    if precision.compute == "bf16" and storage is None:
+        if device.has_fp8:
+            yield Change(
+                "base",
+                ("precision.compute=fp8", "precision.scaling=rowwise", "precision.frozen=fp8"),
+                "the frozen base is held as the FP8 codes that it is multiplied by: one byte a "
+                "weight",
+                "otherwise",
+            )
+        else:
+            yield Change(
+                "base",
+                ("model.storage=fp8",),
+                "the frozen base is held in FP8, one byte a weight, and turned back before each "
+                "product",
+                "otherwise",
+            )
+    plain = precision.compute == "fp8" and precision.frozen != "fp8"
+    if plain and precision.scaling in FROZEN_SCALINGS and precision.format in (None, "e4m3"):
+        why = "the frozen base is held in FP8 alone, without a copy in 16 bits"
+        yield Change("base", ("precision.frozen=fp8",), why, "otherwise")
+    if precision.compute in ("bf16", "fp8") and config.lora.bias == "none":
+        yield Change(
+            "base",
+            ("precision.compute=bf16", "model.storage=nf4"),
+            "QLoRA: the frozen base in four bits, turned back to BF16 before each product; needs "
+            "the extra bnb",
+            "otherwise",
+        )
+
+
+def _smaller_batches(config: RunConfig) -> Iterator[Change]:
+    """Half the rows as often again, and so on to one: a step keeps its tokens."""
+    rows, times = rows_of(config)
+    while rows > 1:
+        factor = 2 if rows % 2 == 0 else rows
+        rows, times = rows // factor, times * factor
+        why = "fewer activations at a time; a step keeps its tokens, in more micro-batches"
+        yield Change("micro-batch", with_rows(rows, times), why)
+
+
+def _recomputed(config: RunConfig) -> Iterator[Change]:
+    if not setting(config, "gradient_checkpointing"):
+        why = "activations of a layer are computed again in backward instead of being kept"
+        yield Change("checkpointing", ("train.gradient_checkpointing=true",), why)
+
+
+def _narrower(config: RunConfig) -> Iterator[Change]:
+    """Weights and states of the optimizer in fewer bits."""
+    if config.model.dtype == "float32" and config.precision.compute in ("bf16", "fp8"):
+        why = "weights, gradients and moments in BF16: updates below its rounding are lost"
+        yield Change("weights", ("model.dtype=bfloat16",), why, "otherwise")
+    moments = chosen(config.train).moments
+    if moments is not None and moments.count == 2 and not moments.blockwise:
+        why = (
+            "both moments of AdamW in 8 bits, so it trains a little otherwise; needs the extra bnb"
+        )
+        yield Change("optimizer", ("train.optim=adamw_8bit",), why, "otherwise")
+
+
+def _shorter(config: RunConfig) -> Iterator[Change]:
+    length, (_, times) = setting(config, "max_length"), rows_of(config)
+    if length is None or length // 2 < SHORTEST:
+        return
+    packed = bool(setting(config, "packing"))
+    what = "documents are split" if packed else "longer rows are cut off"
+    overrides = (f"train.max_length={length // 2}",)
+    if packed:  # as many tokens in a step
+        overrides += (f"train.gradient_accumulation_steps={times * 2}",)
+    why = f"{what}: what stands further apart is not learnt from"
+    yield Change("length", overrides, why, "otherwise")
+
+
+def _adapters(config: RunConfig, device: Device) -> Iterator[Change]:
+    """Adapters on all linear layers, over a base that is held ever smaller."""
+    if config.lora is not None or config.precision.compute not in ("bf16", "fp8"):
+        return
+    rate = config.train.get("learning_rate", 0.0)
+    overrides = LORA + ((f"train.learning_rate={LORA_RATE:g}",) if rate < LORA_RATE else ())
+    overrides += ("model.dtype=bfloat16",) if config.model.dtype == "float32" else ()
+    what = "LoRA: adapters train instead of all weights, which stand still"
+    yield Change("method", overrides, what, "adapters")
+    if device.has_fp8 and config.precision.compute == "bf16":
+        in_fp8 = ("precision.compute=fp8", "precision.scaling=rowwise")
+        yield Change("method", overrides + in_fp8, f"{what} and are held in FP8", "adapters")
+    in_four = ("precision.compute=bf16", "model.storage=nf4")
+    why = f"QLoRA: {what.removeprefix('LoRA: ')}, in four bits; needs the extra bnb"
+    yield Change("method", overrides + in_four, why, "adapters")
+
+
+def _more_devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Change]:
+    if device.kind != "cuda" or config.model.storage == "nf4":
+        return
+    overrides = () if config.train.get("fsdp") else SHARDED
+    for count in (2 * gpus, 4 * gpus, 8 * gpus):
+        why = f"{count} GPUs share weights, gradients and states (FSDP2)"
+        yield Change("devices", overrides, why, "devices", gpus=count)

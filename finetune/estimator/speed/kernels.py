@@ -1,0 +1,270 @@
+"""What kind of kernel an operator launches, how many FLOPs it does and how many bytes it moves.
+
+Time on a GPU depends on little more than this. Operators fall in these kinds:
+
+    gemm        a matrix product: FLOPs, tiles, precision of its operands
+    attention   a fused attention kernel, forward or backward
+    pointwise   one output element from one element of each input
+    reduction   sums, maxima, norms, softmax; a *barrier* when what it reduces is not a whole row,
+                since nothing that needs its result can run in the same kernel
+    copy        casts, clones, transposes, concatenations, fills
+    gather      rows picked by an index (embedding, its backward): the table is not read whole
+    optimizer   the update of the weights
+    dequantise  packed 4-bit or 8-bit codes to 16-bit weights
+    none        views, allocations and synchronisations: no kernel
+
+Bytes are those of an eager kernel, which reads every input and writes every output once; fusion is
+accounted for elsewhere (fusion.py). FLOPs count a multiply and an add as two.
+
+Limits: an operator that is in no list is taken for pointwise. Convolutions are counted as
+pointwise, so a model that has large ones is predicted too fast.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from finetune.estimator.trace.trace import Op, Operand
+
+Kind = Literal[
+    "gemm",
+    "attention",
+    "pointwise",
+    "reduction",
+    "copy",
+    "gather",
+    "optimizer",
+    "dequantise",
+    "none",
+]
+Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks"]
+
+FUSABLE = frozenset({"pointwise", "reduction", "copy", "gather"})
+"""What Inductor generates code for and can join into one kernel."""
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+_GEMMS = words(
+    "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul fp8_mm _scaled_mm scaled_mm _int_mm "
+    "_grouped_mm _scaled_grouped_mm"
+)
+_REDUCTIONS = words(
+    "sum mean amax amin max min norm linalg_vector_norm var var_mean _softmax _log_softmax "
+    "_softmax_backward_data _log_softmax_backward_data native_layer_norm "
+    "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward rms_norm "
+    "nll_loss_forward nll_loss_backward argmax argmin any all cumsum topk sort logsumexp prod "
+    "aminmax bincount"
+)
+_ROW_REDUCTIONS = words(
+    "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm "
+    "_fused_rms_norm rms_norm topk sort cumsum"
+)
+_COPIES = words(
+    "copy_ copy clone _to_copy contiguous cat stack fill_ fill zero_ zeros zeros_like ones "
+    "ones_like full full_like new_zeros new_ones new_full constant_pad_nd pad arange repeat "
+    "repeat_interleave scalar_tensor roll flip tril triu"
+)
+_FILLS = words(
+    "fill_ fill zero_ zeros zeros_like ones ones_like full full_like new_zeros new_ones "
+    "new_full arange scalar_tensor"
+)
+_GATHERS = words(
+    "embedding embedding_dense_backward index_select gather index index_put index_put_ "
+    "_unsafe_index _index_put_impl_ scatter scatter_ scatter_add scatter_add_ index_add "
+    "index_add_ index_copy_"
+)
+_NONE = words(
+    "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
+    "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "
+    "empty empty_like empty_strided new_empty new_empty_strided lift_fresh unfold "
+    "_reshape_alias diagonal set_ resize_ is_same_size record_stream _local_scalar_dense "
+    "_assert_async"
+)
+_IN_PLACE_READS = {"addcmul": 3, "addcdiv": 3, "lerp": 2}
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+class Product(NamedTuple):
+    """A matrix product `[batch, m, k] x [batch, k, n]` and the precision of its operands."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    precision: Precision
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+def base_name(op: Op) -> str:
+    """`aten.mm.default` -> `mm`, `finetune_estimator.attention.default` -> `attention`."""
+    parts = op.name.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def dtype_name(operand: Operand) -> str:
+    """`bfloat16`, for a torch dtype or its name."""
+    return str(operand.dtype).removeprefix("torch.")
+
+
+def kind_of(op: Op) -> Kind:
+    """The kind of kernel that this operator launches."""
+    kind = _kind(op.name, op.phase)
+    if kind == "copy" and op.outputs and not base_name(op).endswith("_"):
+        taken = {operand.storage for operand in op.inputs}
+        if all(operand.storage in taken for operand in op.outputs):
+            return "none"  # nothing to do: it gave its argument back
+    return kind
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(full_name: str, phase: str) -> Kind:
+    name = full_name.split(".")[1] if "." in full_name else full_name
+    if name in _NONE:
+        return "none"
+    if name in _GEMMS or name.endswith("scaled_mm"):
+        return "gemm"
+    if "attention" in name:
+        return "attention"
+    if "dequant" in name:
+        return "dequantise"
+    if name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad", "_foreach_")):
+        return "optimizer"
+    if phase == "optimizer":
+        return "optimizer"
+    if name in _COPIES:
+        return "copy"
+    if name in _GATHERS:
+        return "gather"
+    if name in _REDUCTIONS:
+        return "reduction"
+    return "pointwise"
+
+
+def is_barrier(op: Op) -> bool:
+    """Whether a reduction needs the whole tensor, not its last dimension, before it has a result.
+
+    A norm over the last dimension can run in the kernel that produces its rows; the amax of a whole
+    tensor, or of its columns, cannot.
+    """
+    if kind_of(op) != "reduction" or base_name(op) in _ROW_REDUCTIONS or not op.inputs:
+        return False
+    whole = max(op.inputs, key=lambda operand: operand.nbytes).shape
+    rows = _product(whole[:-1])
+    return all(_product(output.shape) < rows for output in op.outputs)
+
+
+def product_of(op: Op) -> Product | None:
+    """The matrix product of a GEMM operator, None for another kind or for operands unknown."""
+    matrices = [operand for operand in op.inputs if len(operand.shape) >= 2]
+    name = base_name(op)
+    if name == "fp8_mm":  # codes are given as they lie in memory, without a shape
+        m, n = op.outputs[0].shape
+        return Product(1, m, n, max(1, op.inputs[0].nbytes // m), "fp8")
+    if kind_of(op) != "gemm" or len(matrices) < 2:
+        return None
+    output = (op.outputs or op.inputs)[0].shape
+    if name.startswith(("addmm", "baddbmm")) and len(matrices) >= 3:
+        matrices = matrices[1:]
+    a, b = matrices[0], matrices[1]
+    k = a.shape[-1]
+    n = output[-1]
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        # tokens [rows, k] in groups, one weight per expert: every row meets one weight
+        experts = b.shape[0] if len(b.shape) == 3 else 1
+        return Product(experts, max(1, _product(output[:-1]) // experts), n, k, _precision(op, a))
+    batch = _product(output[:-2]) if name in ("bmm", "baddbmm") else 1
+    m = _product(output[:-1]) // max(1, batch)
+    return Product(max(1, batch), m, n, k, _precision(op, a))
+
+
+def attention_flops(op: Op) -> tuple[float, bool]:
+    """(FLOPs, whether masked) of a fused attention operator.
+
+    Operands with four dimensions, in order: forward q, k, v and perhaps a mask; backward the
+    gradient, q, k, v, the output and perhaps a mask; q is `[B, H, L, D]`, k and v `[B, Hkv, S, D]`.
+    Forward is two products, `4 B H L S D`; backward is five, since the scores are computed again.
+    A causal square counts half; with an explicit mask nothing is skipped and it counts whole.
+    """
+    quads = [operand.shape for operand in op.inputs if len(operand.shape) == 4]
+    backward = is_backward_attention(op)
+    first, usual = (1, 5) if backward else (0, 3)
+    if len(quads) < usual:
+        return 0.0, False
+    b, h, length, d = quads[first]
+    keys = quads[first + 1][-2]
+    masked = len(quads) > usual
+    flops = (10.0 if backward else 4.0) * b * h * length * keys * d
+    return (flops if masked or keys != length else flops / 2), masked
+
+
+def is_backward_attention(op: Op) -> bool:
+    """Whether an attention operator is the backward one."""
+    return "backward" in op.name
+
+
+def traffic(op: Op) -> tuple[float, float]:
+    """(bytes read, bytes written) of one eager kernel."""
+    kind, name = kind_of(op), base_name(op)
+    read = float(sum(operand.nbytes for operand in op.inputs))
+    written = float(sum(operand.nbytes for operand in op.outputs))
+    if kind == "none":
+        return 0.0, 0.0
+    if kind == "optimizer":
+        return read, written or _updated_in_place(op, name)
+    if kind == "gather":
+        if name == "embedding_dense_backward":
+            return read, 2 * written  # the gradient of the whole table is cleared, then added to
+        return min(read, 2 * written), written
+    if not op.outputs and op.inputs:
+        return read, float(op.inputs[0].nbytes)  # it worked in place
+    if kind == "copy":
+        if name in _FILLS:
+            return 0.0, written
+        if name == "copy_" and len(op.inputs) > 1:
+            return float(op.inputs[1].nbytes), float(op.inputs[0].nbytes)
+    return read, written
+
+
+def _updated_in_place(op: Op, name: str) -> float:
+    """Bytes that an optimizer operator writes to its own arguments (its record has no outputs).
+
+    Fused AdamW gets parameters, gradients and two moments and writes all but the gradients; a
+    foreach operator writes the first of its lists.
+    """
+    read = float(sum(operand.nbytes for operand in op.inputs))
+    if not name.endswith("_"):
+        return 0.0
+    if name.startswith("_fused_"):
+        return 0.75 * read
+    bare = name.removeprefix("_foreach_").rstrip("_")
+    lists = _IN_PLACE_READS.get(bare, 2 if "List" in op.name else 1)
+    return read / lists
+
+
+def _precision(op: Op, a: Operand) -> Precision:
+    name, kind = base_name(op), dtype_name(a)
+    if name.endswith("scaled_mm") or kind in _FP8 or "scaled_grouped" in name:
+        scales = op.inputs[2:]
+        if any("e8m0" in dtype_name(scale) for scale in scales):
+            return "fp8_blocks"
+        if any(_product(scale.shape) > 1 and "float32" in dtype_name(scale) for scale in scales):
+            return "fp8_rowwise"
+        return "fp8"
+    return "fp32" if kind in ("float32", "float64") else "bf16"
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

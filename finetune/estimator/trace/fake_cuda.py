@@ -1,0 +1,181 @@
+"""Models without memory: a model on the meta device becomes one on a CPU that holds nothing.
+
+A meta tensor tells every program that asks that it lies nowhere, and autocast, optimizers and
+attention then go other ways than they would in training. A *fake* tensor has shape, type and
+device, but no bytes. So models are built and adapters attached on meta, where that is fast; then
+their parameters are replaced by fake ones. The device is always the CPU: fake CUDA tensors need a
+CUDA build of torch. What a GPU does otherwise is in `finetune.estimator.trace.fake_cuda`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+
+from finetune.estimator.trace.attention import attention_on
+from finetune.precision import weights
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[FakeTensorMode]:
+    """Operators give fake tensors; real ones may meet them (a batch, which is small)."""
+    whole: list[tuple[Any, str, Any]] = [(weights, "SLAB", {}), (weights, "SLAB_ELSEWHERE", 2**62)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced(whole):
+        yield mode
+
+
+@contextlib.contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes other values for a while: (owner, name, value)."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            else:  # inherited
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, value)
+        yield
+
+
+def to_fake(model: nn.Module) -> None:
+    """Replace parameters and buffers on meta by ones on the CPU, ties kept, in place.
+
+    Inside of `without_memory` those are fake.
+    """
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            data: Tensor = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+            if isinstance(tensor, nn.Parameter):
+                data = nn.Parameter(data, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = data
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = fake(parameter)  # pyright: ignore[reportArgumentType]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fake(buffer)
+
+
+# ------------------------------------------------------------------------------------------
+# What a GPU does otherwise than a CPU, done to tensors that are said to lie on a CPU.
+#
+# Fake tensors lie on the CPU (`finetune.estimator.trace.fake_cuda`). Where the libraries ask a
+# tensor for its
+# device and then do something else on CUDA, and that something takes other memory or time, the CUDA
+# way is taken here by hand, for as long as `on_gpu` is entered:
+#
+# * *attention* runs as one fused kernel of CUDA's (`finetune.estimator.trace.attention`);
+# * *autocast*: CUDA's list of functions that run in float32 is longer than the CPU's (torch
+#   documentation, "CUDA Ops that can autocast to float32");
+# * *optimizers and gradient norms*: `foreach` is the default on CUDA only, and makes temporaries of
+#   the size of all that trains;
+# * *TRL's loss* takes the positions that have a label, and runs Triton kernels in place; Triton
+#   itself need not be installed.
+
+
+_MATHS = (
+    "acos asin cosh cumprod cumsum dist erfinv exp expm1 log log10 log1p log2 norm pow prod "
+    "reciprocal renorm rsqrt sinh softmax log_softmax sum tan"
+)
+FLOAT32 = {
+    torch: f"{_MATHS} cdist layer_norm group_norm",
+    Tensor: f"{_MATHS} __pow__ __rpow__ __rdiv__ __rtruediv__",
+    F: "layer_norm group_norm softmax log_softmax softmin softplus normalize cross_entropy "
+    "nll_loss kl_div l1_loss mse_loss smooth_l1_loss cosine_similarity",
+}
+"""Functions that CUDA's autocast runs in float32, by where Python finds them."""
+
+
+def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args = tuple(_wide(value) for value in args)
+        return function(*args, **kwargs)
+
+    return wide
+
+
+def _wide(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
+
+
+class _Launcher:
+    """Stands for a Triton kernel that works in place: what it reads and writes is on the tape."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, tile: Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.ops.finetune_estimator.in_place(tile, self.name)
+
+
+_library = torch.library.Library("finetune_estimator", "FRAGMENT")
+_library.define("in_place(Tensor(a!) tile, str name) -> ()")
+_library.impl("in_place", lambda *_: None, "Meta")
+_library.define("addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()")
+_library.impl("addmm_fp32", lambda *_: None, "Meta")
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA keeps a mask of one byte for each element, the CPU one of the type of `x`."""
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+@contextlib.contextmanager
+def on_gpu(
+    capability: tuple[int, int] = (9, 0), torch_version: tuple[int, ...] | None = None
+) -> Iterator[None]:
+    """Treat tensors of the CPU as CUDA would treat its own.
+
+    Args:
+        capability: compute capability of the GPU.
+        torch_version: of torch, the installed one unless given; decides which attention runs.
+    """
+    import torch.optim.optimizer as optimizers
+    from torch.utils import _foreach_utils
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils as trl_utils
+
+    def also_cpu() -> list[str]:
+        return ["cpu", "cuda"]
+
+    def always(device: torch.device) -> bool:
+        return True
+
+    changes: list[tuple[Any, str, Any]] = [
+        (optimizers, "_get_foreach_kernels_supported_devices", also_cpu),
+        (_foreach_utils, "_get_foreach_kernels_supported_devices", also_cpu),
+        (optimizers, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
+        (trl_utils, "_use_triton", always),
+        (chunked_logprob, "_use_triton", always),
+        (chunked_logprob, "triton", SimpleNamespace(cdiv=lambda n, by: -(-n // by))),
+        (chunked_logprob, "_addmm_fp32", torch.ops.finetune_estimator.addmm_fp32),
+        (chunked_logprob, "_forward_kernel", _Launcher("logprob_forward")),
+        (chunked_logprob, "_backward_kernel", _Launcher("logprob_backward")),
+        (F, "scaled_dot_product_attention", attention_on(capability, torch_version)),
+        (F, "dropout", _dropout),
+    ]
+    for owner, names in FLOAT32.items():
+        changes += [(owner, name, _in_float32(getattr(owner, name))) for name in names.split()]
+    with replaced(changes):
+        yield

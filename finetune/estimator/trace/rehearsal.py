@@ -1,0 +1,392 @@
+"""A rehearsal of a run: its own trainer, on tensors without memory, for one step.
+
+What a run allocates is decided by code that nobody wants to describe twice: Transformers' layers,
+PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code is
+run. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
+by the plan that the target device would have, and is handed to a stock `SFTTrainer`, whose
+`train()` takes one step over a made-up batch: as many tokens as the recipe allows. Packed rows are
+full of documents; others differ in length, as rows do, by one token of padding: the longest rules
+the peak, and that they differ makes Transformers hand attention a mask, at a cost.
+
+Before that step the optimizer has stepped once, on gradients of nothing, so that its states are
+there as they are from the second step on. With gradient accumulation the gradients stay too, as
+they do for every micro-batch but the first. So one pass over the model shows what every step holds.
+
+Where FSDP2 shares the model among GPUs (`sharded`), layers compute with weights that were gathered
+in the type of computing and under no autocast, as Accelerate has it; so they do here. What sharing
+does to memory is laid over that (`finetune.estimator.memory.sharded`), and needs to know when
+which group of parameters computes.
+
+Not rehearsed: the proof of the first steps and the logs of training health (both look at a few
+numbers at a time), evaluation, and saving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from finetune.config.fsdp import fsdp_settings
+from finetune.config.optimizers import chosen
+from finetune.config.schema import RunConfig
+from finetune.config.sft import sft_config
+from finetune.errors import FinetuneError, RehearsalError
+from finetune.estimator.trace.attention import choose_attention
+from finetune.estimator.trace.fake_cuda import on_gpu, replaced, to_fake, without_memory
+from finetune.estimator.trace.fsdp_groups import ModelGroups, Visit, Visits, cast_to, model_groups
+from finetune.estimator.trace.optimizer_updates import (
+    COMPILED,
+    SteadyScale,
+    paged_states,
+    torchao_updates,
+)
+from finetune.estimator.trace.stored_base import as_four_bit, hold_base
+from finetune.estimator.trace.trace import Phase, Recorder, Tape
+from finetune.estimator.trace.transformer_engine import stand_in
+from finetune.precision import convert
+from finetune.precision.planner import PrecisionPlan, plan
+from finetune.training import low_bit, session
+from finetune.training.model import TINY_LLAMA, sketch
+from finetune.training.preflight import check_storage
+
+if TYPE_CHECKING:
+    from finetune.hardware.device import Device, Resolution
+
+GATHERED_AS = {
+    "fp8": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": None,
+}
+"""Type in which FSDP2 gathers weights, by `precision.compute`
+(`finetune.training.session.AUTOCAST`); None: as they are held."""
+DOCUMENTS = 8
+"""Rows that are packed into one, of those that a recipe packs."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a step of a run was seen to do.
+
+    Attributes:
+        tape: of a micro-batch's forward and backward and of the optimizer's step.
+        plan: the precision of every layer.
+        tokens: in a micro-batch, on one device.
+        parameters, trainable: counts.
+        groups: of parameters that FSDP2 would gather together.
+        visits: when each of them computes; `step` begins with the first.
+        accumulates: gradients of several micro-batches are added up.
+        notes: what could not be rehearsed, and how the truth would differ.
+    """
+
+    tape: Tape
+    plan: PrecisionPlan
+    tokens: int
+    parameters: int
+    trainable: int
+    groups: ModelGroups
+    visits: list[Visit]
+    accumulates: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def rehearse(
+    config: RunConfig,
+    device: Device,
+    resolution: Resolution,
+    *,
+    layers: int | None = None,
+    padded: bool | None = None,
+    sharded: bool = False,
+) -> Rehearsal:
+    """Run one step of a recipe on tensors without memory.
+
+    Args:
+        config: the run.
+        device: that it would train on; its kind decides what libraries do.
+        resolution: of the run's precision on that device.
+        layers: of the model, from the first on; all, if left out. Fewer are rehearsed sooner, and
+            tell what one more costs.
+        padded: whether rows differ in length, so that attention gets a mask; left out: they do
+            unless they are packed.
+        sharded: with weights as FSDP2 gathers them.
+
+    Raises:
+        FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
+        RehearsalError: what the model does cannot be done without values.
+    """
+    notes: list[str] = []
+    before = as_four_bit if config.model.storage == "nf4" else None
+    model: nn.Module = sketch(config, before, layers=layers)
+    if config.train.get("fsdp"):
+        check_storage(config, model)
+    the_plan = plan(model, resolution.precision)
+    gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
+    held = cast_to(model, gathered_as) if gathered_as is not None else {}
+    with _telling_of(config), leaving_no_trace(), without_memory(), ExitStack() as stack:
+        to_fake(model)
+        if device.kind == "cuda":
+            stack.enter_context(on_gpu(device.capability or (9, 0)))
+        choose_attention(model, config.model.attention)
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        hold_base(model, config.model.storage)
+        if resolution.precision.backend == "te":
+            engine = stand_in(device.capability or (0, 0))
+            stack.enter_context(replaced([(convert, "make_backend", engine)]))
+        conversion = convert.apply(model, the_plan, hardware=bool(device.has_fp8))
+        stack.callback(conversion.revert)
+        if conversion.backend is not None:
+            conversion.backend.begin_step()  # the first, which delayed scaling begins differently
+        if chosen(config.train).library == "torchao":
+            on_cuda = device.kind == "cuda"
+            stack.enter_context(torchao_updates(compiled=on_cuda))
+            notes += [COMPILED] if on_cuda else []
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        trainer = _trainer(model, config, Path(folder), padded=padded)
+        if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
+            trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
+        if gathered_as is not None:  # which Accelerate leaves to FSDP2
+            trainer.accelerator.native_amp = False
+        waiting = [x for _ in range(trainer.micro_batches - 1) for x in _copies(trainer.batches)]
+        trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *waiting])
+        if chosen(config.train).paged and device.kind == "cuda":
+            stack.enter_context(paged_states(trainer.recorder))
+        groups = model_groups(model, layers=fsdp_settings(config.train).layers, held=held)
+        events = trainer.recorder.tape.events
+        trainer.visits = Visits(model, groups, lambda: len(events))
+        with trainer.recorder, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            trainer.train()
+    tokens = trainer.batches[0]["input_ids"].numel()
+    parameters = sum(size for size, _ in sizes)
+    trainable = sum(size for size, trains in sizes if trains)
+    return Rehearsal(
+        tape=trainer.recorder.tape,
+        plan=the_plan,
+        tokens=tokens,
+        parameters=parameters,
+        trainable=trainable,
+        groups=groups,
+        visits=trainer.visits.visits,
+        accumulates=trainer.micro_batches > 1,
+        notes=notes,
+    )
+
+
+@contextlib.contextmanager
+def _telling_of(config: RunConfig) -> Iterator[None]:
+    """Anybody's code runs in the block, on tensors that it was not written for."""
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RehearsalError(
+            f"{config.model.name} cannot be rehearsed: {said}",
+            where="the rehearsal of a training step, on tensors without memory",
+            why="the trainer takes no such settings, or code reads values, which are not there",
+            fix="other settings; or train it, and read the measured memory from its receipt",
+        ) from error
+
+
+@contextlib.contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """Rehearse as one process of its own, and give back what the whole process shares.
+
+    Training arguments make Accelerate's state anew, for a CPU; those of a trainer that is at work
+    read it ever after. What torchrun and `accelerate launch` say in the environment would have the
+    rehearsal join the run's processes, or make their group before the run does.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [cls._shared_state for cls in (PartialState, AcceleratorState, GradientState)]
+    before = [dict(state) for state in shared]
+    python, numbers = random.getstate(), np.random.get_state()
+    launched = {key: os.environ[key] for key in list(os.environ) if _LAUNCHED.fullmatch(key)}
+    for state in shared:
+        state.clear()
+    for key in launched:
+        del os.environ[key]
+    try:
+        with torch.random.fork_rng(), session.aside():
+            yield
+    finally:
+        for key in [key for key in os.environ if _LAUNCHED.fullmatch(key)]:
+            del os.environ[key]
+        os.environ.update(launched)
+        random.setstate(python)
+        np.random.set_state(numbers)
+        for state, values in zip(shared, before, strict=True):
+            state.clear()
+            state.update(values)
+
+
+_LAUNCHED = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+"
+    r"|ACCELERATE_\w+|FSDP_\w+|TORCHELASTIC_\w+"
+)
+"""Variables by which launchers tell a process that it is one of several, and how they share."""
+
+
+def _trainer(
+    model: nn.Module, config: RunConfig, folder: Path, *, padded: bool | None = None
+) -> Any:
+    """The recipe's trainer over made-up rows, that takes one step and writes nothing."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from transformers.trainer_callback import PrinterCallback
+
+    train = {k: v for k, v in config.train.items() if k not in _NOT_REHEARSED}
+    micro_batches = int(train.get("gradient_accumulation_steps", 1))
+    if config.train.get("fsdp") and fsdp_settings(config.train).checkpointing:
+        train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
+    train |= _SHORT
+    only = config.model_copy(update={"train": train})
+    args = sft_config(only, folder, {}, on_cpu=True)
+    rows = Dataset.from_list(_rows(args, padded=not args.packing if padded is None else padded))
+    optimizer = chosen(config.train)
+    trainer = _rehearsal_trainer()(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
+        optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
+        if optimizer.library == "torchao"
+        else None,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.accelerator.device_placement = False
+    trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
+    trainer.micro_batches = micro_batches
+    with unset_fake_temporarily():
+        trainer.batches = [trainer.data_collator(list(rows))]
+    return trainer
+
+
+_SHORT: dict[str, Any] = {
+    "max_steps": 1,
+    "gradient_accumulation_steps": 1,
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+}
+_NOT_REHEARSED = {
+    "assistant_only_loss",
+    "completion_only_loss",
+    "num_train_epochs",
+    "eval_on_start",
+    "eval_steps",
+    "save_steps",
+    "logging_steps",
+    "fsdp",
+    "fsdp_config",
+    "use_liger_kernel",
+    "resume_from_checkpoint",
+}
+
+
+def _rows(args: Any, *, padded: bool) -> list[dict[str, Any]]:
+    """A batch of the greatest length; of padded rows only the first has it."""
+    rows, length = args.per_device_train_batch_size, args.max_length
+    return [_row(args, length - 1 if i and padded else length) for i in range(rows)]
+
+
+def _row(args: Any, length: int) -> dict[str, Any]:
+    """A row of some length; with packing, one that several documents fill."""
+    documents = min(DOCUMENTS, length) if args.packing else 1
+    lengths = [length // documents] * documents
+    lengths[-1] += length - sum(lengths)
+    row: dict[str, Any] = {"input_ids": [1] * length, "labels": [1] * length}
+    return row | ({"seq_lengths": lengths} if args.packing else {})
+
+
+def _rehearsal_trainer() -> type[Any]:
+    from trl import SFTTrainer
+
+    class RehearsalTrainer(SFTTrainer):
+        """Takes its batches as they are, begins where the first step would end, and is watched."""
+
+        batches: list[dict[str, Any]]
+        micro_batches: int
+        recorder: Recorder
+        visits: Visits
+
+        def get_train_dataloader(self) -> Any:
+            return self.batches
+
+        def _move_model_to_device(self, model: Any, device: Any) -> None:
+            """It is where it shall be, and fake parameters cannot be moved."""
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            recorder: Recorder = self.recorder
+            optimizer: Any = self.optimizer.optimizer  # pyright: ignore[reportOptionalMemberAccess]
+            with recorder.during("optimizer"):
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        p.grad = torch.empty_like(p)
+                recorder.sort_gradients()
+                optimizer.step()
+                if self.micro_batches == 1:
+                    optimizer.zero_grad()
+            recorder.mark("step")
+            _watch(self.accelerator, "backward", recorder, "backward")
+            _watch(self.optimizer, "step", recorder, "optimizer")
+            _then(self.accelerator, "backward", lambda: self.visits.move("optimizer"))
+            self.visits.begin()
+            return super().training_step(*args, **kwargs)
+
+    return RehearsalTrainer
+
+
+def _watch(owner: Any, name: str, recorder: Recorder, phase: Phase) -> None:
+    """Have the recorder told when `owner.name` begins and ends."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)  # learning rate schedules mark a step that they have seen
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        recorder.mark(phase)
+        recorder.sort_gradients()
+        with recorder.during(phase):
+            return function(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+def _then(owner: Any, name: str, follow: Callable[[], None]) -> None:
+    """Have `follow` called when `owner.name` ends."""
+    function = getattr(owner, name)
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        follow()
+        return result
+
+    setattr(owner, name, followed)
+
+
+def _copies(batches: list[dict[str, Any]]) -> list[Tensor]:
+    """The trainer fetches all micro-batches of a step before the first of them runs."""
+    with unset_fake_temporarily():
+        return [tensor.clone() for tensor in _tensors(batches)]
+
+
+def _tensors(batches: list[dict[str, Any]]) -> list[Tensor]:
+    return [value for batch in batches for value in batch.values() if isinstance(value, Tensor)]

@@ -1,0 +1,95 @@
+"""A base held in 8 or 4 bits, without memory.
+
+FP8 codes are made by the very functions that hold a real base. bitsandbytes' kernels know no fake
+tensors, so a layer in four bits is given a forward of the same shape: its weight is a row of bytes,
+which is multiplied out to the type of the activation for each matmul, forward and backward, and
+kept for none (bitsandbytes, `autograd/_functions.py`, MatMul4Bit). With double quantisation the
+scales are multiplied out first, to float32, and added an offset.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from finetune.precision.weights import hold
+from finetune.storage import nf4
+from finetune.storage.held_layers import held_layers
+
+TABLES = 4 * (16 + 256 + 1)
+"""Bytes that a layer in four bits holds besides: NF4's codes, those of its absmaxes, their mean."""
+
+
+class _FourBitMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        return x @ _multiplied_out(packed, shape, x.dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        (packed,) = ctx.saved_tensors
+        return g @ _multiplied_out(packed, ctx.shape, g.dtype), None, None
+
+
+def _multiplied_out(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] of packed bytes: two allocations of scales, one of the weight."""
+    return torch.ops.finetune_estimator.dequantise(packed, list(shape), dtype)
+
+
+def _dequantise(packed: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(shape, dtype=dtype)
+
+
+_library = torch.library.Library("finetune_estimator", "FRAGMENT")
+_library.define("dequantise(Tensor packed, int[] shape, ScalarType dtype) -> Tensor")
+_library.impl("dequantise", _dequantise, "Meta")
+
+
+class FourBitMixin:
+    """In front of `bitsandbytes.nn.Linear4bit`: its matmul, of tensors without memory."""
+
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, dtype = (self.out_features, self.in_features), x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = _FourBitMatmul.apply(x.to(torch.bfloat16), self.weight, shape)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return y.to(dtype)
+
+
+def as_four_bit(model: Any) -> None:
+    """Make the linear layers of a plain model on meta 4-bit ones, before adapters are attached."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(nf4.quantization_config(), pre_quantized=False)
+    quantizer.preprocess_model(model, device_map={"": torch.device("meta")})
+    # Trainers ask such a model for its quantizer; TRL casts its adapters, which runs undo.
+    model.is_quantized = model.is_loaded_in_4bit = False
+
+
+def hold_base(model: nn.Module, storage: str | None) -> None:
+    """Hold the frozen base of a model of fake tensors as `model.storage` says."""
+    if storage == "fp8":
+        for module in held_layers(model, "fp8").values():
+            hold(module, "row")
+    if storage != "nf4":
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    for module in [m for m in model.modules() if isinstance(m, Linear4bit)]:
+        shaped: Any = module
+        packed = nf4.stored_bytes(math.prod(shaped.weight.shape)) + TABLES
+        shaped.weight = nn.Parameter(torch.empty(packed, dtype=torch.uint8), requires_grad=False)
+        shaped.__class__ = type(f"FourBit{type(module).__name__}", (FourBitMixin, type(module)), {})

@@ -1,0 +1,236 @@
+"""FP8 and NVFP4 as compressed-tensors publishes them: what vLLM and Transformers read.
+
+    fp8    W8A8   weights per output channel, activations per token when they come
+           L.weight               E4M3     [N, K]
+           L.weight_scale                  [N, 1]      multiplies
+
+    nvfp4  W4A4   16 values in a row share a scale, weights and activations alike
+           L.weight_packed        uint8    [N, K/2]
+           L.weight_scale         E4M3     [N, K/16]   multiplies
+           L.weight_global_scale  float32  [1]         divides
+           L.input_global_scale   float32  [1]         divides
+
+`fp8`: weight ≈ code · weight_scale. The scale is the channel's amax over 448, held in the weight's
+own type (as llm-compressor holds it); codes are made with the scale as it is stored.
+
+`nvfp4`: weight ≈ code · weight_scale / weight_global_scale. A global scale *divides*: it is
+448 · 6 / amax, which puts the largest block scale at 448. Two codes go into a byte, the first one
+into its low half. Servers multiply by q, k and v (and by gate and up) in one GEMM, under one global
+scale, so these share the largest amax among them. `input_global_scale` is the same of the layer's
+inputs, whose amax must be known beforehand: `finetune.export.compressed_tensors`.
+
+Quantised are the plain `nn.Linear` layers whose sizes are multiples of 16, except the output head:
+its rounding goes straight into the logits. Embeddings, norms and biases stay as they are.
+
+Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, NVFP4;
+`compressors/nvfp4`, `quantization/utils/helpers.py: generate_gparam`) and llm-compressor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.errors import ConfigError
+from finetune.export.weights import Checkpoint
+from finetune.precision.formats import AMAX_FLOOR, E2M1, E4M3, amax, cast
+from finetune.precision.scaling import nvfp4_scales
+
+BLOCK = 16
+MULTIPLE = 16
+ONE_GEMM = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GLOBAL = E4M3.max * E2M1.max
+"""Largest magnitude that codes and block scales express together: 448 · 6."""
+
+
+def layers_to_quantise(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Names of the linear layers that are quantised, and of those that are not.
+
+    Raises:
+        ConfigError: none can be, or some weights are stored in parts (experts).
+    """
+    parts = [w.key for shard in checkpoint.shards.values() for w in shard if not w.whole]
+    if parts:
+        raise ConfigError(
+            "this model is stored in another shape than it computes in, which is not quantised yet",
+            where=f"{checkpoint.folder}: {parts[0]} and {len(parts) - 1} more",
+            why="several stored tensors make one parameter, as with experts",
+            fix="--to merged, and quantise that with llm-compressor",
+        )
+    chosen = [n for n, m in checkpoint.linears.items() if not _odd(m.weight.shape)]
+    if not chosen:
+        raise ConfigError(
+            "this model has no layer that can be quantised",
+            where=str(checkpoint.folder),
+            why="only nn.Linear layers whose sizes are multiples of 16 are, except the output head "
+            "(GPT-2 has Conv1D layers, BDH plain parameters)",
+            fix="--to merged",
+        )
+    kept = [n for n in checkpoint.linears if n not in chosen]
+    head = checkpoint.outline.get_output_embeddings()
+    kept += [n for n, m in checkpoint.outline.named_modules() if m is head]
+    return chosen, kept
+
+
+def _odd(shape: torch.Size) -> bool:
+    return any(size % MULTIPLE for size in shape)
+
+
+def quantization_config(target: str, ignore: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of `config.json`.
+
+    Args:
+        target: `fp8` or `nvfp4`.
+        ignore: linear layers that are not quantised.
+    """
+    if target == "fp8":
+        form = "float-quantized"
+        weights = _arguments(8, "channel", dynamic=False, observer="memoryless_minmax")
+        inputs = _arguments(8, "token", dynamic=True)
+    else:
+        form = "nvfp4-pack-quantized"
+        extra = {"group_size": BLOCK, "scale_dtype": _E4M3_NAME, "zp_dtype": _E4M3_NAME}
+        group = "tensor_group"
+        weights = _arguments(4, group, dynamic=False, observer="memoryless_minmax") | extra
+        inputs = _arguments(4, group, dynamic="local", observer="static_minmax") | extra
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "output_activations": None, "format": form}},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+_E4M3_NAME = str(E4M3.dtype)
+
+
+def _arguments(
+    bits: int, strategy: str, *, dynamic: bool | str, observer: str | None = None
+) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": dynamic,
+        "observer": observer,
+    }
+
+
+def encode_fp8(weight: Tensor) -> dict[str, Tensor]:
+    """Codes and scales of a weight.
+
+    Args:
+        weight: [N, K], floating point.
+
+    Returns:
+        `weight` E4M3 [N, K] and `weight_scale` [N, 1] in the weight's type (float32 for float16,
+        which cannot hold small scales).
+    """
+    kept = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+    scale = (amax(weight, 1).clamp(min=AMAX_FLOOR) / E4M3.max).to(kept)
+    codes = cast(weight.float() / scale.float(), torch.ones(()), E4M3)
+    return {"weight": codes, "weight_scale": scale}
+
+
+def encode_nvfp4(weight: Tensor, largest: Tensor, inputs: float) -> dict[str, Tensor]:
+    """Packed codes, block scales and the global scale of a weight.
+
+    Args:
+        weight: [N, K], floating point.
+        largest: float32 scalar, amax of all weights that share the global scale.
+        inputs: largest magnitude of the layer's inputs.
+
+    Returns:
+        `weight_packed` uint8 [N, K/2], `weight_scale` E4M3 [N, K/16], `weight_global_scale`
+        and `input_global_scale` float32 [1].
+    """
+    rows, columns = weight.shape
+    blocks = weight.float().view(rows, columns // BLOCK, BLOCK)
+    # The last "block" only carries the amax that is shared with other weights.
+    block_amax = torch.cat([amax(blocks, -1).flatten(), largest.view(1)])
+    inverse, block, scale = nvfp4_scales(block_amax)
+    codes = cast(blocks, scale[:-1].view(rows, -1, 1), E2M1).view(rows, columns)
+    return {
+        "weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
+        "weight_scale": block[:-1].view(rows, -1).to(E4M3.dtype),
+        "weight_global_scale": inverse.reciprocal().view(1),
+        "input_global_scale": torch.tensor([GLOBAL / inputs], dtype=torch.float32),
+    }
+
+
+def share_amax(largest: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give layers that servers multiply in one GEMM their common amax.
+
+    Args:
+        largest: layer name -> float32 scalar.
+    """
+    shared = dict(largest)
+    for name in largest:
+        parent, _, leaf = name.rpartition(".")
+        for together in ONE_GEMM:
+            if leaf in together:
+                names = [f"{parent}.{other}" for other in together]
+                shared[name] = torch.stack([largest[n] for n in names if n in largest]).max()
+    return shared
+
+
+# ------------------------------------------------------------------------------------------
+# The largest inputs of each layer, on training rows: NVFP4's `input_global_scale`.
+#
+# NVFP4 gives every 16 inputs a scale when they come, but that scale is an E4M3 number and needs a
+# float32 one above it, which is stored: 448 · 6 over the largest input that is expected. It is
+# taken
+# from training rows, so that the held-out rows of the parity check stay held out. An input larger
+# than the calibrated one saturates.
+
+
+def input_amax(
+    model: nn.Module, layers: list[str], batches: Iterable[dict[str, Any]]
+) -> dict[str, float]:
+    """Largest magnitude of the inputs of each layer.
+
+    Args:
+        model: the stock model, with its adapter or without.
+        layers: names of linear layers, as in the stock model.
+        batches: what the model takes.
+
+    Raises:
+        ConfigError: a layer got no input, or one that is not finite.
+    """
+    from peft import PeftModel
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    largest: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen = amax(args[0])
+            largest[name] = torch.maximum(seen, largest.get(name, seen))
+
+        return hook
+
+    hooks = [base.get_submodule(n).register_forward_pre_hook(watch(n)) for n in layers]
+    try:
+        with torch.inference_mode():
+            for batch in batches:
+                model(**{k: v for k, v in batch.items() if k != "labels"})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {name: float(value) for name, value in largest.items()}
+    for name in layers:
+        if not 0 < found.get(name, 0.0) < float("inf"):
+            raise ConfigError(
+                f"the inputs of {name} could not be calibrated",
+                where="--to nvfp4",
+                why=f"their largest magnitude on the training rows is {found.get(name, 'unknown')}",
+                fix="--to fp8 needs no calibration",
+            )
+    return found

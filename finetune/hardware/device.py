@@ -1,0 +1,351 @@
+"""What this machine can do in FP8, each answer with its reason.
+
+The only module that asks torch about GPUs. FP8 tensor cores exist from compute capability 8.9
+(Ada: RTX 4090, L40S), 9.0 (Hopper: H100, H200) and 10.0 (Blackwell: B200) on; the block formats
+MXFP8 and NVFP4 need 10.0. Source: NVIDIA CUDA C++ Programming Guide, compute capabilities.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from finetune.config.schema import FP8_ONLY, PrecisionConfig
+from finetune.errors import MissingExtraError, PrecisionError
+
+FP8_CAPABILITY = (8, 9)
+BLOCK_CAPABILITY = (10, 0)
+GIB = 2**30
+
+INSTEAD_OF_FP8 = (
+    "train in BF16 (precision.compute=bf16, with train.optim=adamw_8bit to save memory), rehearse "
+    "FP8 numerics with precision.emulation=allow (exact but slow), or rent an FP8 GPU (RTX 4090, "
+    "L40S, H100, H200, B200)"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An answer and its reason. True in a condition when `ok`."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device a run would train on.
+
+    Attributes:
+        kind: torch device type.
+        name: marketing name as the driver gives it.
+        capability: CUDA compute capability, None where there is none.
+        memory_gib: memory of one device (host memory on CPU), in GiB.
+        count: devices of this kind.
+        is_rocm: an AMD GPU, which torch also calls `cuda`.
+    """
+
+    kind: Literal["cuda", "mps", "xpu", "cpu"]
+    name: str
+    capability: tuple[int, int] | None
+    memory_gib: float
+    count: int = 1
+    is_rocm: bool = False
+
+    @property
+    def has_fp8(self) -> Verdict:
+        """Whether this device multiplies FP8 in hardware."""
+        if self.capability is None or self.is_rocm:
+            kinds = {"mps": "Apple GPUs have", "cpu": "CPUs have"}
+            what = kinds.get(self.kind, f"{self.name} has")
+            return Verdict(False, f"{what} no FP8 matrix units that these backends can use")
+        shown = ".".join(map(str, self.capability))
+        if self.capability < FP8_CAPABILITY:
+            return Verdict(False, f"{self.name} has compute capability {shown}; FP8 needs 8.9")
+        return Verdict(True, f"{self.name}, compute capability {shown}")
+
+    @property
+    def has_block_fp8(self) -> Verdict:
+        """Whether this device multiplies MXFP8 and NVFP4 in hardware."""
+        if not self.has_fp8:
+            return self.has_fp8
+        shown = ".".join(map(str, self.capability or ()))
+        ok = (self.capability or (0, 0)) >= BLOCK_CAPABILITY
+        return Verdict(ok, f"compute capability {shown}" + ("" if ok else "; 10.0 is needed"))
+
+
+@functools.cache
+def this_device() -> Device:
+    """The device that training on this machine would use."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Device(
+            "cuda",
+            torch.cuda.get_device_name(0),
+            torch.cuda.get_device_capability(0),
+            properties.total_memory / GIB,
+            torch.cuda.device_count(),
+            is_rocm=torch.version.hip is not None,
+        )
+    import psutil
+
+    host_gib = psutil.virtual_memory().total / GIB
+    if torch.backends.mps.is_available():
+        return Device("mps", "Apple GPU", None, host_gib)
+    if torch.xpu.is_available():
+        return Device("xpu", torch.xpu.get_device_name(0), None, host_gib, torch.xpu.device_count())
+    return Device("cpu", _cpu_name(), None, host_gib)
+
+
+def parallel_units(device: Device) -> int:
+    """Multiprocessors of the GPU that is here; threads that torch computes with, on a CPU."""
+    import torch
+
+    if device.kind == "cuda":
+        return torch.cuda.get_device_properties(0).multi_processor_count
+    return torch.get_num_threads()
+
+
+def _cpu_name() -> str:
+    import platform
+
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def available_gib(device: Device) -> float:
+    """Memory that could be allocated now: free on a GPU, available on the host. GiB."""
+    if device.kind == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(0)[0] / GIB
+    import psutil
+
+    return psutil.virtual_memory().available / GIB
+
+
+def version(distribution: str) -> str | None:
+    """Installed version of a distribution, None when it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def has_transformer_engine() -> Verdict:
+    """Whether Transformer Engine with its PyTorch part is importable."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Verdict(False, "transformer-engine is not installed: pip install 'fp8-finetune[te]'")
+    # The PyPI package `transformer_engine` alone holds no binaries: its torch part is another one.
+    try:
+        import transformer_engine.pytorch as te
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return Verdict(False, f"transformer-engine is installed but does not import: {first}")
+    if not hasattr(te, "autocast"):
+        return Verdict(False, "transformer-engine is older than 2.8, the first with te.autocast")
+    return Verdict(True, f"transformer-engine {version('transformer-engine') or 'importable'}")
+
+
+def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
+    """Whether backend `name` can run `precision` on `device`, and why."""
+    if precision.compile == "on" and precision.scaling == "delayed" and name != "torchao":
+        # Its casts write into a history that every layer shares; TE refuses it in as many words.
+        return Verdict(
+            False,
+            f"{ENGINES[name]} cannot compile delayed scaling; use compile=off, or "
+            "scaling=tensorwise",
+        )
+    if name == "emulated":
+        if precision.emulation != "forbid":
+            return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
+        return Verdict(False, "emulation is exact but slow; precision.emulation=allow permits it")
+    offered = engine_verdict(name, precision)
+    if not offered:
+        return offered
+    if not device.has_fp8:
+        if name == "torchao" and precision.emulation != "forbid":
+            return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
+        return device.has_fp8
+    needed = least_capability(precision)
+    if (device.capability or (0, 0)) < needed:
+        shown = ".".join(map(str, needed))
+        no = f"{precision.scaling} needs compute capability {shown}; {device.name} has less"
+        return Verdict(False, f"{no}; backend={_emulation(precision)} has it")
+    if name == "te":
+        if precision.scaling == "mxfp8" and (device.capability or (0, 0)) >= (12, 0):
+            no = f"Transformer Engine has no mxfp8 on {device.name} yet"
+            return Verdict(False, f"{no}; use scaling=nvfp4, or backend={_emulation(precision)}")
+        blackwell = (device.capability or (0, 0)) >= BLOCK_CAPABILITY
+        if precision.scaling == "blockwise" and blackwell and not precision.pow2_scales:
+            # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
+            no = f"Transformer Engine's block scales are powers of two on {device.name}"
+            instead = f"leave power_of_two_scales out, or backend={_emulation(precision)} has it"
+            return Verdict(False, f"{no}; {instead}")
+        return has_transformer_engine()
+    return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
+
+
+def least_capability(precision: PrecisionConfig) -> tuple[int, int]:
+    """CUDA compute capability from which hardware multiplies under this scaling."""
+    return {"blockwise": (9, 0), "mxfp8": BLOCK_CAPABILITY, "nvfp4": BLOCK_CAPABILITY}.get(
+        precision.scaling, FP8_CAPABILITY
+    )
+
+
+def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
+    """Whether an engine has this recipe at all, on whatever device; if not, what to use."""
+    if name == "emulated":
+        return Verdict(True, "every scaling and format")
+    lacks = {"te": _te_lacks, "torchao": _torchao_lacks}
+    no, instead = lacks[name](precision)
+    if not no:
+        return Verdict(True, f"{ENGINES[name]} has it")
+    others = [other for other in lacks if other != name and not lacks[other](precision)[0]]
+    has_it = f"backend={' or '.join([*others, _emulation(precision)])} has it"
+    return Verdict(False, f"{no}; " + (f"{instead}, or {has_it}" if instead else has_it))
+
+
+def _emulation(precision: PrecisionConfig) -> str:
+    return "emulated" if precision.emulation != "forbid" else "emulated (emulation=allow)"
+
+
+ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
+
+
+def _te_lacks(precision: PrecisionConfig) -> tuple[str, str]:
+    """What Transformer Engine does not have of a recipe, and a setting that it has; else empty."""
+    scaling, high = precision.scaling, precision.high_gemms
+    if scaling in ("rowwise", "rowwise_with_gw_hp"):
+        return f"Transformer Engine has no {scaling} scaling", ""
+    if precision.fp8_format == "e5m2":
+        return "Transformer Engine has no pure E5M2", "use format=hybrid"
+    if scaling == "delayed" and precision.pow2_scales:
+        return (
+            "Transformer Engine's delayed scales are not powers of two",
+            "leave power_of_two_scales out",
+        )
+    if scaling == "delayed" and high:
+        return "Transformer Engine keeps no GEMM high under delayed scaling", "leave high_gemms out"
+    if high and set(high) != {"dgrad", "wgrad"}:
+        return (
+            "Transformer Engine keeps dgrad and wgrad high together or not at all",
+            "use high_gemms=[dgrad,wgrad]",
+        )
+    if precision.fp8_params:
+        return "with Transformer Engine weights stay in model.dtype", "leave fp8_params out"
+    return "", ""
+
+
+def _torchao_lacks(precision: PrecisionConfig) -> tuple[str, str]:
+    """The same of torchao."""
+    scaling, fmt = precision.scaling, precision.fp8_format
+    if scaling not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        return f"torchao has no {scaling} scaling in training", ""
+    if scaling != "tensorwise" and fmt != "e4m3":
+        return "torchao's rowwise GEMMs take E4M3 operands only", "use format=e4m3"
+    if fmt == "e5m2":
+        return "torchao's GEMMs take no pair of E5M2 operands", "use format=hybrid"
+    if precision.fp8_params:
+        return "with torchao weights stay in model.dtype", "leave fp8_params out"
+    return "", ""
+
+
+def auto_order(precision: PrecisionConfig) -> tuple[str, ...]:
+    """Backends that `auto` tries, best first.
+
+    Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for
+    that and comes second. The emulation never precedes hardware.
+    """
+    return ("te", "torchao", "emulated")
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A precision that can be had here.
+
+    Attributes:
+        precision: concrete: backend named, or compute changed to bf16 after a fall-back.
+        asked: what the recipe asked for.
+        reason: why this backend.
+        fallback: set when FP8 was asked and BF16 will run; one line to be shown loudly.
+    """
+
+    precision: PrecisionConfig
+    asked: PrecisionConfig
+    reason: str
+    fallback: str = ""
+
+    @property
+    def label(self) -> str:
+        """Short name for a progress bar: `FP8 te/delayed`, `BF16`."""
+        p = self.precision
+        if p.compute != "fp8":
+            return p.compute.upper()
+        engine = "frozen" if p.frozen == "fp8" else p.backend
+        return f"{p.low.upper()} {engine}/{p.scaling}"
+
+
+def _instead_of_fp8(device: Device) -> str:
+    if device.capability is not None and device.capability < (8, 0):  # no BF16 either
+        return INSTEAD_OF_FP8.replace(
+            "BF16 (precision.compute=bf16", "FP16 (precision.compute=fp16"
+        )
+    return INSTEAD_OF_FP8
+
+
+def _in_bf16(precision: PrecisionConfig) -> PrecisionConfig:
+    """The same run without FP8: what was asked of FP8 alone is gone."""
+    update: dict[str, Any] = {"compute": "bf16", "backend": "auto"}
+    update["map"] = {k: "bf16" if v == "fp8" else v for k, v in precision.map.items()}
+    fields = PrecisionConfig.model_fields
+    return precision.model_copy(update=update | {k: fields[k].default for k in FP8_ONLY})
+
+
+def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
+    """Choose the backend, or explain why there is none.
+
+    Raises:
+        MissingExtraError: the backend asked for by name is not installed.
+        PrecisionError: FP8 cannot be had and `on_unsupported` is `error`.
+    """
+    if precision.compute != "fp8":
+        return Resolution(precision, precision, f"{precision.compute} was asked")
+    names = auto_order(precision) if precision.backend == "auto" else (precision.backend,)
+    refused = []
+    for name in names:
+        verdict = backend_verdict(name, precision, device)
+        # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
+        hardware = bool(device.has_fp8) or name == "emulated" or precision.backend != "auto"
+        if verdict and hardware:
+            chosen = precision.model_copy(update={"backend": name})
+            reason = verdict.reason
+            if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
+                reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
+            return Resolution(chosen, precision, reason)
+        reason = verdict.reason if hardware else device.has_fp8.reason
+        refused.append(f"{name}: {reason}")
+    why = "; ".join(dict.fromkeys(refused))
+    if precision.on_unsupported == "bf16":
+        line = f"FP8 was asked, BF16 will run ({why})"
+        return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
+    if precision.backend == "te" and device.has_fp8 and "not installed" in why:
+        raise MissingExtraError(
+            "precision.backend=te needs Transformer Engine",
+            why=why,
+            fix="pip install 'fp8-finetune[te]' (builds against your CUDA and torch), or "
+            "precision.backend=torchao",
+        )
+    raise PrecisionError(
+        f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
+        where=f"precision.backend={precision.backend}",
+        why=why,
+        fix=_instead_of_fp8(device) if not device.has_fp8 else "change the setting named above",
+    )

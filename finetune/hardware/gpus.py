@@ -1,0 +1,238 @@
+"""What a GPU is and can do at best: memory, dense peak by precision, bandwidth, links, by its name.
+
+The table, `assets/gpus.yaml`, holds vendors' figures: for dense matrices (datasheets like to print
+twice as much, "with sparsity") and with accumulation in float32, which training uses; GeForce cards
+do half as much then as with accumulation in FP16. A GPU that is not listed has no known peak, and
+none is guessed.
+
+Two ways lead to a line. The *driver's* name of a GPU at hand is matched whole: `RTX 4090 D` and
+`RTX 4090 Laptop GPU` are other chips than `RTX 4090`. What a *user types* for a GPU that is not
+here is matched without regard to case, spaces, dashes and the maker's names, but whole too: `H100`
+is the SXM module and `RTX PRO 6000` the Workstation Edition, which are sold under the bare name;
+`A100` alone says too little, for there is one of 40 and one of 80 GB, and is an error.
+
+Lines of one's own stand in a file of the same form: the one that the environment variable
+`FINETUNE_GPUS` names, else `~/.config/fp8-finetune/gpus.yaml`. A line whose `name` is also in the
+table replaces that of the table, for instance to give it a price.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from finetune.config.paths import ASSETS
+from finetune.config.yaml import parse_yaml, read_text, shown
+from finetune.errors import ConfigError, nearest
+from finetune.hardware.device import Device
+
+TABLE = ASSETS / "gpus.yaml"
+OWN_VARIABLE = "FINETUNE_GPUS"
+OWN_FILE = "~/.config/fp8-finetune/gpus.yaml"
+Peak = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
+
+
+class Gpu(BaseModel):
+    """One line of the table.
+
+    Attributes:
+        name: what one types.
+        aliases: other things one types.
+        names: patterns of the driver's name; none for a GPU that is only asked for by name.
+        vendor: whose software stack runs on it.
+        capability: compute capability as torch reports it.
+        memory_gib: memory of one GPU as torch reports it, GiB.
+        tflops: dense peak by precision of the operands, 10^12 operations a second.
+        gb_s: memory bandwidth, 10^9 bytes a second.
+        sms: streaming multiprocessors (AMD: compute units).
+        l2_mib: level 2 cache, MiB.
+        link: how GPUs of one machine are usually joined.
+        link_gb_s: what one GPU sends over it in one direction, 10^9 bytes a second.
+        price_usd_per_hour: rent of one GPU, where the user gave it.
+        source: where the figures stand.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    vendor: Literal["nvidia", "amd"] = "nvidia"
+    capability: tuple[int, int]
+    memory_gib: PositiveFloat
+    tflops: dict[Peak, PositiveFloat]
+    gb_s: PositiveFloat
+    sms: PositiveInt
+    l2_mib: PositiveFloat
+    link: Literal["nvlink", "pcie", "infinity-fabric"]
+    link_gb_s: PositiveFloat
+    price_usd_per_hour: PositiveFloat | None = None
+    source: str
+
+    @model_validator(mode="after")
+    def _usable(self) -> Gpu:
+        if not all(_key(text) for text in (self.name, *self.aliases)):
+            raise ValueError("a name needs a letter or digit besides the maker's")
+        if not {"bf16", "fp16"} & self.tflops.keys():
+            raise ValueError("tflops needs bf16 or fp16, in which models are trained")
+        return self
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """All that one may type for it, in the form in which it is compared."""
+        drivers = (pattern.replace("*", "") for pattern in self.names)
+        return frozenset(map(_key, (self.name, *self.aliases, *drivers)))
+
+
+_MAKERS = re.compile(r"nvidia|geforce|tesla|amd|instinct|rtx|[^a-z0-9]")
+
+
+def _key(text: str) -> str:
+    """A name without what does not tell GPUs apart: `NVIDIA GeForce RTX 4090` is `4090`."""
+    return _MAKERS.sub("", text.lower())
+
+
+# ---------------------------------------------------------------------------------------- the table
+
+
+@functools.cache
+def gpu_table() -> tuple[Gpu, ...]:
+    """The table of the package, in the order of the file."""
+    return _read(TABLE)
+
+
+def gpus_with_own(path: Path | None = None) -> tuple[Gpu, ...]:
+    """The user's own GPUs, then those of the table that they do not replace.
+
+    Args:
+        path: the user's file; if not given, `FINETUNE_GPUS` or the file in `~/.config`, if any.
+
+    Raises:
+        ConfigError: the file named is not there, is not of this form, or gives a name that another
+            GPU has; with file and line.
+    """
+    path = path or _own_file()
+    if path is None:
+        return gpu_table()
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no file of GPUs {str(path)!r}",
+            where=f"{OWN_VARIABLE} or its default",
+            fix=f"unset {OWN_VARIABLE}, or write a line of the form of {shown(TABLE)} there",
+        )
+    own = _read(path)
+    names = {_key(gpu.name) for gpu in own}
+    rest = tuple(gpu for gpu in gpu_table() if _key(gpu.name) not in names)
+    for place, gpu in enumerate(own):
+        for other in (*own[:place], *rest):
+            if gpu.keys & other.keys:
+                raise ConfigError(
+                    f"two GPUs have the same name: {gpu.name!r} and {other.name!r}",
+                    where=f"{shown(path)}: {gpu.name}",
+                    why=f"one could not tell them apart by {min(gpu.keys & other.keys)!r}",
+                    fix=f"another name, alias or pattern; a GPU with the name {other.name!r} "
+                    "replaces that of the table",
+                )
+    return (*own, *rest)
+
+
+def _own_file() -> Path | None:
+    named = os.environ.get(OWN_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    usual = Path(OWN_FILE).expanduser()
+    return usual if usual.is_file() else None
+
+
+def _read(path: Path) -> tuple[Gpu, ...]:
+    file = shown(path)
+    rows, lines = parse_yaml(read_text(path), file)
+    try:
+        return TypeAdapter(tuple[Gpu, ...]).validate_python(rows)
+    except ValidationError as error:
+        # A misspelt field comes before the complaint that the right one is missing.
+        problems = error.errors()
+        problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    at = tuple(str(part) for part in problem["loc"])
+    line = next((lines[at[:n]] for n in range(len(at), -1, -1) if at[:n] in lines), 1)
+    what, fix = problem["msg"].removeprefix("Value error, "), ""
+    if problem["type"] == "extra_forbidden":
+        hint = nearest(at[1], Gpu.model_fields)
+        what = f"a GPU has no field {at[1]!r}" + (f"; {hint}" if hint else "")
+        fix = f"known: {', '.join(Gpu.model_fields)}"
+    elif problem["type"] == "missing":
+        what, fix = f"{at[-1]} is missing", f"add {at[-1]}; {shown(TABLE)} says what it is"
+    elif not at:
+        what = "a file of GPUs is a list of lines, each beginning with `- name:`"
+    elif len(at) > 1:
+        what = f"{'.'.join(at[1:])}: {what}"
+    raise ConfigError(what, where=f"{file}:{line}", fix=fix)
+
+
+# ------------------------------------------------------------------------------------------- lookup
+
+
+def find_gpu(device: Device) -> Gpu | None:
+    """The line of this device, None for a CPU or a GPU that is not listed.
+
+    Raises:
+        ConfigError: the user's own file of GPUs is wrong.
+    """
+    if device.kind != "cuda":
+        return None
+    for gpu in gpus_with_own():
+        if any(fnmatch.fnmatchcase(device.name, pattern) for pattern in gpu.names):
+            return gpu
+    return None
+
+
+def named_gpu(text: str) -> Gpu:
+    """The GPU that a user means: `H100`, `rtx4090`, `NVIDIA GeForce RTX 4090`, `A100-80GB`.
+
+    Raises:
+        ConfigError: no such GPU, or several; names the nearest and lists all.
+    """
+    gpus, key = gpus_with_own(), _key(text)
+    for gpu in gpus:
+        if key in gpu.keys:
+            return gpu
+    where = f"--gpu {text}"
+    several = [gpu.name for gpu in gpus if key and any(k.startswith(key) for k in gpu.keys)]
+    if several:
+        raise ConfigError(
+            f"{text!r} does not say which GPU",
+            where=where,
+            why="they differ in memory or speed" if len(several) > 1 else "there are others",
+            fix=f"one of {', '.join(several)}",
+        )
+    by_key = {k: gpu.name for gpu in gpus for k in gpu.keys}
+    close = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
+    hint = f"; did you mean {by_key[close[0]]!r}?" if close else ""
+    raise ConfigError(
+        f"no GPU {text!r} is known{hint}",
+        where=where,
+        why="its memory and peaks are not guessed",
+        fix=f"known: {', '.join(gpu.name for gpu in gpus)}; another one can be described in "
+        f"{OWN_FILE}",
+    )
+
+
+def as_device(gpu: Gpu, count: int = 1) -> Device:
+    """The device that `count` such GPUs would be, to decide for a machine that is not here."""
+    name = gpu.names[0].replace("*", "") if gpu.names else gpu.name
+    return Device("cuda", name, gpu.capability, gpu.memory_gib, count, is_rocm=gpu.vendor == "amd")

@@ -1,0 +1,186 @@
+"""Backend `torchao`: `torchao.float8.Float8Linear` multiplies.
+
+Layers become subclasses of torchao's own `Float8Linear`, with a configuration derived from its
+recipes by `dataclasses.replace`. Two things differ from `convert_to_float8_training`:
+
+* A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it.
+* Under autocast on any device the input is cast to autocast's type (torchao asks CUDA only).
+
+Casts are many small kernels in eager mode; `torch.compile` fuses them, and without it torchao is
+slower than BF16. Where there is no FP8 hardware, `emulate=True` gives the same numbers slowly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+from torchao.float8.float8_scaling_utils import (
+    get_maybe_axiswise_dim,
+    hp_tensor_to_float8_dynamic,
+)
+from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
+
+from finetune.config.schema import Gemm, PrecisionConfig
+from finetune.precision.backends.base import Backend, Fp8Mixin, compute_dtype
+from finetune.precision.formats import E4M3, E5M2
+from finetune.precision.planner import LayerPlan
+
+
+def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfig:
+    """torchao's configuration of a precision: its own recipe, with what was asked replaced."""
+    config = Float8LinearConfig.from_recipe_name(precision.scaling)
+    gradients = E5M2 if precision.fp8_format == "hybrid" else E4M3
+    granularity = config.cast_config_grad_output.scaling_granularity
+    g = CastConfig(scaling_granularity=granularity, target_dtype=gradients.dtype)
+    x, w = config.cast_config_input, config.cast_config_weight
+    w_dgrad = config.cast_config_weight_for_grad_input
+    assert w_dgrad is not None  # Float8LinearConfig fills it in
+
+    def cast(gemm: Gemm, operand: CastConfig) -> CastConfig:
+        # A GEMM runs in high precision when neither of its operands is cast.
+        off = CastConfig(ScalingType.DISABLED, target_dtype=operand.target_dtype)
+        return off if gemm in precision.gemms_kept_high else operand
+
+    return dataclasses.replace(
+        config,
+        cast_config_input=cast("fprop", x),
+        cast_config_weight=cast("fprop", w),
+        cast_config_grad_output=cast("dgrad", g),
+        cast_config_weight_for_grad_input=cast("dgrad", w_dgrad),
+        cast_config_input_for_grad_weight=cast("wgrad", x),
+        cast_config_grad_output_for_grad_weight=cast("wgrad", g),
+        round_scales_to_power_of_2=precision.pow2_scales,
+        # Tokens are contracted in wgrad; a last or packed batch need not be a multiple of 16.
+        pad_inner_dim=not emulate,
+        emulate=emulate,
+    )
+
+
+class MixedMatmul(matmul_with_hp_or_float8_args):
+    """torchao's own, where some GEMMs stay high: a float32 weight meets BF16 gradients there.
+
+    In forward autocast casts it; a backward runs outside of the user's autocast.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        on = g.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(g.device.type, g.dtype if on else None, enabled=on):
+            return matmul_with_hp_or_float8_args.backward(ctx, g)
+
+
+class FrozenMatmul(torch.autograd.Function):
+    """`y = x Wᵀ` with a frozen weight: fprop and dgrad, no wgrad, x not saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w_t: Tensor, mm: LinearMMConfig, config: Float8LinearConfig
+    ) -> Tensor:
+        """x [M, K], w_t [K, N] -> [M, N] in the type of `x`."""
+        ctx.save_for_backward(w_t)
+        ctx.mm, ctx.config = mm, config
+        xq = _to_float8(x, config.cast_config_input, mm, GemmInputRole.INPUT, -1, config)
+        wq = _to_float8(w_t, config.cast_config_weight, mm, GemmInputRole.WEIGHT, 0, config)
+        return torch.mm(xq, wq.to(xq.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        """g [M, N] -> dx [M, K]."""
+        (w_t,) = ctx.saved_tensors
+        mm, config = ctx.mm, ctx.config
+        gq = _to_float8(
+            g, config.cast_config_grad_output, mm, GemmInputRole.GRAD_OUTPUT, -1, config
+        )
+        cast = config.cast_config_weight_for_grad_input
+        wq = _to_float8(w_t, cast, mm, GemmInputRole.WEIGHT, -1, config)
+        return torch.mm(gq, wq.to(gq.dtype).t()), None, None, None
+
+
+def _to_float8(
+    x: Tensor,
+    cast: CastConfig,
+    mm: LinearMMConfig,
+    role: GemmInputRole,
+    axis: int,
+    config: Float8LinearConfig,
+) -> Tensor:
+    """Cast as torchao does, or left alone where this GEMM stays high."""
+    if cast.scaling_type is ScalingType.DISABLED:
+        return x
+    assert cast.target_dtype is not None  # Float8LinearConfig fills it in
+    return hp_tensor_to_float8_dynamic(
+        x,
+        cast.target_dtype,
+        mm,
+        gemm_input_role=role,
+        scaling_granularity=cast.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(axis, cast.scaling_granularity),
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+
+
+class TorchaoMixin(Fp8Mixin):
+    """Forward of a linear layer that torchao multiplies."""
+
+    config: Float8LinearConfig
+    linear_mm_config: LinearMMConfig
+
+    def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = compute_dtype(x)
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        if not w.requires_grad:
+            matmul = FrozenMatmul
+        else:
+            high = self.fp8_backend.precision.gemms_kept_high
+            matmul = MixedMatmul if high else matmul_with_hp_or_float8_args
+        y = matmul.apply(rows, w.t(), self.linear_mm_config, self.config)
+        y = y if bias is None else y + bias.to(y.dtype)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class TorchaoBackend(Backend):
+    """Makes layers run in torchao."""
+
+    name = "torchao"
+    mixin = TorchaoMixin
+
+    def __init__(self, precision: PrecisionConfig, layers: int, *, emulate: bool) -> None:
+        super().__init__(precision)
+        self.config = ao_config(precision, emulate=emulate)
+
+    def layer_class(self, module: nn.Module) -> type[nn.Module]:
+        if type(module) is nn.Linear:
+            return TorchaoLinear
+        return super().layer_class(module)
+
+    def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
+        with torch.device("meta"):
+            model = Float8Linear(1, 1, bias=False, config=self.config)
+        names = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight")
+        return {name: getattr(model, name) for name in (*names, "scaling_type_grad_output")}
+
+    def effective(self) -> dict[str, Any]:
+        config = self.config
+        casts = config.cast_config_weight, config.cast_config_grad_output
+        rowwise = any(c.scaling_granularity is ScalingGranularity.AXISWISE for c in casts)
+        return {
+            "engine": "torchao.float8",
+            "scaling": "rowwise" if rowwise else "tensorwise",
+            "x": config.cast_config_input.short_str(),
+            "w": config.cast_config_weight.short_str(),
+            "g": config.cast_config_grad_output.short_str(),
+            "round_scales_to_power_of_2": config.round_scales_to_power_of_2,
+            "emulate": config.emulate,
+        }
+
+
+class TorchaoLinear(TorchaoMixin, Float8Linear):
+    """The class of a converted `nn.Linear`: still a `Float8Linear` to torchao's own tools."""
+
+    fp8_original = nn.Linear

@@ -1,0 +1,198 @@
+"""Backend `te`: NVIDIA Transformer Engine multiplies.
+
+Each converted layer owns a `te.Linear` that is not its submodule: the layer lends it its parameters
+for every call. So there is one copy of each weight, the state dict holds plain Hugging Face names
+and no `_extra_state`, and whatever replaces the layer's parameter (FSDP2 does) is seen at once.
+
+TE's autocast must surround the whole model's forward: for delayed scaling, leaving the outermost
+one updates every scale. It must surround recomputation too, or a checkpointed layer recomputes in
+BF16 what it computed in FP8; there it must *not* update scales again. Since TE 2.8 the entry is
+`te.autocast(recipe=...)`; `interval`, `override_linear_precision` and pure E5M2 no longer exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from finetune.config.schema import PrecisionConfig
+from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
+from finetune.precision.planner import LayerPlan, alignment
+
+
+def te_recipe(precision: PrecisionConfig) -> Any:
+    """The `transformer_engine.common.recipe` object for a precision, every setting passed on."""
+    from transformer_engine.common import recipe
+
+    # Recipes of an older TE have no `backward_override`: it is passed only where it is needed.
+    high = {"backward_override": "high_precision"} if precision.gemms_kept_high else {}
+    if precision.scaling == "nvfp4":
+        return recipe.NVFP4BlockScaling(
+            disable_rht=not precision.hadamard,
+            disable_stochastic_rounding=not precision.stochastic_rounding,
+            **high,
+        )
+    fmt = {"hybrid": recipe.Format.HYBRID, "e4m3": recipe.Format.E4M3}[precision.fp8_format]
+    if precision.scaling == "delayed":
+        return recipe.DelayedScaling(
+            margin=precision.margin,
+            fp8_format=fmt,
+            amax_history_len=precision.amax_history_len,
+            amax_compute_algo=precision.amax_compute_algo,
+            reduce_amax=precision.reduce_amax,
+            **high,
+        )
+    if precision.scaling == "mxfp8":
+        return recipe.MXFP8BlockScaling(fp8_format=fmt, **high)
+    blockwise = precision.scaling == "blockwise"
+    kind = recipe.Float8BlockScaling if blockwise else recipe.Float8CurrentScaling
+    made = kind(fp8_format=fmt, **high)
+    # TE reads this setting off the recipe object, and offers an environment variable to set it.
+    quantisation = recipe.QParams(power_2_scale=precision.pow2_scales, amax_epsilon=0.0)
+    made.fp8_quant_fwd_inp = quantisation
+    made.fp8_quant_fwd_weight = quantisation
+    made.fp8_quant_bwd_grad = quantisation
+    return made
+
+
+class TransformerEngineMixin(Fp8Mixin):
+    """Forward of a linear layer that lends its parameters to a `te.Linear`."""
+
+    fp8_backend: TransformerEngineBackend
+    fp8_engine: Any
+
+    def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        engine = self.fp8_engine
+        engine.training = self.training
+        rows = x.reshape(-1, x.shape[-1])
+        # Tokens are contracted in wgrad: a multiple of 16, of 32 for block formats.
+        missing = -rows.shape[0] % alignment(self.fp8_backend.precision)
+        if missing:
+            rows = nn.functional.pad(rows, (0, 0, 0, missing))
+        parameters, placeholders = engine._parameters, dict(engine._parameters)
+        parameters["weight"] = w.contiguous()
+        if bias is not None:
+            parameters["bias"] = bias
+        try:
+            with self.fp8_backend.region_if_outside():
+                y = engine(rows)
+        finally:
+            parameters.update(placeholders)
+        y = y[: y.shape[0] - missing] if missing else y
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class TransformerEngineBackend(Backend):
+    """Makes layers run in Transformer Engine and owns its autocast."""
+
+    name = "te"
+    mixin = TransformerEngineMixin
+    wraps_checkpointing = True
+
+    def __init__(self, precision: PrecisionConfig, layers: int) -> None:
+        super().__init__(precision)
+        self.recipe = te_recipe(precision)
+        self._engines: list[Any] = []
+        self._inside = 0
+
+    def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
+        import transformer_engine.pytorch as te
+
+        n, k = layer.shape
+        engine = te.Linear(
+            k, n, bias=module.bias is not None, params_dtype=module.weight.dtype, device="meta"
+        )
+        self._engines.append(engine)
+        return {"fp8_engine": engine}
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        with self._autocast(update=True):
+            yield
+
+    def region_if_outside(self) -> contextlib.AbstractContextManager[None]:
+        """For a layer called by itself, outside the model's forward."""
+        return (
+            contextlib.nullcontext() if self._inside else self._autocast(update=not in_backward())
+        )
+
+    @contextlib.contextmanager
+    def _autocast(self, *, update: bool) -> Iterator[None]:
+        import transformer_engine.pytorch as te
+
+        context = te.autocast(enabled=True, recipe=self.recipe)
+        context.__enter__()
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            # TE updates delayed scales when the outermost autocast ends with gradients enabled.
+            with contextlib.nullcontext() if update else torch.no_grad():
+                context.__exit__(None, None, None)
+
+    def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """A gradient-checkpointing function whose recomputation runs under the same recipe."""
+        from transformer_engine.pytorch.distributed import get_activation_recompute_contexts
+
+        @wraps(checkpoint)
+        def wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return checkpoint(function, *args, **kwargs)
+            first, again = get_activation_recompute_contexts()
+
+            def phased(*inner: Any, **inner_kwargs: Any) -> Any:
+                if in_backward():
+                    with self._autocast(update=False), again:
+                        return function(*inner, **inner_kwargs)
+                with first:
+                    return function(*inner, **inner_kwargs)
+
+            # Each scale put aside in forward must be taken back in recomputation, in order, so it
+            # may not stop early. (Early stopping concerns non-reentrant checkpointing only.)
+            with set_checkpoint_early_stop(False):
+                return checkpoint(phased, *args, **kwargs)
+
+        return wrapped
+
+    def scale_in_force(self, module: nn.Module, operand: Literal["x", "w", "g"]) -> Tensor | None:
+        engine: Any = module.fp8_engine
+        wanted, index = {"x": ("scaling_fwd", 0), "w": ("scaling_fwd", 1), "g": ("scaling_bwd", 0)}[
+            operand
+        ]
+        states = {direction: state.scale for direction, state in _delayed_states(engine)}
+        return states[wanted][index] if wanted in states else None
+
+    def effective(self) -> dict[str, Any]:
+        return {"engine": "transformer_engine", "recipe": repr(self.recipe)}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{index}.{direction}.{name}": getattr(state, name)
+            for index, engine in enumerate(self._engines)
+            for direction, state in _delayed_states(engine)
+            for name in ("amax_history", "scale")
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        if self.precision.scaling != "delayed":
+            return
+        for index, engine in enumerate(self._engines):
+            with self._autocast(update=False):
+                engine.init_fp8_metadata(num_gemms=1)
+            for direction, state in _delayed_states(engine):
+                for name in ("amax_history", "scale"):
+                    restore(getattr(state, name), tensors, f"{index}.{direction}.{name}")
+
+
+def _delayed_states(engine: Any) -> Iterator[tuple[str, Any]]:
+    for direction in ("scaling_fwd", "scaling_bwd"):
+        state = engine.fp8_meta.get(direction)
+        if state is not None and getattr(state, "amax_history", None) is not None:
+            yield direction, state

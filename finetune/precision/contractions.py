@@ -1,0 +1,351 @@
+"""A product with a weight of any shape, as 2-D linear products `y[M,N] = x[M,K] · W[N,K]ᵀ`.
+
+Every product of two tensors is an einsum, and each of its labels is one of four kinds:
+
+    batch        in x, in W and in y    one product for each of its values
+    contracted   in x and in W          together K
+    of x         in x and in y          together M, the tokens
+    of W         in W and in y          together N, the outputs
+
+A batch label over which x is broadcast belongs to W: `x[T,D] · W[H,D,N]` is one product with H·N
+outputs, not H products, and its dgrad then sums over heads inside the GEMM. One over which W is
+broadcast belongs to x. What remains as batch is a loop; weights and inputs are unbound once, so
+that backward stacks gradients instead of adding H tensors of full size. In grouped products
+(experts) tokens come sorted by expert, and in gathered ones each row brings the number of its
+expert; both are a loop over the experts that have tokens, and cost one synchronisation with the
+device.
+
+Not a linear product, and refused: a label summed in one operand alone, repeated labels, three
+operands, `out=`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Labels = tuple[Hashable, ...]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [M, K], w [N, K], bias [N] or None -> y [M, N]."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`y = x · w`, with a label for each dimension.
+
+    Attributes:
+        x, w: the operands; `w` is the weight.
+        of_x, of_w, of_y: labels of their dimensions; no label twice in one of them.
+        bias: added by the product itself, [N].
+        added: added to its result.
+    """
+
+    x: Tensor
+    w: Tensor
+    of_x: Labels
+    of_w: Labels
+    of_y: Labels
+    bias: Tensor | None = None
+    added: Tensor | None = None
+
+    @property
+    def batch(self) -> Labels:
+        """Labels of all three."""
+        return tuple(i for i in self.of_y if i in self.of_x and i in self.of_w)
+
+    @property
+    def contracted(self) -> Labels:
+        """Labels of both operands and not of the result."""
+        return tuple(i for i in self.of_w if i in self.of_x and i not in self.of_y)
+
+    @property
+    def rows(self) -> Labels:
+        """Labels of x and the result."""
+        return tuple(i for i in self.of_y if i in self.of_x and i not in self.of_w)
+
+    @property
+    def columns(self) -> Labels:
+        """Labels of w and the result."""
+        return tuple(i for i in self.of_y if i in self.of_w and i not in self.of_x)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether labels are of the four kinds, and something is contracted."""
+        labels = (self.of_x, self.of_w, self.of_y)
+        repeated = any(len(set(group)) != len(group) for group in labels)
+        known = {*self.batch, *self.contracted, *self.rows, *self.columns}
+        return not repeated and bool(self.contracted) and known == set().union(*labels)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of its 2-D products."""
+        size = dict(zip(self.of_w, self.w.shape, strict=True))
+        return (
+            math.prod(size[i] for i in self.columns),
+            math.prod(size[i] for i in self.contracted),
+        )
+
+    def narrowed(self) -> Product:
+        """The same product, without batch labels over which one operand only repeats itself."""
+        x, of_x, w, of_w = self.x, list(self.of_x), self.w, list(self.of_w)
+        for label in self.batch:
+            i, j = of_x.index(label), of_w.index(label)
+            if _repeats(x, i) and w.shape[j] > 1:
+                x = x.select(i, 0)
+                del of_x[i]
+            elif _repeats(w, j):
+                w = w.select(j, 0)
+                del of_w[j]
+        return replace(self, x=x, w=w, of_x=tuple(of_x), of_w=tuple(of_w))
+
+
+def _repeats(x: Tensor, dim: int) -> bool:
+    return x.shape[dim] == 1 or x.stride(dim) == 0
+
+
+def contract(product: Product, linear: Linear) -> Tensor:
+    """The result, each of its 2-D products made by `linear`; contiguous, as a matmul's is."""
+    p = product
+    size = dict(zip(p.of_x, p.x.shape, strict=True)) | dict(zip(p.of_w, p.w.shape, strict=True))
+    x = _grouped(p.x, p.of_x, p.batch, p.rows, p.contracted)
+    w = _grouped(p.w, p.of_w, p.batch, p.columns, p.contracted)
+    if not p.batch:
+        y = linear(x[0], w[0], p.bias)
+    else:
+        pairs = zip(x.unbind(0), w.unbind(0), strict=True)
+        y = torch.stack([linear(x_MK, w_NK, p.bias) for x_MK, w_NK in pairs])
+    found = (*p.batch, *p.rows, *p.columns)
+    y = y.reshape([size[label] for label in found])
+    y = y.permute([found.index(label) for label in p.of_y]).contiguous()
+    return y if p.added is None else y + p.added
+
+
+def _grouped(x: Tensor, labels: Labels, *groups: Labels) -> Tensor:
+    """x with one dimension for each group of labels, of size 1 for an empty one."""
+    x = x.permute([labels.index(label) for group in groups for label in group])
+    sizes, at = [], 0
+    for group in groups:
+        sizes.append(math.prod(x.shape[at : at + len(group)]))
+        at += len(group)
+    return x.reshape(sizes)
+
+
+def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor:
+    """Tokens sorted by expert, each multiplied by its expert's weight.
+
+    Args:
+        x: [S, K].
+        w: [E, N, K].
+        ends: where each expert's tokens end; rows past the last are nobody's and come out as 0.
+        linear: makes the 2-D products.
+
+    Returns:
+        [S, N].
+    """
+    starts = [0, *ends[:-1]]
+    sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+    pieces = x.split([*sizes, x.shape[0] - ends[-1]])
+    found = [
+        linear(x_MK, w_NK, None)
+        for x_MK, w_NK in zip(pieces[:-1], w.unbind(0), strict=True)
+        if x_MK.shape[0]
+    ]
+    if not found:  # keeps the result connected to both operands
+        found = [linear(pieces[0], w[0], None)]
+    nobodys = found[0].new_zeros(pieces[-1].shape[0], w.shape[1])
+    return torch.cat([*found, nobodys])
+
+
+def gathered(product: Product, source: Tensor, index: Tensor, linear: Linear) -> Tensor:
+    """A product whose weight is `source[index]`, from `source`: each matrix is multiplied once.
+
+    Args:
+        product: its first weight label is the batch, of size S.
+        source: [E, ...] where `product.w` is [S, ...].
+        index: integers [S].
+        linear: makes the 2-D products.
+    """
+    p = product
+    index = index.remainder(source.shape[0])
+    ends = torch.bincount(index, minlength=source.shape[0]).cumsum(0).tolist()
+    order = index.argsort(stable=True)
+    x = _grouped(p.x, p.of_x, p.batch, p.rows, p.contracted)  # [S, M, K]
+    w = _grouped(source, p.of_w, p.batch, p.columns, p.contracted)  # [E, N, K]
+    rows = x.shape[1]
+    y = grouped(x[order].flatten(0, 1), w, [end * rows for end in ends], linear)
+    y = y.unflatten(0, (-1, rows))[order.argsort()]  # [S, M, N]
+    found = (*p.batch, *p.rows, *p.columns)
+    size = dict(zip(p.of_w, source.shape, strict=True)) | dict(zip(p.of_x, p.x.shape, strict=True))
+    y = y.reshape([size[label] for label in found])
+    y = y.permute([found.index(label) for label in p.of_y]).contiguous()
+    return y if p.added is None else y + p.added
+
+
+# ------------------------------------------------------------------------------------------
+# The calls of PyTorch that multiply two tensors, read as products with labels.
+#
+# `torch.matmul(a, b)` is `...mk, ...kn -> ...mn`, `F.linear` is `...k, nk -> ...n`, an einsum says
+# so
+# itself. Reading them all as labels leaves one kind of product to serve (`contraction`), whichever
+# operand is the weight and however it is turned.
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that multiplies `a` and `b`.
+
+    Attributes:
+        a, b: the operands in the call's order.
+        of_a, of_b, of_y: labels of their dimensions and of the result's.
+        bias: added to the last dimension by the call.
+        added: added to the result by the call.
+        ends: of a grouped product, where each group's rows of `a` end.
+    """
+
+    a: Tensor
+    b: Tensor
+    of_a: Labels
+    of_b: Labels
+    of_y: Labels
+    bias: Tensor | None = None
+    added: Tensor | None = None
+    ends: Tensor | None = None
+
+    def product(self, *, weight_first: bool) -> Product:
+        """The product, `a` or `b` being the weight."""
+        pair = (self.a, self.of_a), (self.b, self.of_b)
+        (w, of_w), (x, of_x) = pair if weight_first else pair[::-1]
+        return Product(x, w, of_x, of_w, self.of_y, self.bias, self.added)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Call | None:
+    """`a @ b`, batch dimensions aligned on the right, vectors without m or n."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not a.dim() or not b.dim():
+        return None
+    heads = [*range(max(a.dim(), b.dim()) - 2)]
+    of_a = (*heads[len(heads) - a.dim() + 2 :], "m", "k") if a.dim() > 1 else ("k",)
+    of_b = (*heads[len(heads) - b.dim() + 2 :], "k", "n") if b.dim() > 1 else ("k",)
+    of_y = (*heads, *("m" * (a.dim() > 1)), *("n" * (b.dim() > 1)))
+    return Call(a, b, of_a, of_b, of_y)
+
+
+def _flipped(b: Tensor, a: Tensor) -> Call | None:
+    return _matmul(a, b)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+    if weight.dim() != 2:
+        return None
+    heads = tuple(range(input.dim() - 1))
+    return Call(input, weight, (*heads, "k"), ("n", "k"), (*heads, "n"), bias=bias)
+
+
+def _addmm(input: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Call | None:
+    call = _matmul(a, b)
+    if call is None or beta != 1 or alpha != 1:
+        return None
+    return replace(call, added=input)
+
+
+def _einsum(equation: Any, a: Any, b: Any = None) -> Call | None:
+    operands = a if isinstance(a, (list, tuple)) else (a, b)
+    if not isinstance(equation, str) or len(operands) != 2 or operands[1] is None:
+        return None
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2:
+        return None
+    most = max(
+        x.dim() - len(term) + 3 for x, term in zip(operands, terms, strict=True) if "..." in term
+    ) if "..." in inputs else 0  # fmt: skip
+
+    def labels(term: str, dim: int) -> Labels:
+        before, dots, after = term.partition("...")
+        count = dim - len(before) - len(after) if dots else 0
+        return (*before, *range(most - count, most), *after)
+
+    of_a, of_b = (labels(term, x.dim()) for x, term in zip(operands, terms, strict=True))
+    if arrow:
+        of_y = labels(output, len(output.replace("...", "")) + most)
+    else:
+        once = Counter(c for c in inputs if c.isalpha())
+        of_y = (*range(most), *sorted(c for c, count in once.items() if count == 1))
+    return Call(operands[0], operands[1], of_a, of_b, of_y)
+
+
+def _grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Call | None:
+    """Rows of a [S, K] sorted by group, times b [groups, K, N]; without offsets, `bmm`."""
+    if bias is not None or out_dtype is not None:
+        return None
+    if offs is None:
+        return _matmul(mat_a, mat_b)
+    if mat_a.dim() != 2 or mat_b.dim() != 3:
+        return None
+    return Call(mat_a, mat_b, ("s", "k"), ("e", "k", "n"), ("s", "n"), ends=offs)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a function's arguments are called, in the order of its reader's."""
+
+    reader: Callable[..., Call | None]
+    names: tuple[str, ...]
+
+
+@functools.cache
+def products() -> dict[Any, Form]:
+    """The functions that multiply two tensors."""
+    from transformers.integrations import moe  # registers a grouped product of its own
+
+    assert moe.ALL_EXPERTS_FUNCTIONS
+    ops: Any = torch.ops.transformers
+    added = ("mat1", "mat2", "beta", "alpha")
+    batch_added = ("batch1", "batch2", "beta", "alpha")
+    return {
+        torch.matmul: Form(_matmul, ("input", "other")),
+        Tensor.matmul: Form(_matmul, ("self", "other")),
+        Tensor.__matmul__: Form(_matmul, ("self", "other")),
+        Tensor.__rmatmul__: Form(_flipped, ("self", "other")),
+        torch.mm: Form(_matmul, ("input", "mat2")),
+        Tensor.mm: Form(_matmul, ("self", "mat2")),
+        torch.bmm: Form(_matmul, ("input", "mat2")),
+        Tensor.bmm: Form(_matmul, ("self", "mat2")),
+        torch.mv: Form(_matmul, ("input", "vec")),
+        Tensor.mv: Form(_matmul, ("self", "vec")),
+        torch.addmm: Form(_addmm, ("input", *added)),
+        Tensor.addmm: Form(_addmm, ("self", *added)),
+        torch.baddbmm: Form(_addmm, ("input", *batch_added)),
+        Tensor.baddbmm: Form(_addmm, ("self", *batch_added)),
+        torch.einsum: Form(_einsum, ("equation", "a", "b")),
+        F.linear: Form(_linear, ("input", "weight", "bias")),
+        F.grouped_mm: Form(_grouped_mm, ("mat_a", "mat_b", "offs", "bias", "out_dtype")),
+        torch._grouped_mm: Form(_grouped_mm, ("self", "mat2", "offs", "bias", "out_dtype")),
+        ops.grouped_mm_fallback: Form(_grouped_mm, ("input", "weight", "offs")),
+    }
+
+
+def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The product that a call of one of `products()` makes, None for a form that is not served."""
+    form = products()[func]
+    given = dict(zip(form.names, args, strict=False))
+    given |= {name: value for name, value in kwargs.items() if value is not None}
+    if len(args) > len(form.names) or not given.keys() <= set(form.names):
+        return None
+    parameters = inspect.signature(form.reader).parameters
+    names = dict(zip(form.names, parameters, strict=True))
+    return form.reader(**{names[name]: value for name, value in given.items()})

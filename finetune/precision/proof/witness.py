@@ -1,0 +1,436 @@
+"""The witness: sees every matrix multiplication of a step as it runs, and in what precision.
+
+No flag is read. A dispatch mode looks at each GEMM that PyTorch executes and takes its precision
+from its *operands*: those of `aten._scaled_mm` are FP8, torchao's tensors carry FP8 data, and those
+of the emulated `finetune.scaled_mm` must lie on the grid of their format, number by number.
+Transformer Engine calls its own library past PyTorch's dispatcher, so there the library's entry,
+`generic_gemm`, is watched.
+
+A GEMM belongs to the layer whose forward is running or whose autograd nodes are running; one by a
+declared parameter belongs to the call that multiplies (`attribution`). Within a layer with weight
+[N, K] it is fprop in forward; in backward it is dgrad when it contracts N and wgrad when it
+contracts the tokens. GEMMs outside any layer (attention scores; the output head, which TRL fuses
+with the loss) are counted too, so that shares are of the whole step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from finetune.precision.backends.base import in_backward
+from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
+from finetune.precision.gemm import EMULATED
+from finetune.precision.lora import FusedMixin
+from finetune.precision.parameters import ParameterMixin
+from finetune.precision.planner import Gemm, LayerPlan, PrecisionPlan
+from finetune.precision.proof.attribution import Attribution
+
+aten = torch.ops.aten
+ATTENTION = "(attention)"
+BATCHED = "(batched)"
+EXPERTS = "(experts)"
+OTHER = "(other)"
+NOT_LINEAR = {
+    ATTENTION: "scores and weighted sum stay in high precision",
+    BATCHED: "batched matmuls outside linear layers, such as attention scores",
+    EXPERTS: "grouped matmuls of weights that are not declared (fp8_matmuls)",
+    OTHER: "not a linear layer",
+}
+"""Names of matmuls outside linear layers, and the reason in the receipt."""
+
+
+def _existing(table: dict[str, Any]) -> dict[Any, Any]:
+    """Operator by name -> value, without those that this torch does not have (yet)."""
+    return {getattr(aten, name): value for name, value in table.items() if hasattr(aten, name)}
+
+
+# Position of the two operands in the calls that multiply matrices.
+_OPERANDS = _existing(
+    {
+        "mm": (0, 1),
+        "bmm": (0, 1),
+        "_scaled_mm": (0, 1),
+        "_scaled_mm_v2": (0, 1),
+        "addmm": (1, 2),
+        "addmm_": (1, 2),
+        "_addmm_activation": (1, 2),
+        "baddbmm": (1, 2),
+        "baddbmm_": (1, 2),
+    }
+) | {EMULATED: (0, 1)}
+_HELD = {"bitsandbytes::gemm_4bit"}
+"""Products x Wᵀ, (x, codes, (N, K), ...), of a weight that is dequantised to the type of x."""
+_GROUPED = _existing({"_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1)})
+# Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
+_ATTENTION_MATMULS = _existing(
+    {
+        f"_scaled_dot_product_{kind}{direction}": matmuls
+        for kind in (
+            "flash_attention",
+            "efficient_attention",
+            "cudnn_attention",
+            "flash_attention_for_cpu",
+            "fused_attention_overrideable",
+        )
+        for direction, matmuls in (("", 2), ("_backward", 5))
+    }
+)
+
+
+@dataclass
+class Seen:
+    """GEMMs of one kind seen for one layer.
+
+    Attributes:
+        calls: how many.
+        flops: 2·m·n·k of all of them.
+    """
+
+    calls: int = 0
+    flops: int = 0
+
+
+def operand_precision(x: Any) -> str:
+    """`fp8`, `bf16`, `fp16`, `fp32` ... of a GEMM operand, by what it holds."""
+    data = getattr(x, "_data", None)  # torchao's Float8TrainingTensor
+    if isinstance(data, Tensor) and data.dtype in FP8_DTYPES:
+        return "fp8"
+    if getattr(x, "_fp8_dtype", None) is not None:  # Transformer Engine's quantised tensors
+        return "fp8"
+    if getattr(x, "_fp4_dtype", None) is not None:
+        return "fp4"
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    if x.dtype in FP8_DTYPES:
+        return "fp8"
+    return names.get(x.dtype, str(x.dtype).removeprefix("torch."))
+
+
+def emulated_precision(values: Tensor, name: str) -> str:
+    """`fp8` or `fp4` of an operand of the emulated GEMM, if all its numbers are of that format."""
+    fmt = FORMATS[name]
+    if not on_grid(values, fmt):
+        return operand_precision(values)
+    return "fp4" if fmt is E2M1 else "fp8"
+
+
+class Witness:
+    """Watches a model under a plan. Enter `watching()` around forwards and backwards.
+
+    Attributes:
+        called: names of the layers, and of a module's parameters, whose forward has run.
+        seen: (layer name, gemm, precision) -> `Seen`; attention and unowned GEMMs under names in
+            parentheses.
+        count, last: GEMMs seen, and (m, n, k) of the last one.
+    """
+
+    def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
+        self.seen: dict[tuple[str, Gemm, str], Seen] = defaultdict(Seen)
+        self.called: set[str] = set()
+        self.count, self.last = 0, (0, 0, 0)
+        self._plan = {layer.name: layer for layer in plan.layers}
+        self._head = next((layer for layer in plan.layers if layer.role == "head"), None)
+        self._stack: list[tuple[str, bool, tuple[int, int]]] = []
+        self._handles: list[Any] = []
+        self._attribution = Attribution(self)
+        self._observed: list[ParameterMixin] = []
+        self._told: list[FusedMixin] = []
+        modules = dict(model.named_modules())
+        for module in modules.values():
+            if isinstance(module, FusedMixin):
+                module.fp8_listeners.append(self)
+                self._told.append(module)
+        planned = {layer.name for layer in plan.layers}
+        for name, module in modules.items():
+            if name not in planned:
+                self._watch_container(module)
+        for layer in plan.layers:
+            module = modules[layer.owner]
+            if layer.kind == "parameter":
+                self._watch_parameter(layer, module)
+                continue
+            self._handles.append(
+                module.register_forward_pre_hook(self._enter_layer(layer), prepend=True)
+            )
+            self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
+            watch = self._watch_layer(layer)
+            self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
+
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a gradient GEMM of one of the model's layers has been seen."""
+        return any(name in self._plan and gemm != "fprop" for name, gemm, _ in self.seen)
+
+    @property
+    def owners(self) -> set[str]:
+        """Names of the layers for which some GEMM has been seen."""
+        return {name for name, _, _ in self.seen}
+
+    def reset(self) -> None:
+        """Forget what was seen: it was not a step."""
+        self.seen.clear()
+        self.called.clear()
+        self._stack.clear()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        for owner in self._observed:
+            if self in owner.__dict__.get("fp8_observers", ()):  # not reverted in the meantime
+                owner.fp8_observers.remove(self)
+        for layer in self._told:
+            if self in layer.__dict__.get("fp8_listeners", ()):
+                layer.fp8_listeners.remove(self)
+        self._handles.clear()
+        self._observed.clear()
+        self._told.clear()
+
+    @contextlib.contextmanager
+    def watching(self, *, backward: bool = False) -> Iterator[None]:
+        """Count what is multiplied inside the block, on this thread or in its backward.
+
+        Args:
+            backward: the block is a backward. `torch.autograd.backward` is a function that the
+                attribution would catch itself, so there it is entered by what is recomputed.
+        """
+        attribution = contextlib.nullcontext() if backward else self._attribution
+        with _Dispatch(self), attribution, self._watching_transformer_engine():
+            try:
+                yield
+            finally:
+                self._attribution.end_recomputation()  # where it was interrupted
+
+    # ------------------------------------------------------------------------ who is multiplying
+
+    def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
+        """A forward or gradient of this layer or parameter, of shape (N, K), begins."""
+        self._stack.append((name, backward, shape))
+
+    def leave(self) -> None:
+        """It has ended."""
+        if self._stack:
+            self._stack.pop()
+
+    @property
+    def running(self) -> str:
+        """Whose forward or autograd node is running."""
+        return self._stack[-1][0] if self._stack else OTHER
+
+    def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
+        """Hook every autograd node between an output and the inputs it was made of."""
+        stop = {x.grad_fn for x in inputs if isinstance(x, Tensor)}
+        pending, known = [y.grad_fn], set(stop)
+        while pending:
+            node = pending.pop()
+            if node is None or node in known or type(node).__name__ == "AccumulateGrad":
+                continue
+            known.add(node)
+            self._handles.append(node.register_prehook(self._enter_node(name, shape)))
+            self._handles.append(node.register_hook(self._leave_node))
+            pending.extend(n for n, _ in node.next_functions if n is not None)
+
+    def _watch_container(self, module: nn.Module) -> None:
+        """What a module multiplies besides its layers is nobody's.
+
+        Also in a checkpoint's recomputation, which begins inside an autograd node of some layer.
+        """
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.enter(OTHER, (0, 0))
+
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
+
+    def _enter_layer(self, layer: LayerPlan) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.called.add(layer.name)
+            self.enter(layer.name, layer.shape)
+
+        return hook
+
+    def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.leave()
+
+    def _watch_layer(self, layer: LayerPlan) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                self.watch(layer.name, layer.shape, output, (*args, *kwargs.values()))
+
+        return hook
+
+    def _watch_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.called.add(layer.name)
+
+        self._handles.append(owner.register_forward_pre_hook(hook))
+        self._handles += self._attribution.attend(layer.name, owner)
+        if isinstance(owner, ParameterMixin) and self not in owner.fp8_observers:
+            owner.fp8_observers.append(self)
+            self._observed.append(owner)
+
+    def _enter_node(self, name: str, shape: tuple[int, int]) -> Any:
+        def hook(grads: Any) -> None:
+            self._stack.append((name, True, shape))
+
+        return hook
+
+    def _leave_node(self, grad_inputs: Any, grad_outputs: Any) -> None:
+        self.leave()
+
+    # ------------------------------------------------------------------------------ what it is
+
+    def record(self, m: int, n: int, k: int, precision: str, *, batch: int = 1) -> None:
+        """Count one GEMM [m, k] x [k, n], contracting k."""
+        if not batch * m * n * k:  # an expert without tokens
+            return
+        nobody = OTHER, in_backward(), (0, 0)
+        name, backward, shape = self._stack[-1] if self._stack else nobody
+        self.count, self.last = self.count + 1, (m, n, k)
+        if backward and batch > 1 and not set(shape) <= {m, n, k}:
+            # A checkpoint recomputes what saved this node's inputs: attention, not the layer.
+            name, backward, shape = nobody
+        if batch > 1 and name == OTHER:
+            name = BATCHED
+        head = self._head
+        if name == OTHER and head is not None and set(head.shape) <= {m, n, k}:
+            # TRL multiplies by the head's weight inside its fused loss, and there recomputes
+            # logits in backward: what is contracted tells the three apart.
+            name, contracted = head.name, dict(zip(head.shape, ("dgrad", "fprop"), strict=True))
+            gemm: Gemm = contracted.get(k, "wgrad")
+        else:
+            gemm = self._which(name, backward, shape, m, n, k)
+        entry = self.seen[(name, gemm, precision)]
+        entry.calls += 1
+        entry.flops += 2 * batch * m * n * k
+
+    def record_grouped(self, a: Tensor, b: Tensor, flops: int) -> None:
+        """Count one grouped GEMM; only a weight gradient is of two 2-D operands."""
+        name, backward, _ = self._stack[-1] if self._stack else (EXPERTS, in_backward(), (0, 0))
+        self.count, self.last = self.count + 1, (a.shape[-2], b.shape[-1], a.shape[-1])
+        gemm: Gemm = "fprop"
+        if backward:
+            gemm = "wgrad" if a.dim() == b.dim() == 2 else "dgrad"
+        entry = self.seen[(name, gemm, min(operand_precision(a), operand_precision(b)))]
+        entry.calls += 1
+        entry.flops += flops
+
+    def record_as(self, gemm: Gemm, flops: int, precision: str) -> None:
+        """Count one GEMM of the running layer whose kind the engine names itself."""
+        name = self._stack[-1][0] if self._stack else OTHER
+        entry = self.seen[(name, gemm, precision)]
+        entry.calls += 1
+        entry.flops += flops
+
+    def _which(
+        self, name: str, backward: bool, shape: tuple[int, int], m: int, n: int, k: int
+    ) -> Gemm:
+        layer = self._plan.get(name)
+        if not backward or layer is None:
+            return "dgrad" if backward else "fprop"
+        rows, columns = shape
+        contracts_outputs = k == rows and columns in (m, n)
+        makes_weight = {m, n} == {rows, columns}
+        if contracts_outputs and makes_weight:
+            # As many tokens as outputs: shapes cannot tell. Every engine runs dgrad first.
+            done = {gemm: self._calls(name, gemm) for gemm in ("dgrad", "wgrad")}
+            return "wgrad" if done["dgrad"] > done["wgrad"] and not layer.frozen else "dgrad"
+        return "dgrad" if contracts_outputs else "wgrad"
+
+    def _calls(self, name: str, gemm: Gemm) -> int:
+        return sum(
+            s.calls for (who, which, _), s in self.seen.items() if (who, which) == (name, gemm)
+        )
+
+    @contextlib.contextmanager
+    def _watching_transformer_engine(self) -> Iterator[None]:
+        library = sys.modules.get("transformer_engine_torch")
+        if library is None:
+            yield
+            return
+        original = library.generic_gemm
+
+        def watched(a: Any, transpose_a: bool, b: Any, transpose_b: bool, *args: Any, **kw: Any):
+            result = original(a, transpose_a, b, transpose_b, *args, **kw)
+            # Column-major BLAS: A is the weight (fprop, dgrad) or the input (wgrad), B the other.
+            gemm: Gemm = "wgrad" if transpose_b else ("fprop" if transpose_a else "dgrad")
+            pair = {operand_precision(a), operand_precision(b)}
+            name = self._stack[-1][0] if self._stack else OTHER
+            layer = self._plan.get(name)
+            out = result[0] if isinstance(result, (tuple, list)) else result
+            n, k = layer.shape if layer is not None else (0, 0)
+            tokens = out.numel() // (n if gemm == "fprop" else k) if layer is not None else 0
+            if gemm == "wgrad":
+                tokens = _rows(b)
+            self.record_as(gemm, 2 * tokens * n * k, min(pair))
+            return result
+
+        library.generic_gemm = watched
+        try:
+            yield
+        finally:
+            library.generic_gemm = original
+
+
+def _rows(x: Any) -> int:
+    """Tokens M of a wgrad operand [M, ...]; TE's tensors know their size whatever they hold."""
+    if getattr(x, "_fp4_dtype", None) is not None and x._rowwise_data is None:
+        return int(x._columnwise_data.shape[-1]) * 2  # transposed, two values a byte; size() warns
+    return math.prod(x.size()[:-1])
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self, witness: Witness) -> None:
+        super().__init__()
+        self.witness = witness
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet in _OPERANDS:
+            a, b = (args[i] for i in _OPERANDS[packet])
+            pair = operand_precision(a), operand_precision(b)
+            if packet is EMULATED:
+                pair = emulated_precision(a, args[6]), emulated_precision(b, args[7])
+            # Of two precisions the higher counts ('bf16' < 'fp32' < 'fp4' < 'fp8'): never FP8 by
+            # half.
+            precision = min(pair)
+            batch = a.shape[0] if a.dim() == 3 else 1
+            self.witness.record(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
+        elif packet._qualified_op_name in _HELD:
+            x, (n, k) = args[0], args[2]
+            self.witness.record(x.numel() // k, n, k, operand_precision(x))
+        elif packet in _GROUPED:
+            # [tokens, K] x [experts, K, N] in forward; in backward the roles of tokens change, and
+            # the product of all sizes but the number of groups stays.
+            a, b = args[:2]
+            sizes = {2: a.numel() * b.shape[-1], 3: a.shape[-2] * b.numel()}[a.dim()]
+            if a.dim() == b.dim() == 2:  # wgrad: [K, tokens] x [tokens, N]
+                sizes = a.shape[0] * b.numel()
+            self.witness.record_grouped(a, b, 2 * sizes)
+        elif packet in _ATTENTION_MATMULS:
+            backward = packet.__name__.endswith("backward")
+            q, k = args[1:3] if backward else args[0:2]
+            flops = 2 * q[..., 0].numel() * k.shape[-2] * q.shape[-1] * _ATTENTION_MATMULS[packet]
+            self._add(ATTENTION, "dgrad" if backward else "fprop", operand_precision(q), flops)
+        elif packet in flop_registry:  # convolutions and whatever else torch counts
+            result = func(*args, **(kwargs or {}))
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            precision = operand_precision(next(a for a in args if isinstance(a, Tensor)))
+            self._add(OTHER, "dgrad" if in_backward() else "fprop", precision, flops)
+            return result
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, name: str, gemm: Gemm, precision: str, flops: int) -> None:
+        entry = self.witness.seen[(name, gemm, precision)]
+        entry.calls += 1
+        entry.flops += flops

@@ -1,0 +1,434 @@
+"""Run folders: what a run left behind, read without torch, whatever state it is in.
+
+`runs/<recipe>/<stamp>/` is written while a run goes on (`run.json` and `config.yaml` first, then
+`metrics.jsonl` and `steps.jsonl` line by line, `receipt.json` when training ends, `report.json` at
+the very end), so that a folder says by itself how far its run came:
+
+    finished     report.json is there
+    interrupted  stopped by Ctrl-C or SIGTERM, and the receipt says so
+    stopped      ended by one of our own errors, which the receipt names
+    failed       training ended in another error: a receipt, and nothing after it
+    running      neither, and the process of run.json lives
+    killed       neither, and it does not
+
+A process of another machine cannot be asked, nor one of a folder older than `run.json`: those count
+as running while a file of theirs changed in the last `QUIET` seconds. A file that is being written
+may end in half a line: what cannot be read yet is left out, here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from finetune.config.yaml import parse_yaml, plain_data
+from finetune.errors import ConfigError, nearest
+
+COMPARISON = "comparison.json"
+QUIET = 900.0
+"""Seconds without a change after which a run that nobody can be asked about counts as killed."""
+DEPTH = 3
+"""Folders below the folder of runs in which runs are looked for."""
+COMPARED = ("compare", 6)
+"""Where comparisons lie, and how far below are the runs of one that has not ended."""
+TAIL_BYTES = 1 << 16
+_RECEIPT = ("run", "precision", "environment", "trainable", "memory")
+_WRITTEN = ("run.json", "receipt.json", "metrics.jsonl")
+
+
+def write_start(folder: Path) -> None:
+    """Write `run.json`: who runs here, so that a reader can tell a living run from a killed one."""
+    from finetune import __version__
+
+    facts = {
+        "started": datetime.now().astimezone().isoformat(timespec="milliseconds"),
+        "command": sys.argv,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "version": __version__,
+    }
+    (folder / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder. Each file is read when it is first asked for, and once."""
+
+    folder: Path
+
+    # ---------------------------------------------------------------------------------- the files
+
+    @cached_property
+    def start(self) -> dict[str, Any]:
+        """`run.json`; empty in folders older than it."""
+        return _json_of(self.folder / "run.json")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.yaml` as plain data, by section."""
+        try:
+            data = parse_yaml((self.folder / "config.yaml").read_text("utf-8"), "config.yaml")[0]
+        except (OSError, UnicodeDecodeError, ConfigError):
+            return {}
+        return _whole(plain_data(data), ("train", "precision")) if isinstance(data, dict) else {}
+
+    @cached_property
+    def receipt(self) -> dict[str, Any]:
+        """`receipt.json`; empty before training ended."""
+        return _whole(_json_of(self.folder / "receipt.json"), _RECEIPT)
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """`report.json`; empty before the end."""
+        return _json_of(self.folder / "report.json")
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """`metrics.jsonl`, a dictionary a line."""
+        return list(_rows_of(_read(self.folder / "metrics.jsonl")))
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """`steps.jsonl` (step, seconds, tokens); empty where it was not written."""
+        return list(_rows_of(_read(self.folder / "steps.jsonl")))
+
+    # ------------------------------------------------------------------------------ what they say
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name, which the folder above has too."""
+        return self.receipt.get("run", {}).get("name") or self.folder.resolve().parent.name
+
+    @property
+    def name(self) -> str:
+        """`<time>-<id>`."""
+        return self.folder.resolve().name
+
+    @cached_property
+    def started(self) -> float:
+        """Seconds since the epoch: of `run.json`, else of the stamp, else of the folder."""
+        try:
+            return datetime.fromisoformat(self.start["started"]).timestamp()
+        except (KeyError, TypeError, ValueError):
+            pass  # written before run.json existed
+        try:
+            return time.mktime(time.strptime(self.name[:15], "%Y%m%d-%H%M%S"))
+        except ValueError:
+            return self.folder.stat().st_mtime
+
+    @cached_property
+    def state(self) -> str:
+        """`finished`, `interrupted`, `stopped`, `failed`, `running` or `killed`."""
+        ended = self.receipt.get("run", {})
+        if ended.get("interrupted"):
+            return "interrupted"
+        if ended.get("stopped"):
+            return "stopped"
+        if self.receipt and self.report:
+            return "finished"
+        if self._lives():
+            return "running"
+        return "failed" if self.receipt else "killed"
+
+    def _lives(self) -> bool:
+        pid = self.start.get("pid")
+        if not isinstance(pid, int) or self.start.get("host") != socket.gethostname():
+            return time.time() - self._changed() < QUIET
+        import psutil
+
+        try:
+            process = psutil.Process(pid)
+            # A number is given again: a process that began after the run is another one.
+            return process.status() != psutil.STATUS_ZOMBIE and (
+                process.create_time() <= self.started + 1
+            )
+        except psutil.Error:
+            return False
+
+    def _changed(self) -> float:
+        return max(file.stat().st_mtime for file in self.folder.iterdir())
+
+    @property
+    def proven(self) -> bool:
+        """Whether the receipt proves what ran."""
+        return self.receipt.get("status") == "proven"
+
+    @property
+    def precision(self) -> str:
+        """`FP8 te/delayed`, `BF16`: as the rows of metrics say it."""
+        if label := _last(self._tail, "precision"):
+            return str(label)
+        ran = self.receipt.get("precision") or {}
+        if ran.get("ran") in ("fp8", "fp4"):
+            return f"{ran['ran'].upper()} {ran.get('backend')}/{ran.get('scaling')}"
+        asked = self.config.get("precision", {}).get("compute", "")
+        return str(ran.get("ran") or asked).upper()
+
+    @property
+    def samples(self) -> list[tuple[int, list[dict[str, str]]]]:
+        """(step, prompts with their answers), oldest first; those of the trained model last."""
+        asked = [row for row in self.rows if isinstance(row.get("samples"), list)]
+        found = [(int(row["step"]), row["samples"]) for row in asked if row["samples"]]
+        final = self.report.get("samples") or []
+        if final and (not found or found[-1][1] != final):
+            found.append((self.last_step, final))
+        return found
+
+    @cached_property
+    def last_step(self) -> int:
+        """The last step that was logged."""
+        return int(_last(self._tail, "step") or 0)
+
+    @cached_property
+    def planned_steps(self) -> int | None:
+        """Steps of the whole run; None where nothing tells yet."""
+        train = self.config.get("train", {})
+        steps = train.get("max_steps")
+        if isinstance(steps, (int, float)) and steps > 0:
+            return int(steps)
+        if self.state == "finished":
+            return self.last_step
+        row = next((r for r in reversed(self._tail) if r.get("epoch")), None)
+        epochs = float(train.get("num_train_epochs") or 3)  # the default of Transformers
+        return round(row["step"] / row["epoch"] * epochs) if row else None
+
+    def summary(self) -> dict[str, Any]:
+        """What a table of runs shows; reads the end of `metrics.jsonl` only.
+
+        Losses in nats per token, memory in GiB: the measured peak of a step where there is one,
+        else that of the process.
+        """
+        memory = self.receipt.get("memory", {}).get("measured_gib")
+        return {
+            "recipe": self.recipe,
+            "run": self.name,
+            "folder": str(self.folder),
+            "started": datetime.fromtimestamp(self.started).isoformat(timespec="seconds"),
+            "precision": self.precision,
+            "state": self.state,
+            "proven": self.proven,
+            "step": self.last_step,
+            "steps": self.planned_steps,
+            "loss": finite(self.report.get("final_loss") or _last(self._tail, "loss")),
+            "eval_loss": finite(self.report.get("eval_loss") or _last(self._tail, "eval_loss")),
+            "tokens_per_s": finite(
+                self.report.get("tokens_per_s") or _last(self._tail, "tokens_per_s")
+            ),
+            "memory_gib": finite(memory or self.report.get("peak_memory_gib")),
+        }
+
+    @cached_property
+    def _tail(self) -> list[dict[str, Any]]:
+        """The last rows of `metrics.jsonl`, without reading a long one."""
+        file = self.folder / "metrics.jsonl"
+        try:
+            with file.open("rb") as opened:
+                size = opened.seek(0, os.SEEK_END)
+                opened.seek(max(0, size - TAIL_BYTES))
+                text = opened.read().decode("utf-8", errors="replace")
+        except OSError:
+            return []
+        if size > TAIL_BYTES:
+            text = text.partition("\n")[2]
+        return list(_rows_of(text))
+
+
+def finite(value: Any) -> float | None:
+    """A number that can be shown; None for what is missing, NaN or infinite."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    return None
+
+
+# ----------------------------------------------------------------------------------------- find
+
+
+def read_run(folder: Path | str) -> Run:
+    """The run in a folder.
+
+    Raises:
+        ConfigError: it is no run folder; names the nearest run.
+    """
+    folder = Path(folder).expanduser()
+    if not is_run(folder):
+        raise _no_run(folder)
+    return Run(folder)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is one of a run."""
+    return (folder / "config.yaml").is_file() and any((folder / f).is_file() for f in _WRITTEN)
+
+
+def find_runs(out: Path | str = "runs") -> list[Run]:
+    """All runs below a folder, newest first; those of comparisons that ended belong to these.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    found = [Run(folder) for folder in _folders(Path(out)) if is_run(folder)]
+    return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
+
+
+def find_comparisons(out: Path | str = "runs") -> list[Path]:
+    """All folders below a folder that hold a comparison, newest first.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    found = [folder for folder in _folders(Path(out)) if (folder / COMPARISON).is_file()]
+    return sorted(found, key=lambda f: (f / COMPARISON).stat().st_mtime, reverse=True)
+
+
+def _folders(out: Path) -> Iterator[Path]:
+    """Folders of runs and of comparisons, nothing below either."""
+    out = out.expanduser()
+    if not out.is_dir():
+        raise ConfigError(
+            f"there is no folder of runs {str(out)!r}",
+            where=str(out.resolve()),
+            fix="`python -m finetune RECIPE` makes runs/; another one is given by --out",
+        )
+    yield from _walk(out, DEPTH)
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder) or (folder / COMPARISON).is_file():
+        yield folder
+        return
+    if folder.name == COMPARED[0]:
+        depth = COMPARED[1]
+    if depth:
+        try:
+            with os.scandir(folder) as entries:
+                below = sorted(e.path for e in entries if e.is_dir() and e.name[0] != ".")
+        except PermissionError:
+            return  # another user's folder holds none of our runs
+        for path in below:
+            yield from _walk(Path(path), depth - 1)
+
+
+def _no_run(folder: Path) -> ConfigError:
+    why = "there is no such folder"
+    near = next((p for p in folder.parents if p.is_dir()), Path())
+    near = Path("runs") if near in (Path(), near.parent) else near
+    if folder.is_dir():
+        why = "a run folder holds config.yaml and metrics.jsonl or receipt.json"
+        near = folder
+    runs = find_runs(near) if near.is_dir() else []
+    return ConfigError(
+        f"{str(folder)!r} is no run folder",
+        where=str(folder.resolve()),
+        why=why,
+        fix=_nearest_run(folder, runs)
+        or "give the folder that the run printed at its end, runs/<recipe>/<time>-<id>",
+    )
+
+
+def _nearest_run(folder: Path, runs: list[Run]) -> str:
+    import difflib
+
+    if not runs:
+        return ""
+    if folder.is_dir():
+        return f"the newest run in it is {runs[0].folder}"
+    known = [str(run.folder) for run in runs]
+    close = difflib.get_close_matches(str(folder), known, n=1, cutoff=0.5)
+    return f"the nearest run is {close[0]}" if close else f"the newest run is {known[0]}"
+
+
+# ------------------------------------------------------------------------------------------ read
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    """A JSON object; empty when the file is missing or not whole."""
+    try:
+        data = json.loads(_read(file))
+    except json.JSONDecodeError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _whole(data: dict[str, Any], parts: Iterable[str]) -> dict[str, Any]:
+    """The same with `parts` that are no mappings made empty ones: one bad file spoils no table."""
+    return data | {key: {} for key in parts if key in data and not isinstance(data[key], dict)}
+
+
+def _rows_of(text: str) -> Iterable[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # half a line: it is being written, or its writer was killed
+        if isinstance(row, dict) and isinstance(row.get("step"), (int, float)):
+            yield row
+
+
+def _last(rows: list[dict[str, Any]], key: str) -> Any:
+    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+
+
+# ------------------------------------------------------------------------------------------
+# Which run is meant: a folder, `last`, or a recipe's name for its newest run.
+#
+# Runs are found as `ls --runs` finds them (`finetune.runs.folder`): those inside a comparison
+# belong to it,
+# and are named by their folders. Nothing here imports torch.
+
+
+LAST = "last"
+SHOWN = 3
+
+
+def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:
+    """Run folders under `out`, of a recipe or of all, newest first."""
+    runs = find_runs(out) if out.is_dir() else []
+    return [run.folder for run in runs if recipe in (None, run.folder.parent.name)]
+
+
+def find_run(name: str, out: Path | str = "runs") -> Path:
+    """The run folder that a user means.
+
+    Args:
+        name: a run folder, `last`, or a recipe's name.
+        out: folder of runs.
+
+    Raises:
+        ConfigError: there is none; names the nearest, or the newest ones.
+    """
+    folder, out = Path(name).expanduser(), Path(out).expanduser()
+    if (folder / "config.yaml").is_file():
+        return folder
+    runs = newest_runs(out) if name == LAST else newest_runs(out, name)
+    if runs and len(Path(name).parts) == 1:
+        return runs[0]
+    inside = newest_runs(folder.parent, folder.name) if folder.is_dir() else []
+    recipes = sorted({run.parent.name for run in newest_runs(out)})
+    hint = nearest(name, [LAST, *recipes])
+    newest = ", ".join(map(str, (inside or newest_runs(out))[:SHOWN]))
+    what = "there is no run yet" if name == LAST else f"there is no run {name!r}"
+    raise ConfigError(
+        what + (f"; {hint}" if hint and name != LAST else ""),
+        where=str((out if name == LAST else folder).resolve()),
+        why="a run folder holds config.yaml" if folder.is_dir() else "",
+        fix=f"the newest: {newest}"
+        if newest
+        else "train one: python -m finetune tiny_lora_fp8; --out says where runs lie",
+    )

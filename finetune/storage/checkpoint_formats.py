@@ -1,0 +1,276 @@
+"""How others publish weights in FP8, in the terms of `finetune.precision.weights`.
+
+A published checkpoint is safetensors with `quantization_config` in its `config.json`. Two layouts
+hold E4M3 codes `X.weight` [N, K] and numbers that multiply them, which is what a stored layer is:
+
+    quant_method          scales                        of
+    fp8                   X.weight_scale_inv            blocks [ceil(N/r), ceil(K/c)], or one
+    compressed-tensors    X.weight_scale                channel [N, 1], tensor [1] or [],
+      (float-quantized)                                 block, group [N, K/g]
+
+(`inv` there means what it means here: the inverse of the scale that came before the cast.) Scales
+may be BF16 or powers of two (E8M0); as float32 they are the same numbers. What a checkpoint says
+about activations is about *compute*, and is ignored: `input_scale`, `activation_scheme`, schemes of
+the key-value cache. Which layers are quantised is read from the files, not from lists of what to
+ignore: a tensor says itself that it is E4M3.
+
+Sources: DeepSeek-V3 `inference/kernel.py` (weight_dequant); Transformers `FineGrainedFP8Config`;
+compressed-tensors `quantization/quant_args.py`, `compressors/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.errors import StorageNotComputeError, nearest
+from finetune.precision.formats import E4M3
+from finetune.precision.weights import BLOCK, Fp8Bits, Granularity, Tile, slab_rows
+
+OWN = "fp8_storage"
+METHODS = (OWN, "fp8", "compressed-tensors")
+SCALE = ".weight_scale"
+KINDS: tuple[Granularity, ...] = ("row", "tensor", "block")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint names what goes with its codes.
+
+    Attributes:
+        method: `quant_method` of its `quantization_config`.
+        scale: end of the name of a scale, where `.weight` is that of the codes.
+        ignored: patterns of tensors that are about compute.
+        block: (rows, columns) that share a scale, where the configuration says so.
+    """
+
+    method: str
+    scale: str = SCALE
+    ignored: tuple[str, ...] = ()
+    block: Tile | None = None
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """The layout of a checkpoint by its `quantization_config`.
+
+    Raises:
+        StorageNotComputeError: a layout that is not E4M3 codes and their scales.
+    """
+    method = str(config.get("quant_method", ""))
+    if method == OWN:
+        return Layout(OWN)
+    if method == "fp8":
+        return _fine_grained(config)
+    if method == "compressed-tensors":
+        return _compressed(config)
+    bits = next((n for n in (4, 8) if config.get(f"load_in_{n}bit")), config.get("bits"))
+    raise refuse_layout(
+        f"{method or 'an unnamed method'}" + (f" in {bits} bits" if bits else ""),
+        "it holds no E4M3 codes in a layout that is known here",
+    )
+
+
+def _fine_grained(config: Mapping[str, Any]) -> Layout:
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise refuse_layout(f"fp8 of format {config['fmt']}", "stored weights are E4M3")
+    block = config.get("weight_block_size")
+    return Layout(
+        "fp8",
+        ".weight_scale_inv",
+        (r"\.(activation|input)_scale$",),
+        _tile(block) if block else None,
+    )
+
+
+def _compressed(config: Mapping[str, Any]) -> Layout:
+    shown = f"compressed-tensors {config.get('format', '')}".strip()
+    blocks: set[Tile | None] = set()
+    for name, group in (config.get("config_groups") or {}).items():
+        weights = group.get("weights")
+        if weights is None:
+            continue
+        kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+        held = group.get("format") or config.get("format")
+        if kind != "float" or bits != 8 or held not in ("float-quantized", "naive-quantized"):
+            raise refuse_layout(
+                f"{shown}: {name} is {kind}{bits}" + (f" as {held}" if held else ""),
+                "stored weights are 8-bit floats, one a byte",
+            )
+        if not weights.get("symmetric", True) or weights.get("actorder"):
+            what = "reordered columns" if weights.get("actorder") else "zero points"
+            raise refuse_layout(f"{shown}: {name} has {what}", "a stored weight has none")
+        blocks.add(_group_tile(weights))
+    for extra in ("sparsity_config", "transform_config"):
+        given = config.get(extra)
+        if given and given.get("format", "") != "dense":
+            raise refuse_layout(
+                f"{shown} with {extra}", "its weights are not code times scale, and no more"
+            )
+    status = config.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise refuse_layout(f"{shown} of status {status}", "its weights are not FP8 codes")
+    ignored = (r"\.(input|k|v|q|output)_scale$", r"\.(input|output)_zero_point$")
+    block = blocks.pop() if len(blocks) == 1 else None
+    return Layout("compressed-tensors", SCALE, ignored, block)
+
+
+def _group_tile(weights: Mapping[str, Any]) -> Tile | None:
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        return _tile(weights.get("block_structure") or (BLOCK, BLOCK))
+    if strategy == "group":
+        return (1, int(weights["group_size"]))
+    return None
+
+
+def _tile(block: Sequence[int]) -> Tile:
+    rows, columns = block
+    return int(rows), int(columns)
+
+
+def refuse_layout(what: str, why: str) -> StorageNotComputeError:
+    """The error of a checkpoint that is quantised in another way."""
+    return StorageNotComputeError(
+        f"load_in_fp8 does not read a checkpoint held as {what}",
+        where="config.json: quantization_config",
+        why=why,
+        fix="load it as its publisher says (from_pretrained alone), or take the model in BF16 or "
+        "FP8 (block-scaled `fp8`, compressed-tensors `float-quantized`)",
+    )
+
+
+def tile_of_scale(
+    name: str, shape: tuple[int, int], scale: Sequence[int], block: Tile | None
+) -> Tile:
+    """What shares a scale, by the shape of the scales.
+
+    Args:
+        name: of the layer, for the error.
+        shape: (N, K) of the weight.
+        scale: shape of its scales.
+        block: what the configuration says of blocks.
+
+    Raises:
+        StorageNotComputeError: scales that do not fit the weight.
+    """
+    n, k = shape
+    if block is not None and tuple(scale) == (-(-n // block[0]), -(-k // block[1])):
+        return block
+    if all(size == 1 for size in scale):
+        return (n, k)
+    if tuple(scale) in ((n, 1), (n,)):
+        return (1, k)
+    raise StorageNotComputeError(
+        f"the scales of {name!r} do not fit its weight",
+        where=f"weight {n} x {k}, scales {' x '.join(map(str, scale))}",
+        why="there must be one for each "
+        + (f"block of {block[0]} x {block[1]}, " if block else "")
+        + "row, or one",
+        fix="look whether weight_block_size in config.json is that of the weights",
+    )
+
+
+def granularity_name(tile: Tile, shape: tuple[int, int]) -> str:
+    """`row`, `tensor`, `block`, or `RxC` for blocks of another size."""
+    if tile[0] >= shape[0] and tile[1] >= shape[1] and tile != (BLOCK, BLOCK):
+        return "tensor"
+    if tile == (1, shape[1]):
+        return "row"
+    return "block" if tile == (BLOCK, BLOCK) else f"{tile[0]}x{tile[1]}"
+
+
+def tile_named(name: str, shape: tuple[int, int]) -> Tile:
+    """The tile of a weight (N, K) under the name of a granularity, as in our own checkpoints."""
+    known = {"row": (1, shape[1]), "tensor": shape, "block": (BLOCK, BLOCK)}
+    if name in known:
+        return known[name]
+    rows, x, columns = name.partition("x")
+    if x and rows.isdigit() and columns.isdigit():
+        return int(rows), int(columns)
+    hint = nearest(name, KINDS)
+    raise StorageNotComputeError(
+        f"there is no granularity {name!r}" + (f"; {hint}" if hint else ""),
+        where="config.json: quantization_config.modules",
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# Codes from a file: which there are, and whether they can be used as they are.
+#
+# A file of FP8 weights is believed in nothing. NaN codes and infinite scales would be in every
+# output; scales of another shape, taken by broadcasting, would make another model.
+
+
+NAN = 0x7F
+
+
+def scale_shapes(files: list[str], suffix: str) -> dict[str, tuple[int, ...] | None]:
+    """Name of each E4M3 tensor in the files -> shape of its scales, None where there are none.
+
+    Only headers are read.
+
+    Args:
+        files: paths of safetensors.
+        suffix: what stands for `.weight` in the name of its scales.
+    """
+    from safetensors import safe_open
+
+    codes: list[str] = []
+    scales: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise refuse_layout(file.rpartition("/")[2], "only safetensors are read")
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118  not a dict
+                part = opened.get_slice(key)
+                if key.endswith(suffix):
+                    scales[key.removesuffix(suffix)] = tuple(part.get_shape())
+                elif part.get_dtype() == "F8_E4M3":
+                    codes.append(key)
+    return {key: scales.get(key.removesuffix(".weight")) for key in codes}
+
+
+def settle(name: str, module: Any) -> None:
+    """Make what came from a file what a stored layer holds, or refuse it.
+
+    Args:
+        name: of the layer, for the error.
+        module: a stored layer, whose weight may show as `torch.float8_e4m3fn` and whose scales may
+            have lost or gained a dimension.
+
+    Raises:
+        StorageNotComputeError: codes or scales that are NaN, of another type or number.
+    """
+    held: Tensor = module.weight
+    if held.dtype is E4M3.dtype:
+        module.weight = Fp8Bits(held.detach().view(torch.uint8))
+    elif held.dtype is not torch.uint8:
+        raise refuse_layout(f"{name} in {held.dtype}", "the layer was to be E4M3 codes")
+    n, k = module.bits.shape
+    rows, columns = module.stored_tile
+    grid, scale = (-(-n // rows), -(-k // columns)), module.weight_scale
+    if scale.numel() != grid[0] * grid[1]:
+        raise refuse_layout(f"{name} with scales {tuple(scale.shape)}", f"{grid} were expected")
+    if scale.dtype is not torch.float32:
+        raise refuse_layout(f"{name} with scales in {scale.dtype}", "scales are floating point")
+    module.weight_scale = scale.reshape(grid)
+    if not torch.isfinite(module.weight_scale).all():
+        raise StorageNotComputeError(
+            f"{name!r} has NaN or infinity in its weight or scales",
+            where="checkpoint",
+            why="it would be in every output of the model",
+            fix="take another copy of the checkpoint",
+        )
+    parts = module.bits.detach().split(slab_rows((n, k), scale.device))
+    bad = sum(int(((part & NAN) == NAN).sum()) for part in parts)
+    if bad:
+        raise StorageNotComputeError(
+            f"{name!r} has {bad} codes of NaN (0x7F, 0xFF)",
+            where="checkpoint",
+            why="E4M3 has no infinities: whoever wrote it overflowed",
+            fix="take another copy of the checkpoint, or quantise the 16-bit one",
+        )

@@ -1,0 +1,384 @@
+"""`load_in_fp8`: a model whose linear layers hold their weights as FP8 codes.
+
+This is about *storage*: half the memory of BF16, every matmul in 16 bits from weights dequantised
+for it. For inference, and as a frozen base of adapters. FP8 *compute*, which trains, is
+`setup_fp8_mixed_precision_training`.
+
+    model = load_in_fp8("meta-llama/Llama-3.1-8B-Instruct")
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+
+    checkpoint                          layers hold, without `granularity`
+    16 or 32 bits                       codes quantised on loading, one scale a row
+    our own (`save_pretrained`)         the same bits
+    `fp8` (DeepSeek, Qwen), or          the published codes bit for bit, with their scales
+    compressed-tensors float-quantized
+
+Given a `granularity`, published codes get such scales instead (`finetune.precision.rescaling`), so
+that a base which others published in blocks can be multiplied in FP8 row by row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+import finetune.training.models  # noqa: F401  makes our own model types known
+from finetune.errors import ConfigError, ModelNotFoundError, PlanError
+from finetune.precision.layers import leave_out, resolve
+from finetune.precision.rescaling import release, requantise
+from finetune.precision.weights import Granularity, hold, iter_stored
+from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of
+from finetune.storage.quantizer import (
+    Fp8StorageConfig,
+    Fp8StorageQuantizer,
+    adopt,
+    check_granularity,
+)
+
+if TYPE_CHECKING:
+    import os
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# What `from_pretrained` hands on to where a configuration comes from.
+HUB = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+
+
+def load_in_fp8(
+    model_name_or_path: str | os.PathLike[str],
+    granularity: Granularity | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    keep: Iterable[str] = (),
+    auto_class: Any = AutoModelForCausalLM,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """A pretrained model that holds the weights of its linear layers in FP8.
+
+    Weights are quantised one by one while they are read: the model never exists in high precision.
+    The output head, embeddings, norms and routers stay in `dtype`, and every parameter is frozen.
+
+    Args:
+        model_name_or_path: a folder with `config.json` and safetensors, or a hub id; in 16 or 32
+            bits, in FP8 as published by others, or as saved from such a model.
+        granularity: what shares a scale: `row`, `tensor` or `block` (128 x 128). Left out: `row`,
+            or as the checkpoint has it where that is FP8 already.
+        dtype: of everything else, and of the matmuls.
+        keep: patterns of linear layers that stay in `dtype`, as in `precision.keep`.
+        auto_class: of Transformers, by which the model is loaded.
+        **kwargs: of `from_pretrained`: `device_map`, `revision`, `attn_implementation`, ...
+
+    Returns:
+        A model in evaluation mode. `save_pretrained` writes codes and scales; `load_in_fp8`, or
+        `from_pretrained` with this module imported, reads them back bit for bit.
+
+    Raises:
+        ConfigError: an unknown granularity, or a device map that offloads.
+        ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
+        PlanError: no linear layer to store, or a pattern that matches none.
+        StorageNotComputeError: the checkpoint is quantised in another way, or broken.
+    """
+    wanted = check_granularity(granularity) if granularity is not None else None
+    keep = [keep] if isinstance(keep, str) else list(keep)
+    _refuse_other_configs(kwargs)
+    source, config = _config_of(model_name_or_path, kwargs)
+    if _quantised(config) is None:
+        storage = Fp8StorageConfig(wanted or "row", keep)
+        return _load(source, config, dtype, auto_class, kwargs, storage)
+    model = _load(source, config, dtype, auto_class, kwargs)
+    left = leave_out(model, [name for name, _ in iter_stored(model)], keep)
+    return _conform(model, dict.fromkeys(left, wanted))
+
+
+def load_stored(
+    source: str | os.PathLike[str],
+    names: Collection[str],
+    granularity: Granularity = "row",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    auto_class: Any = AutoModelForCausalLM,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """A pretrained model in which exactly the named linear layers are stored in FP8.
+
+    Args:
+        source: as `model_name_or_path` of `load_in_fp8`; published codes that are in `names` get
+            scales of this granularity, and those that are not are dequantised.
+        names: dotted names of linear layers of the plain model.
+        granularity: what shares a scale.
+        dtype: of everything else.
+        auto_class: of Transformers, by which the model is loaded.
+        **kwargs: of `from_pretrained`.
+
+    Raises:
+        ConfigError, ModelNotFoundError, StorageNotComputeError: as `load_in_fp8`.
+        PlanError: a name that is no linear layer of the model.
+    """
+    granularity = check_granularity(granularity)
+    _refuse_other_configs(kwargs)
+    source, config = _config_of(source, kwargs)
+    if _quantised(config) is None:
+        storage = Fp8StorageConfig(granularity, modules={granularity: names})
+        return _load(source, config, dtype, auto_class, kwargs, storage)
+    model = _load(source, config, dtype, auto_class, kwargs)
+    return _conform(model, dict.fromkeys(resolve(model, names), granularity))
+
+
+def holds_fp8(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint's weights are FP8 in a layout that is known here, by its `config.json`.
+
+    Raises:
+        StorageNotComputeError: it says FP8, in a variant that is not.
+    """
+    given = _quantised(config)
+    return given is not None and given.get("quant_method") in METHODS and bool(layout_of(given))
+
+
+def mark_stored(model: PreTrainedModel) -> PreTrainedModel:
+    """Tell a model, and Transformers, which of its layers are stored; freeze it.
+
+    For models that were not made by `from_pretrained`: `save_pretrained` then writes what is needed
+    to read them back, and Trainers know them for what they are.
+    """
+    adopt(model, Fp8StorageQuantizer(Fp8StorageConfig()))
+    return model
+
+
+def _config_of(
+    name: str | os.PathLike[str], kwargs: Mapping[str, Any]
+) -> tuple[str, PretrainedConfig]:
+    source = str(name)
+    path = Path(source).expanduser()
+    local = path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1
+    if local and not (path / kwargs.get("subfolder", "") / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"there is no model in {source!r}",
+            where=str(path.resolve()),
+            why="a model folder holds config.json" if path.is_dir() else "no such folder",
+            fix="give a folder with config.json and safetensors, or a hub id such as "
+            "meta-llama/Llama-3.2-1B-Instruct",
+        )
+    source = str(path) if local else source
+    try:
+        hub = {key: kwargs[key] for key in HUB if key in kwargs}
+        return source, AutoConfig.from_pretrained(source, **hub)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(source, error) from error
+
+
+def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"the model {source!r} could not be loaded",
+        where="load_in_fp8",
+        why=str(error).strip().splitlines()[0],
+        fix="check the name and your connection, and `hf auth login` for gated models",
+    )
+
+
+def _quantised(config: PretrainedConfig) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a checkpoint, of a composite model that of its text part."""
+    text = config.get_text_config(decoder=True)
+    found = getattr(config, "quantization_config", None) or getattr(
+        text, "quantization_config", None
+    )
+    return found if found is None or isinstance(found, Mapping) else found.to_dict()
+
+
+def _refuse_other_configs(kwargs: Mapping[str, Any]) -> None:
+    other = next(
+        (k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if k in kwargs), None
+    )
+    if other is not None:
+        raise ConfigError(
+            f"load_in_fp8 was given {other}",
+            where=other,
+            why="weights can be held in one way",
+            fix=f"AutoModelForCausalLM.from_pretrained(..., {other}=...), or load_in_fp8 without",
+        )
+
+
+def _load(
+    source: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    auto_class: Any,
+    kwargs: dict[str, Any],
+    storage: Fp8StorageConfig | None = None,
+) -> Any:
+    given = _quantised(config)
+    if given is not None and given.get("quant_method") != OWN:
+        layout_of(given)  # refuses what is not FP8 before anything is read
+        # Codes are quantised already, which Transformers knows from here.
+        config.quantization_config = {"quant_method": OWN, "published": dict(given)}  # pyright: ignore[reportAttributeAccessIssue]
+    elif storage is not None:
+        kwargs = {**kwargs, "quantization_config": storage}
+    try:
+        return auto_class.from_pretrained(source, config=config, dtype=dtype, **kwargs)
+    except ModelNotFoundError:
+        raise
+    except OSError as error:
+        raise _not_loaded(source, error) from error
+
+
+def _conform(model: Any, held: Mapping[str, Granularity | None]) -> Any:
+    """Let exactly these layers be stored, under these scales (None: as they are), one by one."""
+    for name, module in list(iter_stored(model)):
+        if name not in held:
+            release(module)
+    stored = dict(iter_stored(model))
+    for name, granularity in held.items():
+        if name not in stored:
+            hold(model.get_submodule(name), granularity or "row")
+        elif granularity is not None:
+            requantise(stored[name], granularity)
+    adopt(model, model.hf_quantizer)
+    return model
+
+
+# ------------------------------------------------------------------------------------------
+# A model of random weights with stored layers, which never exists in high precision.
+#
+# The model is built on the meta device: shapes, no memory. Then one decoder layer at a time gets
+# memory, its model's own initialisation, and codes in place of the weights that are to be stored.
+# At
+# the peak there is what is held already and one decoder layer in high precision, so an 8B model is
+# made in the memory of its codes.
+#
+# A decoder layer is the unit, not a linear layer: a model may initialise a weight a second time
+# with
+# the block that holds it (GPT-2 scales `c_proj` so). Buffers without a file, such as rotary
+# frequencies, are what the model's initialisation makes of them. Whatever it forgets is found,
+# since
+# memory is filled with NaN first.
+
+
+def build_stored(
+    config: PretrainedConfig,
+    names: Collection[str],
+    granularity: Granularity = "row",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    auto_class: Any = AutoModelForCausalLM,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """A model of random weights in which exactly the named linear layers are stored in FP8.
+
+    Args:
+        config: the architecture; is not changed.
+        names: dotted names of linear layers of the plain model.
+        granularity: what shares a scale.
+        dtype: of everything else.
+        device: where it is built.
+        auto_class: of Transformers, whose `from_config` builds it.
+        **kwargs: of `from_config`, such as `attn_implementation`.
+
+    Returns:
+        A frozen model in training mode, as `from_config` gives it.
+
+    Raises:
+        ConfigError: an unknown granularity.
+        PlanError: a name that is no linear layer, or a model that leaves weights uninitialised.
+    """
+    granularity = check_granularity(granularity)
+    with torch.device("meta"):
+        model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, **kwargs)
+    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    tied = {key for key, count in shared.items() if count > 1}
+    filling = _Filling(set(resolve(model, names)), granularity, torch.device(device), tied)
+    with torch.no_grad(), init.guard_torch_init_functions():
+        filling.fill(model, "", model)
+        filling.hold_due(model)
+    model.tie_weights()
+    _refuse_uninitialised(model)
+    return mark_stored(model)
+
+
+class _Filling:
+    """One walk over a model on the meta device, children before parents, as Transformers does."""
+
+    def __init__(
+        self, names: set[str], granularity: Granularity, device: torch.device, tied: set[int]
+    ) -> None:
+        self.granularity: Granularity = granularity
+        self.names, self.device, self.tied = names, device, tied
+        self.due: list[str] = []
+        # Memory of weights that are codes by now, for the next layer: freed, it would be cut up.
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor whose id is the key
+
+    def fill(self, module: nn.Module, name: str, owner: Any) -> None:
+        """Memory and initial values for a module and all that is in it."""
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            self.fill(child, full, owner)
+            if isinstance(module, nn.ModuleList):
+                self.hold_due(child, f"{full}.")
+        for key, parameter in module.named_parameters(recurse=False):
+            new = self._real(parameter)
+            if not isinstance(new, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=False)
+            module.register_parameter(key, new)
+        for key, buffer in module.named_buffers(recurse=False):
+            setattr(module, key, self._real(buffer))
+        owner._initialize_weights(module)
+        if name in self.names:
+            self.due.append(name)
+
+    def hold_due(self, root: nn.Module, prefix: str = "") -> None:
+        """Quantise what is complete: the named layers inside a decoder layer, or the rest."""
+        for name in self.due:
+            module: Any = root.get_submodule(name.removeprefix(prefix))
+            used = module.weight.detach()
+            hold(module, self.granularity)
+            self.spare.setdefault((used.shape, used.dtype), []).append(used)
+        self.due = []
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.to(self.device)
+        if id(tensor) in self.made:  # tied: initialised by the module that had it first
+            real = self.made[id(tensor)][1]
+            real._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+            return real
+        spare = self.spare.get((tensor.shape, tensor.dtype))
+        real = spare.pop() if spare else torch.empty_like(tensor, device=self.device)
+        real = real.detach()
+        if real.is_floating_point():
+            real.fill_(torch.nan)
+        if isinstance(tensor, nn.Parameter):
+            real = nn.Parameter(real, requires_grad=False)
+        if id(tensor) in self.tied:
+            self.made[id(tensor)] = (tensor, real)
+        return real
+
+
+def _refuse_uninitialised(model: nn.Module) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    left = [name for name, t in tensors if t.is_floating_point() and bool(t.isnan().any())]
+    if left:
+        raise PlanError(
+            f"{type(model).__name__} does not initialise all of its tensors",
+            where=", ".join(left[:5]),
+            why="they would hold whatever was in memory: _init_weights has to set them",
+            fix="build it with from_config, in full, and load_in_fp8 what was saved of it",
+        )

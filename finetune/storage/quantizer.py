@@ -1,0 +1,409 @@
+"""FP8 storage as one of Transformers' quantisers: `from_pretrained`, `save_pretrained`, reload.
+
+    AutoModelForCausalLM.from_pretrained(path, quantization_config=Fp8StorageConfig("row"))
+
+Importing this module registers `fp8_storage`. Transformers builds the model on the meta device;
+here the linear layers change class (`finetune.precision.weights`), so that they expect codes and
+scales. Then tensors come one by one from the memory-mapped files:
+
+* of a 16-bit checkpoint each is quantised where it arrives, before the next is read, so no more
+  than one weight is ever held in high precision;
+* of an FP8 checkpoint, our own or a published one, codes go in as they are.
+
+Afterwards every stored layer is looked at: codes without NaN, finite scales of the right shape. All
+parameters are left frozen: what FP8 storage is a base for trains adapters, and norms and embeddings
+alone would otherwise train by accident.
+
+Experts that a model holds in one 3-D parameter are no linear layers. A 16-bit checkpoint of such a
+model keeps them as they are, with a warning; a published FP8 one is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from finetune.errors import ConfigError, StorageNotComputeError, nearest
+from finetune.precision.formats import E4M3
+from finetune.precision.layers import linear_shape, resolve, storable, why_own_forward
+from finetune.precision.rescaling import release
+from finetune.precision.weights import (
+    Fp8Bits,
+    Granularity,
+    Tile,
+    iter_stored,
+    put,
+    quantise_weight,
+    refuse_training,
+    tile_of,
+)
+from finetune.storage.checkpoint_formats import (
+    KINDS,
+    OWN,
+    SCALE,
+    Layout,
+    granularity_name,
+    layout_of,
+    refuse_layout,
+    scale_shapes,
+    settle,
+    tile_named,
+    tile_of_scale,
+)
+
+log = logging.getLogger(__name__)
+SHOWN = 5
+
+
+class Fp8StorageConfig(QuantizationConfigMixin):
+    """What is stored, and under which scales.
+
+    Args:
+        granularity: what shares a scale: `row`, `tensor` or `block` (128 x 128).
+        keep: patterns of linear layers that stay in the type of the model.
+        modules: granularity -> names of the linear layers to store, in place of all but the head,
+            routers and adapters. Filled in once a model is loaded, and saved with it.
+        published: the `quantization_config` of a checkpoint in somebody else's layout.
+
+    Raises:
+        ConfigError: an unknown granularity.
+    """
+
+    def __init__(
+        self,
+        granularity: Granularity = "row",
+        keep: Iterable[str] = (),
+        modules: Mapping[str, Iterable[str]] | None = None,
+        published: Mapping[str, Any] | None = None,
+        quant_method: str = OWN,
+    ) -> None:
+        self.quant_method: Any = quant_method
+        self.granularity: Granularity = check_granularity(granularity)
+        self.keep = [keep] if isinstance(keep, str) else list(keep)
+        self.modules = {k: list(v) for k, v in modules.items()} if modules is not None else None
+        self.published = dict(published) if published is not None else None
+
+
+def check_granularity(granularity: str) -> Granularity:
+    """A granularity by its name.
+
+    Raises:
+        ConfigError: there is no such granularity.
+    """
+    for kind in KINDS:
+        if granularity == kind:
+            return kind
+    hint = nearest(str(granularity), KINDS)
+    raise ConfigError(
+        f"there is no granularity {granularity!r}" + (f"; {hint}" if hint else ""),
+        where="granularity",
+        fix="row (a scale for each output channel), tensor (one) or block (128 x 128)",
+    )
+
+
+class _TrainsAdaptersOnly:
+    """`is_qat_trainable`: whether this model may train without adapters, if anyone asks.
+
+    Transformers asks it of every quantised model that a `Trainer` is given, and looks at the answer
+    only where there are no adapters (`validate_quantization_for_training`).
+    """
+
+    def __bool__(self) -> NoReturn:
+        raise refuse_training()
+
+
+class QuantiseWeight(ConversionOps):
+    """Quantises each weight of a stored layer when it is read; other tensors pass."""
+
+    def __init__(self, quantiser: Fp8StorageQuantizer) -> None:
+        self.quantiser = quantiser
+
+    @torch.no_grad()
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dict: dict[str, Any], *, model: Any, **_: Any
+    ) -> dict[str, Any]:
+        """Full name -> tensor, or a list of one."""
+        result: dict[str, Any] = {}
+        for name in list(input_dict):
+            value = input_dict.pop(name)
+            value = value[0] if isinstance(value, list) else value
+            if self.quantiser.param_needs_quantization(model, name):
+                module: Any = model.get_submodule(name.removesuffix(".weight"))
+                w = value.t() if module.stored_transposed else value
+                if tuple(w.shape) != tuple(module.bits.shape):  # is reported by its caller
+                    raise ValueError(f"{name} is {tuple(value.shape)} in the checkpoint")
+                bits, inverse = quantise_weight(w, module.stored_tile)
+                bits = bits.t().contiguous() if module.stored_transposed else bits
+                result[name] = Fp8Bits(bits)
+                result[name.removesuffix(".weight") + SCALE] = inverse
+            else:
+                result[name] = value
+            del value
+        return result
+
+
+class Fp8StorageQuantizer(HfQuantizer):
+    """Makes linear layers stored ones before loading, and checks them after."""
+
+    requires_calibration = False
+    quantization_config: Fp8StorageConfig
+
+    def __init__(self, quantization_config: Fp8StorageConfig, **kwargs: Any) -> None:
+        # A configuration object may serve several models: names are written into a copy.
+        super().__init__(Fp8StorageConfig(**quantization_config.to_dict()), **kwargs)
+        self._names: set[str] = set()
+        published = self.quantization_config.published
+        self._layout = layout_of(published) if published is not None else Layout(OWN)
+
+    # What Transformers asks.
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # adapters
+
+    @property
+    def is_qat_trainable(self) -> Any:
+        return _TrainsAdaptersOnly()
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        if isinstance(device_map, dict):
+            _refuse_offload(device_map)
+
+    def get_quantize_ops(self) -> QuantiseWeight:
+        return QuantiseWeight(self)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        module, _, tensor = param_name.rpartition(".")
+        # Transformers does not compare the shape of such a tensor; scales have that of the file.
+        return module in self._names and tensor == (
+            "weight_scale" if self.pre_quantized else "weight"
+        )
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
+        if dtype is E4M3.dtype and param.get_dtype() != "F8_E4M3":
+            raise StorageNotComputeError(
+                f"{converter.target_patterns[0]!r} is {param.get_dtype()} in the checkpoint",
+                where="quantization_config of config.json",
+                why="that says the layer is held in FP8; a cast without a scale would ruin it",
+                fix="mend the configuration, or load the original weights",
+            )
+        return super().get_new_dtype(converter, param, dtype)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        return [*weight_conversions, *self._renamings()]
+
+    def _renamings(self) -> list[WeightRenaming]:
+        if self._layout.scale == SCALE:
+            return []
+        return [WeightRenaming(rf"\{self._layout.scale}$", SCALE)]
+
+    # Before loading, on the meta device.
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        dtype: torch.dtype | None = None,
+        checkpoint_files: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        dtype = dtype or torch.get_default_dtype()
+        if not self.pre_quantized:
+            chosen = self._chosen(model)
+            tiles = {name: tile_of(kind, _shape(model, name)) for name, kind in chosen.items()}
+            _warn_of_experts(model, dtype)
+        elif self.quantization_config.modules is not None:
+            tiles = {
+                name: tile_named(kind, _shape(model, name))
+                for kind, names in self.quantization_config.modules.items()
+                for name in resolve(model, names)
+            }
+        else:
+            tiles = self._found(model, checkpoint_files or [])
+        for name, tile in tiles.items():
+            _expect(model.get_submodule(name), tile, dtype)
+        self._names = set(tiles)
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *self._layout.ignored}
+        model._keys_to_ignore_on_load_unexpected = ignored
+
+    def _chosen(self, model: Any) -> dict[str, Granularity]:
+        config, chosen = self.quantization_config, dict[str, Granularity]()
+        if config.modules is None:
+            for name in storable(model, config.keep):
+                chosen[name] = config.granularity
+            return chosen
+        for kind, names in config.modules.items():
+            for name in resolve(model, names):
+                chosen[name] = check_granularity(kind)
+        return chosen
+
+    def _found(self, model: Any, files: list[str]) -> dict[str, Tile]:
+        """The linear layers whose weights the files hold as E4M3 codes, and their tiles."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        conversions = get_model_conversion_mapping(model)
+        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        converters: Any = [c for c in conversions if not isinstance(c, WeightRenaming)]
+        known, tiles, scales = model.state_dict(), {}, scale_shapes(files, self._layout.scale)
+        for key, companion in scales.items():
+            name, converter = rename_source_key(
+                key, renamings, converters, model.base_model_prefix, known
+            )
+            if converter is not None:
+                raise refuse_layout(
+                    f"{key}, one of several tensors of {name}",
+                    "experts held in one parameter are no linear layers, and only those are stored",
+                )
+            if name not in known:
+                continue  # Transformers reports what the model has no place for
+            module = model.get_submodule(name.removesuffix(".weight"))
+            shape = linear_shape(module)
+            if shape is None or why_own_forward(module):
+                raise refuse_layout(
+                    f"{key} of a {type(module).__name__}", "only linear layers are stored"
+                )
+            if companion is None:
+                raise refuse_layout(f"{key} without {self._layout.scale[1:]}", "codes need scales")
+            name = name.removesuffix(".weight")
+            tiles[name] = tile_of_scale(name, shape, companion, self._layout.block)
+        if not tiles:
+            raise refuse_layout(
+                f"{self._layout.method}, without E4M3 weights in its files",
+                "there is nothing to store",
+            )
+        if self.quantization_config.published:
+            log.warning(
+                "load_in_fp8: %d layers in the layout of %s; what it says about activations is "
+                "compute, and is ignored",
+                len(tiles),
+                self._layout.method,
+            )
+        return tiles
+
+    # After loading.
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        devices = getattr(model, "hf_device_map", None)
+        if devices is not None:
+            _refuse_offload(devices)
+        missing = [
+            name
+            for name in sorted(self._names)
+            if not getattr(model.get_submodule(name).weight, "_is_hf_initialized", False)
+        ]
+        if missing:
+            raise StorageNotComputeError(
+                f"the checkpoint has no weights for {len(missing)} layers to be stored in FP8",
+                where=_some(missing),
+                why="a new layer starts from random weights and has to train, which codes cannot",
+                fix="name those layers in keep, or load the checkpoint's own architecture",
+            )
+        for name, module in iter_stored(model):
+            settle(name, module)
+        model._weight_conversions = [  # saved under our own names, not the publisher's
+            c
+            for c in model._weight_conversions
+            if not (isinstance(c, WeightRenaming) and SCALE in c.target_patterns)
+        ]
+        adopt(model, self)
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for _, module in list(iter_stored(model)):
+            release(module, dtype)
+        return model
+
+
+def adopt(model: Any, quantiser: Fp8StorageQuantizer) -> None:
+    """Freeze a model with stored layers, and write into its configuration which those are."""
+    model.requires_grad_(False)
+    describe(model, quantiser.quantization_config)
+    model.hf_quantizer = quantiser
+    model.is_quantized = True
+    model.quantization_method = quantiser.quantization_config.quant_method
+
+
+def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
+    """Write into a model's configuration which of its layers are stored: files must say so.
+
+    Without it, codes that were saved would be read back by others as the weights themselves.
+
+    Args:
+        model: a `PreTrainedModel`, also with PEFT's layers in it.
+        config: to be filled in; left out: a new one.
+    """
+    config = config or Fp8StorageConfig()
+    config.published = None
+    config.modules = {}
+    for name, module in iter_stored(model):
+        kind = granularity_name(module.stored_tile, tuple(module.bits.shape))
+        config.modules.setdefault(kind, []).append(name.removesuffix(".base_layer"))
+    for kind in KINDS:
+        if config.modules.keys() == {kind}:
+            config.granularity = check_granularity(kind)
+    model.config.quantization_config = config
+
+
+def _shape(model: nn.Module, name: str) -> tuple[int, int]:
+    shape = linear_shape(model.get_submodule(name))
+    assert shape is not None  # names come from iter_linears
+    return shape
+
+
+def _expect(module: Any, tile: Tile, dtype: torch.dtype) -> None:
+    """Make a layer on the meta device one that codes can be loaded into."""
+    shape = linear_shape(module)
+    assert shape is not None
+    n, k = shape
+    grid = (-(-n // tile[0]), -(-k // tile[1]))
+    bits = torch.empty(n, k, dtype=torch.uint8, device="meta")
+    scales = torch.empty(grid, dtype=torch.float32, device="meta")
+    put(module, bits, scales, tile, dtype)
+    module._is_hf_initialized = True  # a weight that is missing is an error, not a random one
+
+
+def _refuse_offload(device_map: Mapping[str, Any]) -> None:
+    devices = {str(device) for device in device_map.values()}
+    if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+        raise ConfigError(
+            "a model stored in FP8 cannot be offloaded",
+            where=f"device_map: {', '.join(sorted(devices))}",
+            why="Accelerate casts what it brings back to the type of its place, and codes would "
+            "be read as numbers",
+            fix="a device_map of GPUs only, or of the CPU only",
+        )
+
+
+def _warn_of_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    stacked = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}
+    total = sum(p.numel() for p in model.parameters())
+    if sum(stacked.values()) * 10 < total:
+        return
+    warnings.warn(
+        f"{sum(stacked.values()) / total:.0%} of this model are parameters of experts "
+        f"({_some(sorted(stacked))}), which are no linear layers: they stay in {dtype}",
+        stacklevel=2,
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+register_quantization_config(OWN)(Fp8StorageConfig)
+register_quantizer(OWN)(Fp8StorageQuantizer)

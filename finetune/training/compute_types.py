@@ -1,0 +1,173 @@
+"""float16 compute: a loss scale that finds its own size.
+
+float16 holds magnitudes from 6e-8 to 65,504, where bfloat16 and float32 hold 1e-38 to 3e38. Most
+gradients of a language model lie below 1e-4 and many below 6e-8: in float16 they would be zero. So
+the loss is multiplied by a scale S before the backward, which multiplies every gradient by S, and
+gradients are divided by S in float32 before they are clipped and applied (Micikevicius et al. 2017,
+arXiv 1710.03740). S is found by trial:
+
+    a gradient is Inf or NaN:          the step is skipped, S := S / 2       (backoff)
+    `growth_interval` steps without:   S := S · 2                            (growth)
+
+A skipped step changes no weight and no moment, and the learning rate waits. The scaler is torch's
+(`torch.amp.GradScaler`), run by Accelerate, which makes none on a CPU and autocasts nothing there:
+that is made good here, so that the same run can be rehearsed without a GPU (float16 on a CPU is
+slow: a step of the tiny recipes takes about 3 times that of float32). A fused optimizer skips
+inside its kernel and tells nobody, so that the learning rate goes on and skipped steps count as
+steps: here it is skipped like any other.
+
+Limits: weights that train must be float32. A float16 gradient divided by S would be zero again, and
+PyTorch on CUDA divides none in bfloat16 (pytorch issue 127176). Frozen weights may be of any type.
+S never falls below 1: a run that overflows there does not want for a smaller scale, and is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import PrecisionError, ProofError
+
+SMALLEST_SCALE = 1.0
+
+
+def scaler_arguments(precision: PrecisionConfig) -> dict[str, Any]:
+    """Arguments of `torch.amp.GradScaler`."""
+    return {
+        "init_scale": precision.loss_scale_init,
+        "growth_interval": precision.loss_scale_growth_interval,
+    }
+
+
+def hand_over(given: dict[str, Any], precision: PrecisionConfig) -> None:
+    """Put the scaler's settings among the arguments of an `Accelerator` about to be made.
+
+    Raises:
+        PrecisionError: it was given settings already.
+    """
+    from accelerate.utils import GradScalerKwargs
+
+    handlers = list(given.get("kwargs_handlers") or ())
+    if any(isinstance(handler, GradScalerKwargs) for handler in handlers):
+        raise PrecisionError(
+            "loss scaling was set twice",
+            where="kwargs_handlers=[GradScalerKwargs(...)]",
+            why="precision.loss_scale_init and loss_scale_growth_interval would be ignored",
+            fix="leave GradScalerKwargs out",
+        )
+    given["kwargs_handlers"] = [*handlers, GradScalerKwargs(**scaler_arguments(precision))]
+
+
+def complete(accelerator: Any, precision: PrecisionConfig) -> None:
+    """Give an `Accelerator` on a CPU what it leaves out there: autocast to float16 and a scaler."""
+    if accelerator.device.type == "cpu":
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", **scaler_arguments(precision))
+
+
+def refuse_half_weights(model: nn.Module) -> None:
+    """Raise `PrecisionError` unless all weights that train are float32; also on the meta device."""
+    half = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4}
+    if half:
+        kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
+        raise PrecisionError(
+            f"FP16 was asked, and {len(half)} trainable weights are {kinds}",
+            where=", ".join(list(half)[:4]),
+            why="their gradients would be of that type too, and those of a scaled loss cannot be "
+            "unscaled in it: float16 loses what the scale saved, bfloat16 has no kernel on CUDA",
+            fix="model.dtype=float32 (matmuls run in float16 all the same), or adapters, which are "
+            "float32 over frozen weights of any type",
+        )
+
+
+def skip_like_any_other(optimizer: torch.optim.Optimizer) -> None:
+    """Take a fused optimizer's own way of skipping from it. It is skipped from outside then."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer._step_supports_amp_scaling = False
+
+
+def refuse_vanished_scale(scale: float, skipped: int) -> None:
+    """Raise `ProofError` when the scale has backed off past the smallest that makes sense."""
+    if scale < SMALLEST_SCALE:
+        raise ProofError(
+            f"float16 cannot hold this run: gradients overflow at a loss scale of {scale:g}",
+            where=f"{skipped} steps were skipped",
+            why="without any scaling they would overflow too, so every further step would be "
+            "skipped and nothing trained",
+            fix="precision.compute=bf16 or fp32, a lower learning rate, or look for Inf and NaN in "
+            "the data and the weights",
+        )
+
+
+# ------------------------------------------------------------------------------------------
+# float32 compute: the debugging mode, in which nothing is rounded behind one's back.
+#
+# Operands of type float32 do not mean float32 products. PyTorch may round them first, by settings
+# of
+# the process that any library can change and that no type shows: to TF32 (10 bits of significand
+# instead of 23) on NVIDIA GPUs, for convolutions by default; to TF32 or bfloat16 in oneDNN on CPUs.
+# While `compute=fp32` is in force these settings are `ieee`, and after the first step they are
+# looked
+# at once more. Source: PyTorch notes on numerical accuracy, `torch.backends.*.fp32_precision`.
+#
+# PyTorch keeps an older form of the same settings beside them
+# (`torch.set_float32_matmul_precision`,
+# `torch.backends.cudnn.allow_tf32`), and raises where code reads the older form while the two
+# differ,
+# as `torch.compile` does. So both are set.
+
+
+EXACT = "ieee"
+
+
+def _settings() -> dict[str, Any]:
+    b = torch.backends
+    return {
+        "cuda.matmul": b.cuda.matmul,
+        "cudnn.conv": b.cudnn.conv,
+        "cudnn.rnn": b.cudnn.rnn,
+        "mkldnn.matmul": b.mkldnn.matmul,
+        "mkldnn.conv": b.mkldnn.conv,
+        "mkldnn.rnn": b.mkldnn.rnn,
+    }
+
+
+def in_force() -> dict[str, str]:
+    """Where float32 is multiplied -> what its operands are rounded to first; `ieee` is nothing."""
+    return {name: backend.fp32_precision for name, backend in _settings().items()}
+
+
+def make_exact() -> Callable[[], None]:
+    """Multiply float32 as float32 from now on.
+
+    Returns:
+        A function that puts everything back.
+    """
+    before = in_force()
+    _set(dict.fromkeys(before, EXACT))
+    return lambda: _set(before)
+
+
+def _set(values: dict[str, str]) -> None:
+    on_cpu, on_gpu = values["mkldnn.matmul"], values["cuda.matmul"]
+    older = "medium" if on_cpu == "bf16" else ("high" if on_gpu == "tf32" else "highest")
+    torch.set_float32_matmul_precision(older)
+    torch.backends.cudnn.allow_tf32 = values["cudnn.conv"] == "tf32"
+    for name, backend in _settings().items():
+        backend.fp32_precision = values[name]
+
+
+def check_exact() -> None:
+    """Raise `PrecisionError` when something has changed the settings since."""
+    rounded = {name: value for name, value in in_force().items() if value != EXACT}
+    if rounded:
+        raise PrecisionError(
+            "FP32 was asked, and float32 operands are rounded before they are multiplied",
+            where=", ".join(f"torch.backends.{k}.fp32_precision={v}" for k, v in rounded.items()),
+            why="something changed these settings after the model was prepared",
+            fix="leave out tf32=True, torch.set_float32_matmul_precision and torch.backends flags",
+        )

@@ -1,0 +1,159 @@
+"""What really ran, as far as a fair pair of runs has to share it.
+
+`receipt.json` holds it under `conditions`, one entry a condition. Everything is read off the
+objects that trained (the trainer's optimizer, the prepared model, its configuration), not off the
+recipe, so that a setting that was ignored or replaced on the way shows. Precision is not among
+them, which is what a comparison is about; nor are library versions and the device, which the
+receipt has under `environment`. `finetune.analysis.compare.fairness` says why each one matters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from finetune.precision.lora import fused_adapters
+from finetune.precision.proof.proof import named_trainable
+from finetune.training.session import Session
+
+
+def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
+    """The conditions of a training that began; plain data.
+
+    Args:
+        trainer: the `SFTTrainer` that trained.
+        running: the session in force.
+
+    Returns:
+        Condition -> what ran; empty where training ended before it had an optimizer.
+    """
+    if trainer.optimizer is None:
+        return {}
+    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    named = named_trainable(model)
+    return {
+        "trainable parameters": {
+            "count": sum(p.numel() for p in named.values()),
+            "names": _digest(f"{name} {tuple(p.shape)}" for name, p in named.items()),
+        },
+        "model": _model(model),
+        "adapters": _adapters(model),
+        "optimizer": _optimizer(trainer),
+        "tokens per step": {
+            "rows": args.per_device_train_batch_size,
+            "accumulation": args.gradient_accumulation_steps,
+            "processes": args.world_size,
+            "max_length": args.max_length,
+            "packing": args.packing and args.packing_strategy,
+            "padding_free": trainer.padding_free,
+            "pad_to_multiple_of": args.pad_to_multiple_of,
+        },
+        "length of the run": {"steps": trainer.state.max_steps},
+        "data and its order": {
+            "rows": _length(trainer.train_dataset),
+            "held out": _length(trainer.eval_dataset),
+            "seed": args.seed,
+            "data_seed": args.data_seed,
+            "order": str(args.train_sampling_strategy),
+        },
+        "checkpointing": _checkpointing(args, model),
+        "attention": model.config._attn_implementation,
+        "compile": running.compiled.partition(":")[0],
+        "fused kernels": {
+            "liger": args.use_liger_kernel and (args.liger_kernel_config or True),
+            "loss": args.loss_type,
+            "adapters": _fused(running),
+        },
+    }
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
+
+
+def _length(rows: Any) -> int | None:
+    return None if rows is None else len(rows)
+
+
+def _model(model: Any) -> dict[str, Any]:
+    from peft import PeftModel
+
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    config = base.config
+    return {
+        "name": base.name_or_path,
+        "type": config.model_type,
+        "layers": getattr(config, "num_hidden_layers", None),
+        "hidden": getattr(config, "hidden_size", None),
+        "vocabulary": getattr(config, "vocab_size", None),
+        "embeddings": str(base.get_input_embeddings().weight.dtype).removeprefix("torch."),
+    }
+
+
+def _checkpointing(args: Any, model: nn.Module) -> dict[str, Any]:
+    by_sharding = (args.fsdp_config or {}).get("activation_checkpointing", False)
+    return {
+        "layers": sum(bool(getattr(m, "gradient_checkpointing", False)) for m in model.modules()),
+        "by FSDP": bool(args.fsdp and by_sharding),
+        "settings": args.gradient_checkpointing_kwargs or {},
+        "offloading": args.activation_offloading,
+    }
+
+
+def _adapters(model: nn.Module) -> dict[str, Any] | None:
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        return None
+    config: Any = model.peft_config[model.active_adapters[0]]
+    return {
+        "r": config.r,
+        "alpha": config.lora_alpha,
+        "dropout": config.lora_dropout,
+        "rslora": config.use_rslora,
+        "dora": config.use_dora,
+        "bias": config.bias,
+        "targets": sorted(
+            {name.rpartition(".lora_A")[0].rpartition(".")[2] for name in _lora_names(model)}
+        ),
+    }
+
+
+def _lora_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters() if ".lora_A." in name]
+
+
+def _optimizer(trainer: Any) -> dict[str, Any]:
+    """Class, settings (the values its groups have), and what moves its learning rate."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    args, optimizer = trainer.args, trainer.optimizer
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    settings: dict[str, list[Any]] = {}
+    for group in inner.param_groups:
+        for key, value in group.items():
+            if key not in ("params", "lr") and isinstance(value, _PLAIN):
+                values = settings.setdefault(key, [])
+                value = list(value) if isinstance(value, tuple) else value
+                values += [value] if value not in values else []
+    return {
+        "class": f"{type(inner).__module__}.{type(inner).__qualname__}",
+        "settings": settings,
+        "learning rate": args.learning_rate,
+        "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "schedule settings": args.lr_scheduler_kwargs or {},
+        "warm-up steps": args.get_warmup_steps(trainer.state.max_steps),
+        "max_grad_norm": args.max_grad_norm,
+    }
+
+
+_PLAIN = (int, float, str, tuple, type(None))
+
+
+def _fused(running: Session) -> str:
+    _, conversion = running.training
+    return fused_adapters(conversion.fused) if conversion is not None else ""

@@ -1,0 +1,377 @@
+"""From `DataConfig` to the rows that `SFTTrainer` expects.
+
+A format is recognised by its columns and said; rows are mapped to one of TRL's own formats, and
+tokenising, masking and packing are TRL's.
+
+    columns                             becomes
+    messages | conversations            messages            (loss on the assistant's turns)
+    prompt + completion                 prompt-completion   (loss on the completion)
+    instruction (+ input) + output      prompt-completion   Alpaca
+    question + answer, prompt + response  prompt-completion
+    text                                text                (loss on every token)
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.schema import BUILTIN, DataConfig, ModelConfig
+from finetune.errors import DataError, DataNotFoundError, nearest
+from finetune.training.model import ASSETS, load_shape
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FORMATS = "messages; prompt and completion; instruction, input and output (Alpaca); text"
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Training and held-out rows in one of TRL's formats.
+
+    Attributes:
+        train: rows to train on.
+        eval: held-out rows, None when there are none.
+        description: what was recognised, in a few words.
+        settings: arguments of `SFTConfig` that go with the format, unless the recipe sets them.
+    """
+
+    train: Dataset
+    eval: Dataset | None
+    description: str
+    settings: dict[str, Any]
+
+
+def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Rows:
+    """Load, recognise, split.
+
+    Args:
+        data: which rows.
+        tokenizer: whose chat template, if it has one, turns will be written in.
+        seed: draws the held-out rows, unless `data.seed` does.
+
+    Raises:
+        DataNotFoundError: no such file or hub data set.
+        DataError: no rows, an unknown format, or a malformed row; with file and line.
+    """
+    rows = _load(data, data.path, data.split, "data.path")
+    held_out = None
+    _refuse_hub_settings(data)
+    if data.eval_path or data.eval_split:
+        held_out = _load(data, data.eval_path, data.eval_split or data.split, "data.eval_path")
+    if data.max_rows is not None:
+        rows = rows.select(range(min(data.max_rows, len(rows))))
+    source = data.path or data.name or ""
+    kind, convert = _recognise(rows, bool(tokenizer.chat_template), source)
+    if kind == "messages" and not tokenizer.chat_template:
+        raise DataError(
+            "these rows are chat messages, and the model's tokenizer has no chat template",
+            where=source,
+            why="base models often have none, and nothing then says how turns become text",
+            fix="take the -Instruct model, put a chat_template.jinja beside its tokenizer, or give "
+            "rows with columns prompt and completion, or text",
+        )
+    rows = _convert(rows, convert, source)
+    if held_out is not None:
+        held_source = data.eval_path or source
+        _, convert = _recognise(held_out, bool(tokenizer.chat_template), held_source)
+        held_out = _convert(held_out, convert, held_source)
+    elif data.eval_fraction > 0 and len(rows) > 1:
+        count = max(1, round(len(rows) * data.eval_fraction))
+        split = rows.train_test_split(
+            test_size=count, seed=seed if data.seed is None else data.seed
+        )
+        rows, held_out = split["train"], split["test"]
+    description = f"{kind}, {len(rows):,} rows"
+    if held_out is not None:
+        description += f" and {len(held_out):,} held out"
+    settings: dict[str, Any] = {}
+    if kind == "messages":
+        settings["assistant_only_loss"] = _can_mask_assistant(tokenizer)
+        on = "the assistant's turns" if settings["assistant_only_loss"] else "every token"
+        description += f", loss on {on}"
+    return Rows(rows, held_out, description, settings)
+
+
+def _refuse_hub_settings(data: DataConfig) -> None:
+    """Splits and subsets exist on the hub only; with a file they would be ignored silently."""
+    if data.path is None and not str(data.name).startswith(BUILTIN):
+        return
+    for key in ("eval_split", "subset", "split"):
+        if getattr(data, key) != DataConfig.model_fields[key].default:
+            raise DataError(
+                f"data.{key} is about a hub data set, and these rows are a file",
+                where=f"data.{key}",
+                fix=f"~data.{key}; held-out rows come from data.eval_path or data.eval_fraction",
+            )
+
+
+def _can_mask_assistant(tokenizer: PreTrainedTokenizerBase) -> bool:
+    from trl.chat_template_utils import get_training_chat_template
+
+    if "{% generation %}" in str(tokenizer.chat_template).replace("{%-", "{%").replace("-%}", "%}"):
+        return True
+    try:
+        return get_training_chat_template(tokenizer) is not None
+    except ValueError:  # a template that TRL does not know how to mark
+        return False
+
+
+# ------------------------------------------------------------------------------------------- load
+
+
+def _load(data: DataConfig, path: str | None, split: str, where: str) -> Dataset:
+    if path is not None:
+        return _load_file(Path(path).expanduser(), where)
+    assert data.name is not None
+    if data.name.startswith(BUILTIN):
+        file = ASSETS / "data" / f"{data.name.removeprefix(BUILTIN)}.jsonl"
+        if not file.is_file():
+            known = [BUILTIN + p.stem for p in (ASSETS / "data").glob("*.jsonl")]
+            hint = nearest(data.name, known)
+            raise DataNotFoundError(
+                f"there is no packaged data set {data.name!r}" + (f"; {hint}" if hint else ""),
+                where="data.name",
+                fix=f"packaged data sets: {', '.join(known)}",
+            )
+        return _load_file(file, "data.name")
+    return _load_hub(data, data.name, split)
+
+
+def _load_file(path: Path, where: str) -> Dataset:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
+        hint = nearest(path.name, siblings)
+        raise DataNotFoundError(
+            f"there is no data file {str(path)!r}" + (f"; {hint}" if hint else ""),
+            where=f"{where}: {path.resolve()}",
+            fix="give a JSONL, JSON, CSV or Parquet file, absolute or relative to this folder",
+        )
+    loader = LOADERS.get(path.suffix.lower())
+    if loader is None:
+        raise DataError(
+            f"{path.name}: files of type {path.suffix or '(none)'!r} cannot be read",
+            where=f"{where}: {path}",
+            fix=f"use {', '.join(LOADERS)}",
+        )
+    if path.stat().st_size == 0:
+        raise DataError(f"{path.name} is empty", where=f"{where}: {path}", fix="add rows")
+    try:
+        options = _csv_as_text(path) if loader == "csv" else {}
+        rows = load_dataset(loader, data_files=glob.escape(str(path)), split="train", **options)
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.filename not in (None, str(path)):
+            raise DataError(
+                f"{path.name} could not be cached",
+                where=str(error.filename),
+                why=str(error.strerror),
+                fix="set HF_HOME to a folder that can be written",
+            ) from error
+        if "corresponds to no data" in str(error):
+            raise DataError(
+                f"{path.name} has no rows", where=f"{where}: {path}", fix="add rows"
+            ) from None
+        raise _unreadable(path, error) from error
+    if len(rows) == 0:
+        raise DataError(f"{path.name} has no rows", where=f"{where}: {path}", fix="add rows")
+    return rows  # pyright: ignore[reportReturnType]
+
+
+def _csv_as_text(path: Path) -> dict[str, Any]:
+    """Options that read every cell as it stands: `007` stays text, and `NA` is not missing."""
+    import csv
+
+    from datasets import Features, Value
+
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header = next(csv.reader(file), [])
+    features = Features({column: Value("string") for column in header})
+    return {"features": features, "keep_default_na": False} if header else {}
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    where, why = str(path), str(error.__cause__ or error).strip().splitlines()[0]
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    parsed = json.loads(line) if line.strip() else {}
+                except json.JSONDecodeError as problem:
+                    where, why = f"{path}:{number}", f"not JSON: {problem.msg}"
+                    break
+                if not isinstance(parsed, dict):
+                    where, why = f"{path}:{number}", "each line must be one JSON object"
+                    break
+    return DataError(
+        f"{path.name} cannot be read as {LOADERS[path.suffix.lower()]}",
+        where=where,
+        why=why,
+        fix="mend that line; every row needs the same columns with the same types",
+    )
+
+
+def _load_hub(data: DataConfig, name: str, split: str) -> Dataset:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        rows = load_dataset(name, data.subset, split=split)
+    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
+        raise DataNotFoundError(
+            f"the data set {name!r} could not be loaded",
+            where=f"data.name (split {split!r})",
+            why=str(error).strip().splitlines()[0],
+            fix="check the name, split and your connection, or use a file: data.path=mine.jsonl "
+            "data.name=null",
+        ) from error
+    if len(rows) == 0:  # pyright: ignore[reportArgumentType]
+        raise DataError(f"{name} has no rows in split {split!r}", where="data.name")
+    return rows  # pyright: ignore[reportReturnType]
+
+
+# -------------------------------------------------------------------------------------- recognise
+
+Converter = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _recognise(rows: Dataset, chat: bool, source: str) -> tuple[str, Converter]:
+    columns = set(rows.column_names)
+    if "messages" in columns:
+        return "messages", _messages("messages")
+    if "conversations" in columns:
+        return "messages", _messages("conversations")
+    pairs = {
+        "prompt-completion": ("prompt", "completion"),
+        "prompt-response": ("prompt", "response"),
+        "question-answer": ("question", "answer"),
+        "Alpaca": ("instruction", "output"),
+    }
+    for kind, (ask, answer) in pairs.items():
+        if {ask, answer} <= columns:
+            return kind, _pair(ask, answer, chat, extra="input" if kind == "Alpaca" else None)
+    if "text" in columns:
+        return "text", lambda row: {"text": _text(row, "text")}
+    raise DataError(
+        f"the columns of {source} are not a format that can be trained on",
+        where=source,
+        why=f"columns found: {', '.join(sorted(columns))}",
+        fix=f"rename them to one of: {FORMATS}",
+    )
+
+
+class _BadRowError(ValueError):
+    """A row that cannot be converted; `_convert` adds where it stands."""
+
+
+def _text(row: dict[str, Any], column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str) or not value.strip():
+        empty = value is None or isinstance(value, str)
+        raise _BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
+    return value
+
+
+def _messages(column: str) -> Converter:
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        turns = []
+        given = row[column] or ()
+        for turn in given if isinstance(given, list | tuple) else (given,):
+            if not isinstance(turn, dict):
+                raise _BadRowError(f"a turn needs role and content, this one is {turn!r}")
+            role = turn.get("role") or SHAREGPT_ROLES.get(turn.get("from", ""), turn.get("from"))
+            content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+            if not role or not isinstance(content, str):
+                raise _BadRowError(f"a turn needs role and content, this one is {turn}")
+            turns.append({"role": role, "content": content})
+        if not any(turn["role"] == "assistant" for turn in turns):
+            raise _BadRowError("no assistant turn, so there is nothing to learn")
+        return {"messages": turns}
+
+    return convert
+
+
+def _pair(ask: str, answer: str, chat: bool, extra: str | None) -> Converter:
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(row[ask], list):  # TRL's conversational prompt-completion
+            if not row[ask] or not row[answer]:
+                raise _BadRowError(f"{ask if not row[ask] else answer!r} is empty")
+            return {"prompt": row[ask], "completion": row[answer]}
+        prompt, completion = _text(row, ask), _text(row, answer)
+        if extra and row.get(extra):
+            prompt = f"{prompt}\n\n{row[extra]}"
+        if not chat:
+            return {"prompt": f"{prompt}\n\n", "completion": completion}
+        return {
+            "prompt": [{"role": "user", "content": prompt}],
+            "completion": [{"role": "assistant", "content": completion}],
+        }
+
+    return convert
+
+
+def _convert(rows: Dataset, convert: Converter, source: str) -> Dataset:
+    def with_row_number(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return convert(row)
+        except _BadRowError as error:
+            raise DataError(
+                f"row {index + 1} of {source} cannot be trained on",
+                where=f"{source}: row {index + 1}",
+                why=str(error),
+                fix="mend or remove that row",
+            ) from error
+
+    try:
+        return rows.map(
+            with_row_number,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            load_from_cache_file=False,
+        )
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} is not UTF-8 text", where=source, why=str(error), fix="save it as UTF-8"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------
+# Rows of random tokens, for a model of random weights: no hub, no file, no padding.
+#
+# `diagnose --weights random` and `benchmark` train on them. Each row is as long as is asked, which
+# is
+# what packing makes of real rows too, so the matmuls have the sizes that they have in a run. What
+# is
+# learned from them is nothing.
+
+
+MASKING = ("assistant_only_loss", "completion_only_loss")
+"""Settings of `SFTConfig` about parts of a row, which these do not have."""
+
+
+def random_rows(model: ModelConfig, count: int, length: int, seed: int) -> Dataset:
+    """Token ids to train on, `count` rows of `length`, alike for equal seeds.
+
+    Args:
+        model: ids are below the size of its vocabulary.
+        count: rows.
+        length: tokens of each.
+        seed: of the draw.
+    """
+    import torch
+    from datasets import Dataset
+
+    vocabulary = load_shape(model).get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary, (count, length), generator=generator)
+    return Dataset.from_dict({"input_ids": ids.tolist()})

@@ -1,0 +1,342 @@
+"""`eval.tasks`: tasks of lm-eval, found and loaded before training (`scoring` scores them).
+
+A task is lm-eval's own definition: prompt, metric and version are those that others report. What
+can be replaced is where its rows come from: with `eval.data` a definition is handed on under its
+own name with local files in place of the hub's data set, and nothing is fetched. One task is
+packaged (`builtin:harbour_choice`).
+
+Everything that may fail fails before training: the library, the names, the rows, their columns
+(lm-eval builds the first question when it loads a task).
+
+Limits: lm-eval reads some 14,000 definitions to know a name, which takes several seconds where the
+name is not that of a folder of them. One process scores; FSDP's sharded weights are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
+from finetune.errors import ConfigError, DataError, DataNotFoundError, nearest
+from finetune.hardware.extras import EVAL_EXTRA, require
+from finetune.training.model import ASSETS
+from finetune.training.samples import autocast, undisturbed
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+    from rich.console import Console
+
+PACKAGED = ASSETS / "tasks"
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+SEED = 1234
+"""That of lm-eval's own command line, for the choice of examples and for draws."""
+
+
+def refuse_sharded(config: RunConfig) -> None:
+    """Raise `ConfigError` where the weights to score would not be whole on one process."""
+    if config.eval.tasks and config.train.get("fsdp"):
+        raise ConfigError(
+            "tasks cannot be scored on weights that FSDP shards",
+            where=f"eval.tasks: {', '.join(config.eval.tasks)}",
+            why="lm-eval asks one process, and none has the whole model",
+            fix="~eval.tasks, and afterwards python -m finetune evaluate RUN --tasks "
+            + ",".join(config.eval.tasks),
+        )
+
+
+def load_tasks(eval: EvalConfig) -> list[Any]:
+    """The tasks and groups of lm-eval that are asked, with their rows; `[]` if none is.
+
+    Raises:
+        MissingExtraError: lm-eval is not installed.
+        ConfigError: there is no such task.
+        DataNotFoundError: rows that are not in `eval.data`, or cannot be had from the hub.
+        DataError: rows without the task's columns.
+    """
+    if not eval.tasks:
+        return []
+    if eval.data is not None and all(name.startswith(BUILTIN) for name in eval.tasks):
+        raise ConfigError(
+            "eval.data would change nothing",
+            where=f"eval.data: {eval.data}",
+            why=f"{', '.join(eval.tasks)} has its rows in the package",
+            fix="leave it out, or name a task whose rows are in that folder",
+        )
+    require("eval.tasks", "lm_eval", EVAL_EXTRA)
+    names = [_plain(name) for name in eval.tasks]
+    with tempfile.TemporaryDirectory() as folder:
+        manager = manager_of(eval.tasks)
+        local = _local_definitions(eval, manager, names)
+        for task, definition in local.items():
+            (Path(folder) / f"{task}.yaml").write_text(yaml.safe_dump(definition), encoding="utf-8")
+        if local:
+            manager = manager_of(eval.tasks, [Path(folder)])
+        tasks = [task for name in names for task in _built(manager, name, local, eval)]
+    for name, task in manager_of(()).load(tasks)["tasks"].items():
+        _set_shots(name, task, eval.shots)
+    return tasks
+
+
+def _set_shots(name: str, task: Any, shots: int | None) -> None:
+    own = task.get_config("num_fewshot")
+    if shots and own == 0:
+        raise ConfigError(
+            f"{name} is defined without examples",
+            where=f"eval.shots={shots}",
+            why="its prompt has no place for them",
+            fix="~eval.shots",
+        )
+    task.set_config(key="num_fewshot", value=(own or 0) if shots is None else shots)
+    task.set_fewshot_seed(seed=SEED)
+
+
+# ------------------------------------------------------------------------------------- definitions
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(BUILTIN)
+
+
+def manager_of(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
+    """What knows these names: the packaged ones, a folder of lm-eval's, or all of lm-eval's."""
+    import lm_eval.tasks
+    from lm_eval.tasks import TaskManager
+
+    stock = Path(lm_eval.tasks.__file__).parent
+    packaged, folders = {path.name for path in PACKAGED.iterdir()}, [PACKAGED]
+    for name in names:
+        if name.startswith(BUILTIN):
+            if _plain(name) not in packaged:
+                known = sorted(BUILTIN + task for task in packaged)
+                hint = nearest(name, known)
+                raise ConfigError(
+                    f"there is no packaged task {name!r}" + (f"; {hint}" if hint else ""),
+                    where="eval.tasks",
+                    fix=f"packaged tasks: {', '.join(known)}; others by lm-eval's name",
+                )
+        elif (stock / name / f"{name}.yaml").is_file():
+            folders.append(stock / name)
+        else:
+            return TaskManager(include_path=[PACKAGED, *more])
+    return TaskManager(include_defaults=False, include_path=[*folders, *more])
+
+
+def _leaves(manager: TaskManager, name: str) -> list[str]:
+    """The tasks that a name stands for: itself, or those of a group or a tag."""
+    entry = manager.task_index.get(name)
+    if entry is None:
+        close = nearest(name, manager.all_tasks)
+        raise ConfigError(
+            f"lm-eval has no task {name!r}" + (f"; {close}" if close else ""),
+            where="eval.tasks",
+            fix=f"`lm-eval ls tasks` lists them; {BUILTIN}harbour_choice is packaged",
+        )
+    if entry.kind.name == "TAG":
+        return [leaf for tag in sorted(entry.tags) for leaf in _leaves(manager, tag)]
+    if entry.kind.name != "GROUP":
+        return [name]
+    found: list[str] = []
+    for member in (entry.cfg or {}).get("task", ()):
+        inner = member if isinstance(member, str) else member.get("task") or member.get("group")
+        if isinstance(inner, str) and inner in manager.task_index:
+            found += _leaves(manager, inner)
+    return found
+
+
+def _local_definitions(
+    eval: EvalConfig, manager: TaskManager, names: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Task -> its definition with local rows, of packaged tasks and all others with `eval.data`."""
+    definitions = {}
+    for name, asked in zip(names, eval.tasks, strict=True):
+        packaged = asked.startswith(BUILTIN)
+        for leaf in _leaves(manager, name):
+            if packaged:
+                rows = PACKAGED / leaf
+            elif eval.data is not None:
+                rows = Path(eval.data).expanduser() / leaf
+            else:
+                continue
+            entry = manager.task_index[leaf]
+            definitions[leaf] = _with_files(leaf, entry.cfg or {}, entry.yaml_path, rows)
+    return definitions
+
+
+def _with_files(
+    task: str, stock: dict[str, Any], source: Path | None, rows: Path
+) -> dict[str, Any]:
+    wanted = stock.get("test_split") or stock.get("validation_split")
+    files = {
+        split: path
+        for split in sorted({str(stock[key]) for key in SPLITS if stock.get(key)})
+        for suffix in FORMATS
+        if (path := rows / f"{split}{suffix}").is_file()
+    }
+    if wanted not in files and stock.get("validation_split") in files:
+        wanted = stock["validation_split"]  # published tests often have no answers
+    if source is None or wanted not in files:
+        there = sorted(path.name for path in rows.glob("*")) if rows.is_dir() else []
+        raise DataNotFoundError(
+            f"there are no rows of {task} in {str(rows)!r}",
+            where=f"eval.data: {rows.resolve()}",
+            why=f"it holds {', '.join(there)}" if there else "no such folder",
+            fix=f"put {wanted}.jsonl or {wanted}.parquet there, in the columns of "
+            f"{stock.get('dataset_path')} on the hub",
+        )
+    for path in files.values():
+        if not path.stat().st_size:
+            raise DataError(f"{path.name} is empty", where=str(path.resolve()), fix="add rows")
+    kinds = {FORMATS[path.suffix] for path in files.values()}
+    if len(kinds) > 1:
+        raise DataError(
+            f"the rows of {task} are of two formats", where=str(rows), fix="all .jsonl, or .parquet"
+        )
+    kept = {key: stock[key] for key in SPLITS if stock.get(key)}
+    return {
+        "include": str(source),
+        "task": task,
+        "dataset_path": kinds.pop(),
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {k: str(v.resolve()) for k, v in files.items()}},
+    } | {key: split if split in files else None for key, split in kept.items()}
+
+
+def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalConfig) -> list[Any]:
+    """A task, a group, or the tasks under a tag."""
+    from datasets.exceptions import DatasetGenerationError
+    from jinja2.exceptions import UndefinedError
+
+    _leaves(manager, name)  # a name that is not there
+    try:
+        built: Any = manager.load([name])
+    except (DatasetGenerationError, UndefinedError, KeyError, TypeError, IndexError) as error:
+        raise DataError(
+            f"the rows of {name} are not what the task reads",
+            where=f"eval.data: {eval.data}" if local else "eval.tasks",
+            why=f"{type(error).__name__}: {error}",
+            fix="the published columns, for HellaSwag ctx_a, ctx_b, activity_label, endings, label",
+        ) from error
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if local:
+            raise DataError(
+                f"the rows of {name} cannot be read",
+                where=f"eval.data: {eval.data}",
+                why=(str(error).strip() or type(error).__name__).splitlines()[0],
+                fix="a row of the published columns in each line of a .jsonl, or a .parquet",
+            ) from error
+        raise DataNotFoundError(
+            f"the rows of {name} could not be had",
+            where=f"eval.tasks: {name}",
+            why=(str(error).strip() or type(error).__name__).splitlines()[0],
+            fix="check your connection, or give a folder of rows: eval.data=FOLDER with "
+            f"{name}/validation.jsonl",
+        ) from error
+    return [built["groups"][name]] if name in built["groups"] else list(built["tasks"].values())
+
+
+# ------------------------------------------------------------------------------------------
+# A model's scores on tasks of lm-eval, as it is in memory.
+#
+# The metrics, their standard errors and the versions of the tasks are lm-eval's. Layers run in the
+# precision of evaluation, FP8 only with `precision.eval=fp8`, and the model and every random
+# generator are afterwards as before. What a score is worth is in its standard error: on 1,000 rows
+# of
+# two equally likely outcomes it is 1.6 points.
+
+
+BOOTSTRAPS = 1000
+"""Resamples behind a standard error that has no formula; lm-eval's 100,000 take minutes."""
+
+
+def score(
+    model: Any,
+    tokenizer: Any,
+    tasks: list[Any],
+    config: RunConfig,
+    console: Console | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Score a model on tasks that `load_tasks` gave.
+
+    Args:
+        model: plain or with adapters, whole on this process.
+        tokenizer: its own.
+        tasks: loaded.
+        config: the run's; its `eval` section and the compute precision.
+        console: where to show the result.
+
+    Returns:
+        Task -> metric -> value, with `<metric>_stderr`, `n` rows, and the task's `version`.
+    """
+    import random
+
+    import numpy as np
+    import torch
+    from lm_eval import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    around: Any = autocast(config.precision.compute, model.device.type)
+    wanted, loaded = config.eval, manager_of(()).load(tasks)
+    # Its progress bars cannot be switched off, and are lines upon lines in a log.
+    bars = contextlib.nullcontext() if sys.stderr.isatty() else _bars_aside()
+    with undisturbed(model), torch.no_grad(), bars:
+        random.seed(0)  # the seeds of lm-eval's own command line
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
+        make: Any = HFLM
+        scorer = make(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=wanted.batch_size,
+            # It switches autocast off around each forward unless it is told a type here.
+            mixed_precision_dtype=around.fast_dtype if isinstance(around, torch.autocast) else None,
+        )
+        score_all: Any = evaluate
+        results = score_all(
+            scorer,
+            task_dict=loaded,
+            limit=wanted.limit,
+            apply_chat_template=wanted.chat_template,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=False,
+        )
+    found = {name: _row(results, name) for name in results["results"]}
+    for name, row in found.items() if console is not None else ():
+        assert console is not None
+        console.print(f"{name}: {describe(row)}", highlight=False, soft_wrap=True)
+    return found
+
+
+def _bars_aside() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.redirect_stderr(io.StringIO())
+
+
+def describe(row: dict[str, Any]) -> str:
+    """`acc 0.520 ± 0.071, acc_norm 0.560 ± 0.071 (50 rows)`."""
+    facts = []
+    for metric, value in row.items():
+        if metric in ("n", "version") or metric.endswith("_stderr"):
+            continue
+        spread = row.get(f"{metric}_stderr")
+        facts.append(f"{metric} {value:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""))
+    return ", ".join(facts) + (f" ({row['n']:,} rows)" if "n" in row else "")
+
+
+def _row(results: dict[str, Any], name: str) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for key, value in results["results"][name].items():
+        metric, _, kind = key.partition(",")
+        if isinstance(value, float):
+            row[metric if kind == "none" else key] = value
+    if name in results.get("n-samples", {}):
+        row["n"] = results["n-samples"][name]["effective"]
+    version = results.get("versions", {}).get(name)
+    return row | ({"version": version} if version is not None else {})

@@ -1,0 +1,280 @@
+"""`HealthMonitor`: a callback that logs training health, and stops a run that is not finite.
+
+It wraps the trainer's `training_step` while it trains, since a callback sees neither the loss of a
+micro-batch nor its inputs. Two things happen.
+
+*Every `every` steps* it looks at one step from all sides: the operands of its first micro-batch
+(`collector`), the optimizer's moments and the update (`moments`) and, on a GPU of
+known peak, the steps since the last time (`utilisation`). The row goes through the
+trainer's own log, so to `metrics.jsonl` and every tracker, and a reading that means trouble is told
+in words, once per group and kind.
+
+*Every step* losses and gradients are checked to be finite before the optimizer uses them, and
+weights before they are saved; what is not ends the run (`finiteness`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+
+from finetune.config.schema import PrecisionConfig
+from finetune.precision.convert import Conversion, conversion_of
+from finetune.training import session
+from finetune.training.health.collector import OperandWatch
+from finetune.training.health.finiteness import LEAST_SCALE, Finiteness, trainable
+from finetune.training.health.groups import groups_of
+from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
+from finetune.training.health.speed import Speed
+from finetune.training.health.tallies import Tallies, health_row, merge_tallies
+
+OVERFLOW_WARNING = 0.01
+"""Share of saturated values above which a group is warned of: amax scaling leaves none."""
+SNR_WARNING_DB = 15.0
+"""Below it a cast keeps less than any recipe usually does: Gaussian values read 31 dB in E4M3, 25
+in E5M2, about 20 in NVFP4 and 17 with its stochastic rounding."""
+
+
+class HealthMonitor(TrainerCallback):
+    """Logs health every so many steps; ends a run whose loss or gradients are not finite.
+
+        trainer.add_callback(HealthMonitor(trainer))
+
+    Runs of `finetune.train` and of `setup_fp8_mixed_precision_training` have one already.
+
+    Args:
+        trainer: the `Trainer` it is added to.
+        every: optimizer steps between health rows, 0 for none; left out: `precision.health_every`.
+        say: told each warning, one line; left out: `warnings.warn`.
+    """
+
+    def __init__(
+        self, trainer: Any, every: int | None = None, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.trainer, self.every, self._say = trainer, every, say or _warn
+        self._skipped = 0  # since the last row
+        self._period = 0
+        self._plain: dict[str, Any] = {}
+        self._own: set[str] = set()
+        self._watch: OperandWatch | None = None
+        self._speed = Speed()
+        self._told: set[str] = set()
+        self._due = False
+        self._finiteness: Finiteness | None = None
+        self._first = True
+        self._before: dict[str, Tensor] = {}
+        self._snr: dict[str, Ratio] = {}
+        self._update: dict[str, Ratio] = {}
+        self._scale = 0.0
+
+    # ------------------------------------------------------------------------------ begin and end
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        precision = self._conversion.plan.precision if self._conversion else PrecisionConfig()
+        self._period = precision.health_every if self.every is None else self.every
+        self._watch = OperandWatch(self._model, self._conversion)
+        self.close()
+        self._finiteness = Finiteness(self.trainer, self._model, self._conversion)
+        self._wrap("training_step", self._training_step)
+        self._wrap("_save_checkpoint", self._save)
+        self._speed.restart()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        if self._finiteness is not None:
+            self._finiteness.judge_weights(state.global_step)
+
+    def close(self) -> None:
+        """Give the trainer its own methods back. Harmless when already done."""
+        for name, plain in self._plain.items():
+            if name in self._own:
+                setattr(self.trainer, name, plain)
+            else:
+                delattr(self.trainer, name)
+        self._plain = {}
+
+    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
+        self._own = self._own | {name} if name in vars(self.trainer) else self._own - {name}
+        self._plain[name] = getattr(self.trainer, name)
+        setattr(self.trainer, name, wrapper)
+
+    @property
+    def _model(self) -> nn.Module:
+        return self.trainer.accelerator.unwrap_model(self.trainer.model)
+
+    @property
+    def _conversion(self) -> Conversion | None:
+        return conversion_of(self._model)
+
+    # ------------------------------------------------------------------------------------- a step
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._due = self._period > 0 and (state.global_step + 1) % self._period == 0
+        self._due = self._due and not self._is_witnessed()
+        self._first = True
+
+    def _is_witnessed(self) -> bool:
+        """The proof counts the GEMMs of the first micro-step: that one is not for looking into."""
+        running = session.in_force()
+        proof = running.training[0] if running is not None else None
+        return proof is not None and proof.is_open and not proof.layers
+
+    def _training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        plain, finiteness, watch = self._plain["training_step"], self._finiteness, self._watch
+        assert finiteness is not None
+        assert watch is not None
+        self._speed.begin_micro_step(inputs)
+        finiteness.begin(plain, (model, inputs, *args), kwargs)
+        looks, self._first = self._due and self._first, False
+        with watch.watching() if looks else contextlib.nullcontext():
+            loss = plain(model, inputs, *args, **kwargs)
+        finiteness.end(loss)
+        return loss
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        assert self._finiteness is not None
+        named = trainable(self._model)
+        scaler = self.trainer.accelerator.scaler
+        self._scale = scaler.get_scale() if scaler is not None else 0.0
+        judged = named if self._scale <= LEAST_SCALE else []
+        self._finiteness.judge_step(judged, state.global_step + 1)
+        if self._due:
+            self._before = {name: sample(p) for name, p in named}
+
+    def _was_skipped(self) -> bool:
+        """Loss scaling backs off exactly when it skips.
+
+        Accelerate's `optimizer_step_was_skipped` says no where a fused optimizer skips by itself.
+        """
+        scaler = self.trainer.accelerator.scaler
+        return scaler is not None and scaler.get_scale() < self._scale
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._due or self._was_skipped():
+            return
+        named, groups = trainable(self._model), self._parameter_groups()
+        self._snr = gradient_snr(named, self.trainer.optimizer, groups)
+        self._update = update_ratio(self._before, named, groups)
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._skipped += self._was_skipped()
+        self._before.clear()
+        if self._finiteness is not None:
+            self._finiteness.forget()
+        if self._due:
+            self._log(control)
+            self._speed.restart()
+        else:
+            self._speed.end_step()
+
+    def _save(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._finiteness is not None
+        self._finiteness.judge_weights(self.trainer.state.global_step)
+        return self._plain["_save_checkpoint"](*args, **kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._speed.resume()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._speed.resume()
+
+    # ------------------------------------------------------------------------------------- health
+
+    def _log(self, control: TrainerControl) -> None:
+        assert self._watch is not None
+        tallies, snr, update = _of_all_processes(self._watch.tallies, self._snr, self._update)
+        row = health_row(tallies) | ratio_row(snr, update)
+        row |= self._speed.row(trainable(self._model), self.trainer.optimizer, self._tell)
+        if self.trainer.accelerator.scaler is not None:
+            row["health/skipped_steps"] = float(self._skipped)
+        self._skipped = 0
+        self._snr, self._update = {}, {}
+        asked = control.should_log
+        # Past overrides of `log`: TRL's would empty the averages meant for its next own row.
+        Trainer.log(self.trainer, row)
+        control.should_log = asked
+        if self.trainer.state.is_world_process_zero:
+            self._warn_of(tallies)
+
+    def _warn_of(self, tallies: Tallies) -> None:
+        names = {"x": "activations", "w": "weights", "g": "gradients"}
+        for (group, operand), tally in sorted(tallies.items()):
+            share = tally.overflow / tally.elements if tally.elements else 0.0
+            worst, layer = tally.worst
+            what = f"{names[operand]} of {group}"
+            if share > OVERFLOW_WARNING:
+                lags = tally.drift is not None
+                cure = "precision.margin, or a scaling without history" if lags else "precision.map"
+                self._tell(
+                    f"overflow of {what}",
+                    f"{share:.1%} of the {what} overflow and are saturated: the scales are too "
+                    f"large for them ({cure})",
+                )
+            if worst < SNR_WARNING_DB:
+                self._tell(
+                    f"noise of {what}",
+                    f"the cast of the {what} keeps {worst:.0f} dB signal over noise in {layer}: "
+                    f"below {SNR_WARNING_DB:.0f} dB little of it is left (precision.keep)",
+                )
+
+    def _tell(self, key: str, line: str) -> None:
+        """Say a line once."""
+        if key not in self._told:
+            self._told.add(key)
+            self._say(line)
+
+    def _parameter_groups(self) -> dict[str, str]:
+        plan = self._conversion.plan if self._conversion else None
+        modules = groups_of(self._model, plan)
+        return {name: modules[name.rpartition(".")[0]] for name, _ in trainable(self._model)}
+
+
+def watch_trainers(running: session.Session) -> None:
+    """Give every trainer that trains under a session a monitor, unless it has one."""
+
+    def make(original: Any) -> Any:
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            present = trainer.callback_handler.callbacks
+            if any(isinstance(callback, HealthMonitor) for callback in present):
+                return original(trainer, *args, **kwargs)
+            monitor = HealthMonitor(trainer)
+            trainer.add_callback(monitor)
+            try:
+                return original(trainer, *args, **kwargs)
+            finally:
+                monitor.close()
+                trainer.remove_callback(monitor)
+
+        return train
+
+    running.patch(Trainer, "train", make)
+
+
+def _warn(line: str) -> None:
+    import warnings
+
+    warnings.warn(line, stacklevel=3)
+
+
+def _of_all_processes(
+    tallies: Tallies, snr: dict[str, Ratio], update: dict[str, Ratio]
+) -> tuple[Tallies, dict[str, Ratio], dict[str, Ratio]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tallies, snr, update
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (tallies, snr, update))
+    merged: tuple[dict[str, Ratio], dict[str, Ratio]] = ({}, {})
+    for _, *ratios in everyone:
+        for whole, part in zip(merged, ratios, strict=True):
+            for group, ratio in part.items():
+                whole[group] = whole.get(group, Ratio()) + ratio
+    return merge_tallies(one[0] for one in everyone), *merged

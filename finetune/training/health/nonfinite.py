@@ -1,0 +1,269 @@
+"""Finds the first layer and tensor that is NaN or Inf, by running one micro-batch under hooks.
+
+A number that is not finite spreads: one Inf in one layer makes the loss NaN, the NaN loss makes
+every gradient NaN, and what is seen in the end tells nothing. What helps is order of execution.
+
+* *Before anything*: a parameter, or an input of the model, that is not finite already.
+* *Forward*: modules end innermost first. The first whose output is not finite made it, unless its
+  input was not finite when it began: then an operation between two modules, in the forward of the
+  enclosing one, did.
+* *The loss*: finite logits can have a loss that is not.
+* *Backward*: every autograd node belongs to the innermost module whose forward made it. The first
+  node that is given finite gradients and returns others made them: the gradient of its input, or of
+  a weight. A node that is given others first found them in a sum of several finite ones.
+
+Attention masks may hold -Inf and are not judged. Activations that checkpointing computes again are
+those of the first time. What runs inside an engine's kernels shows at the edges of its module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from finetune.precision.backends.base import in_backward
+
+Kind = Literal["parameter", "input", "forward", "loss", "gradient", "sum"]
+KINDS: tuple[Kind, ...] = ("parameter", "input", "forward", "loss", "gradient", "sum")
+"""In the order in which things happen; `sum` is one of gradients, which are finite each."""
+BETWEEN = ("TBackward0", "TransposeBackward0", "ViewBackward0", "ToCopyBackward0")
+"""Autograd nodes between a matmul and its weight."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first tensor that is not finite.
+
+    Attributes:
+        kind: where in the order of execution.
+        where: dotted name of the module or parameter.
+        tensor: which tensor of it, in words.
+        counts: how many values are NaN and Inf, of how many.
+        fed: amax of what went in, in words.
+    """
+
+    kind: Kind
+    where: str
+    tensor: str
+    counts: str
+    fed: tuple[str, ...] = ()
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every element of every tensor is finite, for the price of reading them once.
+
+    NaN and Inf outlive any sum, so a finite sum settles it. A sum that is not finite may be one of
+    large numbers that overflowed: then, and only then, every element is looked at.
+
+    Args:
+        tensors: floating point, of any shapes and devices; of sharded ones this process's part.
+    """
+    local = [getattr(t, "_local_tensor", t).detach() for t in tensors]
+    local = [t.coalesce().values() if t.is_sparse else t for t in local]
+    on_cpu = [t.sum(dtype=_SUM_IN.get(t.dtype)).float() for t in local if t.device.type == "cpu"]
+    elsewhere = [t for t in local if t.device.type != "cpu" and t.numel()]
+    sums = [torch.stack(on_cpu).sum()] if on_cpu else []
+    if elsewhere:  # one fused kernel for all
+        sums.append(torch.nn.utils.get_total_norm(elsewhere))
+    return all(math.isfinite(s) for s in sums) or not any(_broken(t) for t in local)
+
+
+_SUM_IN = {torch.float16: torch.float32}
+"""FP16 sums would overflow often. BF16 ones sum in float32 anyway, fastest without a cast."""
+
+
+def check_parameters(model: nn.Module) -> Finding | None:
+    """The first parameter that is not finite, if any."""
+    for name, parameter in model.named_parameters():
+        local = getattr(parameter, "_local_tensor", parameter).detach()
+        if _broken(local):
+            return Finding("parameter", name, "its values", _counts(local))
+    return None
+
+
+class Finder:
+    """Hooks on every module and autograd node of one forward and backward.
+
+    Enter it around the micro-batch, and hand it the loss before its backward.
+
+    Attributes:
+        found: the first finding, None so far.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.found: Finding | None = None
+        self._names = {module: name for name, module in model.named_modules()}
+        self._parameters = {id(p): name for name, p in model.named_parameters()}
+        self._stack: list[str] = []
+        self._owned: set[Any] = set()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Finder:
+        for module in self._names:
+            hooks = (
+                module.register_forward_pre_hook(self._before, with_kwargs=True),
+                module.register_forward_hook(self._after, with_kwargs=True),
+            )
+            self._handles.extend(hooks)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._owned.clear()
+
+    # -------------------------------------------------------------------------------- forward
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self._names[module]
+        if not self.found and not in_backward():
+            for argument, value in _inputs(module, args, kwargs):
+                if _broken(value):
+                    self._found_input(name, argument, value)
+                    break
+        self._stack.append(name)
+
+    def _found_input(self, name: str, argument: str, value: Tensor) -> None:
+        if not self._stack:
+            self.found = Finding("input", _shown(name), argument, _counts(value))
+            return
+        inside = self._stack[-1]
+        tensor = f"the result of an operation of its forward, handed to {name} as {argument}"
+        self.found = Finding("forward", _shown(inside), tensor, _counts(value))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name = self._names[module]
+        if self._stack:
+            self._stack.pop()
+        outputs = dict(_tensors("output", output))
+        inputs = dict(_inputs(module, args, kwargs))
+        if not self.found and not in_backward():
+            broken = next((item for item in outputs.items() if _broken(item[1])), None)
+            if broken is not None:
+                after = ", after its own layers" if any(True for _ in module.children()) else ""
+                fed = _fed(module, inputs)
+                tensor = f"its {broken[0]}{after}"
+                self.found = Finding("forward", _shown(name), tensor, _counts(broken[1]), fed)
+        self._own_nodes(name, outputs.values(), inputs.values())
+
+    # ------------------------------------------------------------------------------- backward
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Judge the loss, and watch the nodes between the model and it."""
+        if not self.found and _broken(loss.detach()):
+            self.found = Finding("loss", "the loss", "its value", _counts(loss.detach()))
+        self._own_nodes("the loss", [loss], [])
+
+    def _own_nodes(self, name: str, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+        """Hook the autograd nodes between outputs and inputs that no inner module owns."""
+        visited = {x.grad_fn for x in inputs} | {None}
+        pending = [y.grad_fn for y in outputs]
+        while pending:
+            node = pending.pop()
+            if node in visited or node is None:
+                continue
+            visited.add(node)
+            if type(node).__name__ == "AccumulateGrad":
+                continue
+            following = [n for n, _ in node.next_functions]
+            pending.extend(following)
+            if node not in self._owned:
+                self._owned.add(node)
+                weights = [self._weight_of(n) for n in following]
+                hook = partial(self._node_ran, _shown(name), node.name(), weights)
+                self._handles.append(node.register_hook(hook))
+
+    def _weight_of(self, node: Any) -> str:
+        """The parameter that a gradient goes to, also through its transpose or its cast."""
+        while node is not None and node.name() in BETWEEN:
+            node = node.next_functions[0][0]
+        variable = getattr(node, "variable", None)  # of AccumulateGrad nodes only
+        return "" if variable is None else self._parameters.get(id(variable), "a weight")
+
+    def _node_ran(
+        self, name: str, operator: str, weights: list[str], grad_inputs: Any, grad_outputs: Any
+    ) -> None:
+        if self.found:
+            return
+        made = [i for i, g in enumerate(grad_inputs) if isinstance(g, Tensor) and _broken(g)]
+        if not made:
+            return
+        given = [g for g in grad_outputs if isinstance(g, Tensor)]
+        broken = next((g for g in given if _broken(g)), None)
+        if broken is not None:
+            tensor = "the gradient of its output, as it arrives (a hook, or a sum of gradients)"
+            self.found = Finding("gradient", name, f"{tensor}, at {operator}", _counts(broken))
+            return
+        weight = weights[made[0]] if made[0] < len(weights) else ""
+        tensor = f"the gradient of {weight}" if weight else "the gradient of its input"
+        fed = tuple(f"gradient of its output: amax {_amax(g):.3g}" for g in given)
+        counts = _counts(grad_inputs[made[0]])
+        self.found = Finding("gradient", name, f"{tensor}, made by {operator}", counts, fed)
+
+    def see_gradients(self) -> None:
+        """After the backward: a sum of finite gradients that is not finite."""
+        for name, parameter in self.model.named_parameters():
+            if self.found or parameter.grad is None:
+                continue
+            grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            if _broken(grad):
+                tensor = "its gradient, summed over micro-batches or processes"
+                self.found = Finding("sum", name, tensor, _counts(grad))
+
+
+def _shown(name: str) -> str:
+    return name or "the model itself"
+
+
+def _broken(x: Tensor) -> bool:
+    judged = x.is_floating_point() and x.dtype.itemsize >= 2 and x.numel() > 0
+    return judged and not bool(x.detach().isfinite().all())
+
+
+def _counts(x: Tensor) -> str:
+    nan, inf = int(x.isnan().sum()), int(x.isinf().sum())
+    kind = str(x.dtype).removeprefix("torch.")
+    return f"{nan:,} NaN and {inf:,} Inf of {x.numel():,} values ({kind} {list(x.shape)})"
+
+
+def _amax(x: Tensor) -> float:
+    finite = x.detach()[x.detach().isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _fed(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, ...]:
+    values = {k: v for k, v in inputs.items() if v.is_floating_point()}
+    values |= {k: getattr(p, "_local_tensor", p) for k, p in module.named_parameters(recurse=False)}
+    return tuple(f"{name}: amax {_amax(value):.3g}" for name, value in values.items())
+
+
+def _inputs(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Floating tensors that a module is called with, by the names of its arguments, no masks."""
+    bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        if "mask" not in name:
+            for path, tensor in _tensors(name, value):
+                if "mask" not in path:
+                    yield path, tensor
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Floating tensors inside tuples, lists and dictionaries, with a name for each."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(f"{name}.{key}", item)
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _tensors(f"{name}[{index}]", item)

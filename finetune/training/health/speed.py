@@ -1,0 +1,245 @@
+"""How well a GPU was used: model FLOPs utilisation, and memory bandwidth from below.
+
+*MFU* (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B) is the time that the model's matmuls
+would take at the GPU's peak over the time that the steps took:
+
+    MFU = Σ over precisions (FLOPs in p / peak of p) / seconds
+
+so that a step which is half FP8 is held to what FP8 promises for that half. FLOPs are those that
+the witness saw in the first micro-step, by the precision that really ran, per token of that
+micro-step; what checkpointing and fused losses computed a second time is not counted (that would be
+hardware utilisation). Attention grows with the square of the length and is taken as seen.
+
+*Bandwidth, at least*: bytes that must move over seconds. Counted are operands and results of the
+GEMMs the witness saw, once each in the precision they had, and, each step, reading and writing
+weights and optimizer state and reading gradients. Casts, norms, attention, logits and everything
+eager is not: the true figure is higher, by a factor of two or more where little is fused. Operands
+that stay in the GPU's cache from one GEMM to the next would make it too high by a little.
+
+Where the GPU's peak is not known, or FP8 is emulated and runs on other units, there is no MFU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from finetune.hardware.device import Device, this_device
+from finetune.hardware.gpus import Gpu, find_gpu
+from finetune.precision.proof.proof import Proof
+from finetune.precision.proof.witness import ATTENTION
+from finetune.runs.receipt import LayerReceipt
+from finetune.training import compute_types, session
+
+OPERAND_BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+RESULT_BYTES = 2.0
+"""GEMMs write BF16 or FP16; those that write float32 write more."""
+FUSED_ATTENTION = {"fprop": 2, "dgrad": 5}
+"""Matmuls in one call of fused attention, forward and backward."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one observed micro-step computed and moved.
+
+    Attributes:
+        flops: precision -> floating point operations, recomputation left out.
+        gemm_bytes: operands and results of its GEMMs, recomputation included.
+        tokens: in that micro-step.
+    """
+
+    flops: dict[str, float]
+    gemm_bytes: float
+    tokens: int
+
+
+def work_of(layers: Iterable[LayerReceipt], tokens: int) -> Work:
+    """The work of the observed micro-step, from the layers of the receipt."""
+    flops: dict[str, float] = {}
+    moved = 0.0
+    for row in layers:
+        units = {gemm: calls * _matmuls(row, gemm) for gemm, calls in row.calls.items()}
+        if not sum(units.values()):
+            continue
+        unit = row.flops / sum(units.values())
+        for gemm, calls in row.calls.items():
+            precision = getattr(row, gemm)
+            once = (calls - _recomputed(row, gemm)) * _matmuls(row, gemm) * unit
+            if once:
+                flops[precision] = flops.get(precision, 0.0) + once
+            if calls and all(row.shape):
+                moved += calls * _gemm_bytes(row.shape, unit, gemm, precision)
+    return Work(flops, moved, tokens)
+
+
+def _matmuls(row: LayerReceipt, gemm: str) -> int:
+    return FUSED_ATTENTION.get(gemm, 1) if row.name == ATTENTION else 1
+
+
+def _recomputed(row: LayerReceipt, gemm: str) -> int:
+    """Forward calls beyond those that a backward belongs to; none where no backward was seen."""
+    backward = max(row.calls.get("dgrad", 0), row.calls.get("wgrad", 0))
+    seen = all(row.shape) or row.name == ATTENTION
+    return max(row.calls[gemm] - backward, 0) if gemm == "fprop" and backward and seen else 0
+
+
+def _gemm_bytes(shape: tuple[int, int], flops: float, gemm: str, precision: str) -> float:
+    n, k = shape
+    m = flops / (2 * n * k)
+    x, w, y = m * k, n * k, m * n
+    operands, result = {"fprop": (x + w, y), "dgrad": (y + w, x), "wgrad": (y + x, w)}[gemm]
+    width = min(OPERAND_BYTES.get(p, RESULT_BYTES) for p in precision.split("+"))
+    return operands * width + result * RESULT_BYTES
+
+
+def optimizer_bytes(named: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> int:
+    """Bytes that one optimizer step must move: weights and state twice, gradients once."""
+    total = 0
+    for _, parameter in named:
+        state = optimizer.state.get(parameter, {})
+        kept = sum(_nbytes(v) for k, v in state.items() if not k.startswith("qmap"))
+        total += 3 * _nbytes(parameter) + 2 * kept
+    return total
+
+
+def _nbytes(value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return 0
+    local = getattr(value, "_local_tensor", value)
+    parts = [local.codes, local.scale] if getattr(local, "codes", None) is not None else [local]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def mfu(work: Work, tokens: int, seconds: float, gpu: Gpu, *, tf32: bool = False) -> float | None:
+    """Model FLOPs utilisation, 0 to 1; None where a precision has no known peak.
+
+    Args:
+        work: of the observed micro-step.
+        tokens: trained on in the measured steps, on this GPU.
+        seconds: that they took.
+        gpu: its peaks.
+        tf32: float32 matmuls may use TF32.
+    """
+    at_peak_s = 0.0
+    for precision, flops in work.flops.items():
+        peaks = [
+            gpu.tflops.get("tf32" if p == "fp32" and tf32 else p)  # pyright: ignore
+            for p in precision.split("+")
+        ]
+        known = [peak for peak in peaks if peak is not None]
+        if len(known) < len(peaks):
+            return None
+        at_peak_s += flops / (min(known) * 1e12)
+    return at_peak_s * (tokens / work.tokens) / seconds
+
+
+def least_bandwidth_gb_s(work: Work, tokens: int, per_steps_bytes: float, seconds: float) -> float:
+    """GB/s that the memory must have moved at least.
+
+    Args:
+        work: of the observed micro-step.
+        tokens: trained on in the measured steps, on this GPU.
+        per_steps_bytes: moved by the optimizer in all of them.
+        seconds: that they took.
+    """
+    return (work.gemm_bytes * tokens / work.tokens + per_steps_bytes) / seconds / 1e9
+
+
+# ------------------------------------------------------------------------------------------
+# Measures the steps between two health rows: tokens, seconds, and what they make of the GPU.
+#
+# Time runs from the end of a step to the end of the next, data loading included; evaluation, saving
+# and steps that were looked into are left out. On a GPU, work is queued ahead of the clock; over an
+# interval of many steps, each of which fetches a number before the optimizer, that evens out.
+
+
+class Speed:
+    """Tokens and seconds since the last `restart`.
+
+    Attributes:
+        work: of the micro-step that the proof observed, None before it was.
+        steps, tokens, seconds: since the last `restart`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._witnessed_tokens = 0
+        self.work: Work | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval now."""
+        self._mark, self.seconds, self.steps, self.tokens = self._clock(), 0.0, 0, 0
+
+    def resume(self) -> None:
+        """Go on after something that is not training."""
+        self._mark = self._clock()
+
+    def begin_micro_step(self, inputs: Any) -> None:
+        """Count the tokens of a micro-step, which is about to run."""
+        ids = inputs.get("input_ids")
+        tokens = ids.numel() if isinstance(ids, Tensor) else 0
+        self.tokens += tokens
+        proof = _proof()
+        if self.work is None and proof is not None and tokens:
+            if not proof.layers:
+                self._witnessed_tokens = tokens  # the witness looks at this micro-step
+            elif self._witnessed_tokens:
+                self.work = work_of(proof.layers, self._witnessed_tokens)
+
+    def end_step(self) -> None:
+        """Count an optimizer step."""
+        now = self._clock()
+        self.seconds += now - self._mark
+        self.steps += 1
+        self._mark = now
+
+    def row(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        optimizer: Optimizer,
+        tell: Callable[[str, str], None],
+    ) -> dict[str, float]:
+        """`health/mfu` and `health/bandwidth_at_least_gb_s` of the interval; empty on a CPU.
+
+        Args:
+            named: trainable parameters.
+            optimizer: the one that owns them.
+            tell: called with a key and a line where something cannot be known.
+        """
+        device = _device()
+        if device.kind != "cuda" or self.work is None or not self.tokens or self.seconds <= 0:
+            return {}
+        moved = self.steps * optimizer_bytes(named, optimizer)
+        speed = least_bandwidth_gb_s(self.work, self.tokens, moved, self.seconds)
+        row = {"health/bandwidth_at_least_gb_s": speed}
+        gpu = find_gpu(device)
+        if gpu is None:
+            tell("peak", f"the peak of {device.name!r} is not known here, so there is no MFU")
+            return row
+        row["health/bandwidth_at_least"] = speed / gpu.gb_s
+        tf32 = compute_types.in_force()["cuda.matmul"] == "tf32"
+        share = None if _emulates() else mfu(self.work, self.tokens, self.seconds, gpu, tf32=tf32)
+        return row if share is None else row | {"health/mfu": share}
+
+
+def _proof() -> Proof | None:
+    running = session.in_force()
+    return running.training[0] if running is not None else None
+
+
+def _device() -> Device:
+    running = session.in_force()
+    return running.device if running is not None else this_device()
+
+
+def _emulates() -> bool:
+    running = session.in_force()
+    if running is None or running.precision.compute != "fp8":
+        return False
+    return running.precision.backend == "emulated" or not running.device.has_fp8

@@ -1,0 +1,164 @@
+"""The helper: Accelerate, and so `Trainer`, `SFTTrainer` or a hand-written loop, trains in FP8.
+
+Three functions for a user's own script; what they put in force is a
+`finetune.training.session.Session`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
+from finetune.errors import ConfigError, UnknownArgumentError, nearest
+from finetune.runs.receipt import Receipt
+from finetune.training import session
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+# Keys of a recipe's `precision` that have another name here, or none.
+_OTHERWISE = {
+    "format": "it is called fp8_format here",
+    "eval": "it is called eval_precision here",
+    "compute": "it is always fp8 here; BF16 and FP16 are plain Trainers' own, or a recipe's",
+}
+
+
+def setup_fp8_mixed_precision_training(
+    backend: Literal["auto", "te", "torchao", "emulated"] = "auto",
+    *,
+    scaling: Scaling | None = None,
+    fp8_format: Fp8Format | None = None,
+    margin: int = 0,
+    amax_history_len: int = 1024,
+    amax_compute_algo: Literal["max", "most_recent"] = "max",
+    reduce_amax: bool = True,
+    keep: Iterable[str] = (),
+    eval_precision: Literal["high", "fp8"] = "high",
+    compile: Literal["auto", "on", "off"] = "auto",
+    emulation: Literal["forbid", "allow", "exact"] = "forbid",
+    on_unsupported: Literal["error", "bf16"] = "error",
+    health_every: int = 50,
+    **more: Any,
+) -> Accelerator:
+    """Make every `Trainer`, `SFTTrainer` or `Accelerator` built after this call train in FP8.
+
+    This is about *compute*: linear layers multiply in FP8, from weights held as usual in 16 or 32
+    bits. For weights *stored* in FP8 see `load_in_fp8`; a model loaded quantised is refused here,
+    but for one stored in FP8 under adapters, with `frozen="fp8"`: then its codes are multiplied as
+    they are. That also stores anew the frozen base of a model that was loaded plain.
+
+        setup_fp8_mixed_precision_training(backend="te")
+        trainer = SFTTrainer(model=model, args=SFTConfig(...), train_dataset=dataset)
+        trainer.train()
+
+    Hand-written loops use the accelerator that is returned:
+
+        accelerator = setup_fp8_mixed_precision_training(backend="torchao")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    The first steps are a proof (see `finetune.precision.proof.proof`); `finetune.get_receipt()`
+    tells what ran. A
+    second call replaces the first, `teardown_fp8_mixed_precision_training()` undoes it.
+
+    Args:
+        backend: engine; `auto` takes Transformer Engine or torchao where the GPU has FP8.
+        scaling: `delayed`, `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, `blockwise`, `mxfp8` or
+            `nvfp4`. Left out: `delayed` with backend `te` (whose settings the amax arguments are),
+            else `tensorwise`.
+        fp8_format: `hybrid`, `e4m3` or `e5m2`; left out: as usual for the scaling.
+        margin, amax_history_len, amax_compute_algo, reduce_amax: delayed scaling only.
+        keep: patterns of layers that stay in high precision.
+        eval_precision: `high`, or `fp8` to evaluate and generate in FP8 too.
+        compile: `torch.compile` of each decoder layer; `auto` with torchao on a GPU.
+        emulation: `allow` emulates FP8 where the device has none, `exact` in float32 products.
+        on_unsupported: where FP8 cannot be had, stop or train in BF16 with a loud warning.
+        health_every: optimizer steps between logs of training health, of `Trainer`s (a loop
+            written by hand has no log); 0 for none. See `finetune.HealthMonitor`.
+        **more: any other setting of a recipe's `precision` section by its name (`frozen`, `map`,
+            `first_n`, `high_gemms`, ...); the rest goes to `accelerate.Accelerator`.
+
+    Returns:
+        An `accelerate.Accelerator` that trains in FP8.
+
+    Raises:
+        ConfigError: a value that does not exist or does not go with the scaling.
+        UnknownArgumentError: a setting that does not exist.
+        PrecisionError: FP8 cannot be had on this device, and why.
+        MissingExtraError: the backend's library is not installed.
+    """
+    from accelerate import Accelerator
+    from pydantic import ValidationError
+
+    from finetune.training.health.monitor import watch_trainers
+
+    name = str(backend).lower()
+    if scaling is None:
+        scaling = "delayed" if name == "te" else "tensorwise"
+    named = inspect.signature(setup_fp8_mixed_precision_training).parameters
+    others = PrecisionConfig.model_fields.keys() - named.keys() - {"compute", "format", "eval"}
+    settings = {key: more.pop(key) for key in others & more.keys()}
+    unknown = more.keys() - inspect.signature(Accelerator).parameters.keys()
+    if unknown:
+        word = sorted(unknown)[0]
+        hint = _OTHERWISE.get(word) or nearest(word, [*named, *others])
+        raise UnknownArgumentError(
+            f"there is no setting {word!r}" + (f"; {hint}" if hint else ""),
+            where="setup_fp8_mixed_precision_training(...)",
+            why="neither this function nor accelerate.Accelerator knows it",
+        )
+    try:
+        precision = PrecisionConfig.model_validate(
+            {
+                "compute": "fp8",
+                "backend": name,
+                "scaling": scaling,
+                "format": fp8_format.lower() if isinstance(fp8_format, str) else fp8_format,
+                "margin": margin,
+                "amax_history_len": amax_history_len,
+                "amax_compute_algo": amax_compute_algo,
+                "reduce_amax": reduce_amax,
+                "keep": (keep,) if isinstance(keep, str) else tuple(keep),
+                "eval": eval_precision,
+                "compile": compile,
+                "emulation": emulation,
+                "on_unsupported": on_unsupported,
+                "health_every": health_every,
+                **settings,
+            }
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{name}: {first['msg']}" if name else first["msg"].removeprefix("Value error, "),
+            where="setup_fp8_mixed_precision_training(...)",
+        ) from None
+    running = session.install(precision)
+    watch_trainers(running)
+    resolution = running.resolution
+    if resolution.fallback:
+        import warnings
+
+        warnings.warn(resolution.fallback, stacklevel=2)
+    try:
+        return Accelerator(**more)
+    except BaseException:
+        session.uninstall()
+        raise
+
+
+def teardown_fp8_mixed_precision_training() -> None:
+    """Undo the helper: patches away, converted models plain again. Harmless when not set up."""
+    session.uninstall()
+
+
+def get_receipt() -> Receipt:
+    """What ran under the session in force.
+
+    Raises:
+        OrderError: no session is in force.
+    """
+    return session.current().receipt()

@@ -1,0 +1,140 @@
+"""Around optimizers whose state is stored in few bits: building, stepping and reading them.
+
+torchao compiles its update with `torch.compile`. On a GPU that is what makes it fast; on a CPU it
+needs a C++ compiler and 20 to 40 seconds before the first step, for nothing: there the update runs
+uncompiled, which is the same arithmetic. torchao's classes are given to the trainer by its own door
+for them, `optimizer_cls_and_kwargs`, since Transformers has no name for the FP8 one and hands
+`block_size` on as text.
+
+The Trainer asks bitsandbytes to keep embeddings in 32 bits by a register that lives as long as the
+process, holds on to every model and knows parameters by `id()`, which Python uses again. A later
+run in the same process would get 32 bits for a weight that happens to lie where one did before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen
+from finetune.errors import ConfigError
+
+TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer], dict[str, Any]]:
+    """What to pass to a trainer as `optimizer_cls_and_kwargs` for a torchao optimizer.
+
+    Args:
+        train: the recipe's `train` section, whose optimizer is torchao's.
+        args: `transformers.TrainingArguments`: learning rate, betas and epsilon.
+
+    Raises:
+        ConfigError: a value in `train.optim_args` that is none.
+    """
+    from torchao import optim
+
+    classes = {
+        "adamw_torch_8bit": optim.AdamW8bit,
+        "adamw_torch_4bit": optim.AdamW4bit,
+        FP8_ADAMW: optim.AdamWFp8,
+    }
+    given = arguments(train)
+    block, by_chance = given.get("block_size", str(BLOCK)), given.get("bf16_stochastic_round", "no")
+    if not block.isdecimal() or int(block) < 2 or by_chance.lower() not in TRUTH:
+        raise ConfigError(
+            f"train.optim_args cannot be {train['optim_args']!r}",
+            where="train.optim_args",
+            fix="block_size is a number, bf16_stochastic_round is true or false",
+        )
+    return classes[chosen(train).name], {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "block_size": int(block),
+        "bf16_stochastic_round": TRUTH[by_chance.lower()],
+    }
+
+
+def forget_overrides() -> None:
+    """Make bitsandbytes forget what earlier runs of this process asked for single weights."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    GlobalOptimManager.get_instance().initialize()
+
+
+def is_torchao(optimizer: Optimizer) -> bool:
+    """Whether it is one of torchao's low-bit optimizers."""
+    return type(optimizer).__module__.startswith("torchao.optim.")
+
+
+def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
+    """Run the update of a torchao optimizer without `torch.compile`.
+
+    Hooks of the optimizer itself run after global ones before a step and before them after it: what
+    the proof raises leaves nothing behind.
+
+    Returns:
+        A function that ends it, also from inside a step that was broken off.
+    """
+
+    def before(*_: Any) -> None:
+        torch.compiler.set_stance("force_eager")
+
+    def after(*_: Any) -> None:
+        torch.compiler.set_stance("default")
+
+    hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        after()
+
+    return undo
+
+
+def evidence(state: dict[str, Any]) -> Iterator[Tensor]:
+    """Tensors of a parameter's optimizer state of which some are not 0 once a gradient was not.
+
+    Codes and lookup tables say nothing: zero is some code between others. So of torchao's moments
+    the first is read, which has an exact zero, and of bitsandbytes' the scales.
+
+    Args:
+        state: `optimizer.state[parameter]`.
+    """
+    quantised = "absmax1" in state
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or key.startswith("qmap"):
+            continue
+        local = _local(value)
+        if type(local).__module__.startswith("torchao.optim."):
+            if key == "exp_avg":
+                yield local.dequantize()
+        elif not quantised or key.startswith("absmax"):
+            yield local
+
+
+def stored_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the moments and their scales, without lookup tables and step counters.
+
+    Of this process's shards, when sharded.
+    """
+    total = 0
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and not key.startswith("qmap"):
+                local = _local(value)
+                parts = [local]
+                if type(local).__module__.startswith("torchao.optim."):
+                    parts = [local.codes, local.scale]  # pyright: ignore
+                total += sum(x.numel() * x.element_size() for x in parts)
+    return total
+
+
+def _local(value: Tensor) -> Tensor:
+    return getattr(value, "_local_tensor", value)

@@ -1,0 +1,269 @@
+"""What a run really held: the peak of its memory, measured while it trains.
+
+On a GPU torch's allocator counts by itself: its peaks are set back when training begins, so that
+loading is not mixed in, and read when it ends. On a CPU nobody counts, so the live tensors of one
+whole optimizer step are (`finetune.training.memory_meter`): its micro-batches' forward and
+backward, and the
+update. That is the third step; later where the proof still looks at weights then, since what it
+computes is no part of training; earlier where a run is shorter; never the first, which is
+witnessed and has no optimizer states yet. Other steps run as they would without this.
+
+A dispatch mode does not go with compiled layers, so those runs are not measured on a CPU. One
+process measures itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerState
+
+from finetune.training.session import Session
+
+STEP = 3
+GIB = 2**30
+
+
+class Batch(NamedTuple):
+    """The shape of a micro-batch, and whether some of its tokens are padding."""
+
+    rows: int
+    length: int
+    padded: bool
+
+
+class MemoryMeter(TrainerCallback):
+    """Measures the peak of a run's memory: on a CPU of one step, on a GPU of the whole training.
+
+    Attributes:
+        earlier_gib: on a GPU, the peak before torch's own was last set back.
+        batch: the largest micro-batch that was measured; None before.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.kind = session, session.device.kind
+        self.earlier_gib = 0.0
+        self.batch: Batch | None = None
+        self._hook: RemovableHandle | None = None
+        self._live: LiveTensors | None = None
+        self._begun = 0  # steps of this process, which may have resumed
+        self._bytes = self._reserved = 0
+        self._measured = ""
+        self._why_not = "training did not begin"
+        self._open = False
+
+    # ---------------------------------------------------------------------------------- measuring
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        self.close()
+        self._begun = 0
+        if self.kind == "cuda":
+            self.earlier_gib = max(self.earlier_gib, torch.cuda.max_memory_allocated() / GIB)
+            torch.cuda.reset_peak_memory_stats()
+            self._bytes = self._reserved = 0
+            self._open = True
+            self._watch(model)
+        elif self.kind != "cpu":
+            self._why_not = f"{self.kind} has no count of its peak"
+        else:
+            self._why_not = f"the run ended before step {STEP}"
+
+    def on_step_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._begun += 1
+        if self.kind != "cpu" or self._measured or self._live is not None:
+            return
+        if self.session.compiled.startswith("on"):
+            self._why_not = "counting tensors does not go with compiled layers"
+        elif self._is_due(last=state.max_steps - state.global_step == 1):
+            self._live = LiveTensors(known(model, optimizer), thorough=True)
+            self._live.__enter__()
+            self._watch(model)
+
+    def _watch(self, model: nn.Module) -> None:
+        """Note the shape of the batches that the model is given from now on."""
+
+        def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+            if not module.training or not isinstance(ids, Tensor):
+                return
+            rows, length = ids.shape
+            if self.batch is None or rows * length > self.batch.rows * self.batch.length:
+                padded = isinstance(mask, Tensor) and not bool(mask.all())
+                self.batch = Batch(rows, length, padded)
+
+        self._hook = model.register_forward_pre_hook(note, with_kwargs=True)
+
+    def _is_due(self, *, last: bool) -> bool:
+        if self._begun == 1:
+            self._why_not = "the only step is the witnessed one" if last else self._why_not
+            return False
+        proof, _ = self.session.training
+        undisturbed = proof is None or not proof.is_open
+        return last or (self._begun >= STEP and undisturbed)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._live is not None:
+            self._bytes = self._live.peak
+            self._measured = f"peak of live tensors in step {state.global_step}"
+            self.close()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is allocated inside is no part of training: it does not raise its peak."""
+        if not self._open:
+            yield
+            return
+        self._note_peak()
+        try:
+            yield
+        finally:
+            self.earlier_gib = max(self.earlier_gib, torch.cuda.max_memory_allocated() / GIB)
+            torch.cuda.reset_peak_memory_stats()
+
+    def _note_peak(self) -> None:
+        self._bytes = max(self._bytes, torch.cuda.max_memory_allocated())
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+
+    def close(self) -> None:
+        """Stop counting, also out of a step that was broken off. Harmless when already done."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        live, self._live = self._live, None
+        if live is not None:
+            live.__exit__(None, None, None)
+        if self._open:
+            self._note_peak()
+            self._measured, self._open = "peak allocated by torch, whole training", False
+
+    # ------------------------------------------------------------------------------------ reading
+
+    def reading(self) -> dict[str, Any]:
+        """For the receipt: `measured_gib`, None if nothing was, `measured`, and `reserved_gib`."""
+        if not self._measured:
+            return {"measured_gib": None, "measured": f"not measured: {self._why_not}"}
+        found = {"measured_gib": round(self._bytes / GIB, 6), "measured": self._measured}
+        return found | ({"reserved_gib": round(self._reserved / GIB, 6)} if self._reserved else {})
+
+
+def known(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Tensors that are there between steps: parameters, buffers, gradients, optimizer states."""
+    parameters = list(model.parameters())
+    found: list[Tensor] = [*parameters, *model.buffers()]
+    found += [p.grad for p in parameters if p.grad is not None]
+    for state in optimizer.state.values():
+        found += [value for value in state.values() if isinstance(value, Tensor)]
+    return found
+
+
+# ------------------------------------------------------------------------------------------
+# How many bytes of tensors are alive, and how many were at most: counted, on any device.
+#
+# A dispatch mode sees every operator's results. Their storages are counted once each, however many
+# tensors share one, and given back by a weak reference when the storage dies, which is when the
+# allocator gets it back. So `with LiveTensors(parameters) as live:` around a training step knows
+# the
+# bytes that weights, saved activations, gradients, optimizer states and temporaries hold at any
+# moment. Sorting them is a matter of asking at the right moment: before forward, at its end, at the
+# peak.
+#
+# What it cannot see: buffers inside one kernel, what an allocator rounds up or keeps cached, and
+# tensors made before that it was not told of. What an operator written in Python makes in passing
+# counts as inside of it. Wrapper subclasses (torchao's) count as what they wrap. `thorough` sees
+# the
+# last two: an operand that was not known must have been there before, so it is counted from the
+# beginning; and a wrapper's operator is left to the wrapper, whose own operators come by one at a
+# time.
+#
+# torch has `torch.distributed._tools.mem_tracker`, which sorts by hooks on modules and is private;
+# `tests/training/test_live_tensors.py` holds the peak of a step to be the same in both.
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts storages while it is entered.
+
+    Attributes:
+        bytes: held now.
+        peak: the most that was held since the beginning or since `reset_peak`.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = (), *, thorough: bool = False) -> None:
+        """Begin with what is there.
+
+        Args:
+            known: tensors made before, counted from the beginning.
+            thorough: count also operands that are not known, and look inside of wrappers.
+        """
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.thorough = thorough
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in known:
+            self.count(tensor)
+
+    def reset_peak(self) -> None:
+        """From now on."""
+        self.peak = self.bytes
+
+    def count(self, tensor: Tensor) -> int:
+        """Count a tensor's storage, unless it is counted already or it has none (meta, sparse).
+
+        Returns:
+            The bytes that are new.
+        """
+        if is_traceable_wrapper_subclass(tensor):
+            return sum(self.count(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0])
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return 0
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return 0
+
+        def died(_: Any) -> None:
+            del self._alive[key]
+            self.bytes -= size
+
+        self._alive[key] = weakref.ref(storage, died)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        return size
+
+    def _count_from_the_beginning(self, tensor: Tensor) -> None:
+        before = self.peak
+        size = self.count(tensor)
+        self.peak = max(self.peak, before + size)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.thorough:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            for tensor in given:
+                self._count_from_the_beginning(tensor)
+            if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
+                return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(leaf)
+        return result

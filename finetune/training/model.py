@@ -1,0 +1,356 @@
+"""From `ModelConfig` to a model and its tokenizer: real, or a sketch on the meta device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.paths import ASSETS
+from finetune.config.schema import BUILTIN, LoraSection, ModelConfig, RunConfig
+from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, nearest
+from finetune.storage import nf4
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune.precision.planner import LayerPlan
+    from finetune.precision.weights import Granularity
+
+SHAPES = ASSETS / "shapes"
+TINY_LLAMA = ASSETS / "tiny_llama"
+
+
+def locate(model: ModelConfig) -> str:
+    """What to hand to `from_pretrained`: a folder of the package, a local folder, or a hub id.
+
+    Raises:
+        ModelNotFoundError: an unknown `builtin:` name, or a path that is not there.
+        ConfigError: pretrained weights are asked of a packaged shape, which has none.
+    """
+    name = model.name
+    if name.startswith(BUILTIN):
+        folder = ASSETS / name.removeprefix(BUILTIN)
+        if (folder / "config.json").is_file():
+            if model.weights == "pretrained" and not (folder / "model.safetensors").is_file():
+                raise ConfigError(
+                    f"the packaged model {name!r} is a shape without weights",
+                    where="model.weights: pretrained",
+                    why="it is meant to be trained from scratch",
+                    fix="model.weights=random",
+                )
+            return str(folder)
+        known = sorted(BUILTIN + p.parent.name for p in ASSETS.glob("*/config.json"))
+        hint = nearest(name, known)
+        raise ModelNotFoundError(
+            f"there is no packaged model {name!r}" + (f"; {hint}" if hint else ""),
+            where="model.name",
+            fix=f"packaged models: {', '.join(known)}",
+        )
+    path = Path(name).expanduser()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
+    if looks_local and not (path / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"there is no model in {name!r}",
+            where=f"model.name: {path.resolve()}",
+            why="a model folder holds config.json" if path.is_dir() else "no such folder",
+            fix="give a folder with config.json and safetensors, or a hub id such as "
+            "meta-llama/Llama-3.2-1B-Instruct",
+        )
+    return str(path) if looks_local else name
+
+
+def shipped_shape(name: str) -> Path | None:
+    """The `config.json` of a hub model's shape, for the models of our recipes."""
+    path = SHAPES / f"{name.replace('/', '--')}.json"
+    return path if path.is_file() else None
+
+
+def shapes() -> list[str]:
+    """Hub models whose shape is packaged, sorted."""
+    return sorted(path.stem.replace("--", "/") for path in SHAPES.glob("*.json"))
+
+
+def load_shape(model: ModelConfig) -> PretrainedConfig:
+    """The architecture: from the package for our recipes' models, else from folder or hub.
+
+    Raises:
+        ModelNotFoundError: the hub cannot be reached or has no such model.
+    """
+    from transformers import AutoConfig
+
+    import finetune.training.models  # noqa: F401  makes our own model types known
+
+    source = locate(model)
+    shipped = shipped_shape(source)
+    if shipped is not None and (model.weights == "random" or not _is_cached(source)):
+        values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        return AutoConfig.from_pretrained(
+            source, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _not_loaded(source, error) from error
+
+
+def is_published_fp8(shape: PretrainedConfig) -> bool:
+    """Whether a checkpoint holds FP8 weights, ours or published ones, by its configuration.
+
+    Raises:
+        StorageNotComputeError: FP8 in a layout that is not known here.
+    """
+    if getattr(shape.get_text_config(decoder=True), "quantization_config", None) is None:
+        return False
+    from finetune.storage.loading import holds_fp8
+
+    return holds_fp8(shape)
+
+
+def _is_cached(source: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(source, "config.json"), str)
+
+
+def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
+    first = str(error).strip().splitlines()[0]
+    return ModelNotFoundError(
+        f"the model {source!r} could not be loaded",
+        where="model.name",
+        why=first,
+        fix="check the name and your connection, `hf auth login` for gated models, or use "
+        "model.weights=random to plan and measure without weights",
+    )
+
+
+def first_layers(shape: PretrainedConfig, layers: int) -> None:
+    """Make an architecture one of its first `layers` decoder layers, in place.
+
+    Lists with an entry for each layer (`layer_types`) are cut alike. A model that has no more
+    layers than that stays as it is.
+    """
+    text = shape.get_text_config(decoder=True)
+    depth = text.num_hidden_layers
+    if layers >= depth:
+        return
+    for name, value in vars(text).items():
+        if isinstance(value, (list, tuple)) and len(value) == depth:
+            text.__dict__[name] = value[:layers]
+    text.num_hidden_layers = layers
+
+
+def sketch(
+    config: RunConfig,
+    before_adapters: Callable[[PreTrainedModel], None] | None = None,
+    *,
+    layers: int | None = None,
+) -> PreTrainedModel:
+    """The model with its adapters on the meta device: shapes without memory, in a second.
+
+    Args:
+        config: the run.
+        before_adapters: what to do to the plain model first.
+        layers: how many of its decoder layers, from the first on; all, if left out.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shape = load_shape(config.model)
+    if layers is not None:
+        first_layers(shape, layers)
+    if "fp8" in (config.precision.frozen, config.model.storage):
+        # A checkpoint published in FP8 is read into layers that hold FP8, or refused on loading.
+        shape.__dict__.pop("quantization_config", None)
+    kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, **kwargs)
+    if before_adapters is not None:
+        before_adapters(model)
+    if config.lora is not None:
+        from peft import get_peft_model
+
+        adapters = lora_config(config.lora)
+        try:
+            with torch.device("meta"):
+                model = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            raise ConfigError(
+                "peft can put no such adapters on this model",
+                where=f"lora: {config.model.name}",
+                why=str(error).strip().splitlines()[0],
+                fix="other lora.target_modules, or ~lora to train all weights (a BDH has no linear "
+                "layers to adapt)",
+            ) from error
+    return model  # pyright: ignore[reportReturnType]
+
+
+def load_model(model: ModelConfig, held: Sequence[LayerPlan] = ()) -> PreTrainedModel:
+    """The model with its weights, pretrained or random, on the device where it is cheap to make.
+
+    Args:
+        model: which one.
+        held: rows of the run's plan whose weights are to be held in FP8 from the beginning: the
+            model never exists without.
+
+    Raises:
+        ConfigError: an attention implementation that the model or machine does not have.
+        ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
+        StorageNotComputeError: FP8 weights were asked of a checkpoint that is quantised otherwise.
+    """
+    import torch
+
+    import finetune.training.models  # noqa: F401  makes our own model types known
+
+    kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
+    if model.attention is not None:
+        kwargs["attn_implementation"] = model.attention
+    if model.weights == "pretrained":
+        return _load_pretrained(model, held, kwargs)
+    try:
+        return _build_random(model, held, kwargs)
+    except FinetuneError:
+        raise
+    except (ValueError, ImportError) as error:
+        if model.attention is None:
+            raise
+        raise ConfigError(
+            f"{model.name} cannot be built like this",
+            where=f"model.attention: {model.attention}",
+            why=str(error).strip().splitlines()[0],
+            fix="~model.attention takes the model's own",
+        ) from error
+
+
+def _build_random(
+    model: ModelConfig, held: Sequence[LayerPlan], kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from finetune.hardware.device import this_device
+
+    shape, device = load_shape(model), this_device().kind
+    if model.storage == "nf4":
+        return nf4.build_random(shape, **kwargs)
+    if held or model.storage == "fp8":
+        from finetune.precision.layers import storable
+        from finetune.storage.loading import build_stored
+
+        if held:
+            names, granularity = [row.plain_name for row in held], _granularity(held)
+        else:
+            with torch.device("meta"):
+                names = storable(AutoModelForCausalLM.from_config(shape))
+            granularity = "row"
+        return build_stored(shape, names, granularity, device=device, **kwargs)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(shape, **kwargs)
+
+
+def _load_pretrained(
+    model: ModelConfig, held: Sequence[LayerPlan], kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    from finetune.precision.holdings import held_weights
+
+    source, published = locate(model), is_published_fp8(load_shape(model))
+    kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    if published and model.storage == "nf4":
+        raise ConfigError(
+            "this checkpoint is published in FP8, and was to be held in four bits",
+            where=f"model.storage: {model.storage}",
+            why="its codes would be rounded a second time, to fewer levels",
+            fix="~model.storage holds the published codes, or take the checkpoint in 16 bits",
+        )
+    try:
+        if held or published or model.storage == "fp8":
+            from finetune.storage.loading import load_in_fp8, load_stored
+
+            if held:
+                names = [row.plain_name for row in held]
+                return load_stored(source, names, _granularity(held), **kwargs)
+            return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
+        if model.storage == "nf4":
+            kwargs["quantization_config"] = nf4.quantization_config()
+        loaded = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+    except FinetuneError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _not_loaded(source, error) from error
+    stored = model.storage == "nf4" or "nf4" in held_weights(loaded)  # also a checkpoint of its own
+    return nf4.prepare(loaded) if stored else loaded
+
+
+def _granularity(held: Sequence[LayerPlan]) -> Granularity:
+    """What shares a scale: one plan has one scaling."""
+    first = held[0].held
+    assert first
+    assert all(row.held == first for row in held)
+    return first
+
+
+def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
+    """The model's tokenizer, and a sentence when another had to stand in.
+
+    The packaged models share one, byte-level. A model of random weights needs no tokenizer of its
+    own: where the hub is out of reach the packaged one stands in, which is enough to measure speed
+    and memory.
+
+    Raises:
+        ModelNotFoundError: it cannot be loaded, and the weights are pretrained.
+        ConfigError: `model.pad_token` is not in its vocabulary.
+    """
+    from transformers import AutoTokenizer
+
+    source = locate(model)
+    if model.name.startswith(BUILTIN):
+        source = str(TINY_LLAMA)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
+    except (OSError, ValueError) as error:
+        if model.weights != "random":
+            raise _not_loaded(source, error) from error
+    else:
+        if model.pad_token is not None:
+            _set_pad_token(tokenizer, model.pad_token)
+        return tokenizer, ""
+    note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
+    return AutoTokenizer.from_pretrained(TINY_LLAMA), note
+
+
+def _set_pad_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary:
+        hint = nearest(token, [t for t in vocabulary if "pad" in t])
+        raise ConfigError(
+            f"the tokenizer has no token {token!r}" + (f"; {hint}" if hint else ""),
+            where="model.pad_token",
+            why="a new token would have no trained embedding",
+            fix="~model.pad_token uses the tokenizer's own",
+        )
+    tokenizer.pad_token = token
+
+
+def lora_config(lora: LoraSection) -> LoraConfig:
+    """The `peft.LoraConfig` of a recipe's `lora` section."""
+    from peft import LoraConfig
+
+    targets = lora.target_modules
+    try:
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            modules_to_save=list(lora.modules_to_save) or None,
+            use_rslora=lora.use_rslora,
+            use_dora=lora.use_dora,
+            bias=lora.bias,
+        )
+    except ValueError as error:
+        raise ConfigError(f"peft refuses these adapters: {error}", where="lora") from error

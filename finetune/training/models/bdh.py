@@ -1,0 +1,371 @@
+"""Linear attention, strictly causal and rotary, as BDH has it.
+
+Token t reads the earlier tokens' values by plain inner products, without softmax and without scale:
+
+    a_t = sum over tau < t of <R_t q_t, R_tau k_tau> v_tau
+
+R_t is the rotary turn of position t. The sum is linear in what is remembered: it is R_t q_t
+applied to a state of N x D numbers, which grows by the outer product of R_tau k_tau and v_tau at
+each token. For training it is computed in parallel instead, with the [T, T] table of inner
+products.
+
+The inner products are sums of N terms that nothing keeps small: past what float16 holds, so there
+they are computed in float32. They are never below bfloat16, as no operand is a parameter.
+
+Limits: time and memory grow with T^2. Rotary pairs are neurons i and i + N/2 of a head: the
+published pairs (2i, 2i + 1), permuted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+
+def rotary_table(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's turn, float32 [B, 1, T, size / 2] (Su et al. 2021).
+
+    Args:
+        positions: int64 [B, T].
+        size: neurons of a head.
+        theta: pair i turns by theta^(-2i / size) a token.
+    """
+    pairs = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device)
+    angles = positions[:, None, :, None].float() * theta ** (-pairs / size)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + N/2) of x [B, H, T, N] by [B, 1, T, N/2]; in the type of `x`."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Linear attention, in parallel: the sum of `v` weighted by plain inner products.
+
+    Args:
+        q: [B, H, T, N].
+        k: [B, H, S, N].
+        v: [B, 1, S, D], the same for all heads.
+        visible: bool [B or 1, 1, T, S].
+
+    Returns:
+        [B, H, T, D].
+    """
+    if q.dtype == torch.float16:  # sums of N squares: past float16's range, whatever autocast says
+        with torch.autocast(q.device.type, enabled=False):
+            return attend(q.float(), k.float(), v.float(), visible)
+    scores = (q @ k.mT).masked_fill(~visible, 0)
+    # Heads share the values: one batch of [H·T, S] rather than H copies of v.
+    return (scores.flatten(1, 2) @ v[:, 0]).unflatten(1, q.shape[1:3])
+
+
+def visible_tokens(position_ids: Tensor, seen: int, attention_mask: Tensor | None) -> Tensor:
+    """Which tokens each token reads: earlier ones of its own text that are not padding.
+
+    Args:
+        position_ids: int64 [B or 1, T]; at each 0 a text begins.
+        seen: tokens of earlier calls, taken to be of the same text.
+        attention_mask: [B, seen + T], 0 for padding.
+
+    Returns:
+        bool [B or 1, 1, T, seen + T].
+
+    Raises:
+        ValueError: a mask of another shape.
+    """
+    length = position_ids.shape[1]
+    shape = (1, 1, length, seen + length)
+    visible = torch.ones(shape, dtype=torch.bool, device=position_ids.device).tril(seen - 1)
+    if not seen:
+        text = (position_ids == 0).cumsum(-1)[:, None]
+        visible = visible & (text[..., :, None] == text[..., None, :])
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                "BDH takes an attention_mask [batch, length], "
+                f"not a {attention_mask.ndim}-dimensional one"
+            )
+        visible = visible & attention_mask.bool()[:, None, None]
+    return visible
+
+
+# ------------------------------------------------------------------------------------------
+# BDH, the Dragon Hatchling (Kosowski et al. 2025, arXiv 2509.26507), in its GPU form.
+#
+# Written from the paper's equations; levels hand on D numbers, as in the authors' released code.
+#
+# A language model of n neurons that see each other through a narrow stream of D numbers per token.
+# All levels share three matrices. With x_t the stream of token t (D numbers of unit variance), LN a
+# LayerNorm without gain or bias, R_t the rotary turn of position t, and h the head, a slice of N =
+# n / heads neurons, one level is
+#
+#     s_t    = relu(x_t E)                          n     sparse activity of the neurons
+#     a_t,h  = sum over tau < t of <R_t s_t,h, R_tau s_tau,h> x_tau
+#                                                   D     what the past says, by head
+#     g_t,h  = relu(LN(a_t,h) V_h)                  N     neurons that this answer excites
+#     y_t    = (s_t * g_t) G                        D     only neurons excited by both write
+#     x_t   <- LN(x_t + LN(y_t))                    D
+#
+# with E = `encoder` [D, n], V = `encoder_v` [heads, D, N] and G = `decoder` [n, D]. The attention
+# has
+# no softmax, no scale and no projection of its own: query and key are the activity itself, the
+# value
+# is the stream, and a token never reads itself (tau < t, not <=): see `linear_attention.py`.
+# `tests/training/test_bdh.py` holds the paper's token-by-token form, and the two agree.
+#
+# There is no `nn.Linear` in a level: it multiplies by plain parameters, all of them named in
+# `BdhBlock.fp8_matmuls`, so that what swaps linear layers for FP8 ones finds nothing to swap. The
+# embedding and the output head are the usual ones.
+#
+# Precision: matmuls run in the type of autocast, or of the weights (the attention under float16 in
+# float32). LayerNorm runs in float32 always.
+#
+# Limits: the generation cache keeps the activities (T x n numbers a level), which beyond T = D
+# tokens
+# is more than the state would be.
+
+
+@strict
+class BdhConfig(PreTrainedConfig):
+    """Shape of a BDH: 3 · num_neurons · hidden_size shared parameters, embedding and head beside.
+
+    Attributes:
+        vocab_size: tokens known.
+        hidden_size: D, width of the stream between levels.
+        num_neurons: n, over all heads.
+        num_attention_heads: heads of n / heads neurons each.
+        num_hidden_layers: times the shared block is applied; costs time and no parameters.
+        dropout: share of neurons silenced before they write, in training.
+        rope_theta: the slowest rotary pair turns once in about 2π · rope_theta tokens.
+        layer_norm_eps: added to the variance.
+        initializer_range: standard deviation of all weights at the start.
+        use_cache: keep activities while generating.
+    """
+
+    model_type = "bdh"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    num_neurons: int = 32768
+    num_attention_heads: int = 4
+    num_hidden_layers: int = 6
+    dropout: float | int = 0.1
+    rope_theta: float | int = 65536.0
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+
+    def validate_architecture(self) -> None:
+        """Raise `ValueError` for a shape that cannot be built."""
+        if self.num_neurons % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"num_neurons ({self.num_neurons}) must be a multiple of twice "
+                f"num_attention_heads ({self.num_attention_heads}): rotary pairs lie in a head"
+            )
+
+
+def normalise(x: Tensor, eps: float) -> Tensor:
+    """x [..., D] to mean 0 and variance 1 over D, computed in float32, in the type of `x`."""
+    return F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+class BdhBlock(GradientCheckpointingLayer):
+    """One level. Its parameters serve all levels: the model calls it `num_hidden_layers` times.
+
+    Attributes:
+        fp8_matmuls: the parameters that are operands of matmuls. Each is multiplied as itself, on
+            the right, once a call: [.., D] · [D, n], [H, M, D] · [H, D, N], [.., n] · [n, D].
+    """
+
+    fp8_matmuls: ClassVar[tuple[str, ...]] = ("encoder", "encoder_v", "decoder")
+
+    def __init__(self, config: BdhConfig) -> None:
+        super().__init__()
+        d, n, heads = config.hidden_size, config.num_neurons, config.num_attention_heads
+        self.heads, self.eps, self.dropout = heads, config.layer_norm_eps, config.dropout
+        self.encoder = nn.Parameter(torch.empty(d, n))
+        self.encoder_v = nn.Parameter(torch.empty(heads, d, n // heads))
+        self.decoder = nn.Parameter(torch.empty(n, d))
+
+    def forward(
+        self,
+        x: Tensor,
+        visible: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        past_key_values: DynamicCache | None = None,
+        level: int = 0,
+    ) -> Tensor:
+        """x [B, T, D] of one level to that of the next.
+
+        Args:
+            visible: bool [B or 1, 1, T, S], which of the S tokens so far each token reads.
+            cos, sin: the positions' rotary table.
+            past_key_values: activities of the tokens before these.
+            level: whose activities to take from it.
+        """
+        rows = x.shape[:2]
+        active = F.relu(x @ self.encoder).unflatten(-1, (self.heads, -1))  # [B, T, H, N]
+        query = key = rotate(active.transpose(1, 2), cos, sin)
+        value = x[:, None]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, level)
+        read = attend(query, key, value, visible)  # [B, H, T, D]
+        read = normalise(read.transpose(0, 1).flatten(1, 2), self.eps)  # [H, B·T, D]
+        excited = F.relu(read @ self.encoder_v)  # [H, B·T, N]
+        both = active * excited.transpose(0, 1).unflatten(0, rows)
+        both = F.dropout(both, self.dropout, self.training)
+        written = both.flatten(2) @ self.decoder  # [B, T, D]
+        # A token with nothing to read writes exactly 0, where LayerNorm's slope is eps^-1/2: its
+        # gradient, which changes nothing, was 60 to 150 times all others and would set their scale.
+        written = written.masked_fill(~visible.any(-1).mT, 0)
+        return normalise(x + normalise(written, self.eps), self.eps)
+
+
+class BdhPreTrainedModel(PreTrainedModel):
+    """What Transformers asks of every model of a family."""
+
+    config: BdhConfig
+    config_class = BdhConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["BdhBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, BdhBlock):
+            for parameter in (module.encoder, module.encoder_v, module.decoder):
+                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
+
+
+class BdhModel(BdhPreTrainedModel):
+    """Embedding and levels: token ids to the last stream."""
+
+    def __init__(self, config: BdhConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.block = BdhBlock(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run all levels.
+
+        Args:
+            input_ids: int64 [B, T], or `inputs_embeds` [B, T, D] in their place.
+            attention_mask: [B, S], 0 for padding, which no token reads.
+            position_ids: int64 [B or 1, T]. Where they start again from 0 another text begins,
+                which reads nothing of the one before (packed rows).
+            past_key_values: activities of the S - T tokens before these.
+
+        Raises:
+            ValueError: both or neither of ids and embeddings; a mask that is not [B, S].
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds is needed")
+        config = self.config
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is None and (config.use_cache if use_cache is None else use_cache):
+            past_key_values = DynamicCache(config=config)
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if position_ids is None:
+            after = seen + embedded.shape[1]
+            position_ids = torch.arange(seen, after, device=embedded.device)[None]
+        visible = visible_tokens(position_ids, seen, attention_mask)
+        head_size = config.num_neurons // config.num_attention_heads
+        cos, sin = rotary_table(position_ids, head_size, config.rope_theta)
+        x = normalise(embedded, config.layer_norm_eps)
+        streams = (x,)
+        for level in range(config.num_hidden_layers):
+            x = self.block(x, visible, cos, sin, past_key_values=past_key_values, level=level)
+            streams = (*streams, x) if output_hidden_states else ()
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=streams or None,
+        )
+
+
+class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
+    """BDH with an output head, for training and generation."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: BdhConfig) -> None:
+        super().__init__(config)
+        self.model = BdhModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `BdhModel.forward`, with logits [B, T, vocabulary] and, given labels, their loss.
+
+        Args:
+            labels: int64 [B, T], -100 where nothing is to be learnt; shifted here.
+            logits_to_keep: logits of the last so many tokens, or of these indices; 0 is all.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )

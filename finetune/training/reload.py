@@ -1,0 +1,167 @@
+"""The model of a run, put together again as it was while it trained.
+
+A full run is its own weights. A run with adapters is its base, held as the run held it (plain, as
+FP8 codes, in NF4), and the adapter over it: that is what its held-out loss and its samples came
+from, and what an adapter learnt to work with. Evaluation runs layers in high precision, so nothing
+is converted, unless the run asked otherwise (`precision.eval=fp8`, `precision.map`); then it is
+prepared as training prepares it, in a session of its own.
+
+Limits: adapters over random weights cannot be had again, since those are stored nowhere. What GPU
+kernels round differently (attention, matmuls in another batch) may turn a close choice of a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config.recipe import load_recipe
+from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from finetune.errors import ConfigError, nearest
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run's weights, at its end or at a checkpoint.
+
+    Attributes:
+        folder: the run folder.
+        config: what was run.
+        weights: folder of plain Hugging Face weights or of a plain adapter, and of the tokenizer.
+    """
+
+    folder: Path
+    config: RunConfig
+    weights: Path
+
+
+def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
+    """Find a run's weights.
+
+    Args:
+        folder: a run folder.
+        checkpoint: a step, or `last`; left out: the weights at the run's end.
+
+    Raises:
+        ConfigError: it has none, or no such checkpoint; names the checkpoints that it has.
+    """
+    config = load_recipe(str(folder / "config.yaml"), check_train=False).config
+    saved = {
+        path.name.rpartition("-")[2]: path for path in (folder / "checkpoints").glob("checkpoint-*")
+    }
+    steps = sorted(saved, key=int)
+    if checkpoint is None:
+        weights = folder / "model"
+        if not weights.is_dir():
+            raise ConfigError(
+                f"the run {str(folder)!r} has no trained weights",
+                where=str(weights.resolve()),
+                why="it was interrupted, was stopped, or is still training",
+                fix=f"--checkpoint last, or one of {', '.join(steps)}"
+                if steps
+                else "it saved no checkpoint either: train it again",
+            )
+        return TrainedRun(folder, config, weights)
+    step = steps[-1] if checkpoint == "last" and steps else checkpoint
+    if step not in saved:
+        hint = nearest(step, steps)
+        raise ConfigError(
+            f"there is no checkpoint {checkpoint!r}" + (f"; {hint}" if hint else ""),
+            where=str((folder / "checkpoints").resolve()),
+            fix=f"it has {', '.join(steps)}"
+            if steps
+            else "leave --checkpoint out: it has its last weights"
+            if (folder / "model").is_dir()
+            else "it saved none, and no last weights either: train it again",
+        )
+    return TrainedRun(folder, config, saved[step])
+
+
+@contextlib.contextmanager
+def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
+    """A run's model, in evaluation mode on this machine's device, and its tokenizer.
+
+    Raises:
+        ModelNotFoundError: the base is not there.
+        ConfigError: the base had random weights.
+        PrecisionError: the run evaluates in FP8, which cannot be had here.
+    """
+    from transformers import AutoTokenizer
+    from transformers.trainer_utils import align_special_tokens
+
+    from finetune.hardware.device import this_device
+    from finetune.training import session
+
+    model, device = _load(run), this_device().kind
+    if model.device.type != device:
+        model = model.to(device)
+    tokenizer = AutoTokenizer.from_pretrained(run.weights)
+    align_special_tokens(model, tokenizer)  # as the trainer does: where an answer ends
+    precision = _as_evaluated(run.config.precision)
+    try:
+        if precision is not None:
+            conversion = session.install(precision).prepare_model(model)
+            if precision.eval == "fp8" and conversion.backend is not None:
+                _take_scales(run, conversion.backend)
+        yield model.eval(), tokenizer
+    finally:
+        if precision is not None:
+            session.uninstall()
+
+
+def _take_scales(run: TrainedRun, backend: Any) -> None:
+    """Delayed scaling casts by what it has seen: without its scales codes would be noise."""
+    from safetensors.torch import load_file
+
+    from finetune.training.callbacks import scaling_state
+
+    if run.config.precision.scaling != "delayed":
+        return
+    places = [folder / scaling_state(0) for folder in (run.weights, run.folder)]
+    stored = next((file for file in places if file.is_file()), None)
+    if stored is None:
+        raise ConfigError(
+            "the run evaluates in FP8 by delayed scaling, and its scales are not stored",
+            where=str(places[-1]),
+            why="casts by other scales would not say what the run said",
+            fix="--checkpoint last, if it saved one",
+        )
+    backend.load_state_tensors(load_file(stored))
+
+
+def _load(run: TrainedRun) -> Any:
+    from peft import PeftModel
+
+    from finetune.precision.planner import plan
+    from finetune.training.model import load_model, sketch
+
+    config = run.config
+    if not (run.weights / ADAPTER_CONFIG).is_file():
+        full: dict[str, Any] = {"name": str(run.weights.resolve()), "weights": "pretrained"}
+        full |= {"storage": None, "revision": None}
+        return load_model(ModelConfig(**(config.model.model_dump() | full)))
+    if config.model.weights == "random":
+        raise ConfigError(
+            "the weights under this adapter are stored nowhere",
+            where="model.weights: random",
+            why="the run drew them by chance, and other versions or devices draw others",
+            fix="runs with model.weights=pretrained can be asked",
+        )
+    base: Any = load_model(config.model, plan(sketch(config), config.precision).held)
+    return PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
+
+
+def _as_evaluated(precision: PrecisionConfig) -> PrecisionConfig | None:
+    """The precision to prepare the model in; None where evaluation is that of a plain model."""
+    if precision.compute == "fp8" and precision.eval == "fp8":
+        return precision
+    if not precision.map:
+        return None
+    if precision.compute == "fp8":  # not run in evaluation, so any engine will do, anywhere
+        return precision.model_copy(update={"backend": "emulated", "emulation": "allow"})
+    return precision

@@ -1,0 +1,317 @@
+"""What a model says: greedy answers to a few prompts, also in the middle of training.
+
+Asking must leave training as it was. So around it (`undisturbed`) the state of every random
+generator is kept, each module gets its own mode back, amax histories of delayed scaling are put
+back (with `precision.eval=fp8` a forward in evaluation records amaxes), and compiled decoder layers
+run as they were written: prompts have lengths of their own, and each would be compiled anew until
+the compiler gives up, on the training step as well. Layers run in the precision of evaluation,
+`precision.eval`, and what is not FP8 in the type of autocast that training has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers import TrainerCallback, TrainerState
+
+from finetune.config.schema import RunConfig
+from finetune.errors import ConfigError
+from finetune.training.memory_meter import MemoryMeter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from finetune.training.callbacks import MetricsWriter
+    from finetune.training.data import Rows
+
+AUTOCAST = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}
+"""Compute precision -> the type of autocast around a forward; none with fp32."""
+PROMPTS, SEARCHED = 2, 64
+"""Prompts that are taken from held-out rows, and rows that are looked at for them."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and what the trained model says to it (greedy)."""
+
+    prompt: str
+    answer: str
+
+
+def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
+    """The recipe's prompts, or the questions of the first held-out rows that leave room to answer.
+
+    Raises:
+        ConfigError: a prompt of the recipe is empty, or leaves no room.
+    """
+    from finetune.training.model import load_shape
+
+    if not config.eval.samples:
+        return []
+    most, room = config.eval.max_new_tokens, positions(load_shape(config.model))
+    if config.data.prompts:
+        for prompt in config.data.prompts:
+            check_room_for(prompt, length_of(tokenizer, prompt), most, room, "data.prompts")
+        return list(config.data.prompts)
+    held_out = rows.eval if rows.eval is not None else rows.train
+    longest = int(config.train.get("max_length") or 1024)  # what is longer was cut in training
+    prompts: list[str] = []
+    for row in held_out.select(range(min(SEARCHED, len(held_out)))):
+        prompt = question_of(row)
+        length = length_of(tokenizer, prompt)
+        if 0 < length <= longest and (room is None or length + most <= room):
+            prompts.append(prompt)
+        if len(prompts) == PROMPTS:
+            break
+    return prompts
+
+
+def question_of(row: Any) -> str:
+    """What a row asks: its first turn of a user, its prompt, or how its text begins."""
+    turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
+    if isinstance(turns, str):
+        return turns
+    asked = (turn["content"] for turn in turns if turn["role"] == "user")
+    return next(asked, turns[0]["content"])
+
+
+def positions(shape: Any) -> int | None:
+    """Tokens that a model can hold at once, by its configuration; None where it does not say."""
+    return getattr(shape.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def length_of(tokenizer: Any, prompt: str) -> int:
+    """Tokens of a prompt as it is asked."""
+    return encode(tokenizer, prompt)["input_ids"].shape[1] if prompt else 0
+
+
+def check_room_for(prompt: str, length: int, most: int, room: int | None, where: str) -> None:
+    """Raise `ConfigError` for a prompt that cannot be asked.
+
+    Args:
+        prompt: as given.
+        length: its tokens, as `encode` makes them.
+        most: tokens of the answer.
+        room: positions of the model, None without an end.
+        where: it was given.
+    """
+    if length == 0:
+        raise ConfigError("a prompt is empty", where=where, fix="give a prompt, or leave it out")
+    if room is not None and length + most > room:
+        said = prompt if len(prompt) <= 40 else f"{prompt[:39]}…"
+        raise ConfigError(
+            f"the prompt {said!r} leaves no room for an answer",
+            where=where,
+            why=f"it has {length:,} tokens, the answer up to {most:,}, and the model {room:,} "
+            "positions (max_position_embeddings)",
+            fix="a shorter prompt, or fewer tokens of an answer",
+        )
+
+
+def encode(tokenizer: Any, prompt: str) -> dict[str, Any]:
+    """Token ids and mask of a prompt, [1, T], as a turn of a chat where there is a template."""
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    return {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    max_new_tokens: int = 48,
+    *,
+    compute: str = "bf16",
+    **generation: Any,
+) -> list[Sample]:
+    """Greedy answers, in evaluation mode; training goes on afterwards as if nothing had been.
+
+    Args:
+        model: plain or with adapters, converted or not, not sharded.
+        tokenizer: its own.
+        prompts: each asked by itself.
+        max_new_tokens: of an answer.
+        compute: the run's `precision.compute`, which decides the type of autocast.
+        generation: more arguments of `generate`.
+    """
+    import torch
+
+    samples = []
+    with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
+        for prompt in prompts:
+            inputs = {
+                key: value.to(model.device) for key, value in encode(tokenizer, prompt).items()
+            }
+            length = inputs["input_ids"].shape[1]
+            options = {"do_sample": False, **generation}
+            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
+            said = tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
+            samples.append(Sample(prompt, str(said).strip()))
+    return samples
+
+
+def autocast(compute: str, device: str) -> contextlib.AbstractContextManager[Any]:
+    """What training has around its forward: BF16 or FP16, nothing with FP32."""
+    import torch
+
+    if compute not in AUTOCAST:
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype=getattr(torch, AUTOCAST[compute]))
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluate inside; generators, modes of modules and scaling state are afterwards as before."""
+    import numpy as np
+    import torch
+
+    from finetune.precision.convert import conversion_of
+
+    conversion = conversion_of(model)
+    modes = [(module, module.training) for module in model.modules()]
+    generators = random.getstate(), np.random.get_state()
+    engines = conversion.engines if conversion is not None else []
+    kept = [
+        (engine, {name: value.detach().clone() for name, value in engine.state_tensors().items()})
+        for engine in engines
+    ]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        if conversion is not None and conversion.compiled:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for engine, state in kept:
+                if state:
+                    engine.load_state_tensors(state)
+            random.setstate(generators[0])
+            np.random.set_state(generators[1])
+
+
+# ------------------------------------------------------------------------------------------
+# Answers at each evaluation: on the terminal, in `metrics.jsonl`, the last ones in the report.
+#
+# A loss says that something is learnt, an answer says what. The prompts are fixed and the answers
+# greedy, so what changes from one evaluation to the next is the model. They are asked after the
+# held-out loss and before anyone's clock goes on: neither tokens/s nor utilisation nor the measured
+# memory counts them (the callback comes before those in the trainer's list), and training goes on
+# bit
+# by bit as without them (`finetune.training.samples`).
+#
+# Limits: one process asks, the others wait at their next exchange. Weights that FSDP shards are not
+# whole on any process: nothing is asked, and that is said. Where the memory is too short to answer,
+# the run goes on without.
+
+
+PROMPT, ANSWER = 40, 120
+"""Longest prompt and answer on the terminal, in characters; `metrics.jsonl` has them whole."""
+
+
+class SampleWriter(TrainerCallback):
+    """Asks a few prompts at each evaluation. Must come before the callbacks that measure speed.
+
+    Attributes:
+        samples: the last answers.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: list[str],
+        tokenizer: Any,
+        metrics: MetricsWriter,
+        console: Console,
+        meter: MemoryMeter,
+    ) -> None:
+        self.config, self.prompts, self.tokenizer = config, prompts, tokenizer
+        self.metrics, self.console, self.meter = metrics, console, meter
+        self.samples: list[Sample] = []
+        self._asked_at = -1
+        self._why_not = ""
+        if not config.eval.samples or not prompts:
+            self._why_not = "switched off"
+        elif config.train.get("fsdp"):
+            self._why_not = "weights are sharded"
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._why_not == "weights are sharded" and state.is_world_process_zero:
+            self.console.print(
+                "no samples while training: FSDP shards the weights over processes; "
+                "`python -m finetune generate last` asks the finished run",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        self.ask(model, state)
+
+    def at_end(self, model: Any, state: TrainerState, *, anew: bool) -> list[Sample]:
+        """The answers of the trained model: those of the last evaluation, if it is of this model.
+
+        Args:
+            model: the trained model.
+            state: the trainer's.
+            anew: weights have changed since the last evaluation (the best ones were taken back).
+        """
+        if anew or self._asked_at != state.global_step:
+            self.ask(model, state)
+        return self.samples
+
+    def ask(self, model: Any, state: TrainerState) -> None:
+        """Ask all prompts; print, write and keep the answers."""
+        if self._why_not or not state.is_world_process_zero:
+            return
+        plain = (
+            model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        )
+        try:
+            with self.meter.aside():
+                self.samples = answer(
+                    plain,
+                    self.tokenizer,
+                    self.prompts,
+                    self.config.eval.max_new_tokens,
+                    compute=self.config.precision.compute,
+                )
+        except torch.OutOfMemoryError:
+            self._why_not = "out of memory"
+            torch.cuda.empty_cache()
+            self.console.print(
+                "! no memory is left to answer prompts; training goes on without samples "
+                "(eval.samples=false)",
+                style="yellow",
+                soft_wrap=True,
+            )
+            return
+        self._asked_at = state.global_step
+        said = [{"prompt": one.prompt, "answer": one.answer} for one in self.samples]
+        self.metrics.write({"step": state.global_step, "samples": said}, state)
+        for one in self.samples:
+            prompt, reply = _short(one.prompt, PROMPT), _short(one.answer, ANSWER)
+            line = Text(f"step {state.global_step}/{state.max_steps} | sample | ")
+            line.append(prompt, style="italic").append(" | ").append(reply or "(nothing)")
+            self.console.print(line, soft_wrap=True)
+
+
+def _short(text: str, most: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -1,0 +1,506 @@
+"""What a profile says, from events made by hand as they come from a GPU; causes from such facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+
+from finetune.analysis.diagnose import causes_fp8, causes_rest
+from finetune.analysis.diagnose.causes import RULES, causes_of, verdict_of
+from finetune.analysis.diagnose.facts import EAGER_BYTES, FUSED_BYTES, Facts, payoff_of
+from finetune.analysis.diagnose.layer_groups import Group, group_receipts, kind_of, with_times
+from finetune.analysis.diagnose.observer import WINDOW
+from finetune.analysis.diagnose.step_parts import (
+    ATTENTION,
+    CASTS,
+    COMMUNICATION,
+    FP8_GEMM,
+    GEMM,
+    HOST,
+    OPTIMIZER,
+    OTHER,
+    PARTS,
+    POINTWISE,
+    part_of_kernel,
+    part_of_operator,
+)
+from finetune.analysis.diagnose.timeline import Slice, Trace, _alone, read_trace
+from finetune.config.recipe import load_recipe, with_overrides
+from finetune.config.schema import RunConfig
+from finetune.estimator.speed.efficiency import efficiency_of
+from finetune.hardware.gpus import named_gpu
+from finetune.runs.receipt import LayerReceipt
+from tests.conftest import A100, CPU, H100
+
+# -------------------------------------------------------------------------------------------- names
+
+POINTWISE_KERNEL = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<c10::BFloat16, "
+    "c10::BFloat16, c10::BFloat16, at::native::binary_internal::MulFunctor<float> >, "
+    "std::array<char*, 3ul> >(int, at::native::BinaryFunctor<...>, std::array<char*, 3ul>)"
+)
+ROWWISE = (
+    "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel"
+    "::GemmUniversal<cute::tuple<int, int, int>, cutlass::gemm::collective::CollectiveMma<cutlass::"
+    "gemm::MainloopSm90TmaGmmaWarpSpecializedFP8<4>, cutlass::float_e4m3_t, ...>"
+)
+KERNELS = [
+    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "aten::mm", GEMM),
+    ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "aten::mm", GEMM),
+    ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "", GEMM),
+    ("nvjet_hsh_128x128_64x6_1x2_h_bz_TNN", "", GEMM),
+    ("nvjet_qqtst_128x256_128x4_2x1_v_bz_TNT", "TELinear", FP8_GEMM),
+    ("nvjet_sm100_qqtst_mmaHW2_128x256_128x6_2x1_v_bz_TNT", "", FP8_GEMM),
+    ("nvjet_sm100_ootst_128x256_256x4_2x1_v_bz_TNT", "", FP8_GEMM),
+    ("ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn", "aten::addmm", GEMM),
+    ("sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x64x64", "", FP8_GEMM),
+    ("sm90_xmma_gemm_e4m3e5m2_e4m3e5m2f32_f32_tn_n_cublas", "_LinearBackward", FP8_GEMM),
+    ("cublasLt_e4m3_gemm_128x128", "", FP8_GEMM),
+    (ROWWISE, "aten::_scaled_mm", FP8_GEMM),
+    (ROWWISE, "", FP8_GEMM),
+    ("nvjet_tst_64x8_64x16_1x1_h_bz_TNT", "aten::_scaled_mm", FP8_GEMM),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "aten::mm", GEMM),
+    ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "aten::mm", GEMM),
+    ("triton_tem_fused_mm_3", "", GEMM),
+    ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "aten::x", ATTENTION),
+    ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "", ATTENTION),
+    ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "", ATTENTION),
+    ("fmha_cutlassB_bf16_aligned_128x64_k128_sm80", "", ATTENTION),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "", ATTENTION),
+    (POINTWISE_KERNEL, "aten::mul", POINTWISE),
+    (
+        "void at::native::reduce_kernel<512, 1, ReduceOp<float>>",
+        "aten::mean",
+        POINTWISE,
+    ),
+    (
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>",
+        "aten::_fused_adamw_",
+        OPTIMIZER,
+    ),
+    ("void at::native::multi_tensor_apply_kernel<LpNorm>", "aten::_foreach_norm", OPTIMIZER),
+    ("transformer_engine::cast_transpose_general_kernel<true, __nv_fp8_e4m3>", "", CASTS),
+    ("void transformer_engine::amax_kernel<8, true, __nv_bfloat16>", "", CASTS),
+    ("void transformer_engine::normalization::rmsnorm_fwd_general_kernel<...>", "", POINTWISE),
+    (
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)",
+        "",
+        COMMUNICATION,
+    ),
+    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "c10d::x", COMMUNICATION),
+    ("triton_red_fused__to_copy_abs_amax_clamp_reciprocal_0", "", CASTS),
+    ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_4", "", CASTS),
+    ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_amax_2", "", POINTWISE),
+    ("triton_poi_fused_mul_silu_5", "", POINTWISE),
+    ("Memcpy HtoD (Pageable -> Device)", "aten::copy_", OTHER),
+    ("Memset (Device)", "aten::zero_", OTHER),
+    ("void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*, ...)", "", CASTS),
+]
+
+
+@pytest.mark.parametrize(("kernel", "operator", "part"), KERNELS)
+def test_the_part_of_a_kernel(kernel, operator, part) -> None:
+    assert part_of_kernel(kernel, operator) == part
+
+
+@pytest.mark.parametrize("operator", ["aten::abs", "aten::amax", "aten::clamp", "aten::_to_copy"])
+def test_beside_products_an_fp8_layer_makes_operands(operator) -> None:
+    assert part_of_kernel(POINTWISE_KERNEL, operator, low=True) == CASTS
+    assert part_of_kernel(POINTWISE_KERNEL, operator) == POINTWISE
+    assert part_of_operator(operator, low=True) == CASTS
+
+
+@pytest.mark.parametrize(
+    ("operator", "part"),
+    [
+        ("aten::mm", GEMM),
+        ("aten::addmm_", GEMM),
+        ("finetune::scaled_mm", FP8_GEMM),
+        ("aten::_scaled_mm", FP8_GEMM),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", ATTENTION),
+        ("aten::bmm", ATTENTION),
+        ("aten::silu", POINTWISE),
+        ("aten::_foreach_addcdiv_", OPTIMIZER),
+        ("c10d::allreduce_", COMMUNICATION),
+        ("aten::view", HOST),
+        ("MulBackward0", HOST),
+        ("autograd::engine::evaluate_function: MulBackward0", HOST),
+    ],
+)
+def test_the_part_of_an_operator(operator, part) -> None:
+    assert part_of_operator(operator) == part
+    if operator == "aten::bmm":
+        assert part_of_operator(operator, batched=True) == GEMM
+        assert part_of_operator(operator, low=True) == CASTS  # the Hadamard turn of NVFP4
+
+
+# ----------------------------------------------------------------------------------------- timeline
+
+
+class Tracer:
+    """Writes events as a GPU's profile has them: a tree of host events, kernels linked to them."""
+
+    def __init__(self) -> None:
+        self.events: list[FunctionEvent] = []
+        self._id = 0
+
+    def host(self, name: str, start: float, end: float, *, thread: int = 1, **more) -> int:
+        self._id += 1
+        event = FunctionEvent(self._id, name, thread, start, end, use_device="cuda", **more)
+        self.events.append(event)
+        return self._id
+
+    def kernel(self, name: str, start: float, end: float, launched_by: int, **more) -> None:
+        self._id += 1
+        link = {"linked_correlation_id": launched_by, "device_type": DeviceType.CUDA}
+        event = FunctionEvent(self._id, name, 7, start, end, use_device="cuda", **link, **more)
+        vars(event).pop("activity_type", None)  # older releases of torch have none
+        self.events.append(event)
+
+    def read(self, **more) -> Trace:
+        events = EventList(self.events, use_device="cuda")
+        events._build_tree()
+        return read_trace(events, **({"steps": 1, "low": {}} | more))
+
+
+MM = [[256, 64], [64, 128]]
+
+
+def a_step() -> Tracer:
+    """q_proj in FP8, the head in BF16, an update, and the host's shadow ranges on the GPU."""
+    t = Tracer()
+    t.host(WINDOW, 0, 1000)
+    t.host("finetune|forward|q_proj", 10, 100)
+    cast = t.host("aten::amax", 12, 20, sequence_nr=4)
+    mm = t.host("aten::_scaled_mm", 30, 40, sequence_nr=5, input_shapes=MM)
+    head = t.host("aten::mm", 110, 120, sequence_nr=6, input_shapes=[[256, 64], [64, 999]])
+    t.host(
+        "autograd::engine::evaluate_function: X", 200, 250, thread=2, sequence_nr=5, fwd_thread=1
+    )
+    backward = t.host("aten::_scaled_mm", 210, 220, thread=2, input_shapes=MM)
+    t.host("finetune|recompute|q_proj", 230, 240, thread=2)
+    again = t.host("aten::abs", 232, 236, thread=2)
+    t.host("Optimizer.step#AdamW.step", 300, 400)
+    update = t.host("aten::mul_", 310, 320)
+    shadow = {"is_user_annotation": True}
+    t.kernel("finetune|forward|q_proj", 500, 700, 0, **shadow)
+    t.kernel("Optimizer.step#AdamW.step", 500, 700, 0, **shadow)
+    t.kernel(POINTWISE_KERNEL, 500, 510, cast)
+    t.kernel(ROWWISE, 510, 550, mm)
+    t.kernel("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", 550, 580, head)
+    t.kernel(ROWWISE, 600, 650, backward)
+    t.kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 640, 680, 0)
+    t.kernel(POINTWISE_KERNEL, 680, 690, again)
+    t.kernel(POINTWISE_KERNEL, 690, 700, update)
+    return t
+
+
+def test_a_gpu_step_is_told_by_kernels_ranges_and_numbers_of_autograd() -> None:
+    trace = a_step().read(low={"q_proj": True}, step_seconds=300e-6)
+    assert trace.on_gpu
+    parts = {part: round(seconds * 1e6) for part, seconds in trace.parts().items() if seconds}
+    assert parts == {
+        FP8_GEMM: 90, GEMM: 30, CASTS: 20, OPTIMIZER: 10, COMMUNICATION: 30, HOST: 120,
+    }  # fmt: skip
+    assert sum(trace.parts().values()) == pytest.approx(300e-6)
+    by_name = {(p.name, p.phase): p for p in trace.slices}
+    assert by_name[ROWWISE, "backward"].owner == "q_proj"
+    assert by_name[ROWWISE, "forward"].sizes == (64, 128, 256)
+    assert trace.seconds(phase="recompute") == pytest.approx(10e-6)
+
+
+def test_a_gpu_that_is_busier_than_the_clock_says_never_waits() -> None:
+    trace = a_step().read(low={"q_proj": True}, step_seconds=1e-6)
+    assert trace.parts()[HOST] == 0
+    assert trace.step_seconds == pytest.approx(180e-6)
+
+
+def test_on_a_cpu_self_times_add_up_to_the_window() -> None:
+    t = Tracer()
+    t.host(WINDOW, 0, 1000)
+    t.host("finetune|forward|q_proj", 100, 500)
+    t.host("aten::amax", 110, 160)
+    t.host("finetune::scaled_mm", 200, 400, sequence_nr=3)
+    t.host("aten::mm", 210, 390, input_shapes=MM)
+    t.host("aten::mul_", 391, 399)
+    t.host("aten::scaled_dot_product_attention", 500, 600)
+    t.host("aten::bmm", 510, 590)
+    t.host("autograd::engine::evaluate_function: X", 700, 900, sequence_nr=3, fwd_thread=1)
+    t.host("aten::mm", 700, 800, input_shapes=MM)
+    t.host("aten::outside", 2000, 3000)
+    trace = t.read(low={"q_proj": True})
+    parts = {part: round(seconds * 1e6) for part, seconds in trace.parts().items() if seconds}
+    assert parts == {FP8_GEMM: 300, CASTS: 50, ATTENTION: 100, HOST: 550}
+    assert trace.step_seconds == pytest.approx(1e-3)
+    assert not trace.on_gpu
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 2)), max_size=12),
+)
+def test_overlapping_kernels_are_charged_once(drawn) -> None:
+    spans = [(start, start + length) for start, length, _ in drawn]
+    charged = _alone(spans, [rank for *_, rank in drawn])
+    covered = {moment for start, end in spans for moment in range(start, end)}
+    assert sum(charged) == len(covered)
+    assert all(0 <= c <= end - start for c, (start, end) in zip(charged, spans, strict=True))
+
+
+# ------------------------------------------------------------------------------------------- groups
+
+
+def layer(name: str, shape=(128, 64), role="base", **more) -> LayerReceipt:
+    values = {"fprop": "fp8", "dgrad": "fp8", "wgrad": "none", "reason": "linear layer, aligned"}
+    values |= {"calls": {"fprop": 1, "dgrad": 1, "wgrad": 0}} | more
+    calls = sum(values["calls"].values())
+    return LayerReceipt(name, shape, role, flops=2 * 256 * shape[0] * shape[1] * calls, **values)
+
+
+HIGH = {"fprop": "bf16", "dgrad": "bf16", "reason": "adapter: small, and what is being learned"}
+
+
+def test_every_layer_is_in_one_group_and_shares_add_up() -> None:
+    rows = [layer(f"model.layers.{i}.{p}_proj") for i in range(3) for p in "qv"]
+    rows += [layer(f"model.layers.{i}.q_proj.lora_A.default", (8, 64), "adapter", **HIGH)
+             for i in range(3)]  # fmt: skip
+    rows[0].dgrad = "none"
+    groups = group_receipts(rows)
+    assert sorted(n for g in groups for n in g.layers) == sorted(row.name for row in rows)
+    assert sum(group.share for group in groups) == pytest.approx(1)
+    assert [(g.kind, len(g.layers), g.tokens) for g in groups] == [
+        ("q_proj", 1, 256), ("v_proj", 3, 256), ("q_proj", 2, 256), ("q_proj.lora_A", 3, 256),
+    ]  # fmt: skip
+    assert kind_of("model.layers.3.mlp.gate_proj.base_layer") == "gate_proj"
+
+
+def test_products_that_checkpointing_runs_again_are_known_by_their_calls() -> None:
+    calls = {"fprop": 2, "dgrad": 1, "wgrad": 0}
+    assert group(calls=calls).recomputed == pytest.approx(1 / 3)
+    assert group().recomputed == 0
+    assert group(role="head", calls=calls).recomputed == 0
+
+
+def test_compiled_products_are_told_by_their_sizes() -> None:
+    """Two groups that multiply alike share; products of other sizes are nobody's."""
+    rows = [layer("l.0.q_proj"), layer("l.0.v_proj"), layer("l.1.v_proj"),
+            layer("l.0.up_proj", (512, 64))]  # fmt: skip
+    pieces = (
+        Slice("qq", FP8_GEMM, 3.0, "l.0", "forward", (64, 128, 256)),
+        Slice("qq", FP8_GEMM, 4.0, "l.0", "forward", (64, 256, 512)),
+        Slice("qq", FP8_GEMM, 9.0, "l.0", "forward", (64, 256, 500)),
+        Slice("hh", GEMM, 9.0, "l.0", "forward", (64, 128, 256)),
+        Slice("cast", CASTS, 5.0, "l.0.q_proj", "forward"),
+    )
+    groups = with_times(group_receipts(rows), Trace(pieces, 1, 30.0, on_gpu=True))
+    assert {g.kind: (g.gemm_seconds, g.cast_seconds) for g in groups} == {
+        "q_proj": (pytest.approx(1.0), 5.0),
+        "v_proj": (pytest.approx(2.0), 0.0),
+        "up_proj": (4.0, 0.0),
+    }
+    assert groups[0].kernels == (("cast", 5.0), ("qq", pytest.approx(1.0)))
+
+
+# ------------------------------------------------------------------------------------------- payoff
+
+
+@pytest.mark.parametrize("name", ["H100", "4090", "B200"])
+@pytest.mark.parametrize("moved", [FUSED_BYTES, EAGER_BYTES])
+def test_where_fp8_begins_to_pay_a_cast_costs_what_the_product_saves(name, moved) -> None:
+    gpu = named_gpu(name)
+    found, shares = payoff_of(gpu, cast_bytes=moved), efficiency_of(gpu)
+    assert found is not None
+    p16, p8 = (gpu.tflops[p] * 1e12 * shares.gemm[p] for p in ("bf16", "fp8"))
+    m, k = 4096, 8192
+    saved = 2 * m * found.least * k * (1 / p16 - 1 / p8)
+    cast = m * k * moved / (gpu.gb_s * 1e9 * shares.shared.bandwidth)
+    assert saved == pytest.approx(cast, rel=0.002)
+    rowwise = payoff_of(gpu, cast_bytes=moved, rowwise=True)
+    assert rowwise is not None
+    assert rowwise.least > found.least
+
+
+def test_a_gpu_without_fp8_units_has_no_such_size() -> None:
+    assert payoff_of(named_gpu("A100-80GB")) is None
+
+
+# ------------------------------------------------------------------------------------------- causes
+
+
+def config(name: str = "llama_8b_lora_fp8", *overrides: str) -> RunConfig:
+    return load_recipe(name, overrides, check_train=False).config
+
+
+def group(kind="q_proj", shape=(4096, 4096), role="base", *, tokens=8192, **more) -> Group:
+    values = {"fprop": "fp8", "dgrad": "fp8", "wgrad": "none", "reason": "linear layer, aligned"}
+    values |= {"calls": {"fprop": 1, "dgrad": 1, "wgrad": 0}, "flops": 1, "share": 0.1} | more
+    return Group(kind, role, (f"l.0.{kind}",), shape, tokens=tokens, **values)
+
+
+def facts(run: RunConfig | None = None, device=H100, groups=(), **more) -> Facts:
+    parts = dict.fromkeys(PARTS, 0.0) | {FP8_GEMM: 0.4, POINTWISE: 0.1} | more.pop("parts", {})
+    held = groups or (group(gemm_seconds=0.4, bf16_seconds=0.7),)
+    values = {"payoff": payoff_of(named_gpu("H100")) if device is H100 else None} | more
+    return Facts(run or config(), device, tuple(held), parts, **values)
+
+
+BF16 = {"fprop": "bf16", "dgrad": "bf16", "reason": "asked"}
+UNALIGNED = {**BF16, "reason": "N=4095 is not a multiple of 16"}
+AT_WORK = {
+    "no FP8": facts(config("llama_8b_lora_bf16"), groups=[group(gemm_seconds=0.4, **BF16)]),
+    "emulation": facts(
+        config("tiny_lora_fp8"), CPU, [group(gemm_seconds=0.3, cast_seconds=0.1, bf16_seconds=0.1)]
+    ),
+    "few tokens": facts(groups=[group(tokens=64, gemm_seconds=0.3)]),
+    "casts not compiled": facts(parts={CASTS: 0.2}),
+    "casts": facts(config("llama_8b_full_fp8", "precision.scaling=rowwise"), parts={CASTS: 0.2},
+                   compiled="on: 32 decoder layers"),
+    "small layers": facts(
+        groups=[group(gemm_seconds=0.2), group("k_proj", (512, 4096), gemm_seconds=0.1)]
+    ),
+    "unaligned layers": facts(
+        groups=[group(), group("odd", **UNALIGNED)]
+    ),
+    "kept layers": facts(
+        config("llama_8b_lora_fp8", "precision.keep=[k_proj]"),
+        groups=[group(), group("k_proj", **{**BF16, "reason": "kept by pattern 'k_proj'"})],
+    ),
+    "kept blocks": facts(
+        config("llama_8b_lora_fp8", "precision.first_n=1"),
+        groups=[group(), group("k_proj", **{**BF16, "reason": "in a block kept by first_n=1"})],
+    ),
+    "mapped layers": facts(
+        config("llama_8b_lora_fp8", "precision.map.attn=bf16"),
+        groups=[group(), group("k_proj", **{**BF16, "reason": "precision.map: attn"})],
+    ),
+    "GEMMs kept high": facts(
+        config("llama_8b_full_fp8", "precision.scaling=rowwise_with_gw_hp"),
+        groups=[group(wgrad="bf16", gemm_seconds=0.2)],
+    ),
+    "adapters": facts(config("llama_8b_lora_fp8", "lora.dropout=0.1"), adapter_seconds=0.1,
+                      adapters="0 of 64 in one function; 64 as PEFT has them: dropout"),
+    "recomputation": facts(recompute_seconds=0.1),
+    "attention": facts(parts={ATTENTION: 0.5}, masked=True),
+    "output head": facts(groups=[group(), group("lm_head", role="head", gemm_seconds=0.1, **BF16)]),
+    "optimizer": facts(parts={OPTIMIZER: 0.3}),
+    "host": facts(parts={HOST: 0.4}),
+    "elementwise": facts(parts={POINTWISE: 0.4}),
+    "communication": facts(parts={COMMUNICATION: 0.4}),
+}  # fmt: skip
+
+
+def test_every_rule_has_facts_that_it_is_tested_by() -> None:
+    assert len(AT_WORK) == len(RULES)
+
+
+@pytest.mark.parametrize("name", AT_WORK)
+def test_a_cause_at_work_is_named_and_its_change_loads(name) -> None:
+    given_facts = AT_WORK[name]
+    found = {cause.name: cause for cause in causes_of(given_facts)}
+    assert name in found
+    for cause in found.values():
+        assert 0 <= cause.share <= 1
+        assert cause.words
+        assert cause.evidence
+        changed = with_overrides(given_facts.config, cause.change)
+        assert (changed != given_facts.config) == bool(cause.change)
+    assert found[name].change or name == "unaligned layers"
+    assert verdict_of(given_facts)
+
+
+def test_a_step_that_is_all_fp8_products_has_no_cause() -> None:
+    ideal = facts(parts={POINTWISE: 0.0})
+    assert causes_of(ideal) == []
+    assert ideal.speed_now == pytest.approx(0.7 / 0.4)
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [("dropout", ("lora.dropout=0",)), ("adapter with a bias", ("lora.bias=none",))],
+)
+def test_adapters_that_are_not_fused_say_why(said, change) -> None:
+    text = f"0 of 64 in one function with their base; 64 as PEFT has them: {said}"
+    seen = causes_rest.adapters(facts(adapter_seconds=0.1, adapters=text))
+    assert seen is not None
+    assert (seen.change, said in seen.words) == (change, True)
+    off = config("llama_8b_lora_fp8", "precision.fused_adapters=false")
+    seen = causes_rest.adapters(facts(off, adapter_seconds=0.1))
+    assert seen is not None
+    assert seen.change == ("precision.fused_adapters=true",)
+
+
+def test_tokens_are_too_few_later_where_weights_are_held() -> None:
+    few = group(tokens=500, gemm_seconds=0.3)
+    full = config("llama_8b_full_fp8", "precision.backend=torchao")
+    assert causes_fp8.few_tokens(facts(full, groups=[few])) is not None
+    assert causes_fp8.few_tokens(facts(groups=[few])) is None  # frozen=fp8
+    found = causes_fp8.few_tokens(facts(full, groups=[few]))
+    assert found is not None
+    runs = full, with_overrides(full, found.change)
+    before, after = (int(run.train["per_device_train_batch_size"]) for run in runs)
+    assert after * 500 >= 821 * before
+
+
+def test_an_optimizer_that_is_fused_by_default_is_not_proposed() -> None:
+    """A recipe that names none trains with `adamw_torch_fused` already."""
+    run = config("tiny_full_fp8", "~train.optim")
+    (found,) = [c for c in causes_of(facts(run, parts={OPTIMIZER: 0.3})) if c.name == "optimizer"]
+    assert found.change == ("train.gradient_accumulation_steps=2",)
+
+
+def test_fp4_is_not_called_fp8() -> None:
+    run = config("tiny_full_fp8", "precision.scaling=nvfp4")
+    seen = facts(run, CPU, [group(fprop="fp4", dgrad="fp4", gemm_seconds=0.4, bf16_seconds=0.1)])
+    assert verdict_of(seen).startswith("FP4 is emulated")
+    assert causes_of(seen)[0].words.startswith("FP4 is emulated")
+
+
+def test_what_was_measured_overrules_what_sizes_suggest() -> None:
+    small = group("k_proj", (512, 4096), gemm_seconds=0.1, bf16_seconds=0.2)
+    assert causes_fp8.small_layers(facts(groups=[group(), small])) is None
+    slow = group("big", gemm_seconds=0.2, bf16_seconds=0.1)
+    found = causes_fp8.small_layers(facts(groups=[group(), slow]))
+    assert found is not None
+    assert found.change == ("precision.keep=[big]",)
+
+
+def test_a_change_that_the_recipe_refuses_is_not_proposed(monkeypatch) -> None:
+    """frozen=fp8 has no delayed scaling: the cause stays, the proposal goes."""
+    from finetune.analysis.diagnose import causes
+    from finetune.analysis.diagnose.cause import Cause
+
+    def rule(seen: Facts) -> Cause:
+        return Cause("x", 0.5, "words", "evidence", ("precision.scaling=nonsense",))
+
+    monkeypatch.setattr(causes, "RULES", (rule,))
+    assert [cause.change for cause in causes_of(facts())] == [()]
+
+
+@given(
+    gemm=st.floats(0.01, 1), cast=st.floats(0, 1), rest=st.floats(0.01, 1), bf16=st.floats(0.01, 1)
+)
+def test_amdahl(gemm, cast, rest, bf16) -> None:
+    """Free casts and products at their best are never slower than BF16, nor faster than r times."""
+    held = [group(gemm_seconds=gemm, cast_seconds=cast, bf16_seconds=bf16)]
+    parts = {FP8_GEMM: gemm, CASTS: cast, POINTWISE: rest}
+    seen = facts(groups=held, parts=parts)
+    now, best = seen.speed_now, seen.speed_best
+    assert now == pytest.approx((rest + bf16) / (rest + gemm + cast))
+    assert best is not None
+    assert 1 <= best <= seen.ratio
+    if gemm + cast >= bf16 / seen.ratio:
+        assert now <= best * (1 + 1e-9)
+    on_cpu = replace(seen, device=CPU, payoff=None)
+    assert on_cpu.speed_best == pytest.approx(1)
+
+
+def test_an_a100_is_told_that_it_cannot() -> None:
+    run = config("llama_8b_lora_bf16")
+    found = causes_of(facts(run, A100, [group(gemm_seconds=0.4, **BF16)]))
+    (cause,) = [cause for cause in found if cause.name == "no FP8"]
+    assert not cause.change
+    assert "8.9" in cause.hint

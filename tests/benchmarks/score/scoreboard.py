@@ -1,0 +1,332 @@
+"""Scores predictions against a file of measurements, one kind of memory at a time.
+
+    board = score_csv("measured_runs.csv")
+    print(board)            # tables
+    board.to_json()         # the same, with every row
+
+Every row of the file is in exactly one place: scored in one class, an out-of-memory verdict, or
+unscored with its reason. Classes are never mixed:
+
+* *allocated, Transformers path*: bytes of tensors under the Trainer, TRL, PEFT;
+* *reserved, fixed length* and *reserved, dynamic length*: what the allocator took; with lengths
+  that
+  vary, the longest batch rules and its length is often not published;
+* *other frameworks, allocated / reserved*: litgpt, torchtune and the like.
+
+Beside it stand, on the same rows, the closed form (`finetune.estimator.closed_form.preview`) and
+`accelerate estimate-memory`. Rows that were held out while all this was made (`rows.held_out`) are
+scored apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.logging import quiet_libraries
+from tests.benchmarks.score.jobs import TRANSFORMERS, Mapped, map_row
+from tests.benchmarks.score.rows import Row, held_out, read_rows
+
+CLASSES = (
+    "allocated, Transformers path",
+    "reserved, fixed length",
+    "reserved, dynamic length",
+    "other frameworks, allocated",
+    "other frameworks, reserved",
+)
+UNDER = -0.02
+"""Beyond this a prediction counts as under."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One row and its predictions, in 10^9 bytes; a baseline is None where it has no answer.
+
+    `refused`: it ran, and was predicted not to fit its GPU; None where that is not known.
+    """
+
+    id: str
+    line: int
+    group: str
+    family: str
+    held_out: bool
+    measured: float
+    predicted: float
+    where: str
+    closed_form: float | None
+    accelerate: float | None
+    refused: bool | None = None
+
+    @property
+    def error(self) -> float:
+        """Signed, relative."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A row that ran out of memory: was that foreseen?"""
+
+    id: str
+    line: int
+    family: str
+    held_out: bool
+    right: bool
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """A row without a score, and why."""
+
+    id: str
+    line: int
+    held_out: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of absolute relative errors, but `under` and `lowest`, which look at the sign.
+
+    Attributes:
+        under: share of predictions under by more than 2 %.
+        lowest: the most a prediction is under; 0 when none is.
+    """
+
+    count: int
+    median: float
+    p90: float
+    p95: float
+    worst: float
+    under: float
+    lowest: float
+
+
+def statistics(errors: Iterable[float]) -> Statistics | None:
+    """Of signed relative errors; None of none. Quantiles are the smallest error that covers
+    them."""
+    signed = list(errors)
+    if not signed:
+        return None
+    sizes = sorted(abs(e) for e in signed)
+
+    def quantile(q: float) -> float:
+        return sizes[min(len(sizes) - 1, max(0, -int(-q * len(sizes) // 1) - 1))]
+
+    return Statistics(
+        count=len(sizes),
+        median=quantile(0.5),
+        p90=quantile(0.9),
+        p95=quantile(0.95),
+        worst=sizes[-1],
+        under=sum(e < UNDER for e in signed) / len(signed),
+        lowest=min(0.0, *signed),
+    )
+
+
+@dataclass(frozen=True)
+class Scoreboard:
+    """All rows of a file, each in one place."""
+
+    file: str
+    rows: int
+    scored: tuple[Scored, ...]
+    verdicts: tuple[Verdict, ...]
+    unscored: tuple[Unscored, ...]
+    sources: tuple[str, ...] = field(default=("traced", "closed form", "accelerate"))
+
+    def of(self, group: str, *, apart: bool) -> list[Scored]:
+        """Scored rows of a class, those held out or the others."""
+        return [s for s in self.scored if s.group == group and s.held_out is apart]
+
+    def table(self, *, apart: bool) -> dict[str, dict[str, Statistics | None]]:
+        """Class -> who predicts -> statistics. The baselines are scored where they answer."""
+        table: dict[str, dict[str, Statistics | None]] = {}
+        for group in CLASSES:
+            rows = self.of(group, apart=apart)
+            table[group] = {
+                "traced": statistics(s.error for s in rows),
+                "closed form": statistics(
+                    s.closed_form / s.measured - 1 for s in rows if s.closed_form is not None
+                ),
+                "accelerate": statistics(
+                    s.accelerate / s.measured - 1 for s in rows if s.accelerate is not None
+                ),
+            }
+        return table
+
+    def right(self, *, apart: bool) -> tuple[int, int]:
+        """Out-of-memory rows foreseen, and all of them."""
+        rows = [v for v in self.verdicts if v.held_out is apart]
+        return sum(v.right for v in rows), len(rows)
+
+    def false_alarms(self, *, apart: bool) -> tuple[int, int]:
+        """Rows that ran and were predicted not to fit, and all that ran on a known GPU."""
+        known = [s.refused for s in self.scored if s.held_out is apart and s.refused is not None]
+        return sum(known), len(known)
+
+    def reasons(self) -> dict[str, int]:
+        """Why rows are unscored, the most frequent first."""
+        counts: dict[str, int] = {}
+        for row in self.unscored:
+            counts[row.reason] = counts.get(row.reason, 0) + 1
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: statistics of both parts, and every row."""
+        parts = {}
+        for name, apart in (("developed_on", False), ("held_out", True)):
+            right, count = self.right(apart=apart)
+            parts[name] = {
+                "classes": {
+                    group: {who: asdict(s) if s else None for who, s in line.items()}
+                    for group, line in self.table(apart=apart).items()
+                },
+                "out_of_memory": {"right": right, "rows": count},
+                "ran_but_refused": dict(
+                    zip(("rows", "of"), self.false_alarms(apart=apart), strict=True)
+                ),
+            }
+        return {
+            "file": self.file,
+            "rows": self.rows,
+            **parts,
+            "scored": [{**asdict(s), "error": s.error} for s in self.scored],
+            "verdicts": [asdict(v) for v in self.verdicts],
+            "unscored": [asdict(u) for u in self.unscored],
+        }
+
+    def __str__(self) -> str:
+        from tests.benchmarks.score.table import render
+
+        return render(self)
+
+
+def score_csv(
+    path: str | Path,
+    *,
+    progress: Callable[[str], None] | None = None,
+    baselines: bool = True,
+    processes: int = 1,
+) -> Scoreboard:
+    """Predict every row of a file that can be mapped.
+
+    Args:
+        path: a csv file, see `rows`.
+        progress: is told the source of each batch of rows when it has been predicted.
+        baselines: also ask the closed form and `accelerate`.
+        processes: that share the work; rows of one source and model share what they rehearse.
+
+    Raises:
+        DataNotFoundError, ConfigError: the file is not there or not of that form.
+    """
+    rows = read_rows(path)
+    batches: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        batches.setdefault((row.source, row.model), []).append(row)
+    placed: dict[str, Scored | Verdict | Unscored] = {}
+    largest_first = sorted(batches.values(), key=len, reverse=True)
+    place = functools.partial(_place, baselines=baselines)
+    with contextlib.ExitStack() as stack:
+        if processes > 1:
+            # A fork of a process with threads (torch has some) may hang.
+            workers = stack.enter_context(
+                ProcessPoolExecutor(
+                    processes,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=quiet_libraries,
+                )
+            )
+            done = workers.map(place, largest_first)
+        else:
+            done = map(place, largest_first)
+        for results in done:
+            placed |= {result.id: result for result in results}
+            if progress is not None and results:
+                progress(f"{len(placed)} of {len(rows)} rows")
+    ordered = [placed[row.id] for row in rows]
+    return Scoreboard(
+        str(path),
+        len(rows),
+        tuple(r for r in ordered if isinstance(r, Scored)),
+        tuple(r for r in ordered if isinstance(r, Verdict)),
+        tuple(r for r in ordered if isinstance(r, Unscored)),
+    )
+
+
+def _place(rows: list[Row], *, baselines: bool) -> list[Scored | Verdict | Unscored]:
+    """Where each of some rows belongs."""
+    found: list[Scored | Verdict | Unscored] = []
+    for row in rows:
+        result = _judge(map_row(row), baselines=baselines)
+        if isinstance(result, str):
+            result = Unscored(row.id, row.line, held_out(row.id), result)
+        found.append(result)
+    return found
+
+
+def _group(mapped: Mapped) -> str:
+    kind = mapped.row.mem_kind
+    if mapped.path != TRANSFORMERS:
+        return f"other frameworks, {kind}"
+    if kind == "allocated":
+        return "allocated, Transformers path"
+    return "reserved, dynamic length" if mapped.dynamic else "reserved, fixed length"
+
+
+def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
+    from tests.benchmarks.score.building import CannotRunError
+    from tests.benchmarks.score.predict import predict, runs_out_of_memory
+    from tests.benchmarks.score.stacks import gpu_of
+
+    row, job = mapped.row, mapped.job
+    if job is None:
+        return mapped.reason
+    gpu = gpu_of(row.gpu)
+    try:
+        if row.out_of_memory:
+            if gpu is None:
+                return f"out of memory on a GPU that is not known: {row.gpu!r}"
+            found = runs_out_of_memory(job, gpu)
+            size = found.nbytes / 1e9 if found else 0.0
+            return Verdict(
+                row.id, row.line, mapped.family, held_out(row.id), found is not None, size
+            )
+        if row.peak_gb is None:
+            return "no memory was measured"
+        if row.mem_kind not in ("allocated", "reserved"):
+            return f"kind of memory is {row.mem_kind or 'not said'}: not scored"
+        predicted = predict(job, row.mem_kind)
+        refused = None
+        if gpu is not None and row.mem_kind == "allocated":
+            refused = runs_out_of_memory(job, gpu) is not None
+    except CannotRunError as error:
+        return str(error)
+    closed, theirs = _baselines(mapped) if baselines else (None, None)
+    return Scored(
+        id=row.id,
+        line=row.line,
+        group=_group(mapped),
+        family=mapped.family,
+        held_out=held_out(row.id),
+        measured=row.peak_gb,
+        predicted=predicted.nbytes / 1e9,
+        where=predicted.where,
+        closed_form=closed,
+        accelerate=theirs,
+        refused=refused,
+    )
+
+
+def _baselines(mapped: Mapped) -> tuple[float | None, float | None]:
+    from tests.benchmarks.score.others import accelerate_gb, closed_form_gb
+
+    assert mapped.job is not None
+    return closed_form_gb(mapped.job), accelerate_gb(mapped.job)

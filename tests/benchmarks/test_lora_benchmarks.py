@@ -1,0 +1,179 @@
+"""The benchmarks of FP8 LoRA run, and the figures that do not depend on a machine hold."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+import torch
+
+import finetune
+from finetune import load_recipe
+from finetune.analysis.benchmark.ladders import STEPS, steps_of
+from finetune.analysis.benchmark.result import Benchmark, Row
+from finetune.training.model import TINY_LLAMA
+from tests.analysis.test_benchmark import run_here
+from tests.benchmarks import convergence, dx_error, lora_loss
+from tests.benchmarks.convergence import once
+from tests.benchmarks.frozen_layer import TORCHAO, contenders, measure
+from tests.benchmarks.frozen_layer import table as layer_table
+
+
+@pytest.mark.parametrize("kind", dx_error.SYNTHETIC)
+def test_folded_scales_are_as_exact_as_a_second_copy(kind) -> None:
+    operands = dx_error.synthetic(kind, seed=0)
+    found = {name: dx_error.error(way, *operands) for name, way in dx_error.WAYS.items()}
+    assert 0.033 < found["folded"] < 0.038
+    assert found["folded"] < 1.01 * found["second copy"]
+    assert found["folded"] < 1.02 * found["torchao rows"]
+    assert 0.023 < found["BF16 dgrad"] < 0.027
+    assert found["per tensor"] < 0.038
+    assert found["torchao e5m2"] > 1.5 * found["folded"]
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_a_frozen_layer_takes_at_most_three_quarters_of_torchaos_time(scaling) -> None:
+    layers = contenders(scaling, emulate=True)
+    shape = (256, 512, 512)
+    wanted = {
+        name: layer for name, layer in layers(*shape[1:]).items() if name in (TORCHAO, "ours")
+    }
+    times = measure(wanted, *shape, rounds=9)
+    ratios = [a / b for a, b in zip(times["ours"], times[TORCHAO], strict=True)]
+    assert statistics.median(ratios) <= 0.75
+
+
+def test_the_real_operator_is_measured_too() -> None:
+    text = layer_table("title", contenders("rowwise", emulate=False), 32, 32, 32, rounds=2)
+    names = [line.split(" | ")[0].strip("| ") for line in text.splitlines()[4:]]
+    assert names == [TORCHAO, "ours", "ours, bf16 kept", "BF16"]
+
+
+def test_adapters_learn_over_both_bases(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(convergence, "HELD_OUT_ROWS", 16)
+    monkeypatch.setattr(lora_loss, "BYTES", 100_000)
+    lora_loss.tokens.cache_clear()
+    results = []
+    for base in ("bf16", "fp8"):
+        settings = lora_loss.settings_of(4, base, 0, 8)
+        result = once(tmp_path / f"{base}.json", settings, lora_loss.train)
+        assert once(tmp_path / f"{base}.json", settings, lambda _: {}) == result
+        assert result["held_out"] < 0.95 * result["before"]
+        results.append(result)
+    lora_loss.tokens.cache_clear()
+    high, low = results
+    assert high["over_bf16"] == pytest.approx(high["held_out"], rel=1e-3)
+    assert low["losses"] != high["losses"]
+    assert low["held_out"] == pytest.approx(high["held_out"], rel=0.02)
+    rows = lora_loss.table_of(results).splitlines()[4:]
+    assert next(row.split(" | ")[3] for row in rows) == "+0.00%"
+    assert len(rows) == 2
+
+
+# ---------------------------------------------------------------------------------------- ladders
+
+
+def one_layer(folder, monkeypatch) -> str:
+    """A local folder with the shape of a Llama of one layer; compiling takes no back end here."""
+    shape = json.loads((TINY_LLAMA / "config.json").read_text())
+    shape |= {"num_hidden_layers": 1, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in shape.items() if v}))
+    plain = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda m: plain(m, backend="aot_eager"))
+    return f"model.name={folder}"
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about its own environment
+def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:
+    found = finetune.benchmark(
+        "tiny_lora_fp8", ladder="lora", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
+        overrides=[one_layer(tmp_path, monkeypatch), "lora.r=16"], grid="batch=1 length=64",
+        only=["shipped", "flags", "FP8 weight", "head"],
+    )  # fmt: skip
+    rows = {row.label: row for row in found.rows}
+    assert list(rows) == [
+        "stock", "fused", "shipped", "flags kept", "FP8 weight", "FP8 dgrad and head, compiled",
+    ]  # fmt: skip
+    ours = ("fused", "flags kept", "FP8 weight")
+    assert {rows[name].proven for name in ours} == {"proven"}
+    assert "100.0% of the trainable weights moved" in rows["stock"].proven
+    assert "trains nothing" in rows["shipped"].proven  # adapters of rank 16 are wrapped anew
+    assert "output head" in rows["FP8 dgrad and head, compiled"].error
+    for name in ("fused", "FP8 weight"):
+        assert "without Liger" in rows[name].note  # its kernels need a GPU, and the row says so
+    assert rows["flags kept"].note == ""
+    assert found.memory_ratio(rows["FP8 weight"], "stock") < 1
+    for name in ("stock", "fused", "flags kept", "FP8 weight"):
+        assert rows[name].facts()["gib_over_predicted"] == pytest.approx(1, abs=0.02), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerates_own_conversion_trains_a_part(tmp_path, monkeypatch) -> None:
+    found = finetune.benchmark(
+        "tiny_full_fp8", ladder="full", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
+        overrides=[one_layer(tmp_path, monkeypatch)], grid="batch=1 length=64",
+        only=["shipped", "Transformer Engine"],
+    )  # fmt: skip
+    rows = {row.label: row for row in found.rows}
+    assert list(rows) == ["stock", "fused kernels", "FP8 delayed, Transformer Engine", "shipped"]
+    assert "Triton" in rows["fused kernels"].error
+    assert rows["FP8 delayed, Transformer Engine"].error
+    share = float(rows["shipped"].proven.split("; ")[1].partition("%")[0])
+    assert 0 < share < 100
+
+
+@pytest.mark.parametrize(
+    ("ladder", "step"), [(name, step) for name in STEPS for step in STEPS[name]],
+    ids=lambda x: getattr(x, "name", x),
+)  # fmt: skip
+def test_a_step_is_what_its_name_says(ladder, step) -> None:
+    recipe = load_recipe(f"tiny_{ladder}_fp8", check_train=False).config
+    config = step.of(recipe)
+    precision, name = config.precision, step.name
+    assert (config.lora, config.data) == (recipe.lora, recipe.data)
+    assert (step.how == "finetune") is (name not in ("stock", "shipped", "fused optimizer",
+                                                     "fused kernels"))  # fmt: skip
+    assert (precision.compute == "fp8") is ("FP8" in name or name == "flags kept")
+    assert precision.compile == ("on" if "compiled" in name else "off")
+    assert (precision.frozen == "fp8") is (ladder == "lora" and name.startswith("FP8"))
+    assert ("dgrad" in precision.gemms_kept_high) is ("FP8 weight," in f"{name}," and
+                                                      ladder == "lora")  # fmt: skip
+    assert (precision.saved_input == "high") is ("x kept in BF16" in name)
+    assert precision.fp8_params is ("weights held" in name)
+    assert (precision.backend == "te") is ("Transformer Engine" in name)
+    tensorwise = ("per tensor" in name or "tensorwise" in name or name == "flags kept"
+                  or "held" in name)  # fmt: skip
+    if precision.compute == "fp8":
+        assert (precision.scaling == "tensorwise") is tensorwise
+    optimizer = recipe.train["optim"] if ladder == "lora" else "adamw_torch_fused"
+    assert config.train["optim"] == ("adamw_torch" if name == "stock" else optimizer)
+    assert bool(step.liger) is ((step.how == "finetune" and name != "flags kept")
+                                or name == "fused kernels")  # fmt: skip
+
+
+def test_references_run_first_and_names_choose_steps() -> None:
+    lora = load_recipe("tiny_lora_fp8", check_train=False).config
+    steps, references = steps_of("lora", lora)
+    assert [s.name for s in steps[:2]] == list(references) == ["stock", "fused"]
+    assert {s.name for s in steps} == {s.name for s in STEPS["lora"]}
+    some, _ = steps_of("lora", lora, ["flags"])
+    assert [s.name for s in some] == ["stock", "fused", "flags kept"]
+    one, _ = steps_of("lora", lora, ["FP8 dgrad"])  # a whole name means that step alone
+    assert [s.name for s in one] == ["stock", "fused", "FP8 dgrad"]
+    full, references = steps_of("full", load_recipe("tiny_full_fp8", check_train=False).config)
+    assert [s.name for s in full[:2]] == list(references)
+
+
+def test_what_did_not_run_is_no_reference() -> None:
+    rows = [
+        Row("stock", 1, 16, 16, error="out of memory"),
+        Row("fused", 1, 16, 16, rounds=[[2.0, 2.0]], allocated_gib=2.0),
+        Row("FP8 dgrad", 1, 16, 16, rounds=[[1.0, 1.0]], allocated_gib=1.0),
+    ]
+    found = Benchmark(rows, references=("stock", "fused"))
+    assert found.ratio(rows[2], "stock") is None
+    assert found.ratio(rows[2], "fused") == (2.0, None, None)
+    text = found.to_markdown()
+    assert "| FP8 dgrad | 1000 (1000 to 1000) | 16 | 1.0 GiB | - |  |  | 2.00x | 0.50x |" in text
+    assert "| out of memory |" in text

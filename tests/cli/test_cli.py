@@ -1,0 +1,481 @@
+"""The command line: what it prints, what it refuses, and that a mistake is never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import finetune
+from finetune.cli.analysis import _is_override
+from finetune.cli.app import _as_argument
+from finetune.config.recipe import find_recipe, list_recipes, load_recipe
+from tests.conftest import CPU, H100
+
+
+def process(*words: str, **kwargs) -> subprocess.CompletedProcess:
+    """Run python on words, as a user would."""
+    kwargs = {"capture_output": True, "text": True, "timeout": 120} | kwargs
+    return subprocess.run([sys.executable, *words], check=False, **kwargs)
+
+
+# -------------------------------------------------------------------------------- without torch
+
+IMPORTS = """
+import contextlib, io, json, runpy, sys
+heavy = {"torch", "transformers", "trl", "datasets", "peft", "accelerate"}
+found = {}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["finetune", *words]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        runpy.run_module("finetune", run_name="__main__")
+    found[" ".join(words)] = sorted(heavy & sys.modules.keys())
+print(json.dumps(found))
+"""
+
+
+def test_looking_around_imports_no_torch(tmp_path):
+    commands = [[], ["--help"], ["--version"], ["ls"], ["ls", "--json"], ["cat", "tiny_lora_fp8"]]
+    commands.append(["cp", "tiny_lora_fp8", str(tmp_path)])
+    done = process("-c", IMPORTS, json.dumps(commands))
+    assert json.loads(done.stdout) == {" ".join(words): [] for words in commands}
+
+
+def test_importing_the_package_imports_no_torch():
+    code = (
+        "import sys, finetune\n"
+        "dir(finetune), finetune.__version__, finetune.load_recipe, finetune.RunConfig\n"
+        "print('torch' in sys.modules)"
+    )
+    assert process("-c", code).stdout == "False\n"
+
+
+def test_every_public_name_is_there_and_others_are_not():
+    assert all(getattr(finetune, name) for name in finetune.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'tain'"):
+        _ = finetune.tain
+
+
+def test_a_misspelt_recipe_as_a_user_meets_it():
+    done = process("-m", "finetune", "tiny_lora_fp9")
+    assert done.returncode == 2
+    assert "did you mean 'tiny_lora_fp8'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("words", [["ls"], ["cat", "tiny_lora_fp8"]], ids=lambda words: words[0])
+def test_a_reader_that_leaves_early_is_no_error(words):
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does when it has seen enough
+    with os.fdopen(writer, "wb") as closed:
+        done = process(
+            "-m", "finetune", *words, capture_output=False, stdout=closed, stderr=subprocess.PIPE
+        )
+    assert done.stderr == ""
+
+
+# ------------------------------------------------------------------------------------------ look
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_no_argument_is_a_request_for_help(cli, words):
+    done = cli(*words)
+    assert (done.code, done.err) == (0, "")
+    for verb in ("run", "ls", "cat", "cp", "validate", "doctor"):
+        assert f"\n  {verb} " in done.out
+
+
+def test_help_says_where_to_start(cli):
+    assert "Start here: python -m finetune tiny_lora_fp8" in cli().out
+
+
+def test_version(cli):
+    assert cli("--version").out == f"finetune {finetune.__version__}\n"
+
+
+def test_ls_shows_every_name_in_full_on_a_narrow_terminal(cli):
+    done = cli("ls")
+    assert done.code == 0
+    rows = done.out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == list_recipes()
+    assert "…" not in done.out
+
+
+def test_ls_as_json_has_every_recipe(cli):
+    rows = {row["recipe"]: row for row in json.loads(cli("ls", "--json").out)}
+    assert list(rows) == list_recipes()
+    assert rows["llama_8b_lora32_bf16"] == {
+        "recipe": "llama_8b_lora32_bf16",
+        "model": "Llama-3.1-8B-Instruct",
+        "method": "LoRA r=32",
+        "precision": "bf16",
+        "length": "2048",
+        "data": "alpaca",
+        "preview_gib": rows["llama_8b_lora32_bf16"]["preview_gib"],
+    }
+    assert 17 < rows["llama_8b_lora32_bf16"]["preview_gib"] < 26
+    assert rows["tiny_full_fp8"]["precision"] == "fp8 delayed"
+    assert rows["tiny_full_fp8"]["method"] == "full"
+
+
+def test_cat_prints_a_recipe_as_written(cli):
+    assert cli("cat", "tiny_lora_fp8").out == find_recipe("tiny_lora_fp8").read_text("utf-8")
+
+
+@pytest.mark.parametrize("flag", [["--resolved"], []])
+def test_cat_with_an_override_prints_the_complete_recipe(cli, flag):
+    done = cli("cat", "tiny_lora_fp8", "lora.r=3", *flag)
+    assert done.code == 0
+    Path("again.yaml").write_text(done.out, encoding="utf-8")
+    assert load_recipe("again.yaml").config == load_recipe("tiny_lora_fp8", ["lora.r=3"]).config
+
+
+def test_cat_as_json_is_the_same_configuration(cli):
+    values = json.loads(cli("cat", "tiny_lora_fp8", "--json").out)
+    assert values == load_recipe("tiny_lora_fp8").config.model_dump(mode="json")
+
+
+# -------------------------------------------------------------------------------------------- cp
+
+
+def test_cp_makes_a_recipe_that_runs_by_the_path_it_prints(cli):
+    done = cli("cp", "tiny_full_fp8", "mine")
+    assert done.code == 0
+    assert Path("mine.yaml").read_text("utf-8") == find_recipe("tiny_full_fp8").read_text("utf-8")
+    path = done.out.split("python -m finetune ")[1].strip()
+    assert load_recipe(path).config == load_recipe("tiny_full_fp8").config
+
+
+def test_cp_to_a_folder_keeps_the_name(cli):
+    Path("folder").mkdir()
+    cli("cp", "tiny_full_fp8", "folder")
+    assert Path("folder/tiny_full_fp8.yaml").is_file()
+
+
+def test_cp_overwrites_only_by_force(cli):
+    Path("mine.yaml").write_text("precious", encoding="utf-8")
+    done = cli("cp", "tiny_full_fp8", "mine.yaml")
+    assert done.code == 2
+    assert "mine.yaml is there already" in done.err
+    assert "--force" in done.err
+    assert Path("mine.yaml").read_text("utf-8") == "precious"
+    assert cli("cp", "tiny_full_fp8", "mine.yaml", "--force").code == 0
+    assert "tiny_llama" in Path("mine.yaml").read_text("utf-8")
+
+
+def test_cp_to_a_missing_folder_names_it(cli):
+    done = cli("cp", "tiny_full_fp8", "no/mine.yaml")
+    assert done.code == 2
+    assert "there is no folder 'no'" in done.err
+
+
+# -------------------------------------------------------------------------------------- validate
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """A function that pretends a device, all of whose memory is free."""
+
+    def pretend(device):
+        for module in ("finetune.hardware.device", "finetune.training.trainer"):
+            monkeypatch.setattr(f"{module}.this_device", lambda: device)
+        for module in ("finetune.estimator.memory_bound", "finetune.estimator.gate"):
+            monkeypatch.setattr(f"{module}.available_gib", lambda d: d.memory_gib)
+
+    return pretend
+
+
+def test_validate_shows_plan_memory_and_backend(cli, on):
+    on(CPU)
+    done = cli("validate", "tiny_lora_fp8")
+    assert (done.code, done.err) == (0, "")
+    assert "tiny_lora_fp8: valid (tiny_lora_fp8.yaml)" in done.out
+    assert "adapter" in done.out
+    assert "GiB without activations" in done.out
+    assert "here:       FP8 frozen/rowwise" in done.out
+    assert "frozen, held in FP8 by row" in done.out
+
+
+def test_validate_as_json_keeps_adapters_and_head_out_of_fp8(cli, on, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    on(H100)
+    facts = json.loads(cli("validate", "llama_8b_lora_fp8", "--json").out)
+    layers = facts["layers"]
+    in_fp8 = [layer for layer in layers if layer["compute"] == "fp8"]
+    kinds = {layer["name"].removesuffix(".base_layer").rpartition(".")[2] for layer in in_fp8}
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    assert kinds == attention | mlp
+    assert len(in_fp8) == 7 * 32
+    adapters = [layer for layer in layers if "lora_" in layer["name"]]
+    assert len(adapters) == 2 * 2 * 32
+    head = [layer for layer in layers if layer["name"].endswith("lm_head")]
+    assert {layer["compute"] for layer in adapters + head} == {"bf16"}
+    assert len(layers) == len(in_fp8) + len(adapters) + len(head)
+    assert all(layer["reason"] for layer in layers)
+    assert facts["trainable"] == 32 * 8 * ((4096 + 4096) + (4096 + 1024))
+    assert {layer["held"] for layer in in_fp8} == {"row"}
+    # A byte for each number in FP8; embedding, head and norms in BF16, adapters in float32.
+    held = sum(n * k + 4 * n for n, k in (layer["shape"] for layer in in_fp8))
+    plain = 2 * (2 * 128256 * 4096 + (2 * 32 + 1) * 4096) + 4 * facts["trainable"]
+    assert f"weights {(held + plain) / 2**30:.1f}" in facts["memory"]
+    assert facts["here"].startswith("FP8 frozen/rowwise: frozen layers by torch._scaled_mm")
+    assert facts["short"] == ""
+
+
+def test_validate_says_what_this_machine_cannot_do(cli, on):
+    on(CPU)
+    done = cli("validate", "llama_8b_full_fp8")
+    assert done.code == 0
+    assert "here:       not on this machine: " in done.out
+    assert "TOO SMALL HERE: it needs at least 59.8 GiB" in done.out
+
+
+# ---------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_as_json_has_a_reason_for_every_backend(cli):
+    done = cli("doctor", "--json")
+    assert done.code == 0
+    found = json.loads(done.out)
+    assert found["versions"]["torch"]
+    assert found["advice"]
+    assert all(verdict["reason"] for verdict in found["backends"].values())
+
+
+def test_doctor_prints_its_advice(cli):
+    done = cli("doctor")
+    assert done.code == 0
+    for part in ("FP8 hardware", "te/delayed", "emulated/rowwise", "auto: ", "advice: "):
+        assert part in done.out
+
+
+# -------------------------------------------------------------------------------------- mistakes
+
+RECIPE = (
+    "model:\n  name: builtin:tiny_llama\ndata:\n  name: builtin:harbour\ntrain:\n  max_steps: 1\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tiny_lora_fp9"], ["'tiny_lora_fp9'", "did you mean 'tiny_lora_fp8'?"]),
+        (["--out", "x", "tiny_lora_fp9"], ["'tiny_lora_fp9'", "did you mean 'tiny_lora_fp8'?"]),
+        (["validte", "tiny_lora_fp8"], ["validte", "did you mean 'validate'?"]),
+        (["doctr"], ["doctr", "did you mean 'doctor'?"]),
+        (["nothing.yaml"], ["there is no recipe file 'nothing.yaml'"]),
+        (["cat"], ["Missing argument 'RECIPE'"]),
+        (["cp", "tiny_lora_fp8"], ["Missing argument", "destination"]),
+        (["tiny_lora_fp8", "--ot", "x"], ["No such option: --ot", "--out"]),
+        (["cat", "tiny_lora_fp8", "compute=fp8"], ["no section 'compute'", "sections are model"]),
+        (["cat", "tiny_lora_fp8", "lora.rank=8"], ["no key 'rank' in section 'lora'"]),
+        (
+            ["validate", "tiny_lora_fp8", "train.learning_rat=1"],
+            ["no argument 'learning_rat'", "did you mean 'learning_rate'?"],
+        ),
+        (["tiny_lora_fp8", "train.bf16=true"], ["train.bf16 cannot be set here"]),
+        (
+            ["validate", "tiny_lora_fp8", "model.name=builtin:tiny_lama"],
+            ["no packaged model 'builtin:tiny_lama'", "did you mean 'builtin:tiny_llama'?"],
+        ),
+        (["validate", "tiny_lora_fp8", "model.name=./no"], ["there is no model in './no'"]),
+        (
+            ["validate", "tiny_lora_fp8", "precision.keep=[no_such_layer]"],
+            ["no_such_layer"],
+        ),
+        (
+            ["tiny_lora_fp8", "train.resume_from_checkpoint=no/run"],
+            ["there is no checkpoint in 'no/run'", "trainer_state.json"],
+        ),
+        (
+            ["tiny_lora_fp8", "train.eval_strategy=sometimes"],
+            ["trl.SFTConfig refuses this combination", "sometimes"],
+        ),
+    ],
+    ids=lambda value: "_".join(value)[:48] if isinstance(value, list) else None,
+)
+def test_a_mistake_exits_with_2_and_says_what_to_do(cli, words, said):
+    done = cli(*words)
+    assert done.code == 2
+    assert done.out == ""
+    for part in said:
+        assert part in done.err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"model: [\n", ["not valid YAML", "mine.yaml:2", "check indentation"]),
+        (RECIPE.encode() + b"  max_steps: 2\n", ["max_steps is given twice", "mine.yaml:7"]),
+        (RECIPE.encode() + b"lora:\n  r: eight\n", ["lora.r", "'eight'", "mine.yaml:8"]),
+        (b"model: {name: \xe9}\n", ["mine.yaml", "UTF-8"]),
+        (b"", ["model is missing", "mine.yaml", "add model"]),
+    ],
+    ids=["malformed", "twice", "type", "latin-1", "empty"],
+)
+def test_a_bad_recipe_file_exits_with_2_and_names_the_line(cli, content, said):
+    Path("mine.yaml").write_bytes(content)
+    done = cli("validate", "mine.yaml")
+    assert done.code == 2
+    for part in said:
+        assert part in done.err
+
+
+@pytest.mark.parametrize(
+    ("override", "content", "said"),
+    [
+        ("data.path=rows.jsnl", "", ["no data file 'rows.jsnl'", "did you mean 'rows.jsonl'?"]),
+        ("data.path=rows.jsonl", "", ["rows.jsonl is empty"]),
+        ("data.path=rows.jsonl", '{"text": "a"}\n{"text"\n', ["rows.jsonl:2", "not JSON"]),
+        ("data.path=rows.jsonl", '{"foo": 1}\n', ["not a format", "columns found: foo"]),
+        ("data.path=rows.txt", "Once.", ["files of type '.txt' cannot be read"]),
+        ("data.path=rows.jsonl", '{"text": null}\n', ["row 1 of rows.jsonl", "'text' is empty"]),
+        ("data.path=rows.jsonl", '{"messages": "hello"}\n', ["row 1 of rows.jsonl"]),
+        (
+            "data.path=rows.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}]}\n',
+            ["row 1 of rows.jsonl", "no assistant turn"],
+        ),
+        ("data.name=builtin:harbor", "", ["'builtin:harbor'", "did you mean 'builtin:harbour'?"]),
+    ],
+    ids=[
+        "missing",
+        "empty",
+        "broken-line",
+        "unknown-columns",
+        "suffix",
+        "null",
+        "no-turns",
+        "no-answer",
+        "builtin",
+    ],
+)
+def test_bad_data_exits_with_2_before_a_model_is_loaded(cli, monkeypatch, override, content, said):
+    monkeypatch.setattr("finetune.training.trainer.load_model", pytest.fail)
+    for name in ("rows.jsonl", "rows.txt"):
+        Path(name).write_text(content, encoding="utf-8")
+    done = cli("tiny_full_fp8", override)
+    assert done.code == 2
+    for part in said:
+        assert part in done.err
+    assert not Path("runs").exists()
+
+
+def test_an_output_folder_that_is_a_file_exits_with_2(cli, monkeypatch):
+    monkeypatch.setattr("finetune.training.trainer.load_model", pytest.fail)
+    Path("taken").write_text("", encoding="utf-8")
+    done = cli("tiny_full_bf16", "--out", "taken")
+    assert done.code == 2
+    assert "taken" in done.err
+
+
+# ------------------------------------------------------------------------------- too big for here
+
+
+class LoadedError(Exception):
+    """Something was loaded."""
+
+
+@pytest.fixture
+def no_loading(monkeypatch):
+    """Loading anything raises `LoadedError`."""
+
+    def refuse(*args, **kwargs):
+        raise LoadedError
+
+    for name in ("load_model", "load_tokenizer", "load_data"):
+        monkeypatch.setattr(f"finetune.training.trainer.{name}", refuse)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            "llama_8b_full_bf16",
+            ["(8.03B parameters, full fine-tuning) does not fit here", "_lora_ sibling"],
+        ),
+        (
+            "llama_8b_full_fp8",
+            ["FP8 (tensorwise, hybrid) cannot be had on x86_64", "CPUs have no FP8", "Besides, it"],
+        ),
+    ],
+)
+def test_an_8b_recipe_is_refused_before_anything_is_loaded(cli, on, no_loading, recipe, said):
+    on(CPU)
+    done = cli(recipe)
+    assert done.code == 2
+    common = ["59.8 GiB without activations", "x86_64 has 16.0 GiB free", "train.optim=adamw_8bit"]
+    for part in [*said, *common, "tiny_lora_fp8` runs anywhere"]:
+        assert part in done.err
+    assert not Path("runs").exists()
+
+
+def test_adapters_of_an_8b_model_need_its_weights_in_memory(cli, on, no_loading):
+    on(H100.__class__("cpu", "a laptop", None, 8.0))
+    done = cli("llama_8b_lora_bf16")
+    assert done.code == 2
+    for part in ("lora fine-tuning) does not fit here", "15.0 GiB", "a laptop has 8.0 GiB free"):
+        assert part in done.err
+    assert "_lora_ sibling" not in done.err
+    assert "a smaller model" in done.err
+
+
+def test_where_memory_suffices_only_the_missing_fp8_is_named(cli, on, no_loading):
+    on(CPU)
+    done = cli("llama_8b_lora_fp8")
+    assert done.code == 2
+    assert "cannot be had on x86_64" in done.err
+    assert "GiB" not in done.err
+    assert "precision.compute=bf16" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "memory_gib"),
+    [(["llama_8b_full_bf16", "--force"], 16.0), (["llama_8b_lora_bf16"], 24.0)],
+)
+def test_force_or_enough_memory_gets_to_loading(cli, on, no_loading, words, memory_gib):
+    on(replace(CPU, memory_gib=memory_gib))
+    with pytest.raises(LoadedError):
+        cli(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (("tiny_lora_fp8", "--fit", "gpu", "--gpu", "H100", "--memory", "5"), "--gpu, --memory"),
+        (("tiny_lora_fp8", "--fit", "gpus", "--gpu", "H100", "--gpus", "4"), "--gpus"),
+        (("tiny_lora_fp8", "--fit", "batch", "--price", "2", "--tokens", "9"), "--tokens, --price"),
+        (("tiny_lora_fp8", "--score", "rows.csv"), "RECIPE"),
+    ],
+)
+def test_options_of_an_estimate_that_would_change_nothing_are_refused(cli, words, idle) -> None:
+    done = cli("estimate", *words)
+    assert done.code == 2
+    assert f"{idle} would change nothing" in done.err
+
+
+def test_ctrl_c_while_the_command_line_is_imported(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune.cli.app.main", interrupted)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("finetune", run_name="__main__")
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_paths_are_quoted_and_a_path_is_no_setting(tmp_path):
+    assert _as_argument(Path("my recipes/x.yaml")) == "'my recipes/x.yaml'"
+    recipe = tmp_path / "lr=1.yaml"
+    assert _is_override(str(recipe))
+    recipe.write_text("")
+    assert not _is_override(str(recipe))

@@ -1,0 +1,357 @@
+"""Every optimizer of the table steps, proven, in emulated FP8, and holds what the table says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+from finetune.config.optimizers import (
+    FP8_ADAMW,
+    OPTIMIZERS,
+    OWN_NAMES,
+    arguments,
+    check_here,
+    markdown_table,
+    state_bytes,
+)
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError, ProofError
+from finetune.estimator.memory_bound import bound
+from finetune.hardware.device import GIB
+from finetune.precision.planner import plan
+from finetune.training import low_bit
+from finetune.training.model import sketch
+from finetune.training.trainer import RunReport, train
+from tests.conftest import A100, APPLE, CPU, H100, batch
+
+KNOWN = [x for x in OPTIMIZERS.values() if x.moments is not None]
+ON_CPU = [x.name for x in KNOWN if not x.not_on_cpu]
+LOW_BIT_ADAMW = ["adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", FP8_ADAMW]
+SMALL = (
+    "data.max_rows=48",
+    "data.prompts=[hello]",
+    "train.max_steps=3",
+    "train.warmup_steps=0",
+    "train.per_device_train_batch_size=2",
+    "train.max_length=64",
+    "train.logging_steps=1",
+    "train.eval_strategy=no",
+)
+
+
+def run(out: Path, *overrides: str, recipe: str = "tiny_full_fp8") -> RunReport:
+    return train(load_recipe(recipe, [*SMALL, *overrides]), out=out, console=Console(quiet=True))
+
+
+def weights(report: RunReport) -> dict[str, torch.Tensor]:
+    return load_file(report.folder / "model" / "model.safetensors")
+
+
+# ---------------------------------------------------------------------------------------- the table
+
+
+def test_the_table_has_every_optimizer_of_transformers_and_ours() -> None:
+    from transformers.training_args import OptimizerNames
+
+    assert {name.value for name in OptimizerNames} | OWN_NAMES == OPTIMIZERS.keys()
+
+
+def test_the_readme_has_the_table() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert markdown_table() in readme, f"README's table should be:\n{markdown_table()}"
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_it_steps_on_a_cpu_and_holds_the_bytes_of_the_table(name, tmp_path) -> None:
+    """Three steps in emulated FP8; state measured on the tensors equals the closed form."""
+    override = f"train.optim={name}"
+    report = run(tmp_path, override)
+    trainable = report.receipt.trainable
+    assert report.receipt.status == "proven"
+    assert report.receipt.precision["ran"] == "fp8"
+    assert trainable["moved"] == trainable["after"]
+    config = load_recipe("tiny_full_fp8", [override]).config
+    model = sketch(config)
+    expected = bound(model, plan(model, config.precision), config.train).optimizer * GIB
+    assert trainable["optimizer_state_bytes"] == pytest.approx(expected, abs=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOW_BIT_ADAMW)
+def test_bytes_per_parameter_of_a_large_weight(name, dtype) -> None:
+    """The README's figure, on the tensors themselves; weights keep their type."""
+    weight = nn.Parameter(torch.randn(256, 512, dtype=dtype))
+    optimizer = low_bit_adamw(name, [weight])
+    weight.grad = torch.randn_like(weight)
+    eager_step(optimizer)
+    moments = OPTIMIZERS[name].moments
+    assert moments is not None
+    assert low_bit.stored_bytes(optimizer) / weight.numel() == moments.bytes_per_parameter
+    held = state_bytes(OPTIMIZERS[name], tuple(weight.shape), weight.element_size())
+    assert low_bit.stored_bytes(optimizer) == held
+    assert weight.dtype == dtype
+
+
+def low_bit_adamw(name: str, parameters, lr: float = 1e-3) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+    from torchao import optim
+
+    classes = {
+        "adamw_8bit": AdamW8bit,
+        "adamw_torch_8bit": optim.AdamW8bit,
+        "adamw_torch_4bit": optim.AdamW4bit,
+        FP8_ADAMW: optim.AdamWFp8,
+    }
+    blocks = {} if name == "adamw_8bit" else {"block_size": 256}
+    return classes[name](parameters, lr=lr, weight_decay=0.0, **blocks)
+
+
+def eager_step(optimizer: torch.optim.Optimizer) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+
+
+def test_small_and_odd_tensors_keep_plain_moments() -> None:
+    bnb, ao = OPTIMIZERS["adamw_8bit"], OPTIMIZERS["adamw_torch_8bit"]
+    assert state_bytes(bnb, (4095,), 2) == 2 * 4 * 4095, "bitsandbytes: float32"
+    assert state_bytes(ao, (4095,), 2) == 2 * 2 * 4095, "torchao: the parameter's type"
+    assert state_bytes(bnb, (4097,), 2) == 2 * (4097 + 4 * 17)
+    assert state_bytes(ao, (4097,), 2) == 2 * 2 * 4097, "256 does not divide it"
+    assert state_bytes(bnb, (4096, 8), 2, embedding=True) == 2 * 4 * 4096 * 8
+    assert state_bytes(OPTIMIZERS["adafactor"], (64, 32), 2) == 4 * (64 + 32)
+
+
+# ----------------------------------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> RunReport:
+    """Fifteen steps with moments in float32."""
+    out = tmp_path_factory.mktemp("plain")
+    return run(out, "train.optim=adamw_torch_fused", "train.max_steps=15")
+
+
+@pytest.mark.parametrize("name", LOW_BIT_ADAMW)
+def test_the_loss_falls_as_with_plain_moments(name, plain, tmp_path) -> None:
+    report = run(tmp_path, f"train.optim={name}", "train.max_steps=15")
+    assert report.final_loss < 0.55 * report.first_loss
+    assert report.final_loss == pytest.approx(plain.final_loss, rel=0.08)
+
+
+@pytest.mark.parametrize("name", LOW_BIT_ADAMW)
+def test_resuming_with_quantised_state_is_bit_identical(name, tmp_path) -> None:
+    settings = [f"train.optim={name}", "train.save_strategy=steps", "train.save_steps=2"]
+    settings.append("train.max_steps=5")
+    if name in ("adamw_torch_4bit", FP8_ADAMW):  # BF16 weights, rounded by chance
+        settings += ["model.dtype=bfloat16", "train.optim_args=bf16_stochastic_round=true"]
+    whole = run(tmp_path, *settings)
+    resume = f"train.resume_from_checkpoint={whole.folder}/checkpoints/checkpoint-2"
+    resumed = run(tmp_path, *settings, resume)
+    a, b = weights(whole), weights(resumed)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert resumed.receipt.status == "proven"
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", *LOW_BIT_ADAMW, "adafactor"])
+def test_it_steps_in_float32_compute_too(name, tmp_path) -> None:
+    settings = ("precision.compute=fp32", f"train.optim={name}")
+    report = run(tmp_path, *settings, recipe="tiny_full_bf16")
+    assert report.receipt.status == "proven"
+    assert report.receipt.precision["ran"] == "fp32"
+    assert report.receipt.flop_share == {"fp32": pytest.approx(1.0)}
+
+
+def test_rounding_by_chance_acts(tmp_path) -> None:
+    """At a learning rate below what BF16 holds, some weights move all the same."""
+    settings = ["model.dtype=bfloat16", "train.optim=adamw_torch_8bit", "train.learning_rate=1e-6"]
+    nearest = run(tmp_path, *settings)
+    by_chance = run(tmp_path, *settings, "train.optim_args=bf16_stochastic_round=true")
+    start = weights(run(tmp_path, *settings, "train.learning_rate=1e-30"))
+
+    def moved(report: RunReport) -> int:
+        return sum(int((start[k] != w).sum()) for k, w in weights(report).items())
+
+    assert moved(by_chance) > 2 * moved(nearest)
+
+
+def test_a_block_size_acts(tmp_path) -> None:
+    one = run(tmp_path, "train.optim=adamw_torch_4bit")
+    two = run(tmp_path, "train.optim=adamw_torch_4bit", "train.optim_args=block_size=64")
+    sizes = [r.receipt.trainable["optimizer_state_bytes"] for r in (one, two)]
+    quantised = sum(w.numel() for w in weights(one).values() if w.numel() >= 4096)
+    assert sizes[1] - sizes[0] == 2 * 4 * quantised * (1 / 64 - 1 / 256)
+
+
+def test_the_update_of_torchao_is_not_compiled_on_a_cpu(tmp_path) -> None:
+    from torch._dynamo.eval_frame import _stance
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    run(tmp_path, "train.optim=adamw_torch_8bit")
+    assert not counters["frames"]
+    assert _stance.stance == "default"
+
+
+def test_a_step_that_is_broken_off_leaves_compiling_as_it_was() -> None:
+    weight = nn.Parameter(torch.randn(64, 64))
+    optimizer = low_bit_adamw(FP8_ADAMW, [weight])
+    undo = low_bit.step_uncompiled(optimizer)
+    weight.grad = torch.randn(64, 64)
+    optimizer.param_groups[0]["lr"] = 1e-3  # torchao wants a tensor
+    with pytest.raises(RuntimeError, match="lr was changed"):
+        optimizer.step()
+    undo()
+    from torch._dynamo.eval_frame import _stance
+
+    assert _stance.stance == "default"
+
+
+def test_what_an_earlier_run_told_bitsandbytes_is_forgotten(tmp_path) -> None:
+    """It keeps modules of earlier runs for ever, and knows their weights by `id()` alone."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    for _ in range(2):
+        run(tmp_path, "train.optim=adamw_8bit")
+        manager = GlobalOptimManager.get_instance()
+        assert len(manager.module_weight_config_triple) == 1
+        assert len(manager.pid2config) == 1
+
+
+# -------------------------------------------------------------------------------------- the proof
+
+
+@pytest.mark.parametrize("name", LOW_BIT_ADAMW)
+def test_state_is_evidence_of_a_gradient_and_only_then(name) -> None:
+    """Codes of zeros are not zeros; scales of zeros are not zeros with torchao."""
+    dead, alive = (nn.Parameter(torch.randn(64, 64)) for _ in range(2))
+    optimizer = low_bit_adamw(name, [dead, alive])
+    dead.grad, alive.grad = torch.zeros(64, 64), torch.zeros(64, 64)
+    alive.grad[3, 5] = 1e-6
+    eager_step(optimizer)
+    seen = [
+        any(bool((t != 0).any()) for t in low_bit.evidence(optimizer.state[p]))
+        for p in (dead, alive)
+    ]
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("name", LOW_BIT_ADAMW)
+def test_a_weight_with_gradients_of_zero_is_stopped(name, make_llama, setup_backend) -> None:
+    model = make_llama()
+    model.unused = nn.Linear(64, 64, bias=False)
+    accelerator = setup_backend("emulated")
+    optimizer = low_bit_adamw(name, model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(seed: int) -> None:
+        loss = model(**batch(seed=seed)).loss + 0.0 * model.unused.weight.sum()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    with pytest.raises(ProofError, match=r"1 trainable parameters do not train[\s\S]*unused"):
+        step(1)
+
+
+# ------------------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize("name", [x.name for x in OPTIMIZERS.values() if x.not_on_cpu or x.refused])
+def test_what_cannot_step_here_is_refused_with_what_can(name, tmp_path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path, f"train.optim={name}")
+    instead = caught.value.fix.removeprefix("train.optim=")
+    assert instead != name
+    assert not OPTIMIZERS[instead].refused
+    assert not OPTIMIZERS[instead].not_on_cpu
+    assert caught.value.why
+    assert not list(tmp_path.iterdir()), "nothing was written"
+
+
+def test_a_paged_optimizer_needs_a_gpu() -> None:
+    check_here({"optim": "paged_adamw_8bit"}, A100)
+    with pytest.raises(ConfigError, match=r"on x86_64[\s\S]*train.optim=adamw_8bit"):
+        check_here({"optim": "paged_adamw_8bit"}, CPU)
+
+
+def test_an_fp8_optimizer_needs_fp8_casts_on_a_gpu() -> None:
+    for device in (H100, APPLE, CPU):
+        check_here({"optim": FP8_ADAMW}, device)
+    with pytest.raises(ConfigError, match=r"8\.9; this GPU has 8\.0[\s\S]*adamw_torch_8bit"):
+        check_here({"optim": FP8_ADAMW}, A100)
+
+
+def test_a_bitsandbytes_that_cannot_step_on_a_cpu_is_named(monkeypatch) -> None:
+    from importlib import metadata
+
+    monkeypatch.setattr(metadata, "version", {"bitsandbytes": "0.49.2"}.__getitem__)
+    check_here({"optim": "adamw_8bit"}, H100)
+    with pytest.raises(ConfigError, match=r"0\.49\.2 steps on GPUs only[\s\S]*adamw_torch_8bit"):
+        check_here({"optim": "adamw_8bit"}, CPU)
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("adamw8bit", "adamw_8bit"),
+        ("adam_w_torch_fused", "adamw_torch_fused"),
+        ("adamw_torchao_fp9", FP8_ADAMW),
+        ("paged_adam_8bit", "paged_adamw_8bit"),
+    ],
+)
+def test_a_typo_gets_the_nearest_name(typo, meant) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'") as caught:
+        load_recipe("tiny_full_fp8", [f"train.optim={typo}"])
+    assert caught.value.where == f"override 'train.optim={typo}'"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("adamw_torch", "betas=1", "has no argument 'betas'"),
+        ("adamw_torch_4bit", "blocksize=64", "did you mean 'block_size'"),
+        ("adamw_torch_4bit", "block_size=wide", "block_size is a number"),
+        ("adamw_torch_8bit", "bf16_stochastic_round=maybe", "true or false"),
+        ("sgd", "momentum", "write key=value"),
+    ],
+)
+def test_arguments_that_would_not_act_are_refused(name, given, message, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, f"train.optim={name}", f"train.optim_args={given}")
+    assert not list(tmp_path.glob("**/model"))
+
+
+def test_validate_tells_what_cannot_be_had_from_what_cannot_be_had_here() -> None:
+    from typer.testing import CliRunner
+
+    from finetune.cli.app import app
+
+    def validate(*overrides: str):
+        return CliRunner().invoke(app, ["validate", "tiny_full_bf16", *overrides])
+
+    here = validate("train.optim=paged_adamw_8bit")
+    assert here.exit_code == 0
+    assert "not on this machine: pages live in memory shared with a GPU" in here.output
+    anywhere = validate("train.optim=lomo")
+    assert isinstance(anywhere.exception, ConfigError)
+    assert "adamw_torch_4bit" in str(anywhere.exception)
+
+
+def test_arguments_are_read() -> None:
+    assert arguments({}) == {}
+    assert arguments({"optim_args": "a=1, b=x"}) == {"a": "1", "b": "x"}
+
+
+def test_the_checkpoint_holds_the_quantised_state(tmp_path) -> None:
+    settings = ("train.save_strategy=steps", "train.save_steps=3")
+    report = run(tmp_path, f"train.optim={FP8_ADAMW}", *settings)
+    file = report.folder / "checkpoints" / "checkpoint-3" / "optimizer.pt"
+    held = report.receipt.trainable["optimizer_state_bytes"]
+    assert held < file.stat().st_size < 1.2 * held, "not turned into float32 on the way"

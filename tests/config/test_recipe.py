@@ -1,0 +1,587 @@
+"""Recipes: what ships, how values are read, what overrides do, and what a mistake is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.config.recipe import find_recipe, list_recipes, load_recipe
+from finetune.config.schema import RunConfig
+from finetune.config.sft import convert_train, sft_config
+from finetune.config.yaml import dump_yaml, parse_yaml
+from finetune.errors import ConfigError, RecipeNotFoundError
+
+RECIPES = list_recipes()
+QLORA = [name for name in RECIPES if "_qlora_" in name]
+PAIRS = sorted({name.rpartition("_")[0] for name in RECIPES if name not in QLORA})
+REQUIRED = {
+    "tiny_full",
+    "tiny_lora",
+    "llama_1b_full",
+    "llama_1b_lora",
+    "llama_8b_full",
+    "llama_8b_lora",
+    "llama_8b_lora32",
+    "llama_70b_lora",
+    "qwen_7b_full",
+    "qwen_7b_lora",
+    "gpt2_124m_full",
+    "gpt2_350m_full",
+    "bdh_tiny_full",
+    "bdh_100m_full",
+}
+
+BASE = """\
+model:
+  name: builtin:tiny_llama
+precision:
+  compute: bf16
+data:
+  name: builtin:harbour
+train:
+  learning_rate: 2e-5
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """A function that saves a text as r.yaml in the current folder and loads it."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text: str, *overrides: str, file: str = "r.yaml") -> RunConfig:
+        Path(file).write_text(text, encoding="utf-8")
+        return load_recipe(file, overrides).config
+
+    return load_text
+
+
+# ------------------------------------------------------------------------------------ what ships
+
+
+def test_the_required_pairs_ship():
+    assert set(PAIRS) >= REQUIRED
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_twins_differ_in_precision_and_nothing_else(pair):
+    fp8, bf16 = (
+        parse_yaml(find_recipe(f"{pair}_{precision}").read_text(encoding="utf-8"), pair)[0]
+        for precision in ("fp8", "bf16")
+    )
+    assert fp8.pop("precision")["compute"] == "fp8"
+    assert bf16.pop("precision") == {"compute": "bf16"}
+    assert fp8 == bf16
+    assert load_recipe(f"{pair}_fp8").config.method == ("lora" if "_lora" in pair else "full")
+
+
+def test_every_recipe_is_one_of_a_pair():
+    pairs = [f"{pair}_{p}" for pair in PAIRS for p in ("fp8", "bf16")]
+    assert sorted(RECIPES) == sorted(pairs + QLORA)
+    assert QLORA == ["llama_8b_qlora_bf16", "tiny_qlora_bf16"]
+
+
+@pytest.mark.parametrize("name", QLORA)
+def test_a_qlora_recipe_is_the_lora_recipe_with_another_storage(name):
+    qlora, lora = (
+        parse_yaml(find_recipe(recipe).read_text(encoding="utf-8"), recipe)[0]
+        for recipe in (name, name.replace("_qlora_", "_lora_"))
+    )
+    assert qlora["model"].pop("storage") == "nf4"
+    assert qlora == lora
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
+    config = load_recipe(name, ["~train.fsdp", "~train.fsdp_config"]).config  # needs GPUs
+    args = sft_config(config, tmp_path, {}, on_cpu=not torch.cuda.is_available())
+    for key in ("learning_rate", "max_length", "per_device_train_batch_size", "seed"):
+        assert getattr(args, key) == config.train[key]
+    assert args.bf16
+    assert not args.fp16
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_resolved_recipe_is_the_same_recipe(name, tmp_path):
+    recipe = load_recipe(name)
+    saved = tmp_path / "resolved.yaml"
+    saved.write_text(recipe.to_yaml(), encoding="utf-8")
+    assert load_recipe(str(saved)).config == recipe.config
+
+
+def test_a_resolved_recipe_keeps_overrides_and_writes_defaults_out(tmp_path):
+    overrides = (
+        "train.learning_rate=7e-6",
+        "train.save_strategy=no",
+        "train.gradient_checkpointing_kwargs.use_reentrant=false",
+        "lora.target_modules=[q_proj, v_proj]",
+        "precision.keep=[layers.0.*]",
+        "data.path=my rows.jsonl",
+        "~train.seed",
+    )
+    recipe = load_recipe("tiny_lora_fp8", overrides)
+    saved = tmp_path / "resolved.yaml"
+    saved.write_text(recipe.to_yaml(), encoding="utf-8")
+    again = load_recipe(str(saved)).config
+    assert again == recipe.config
+    assert again.train["learning_rate"] == 7e-6
+    assert again.data.path == "my rows.jsonl"
+    assert "amax_compute_algo: max" in recipe.to_yaml()
+
+
+def test_the_config_of_a_run_folder_keeps_the_name_of_its_recipe(tmp_path):
+    folder = tmp_path / "runs" / "tiny_full_fp8" / "20260101-000000-abcd"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(BASE, encoding="utf-8")
+    assert load_recipe(str(folder / "config.yaml")).name == "config", "a file of that name"
+    (folder / "receipt.json").write_text("{}", encoding="utf-8")
+    assert load_recipe(str(folder / "config.yaml")).name == "tiny_full_fp8", "a run folder's"
+
+
+# ------------------------------------------------------------------------------- how values read
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("weight_decay: 2e-5", 2e-5),
+        ("warmup_steps: 5", 5.0),
+        ("max_steps: 150", 150),
+        ("save_strategy: no", "no"),
+        ('save_strategy: "no"', "no"),
+        ("packing: no", False),
+        ("packing: yes", True),
+        ("packing: true", True),
+        ("fsdp: true", True),
+        ("fsdp: full_shard", "full_shard"),
+        ('run_name: "true"', "true"),
+        ("run_name: 1e5", "1e5"),
+        ('run_name: "007"', "007"),
+        ("report_to: none", "none"),
+        ("max_length: null", None),
+        ("report_to: [tensorboard, trackio]", ["tensorboard", "trackio"]),
+        (
+            'fsdp_config: {version: 2, reshard: true, ratio: 1e-1, policy: "2"}',
+            {"version": 2, "reshard": True, "ratio": 0.1, "policy": "2"},
+        ),
+        ("fsdp_config: {}", {}),
+    ],
+)
+def test_a_train_value_has_the_type_of_its_field(load, line, expected):
+    value = load(f"{BASE}  {line}\n").train[line.partition(":")[0]]
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_plain_words_stay_text_in_text_fields(load):
+    text = BASE.replace("builtin:tiny_llama", "no").replace(
+        "data:", "data:\n  prompts: [no, 1e5, null is a word]"
+    )
+    config = load(text)
+    assert config.model.name == "no"
+    assert config.data.prompts == ("no", "1e5", "null is a word")
+
+
+# ------------------------------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "expected"),
+    [
+        ("model.dtype=float32", "model", "dtype", "float32"),
+        ("model.trust_remote_code=yes", "model", "trust_remote_code", True),
+        ("model.revision=1e5", "model", "revision", "1e5"),
+        ("~precision.compute", "precision", "compute", "bf16"),
+        ("precision.keep=[a, b]", "precision", "keep", ("a", "b")),
+        ("data.eval_fraction=2e-1", "data", "eval_fraction", 0.2),
+        ("data.max_rows=null", "data", "max_rows", None),
+        ("data.max_rows=", "data", "max_rows", None),
+        ("data.prompts=[]", "data", "prompts", ()),
+        ("lora.r=4", "lora", "r", 4),
+        ("lora.target_modules=[q_proj]", "lora", "target_modules", ("q_proj",)),
+    ],
+)
+def test_an_override_sets_one_value(load, override, section, key, expected):
+    text = BASE.replace("compute: bf16", "compute: fp8")
+    changed = load(text, override)
+    assert getattr(getattr(changed, section), key) == expected
+    untouched = {"model", "precision", "data", "train"} - {section}
+    if section == "lora":  # adapters freeze their base, which an FP8 run holds in FP8
+        assert changed.precision.frozen == "fp8"
+        untouched.remove("precision")
+    before = load(text)
+    assert all(getattr(changed, name) == getattr(before, name) for name in untouched)
+
+
+def test_train_overrides_set_nest_and_unset(load):
+    train = load(
+        BASE,
+        "train.gradient_checkpointing_kwargs.use_reentrant=false",
+        "train.max_steps=3",
+        "~train.learning_rate",
+    ).train
+    assert train == {
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "max_steps": 3,
+    }
+
+
+def test_an_override_can_be_an_empty_mapping(load):
+    assert load(BASE, "train.fsdp_config={}").train["fsdp_config"] == {}
+
+
+@pytest.mark.parametrize("override", ["~lora", "lora=null"])
+def test_unsetting_the_adapters_trains_all_weights(override):
+    assert load_recipe("tiny_lora_fp8", [override]).config.method == "full"
+
+
+def test_a_data_path_replaces_the_name_and_what_belongs_to_it(load):
+    text = BASE.replace("harbour", "harbour\n  subset: s\n  eval_split: test\n  max_rows: 9")
+    data = load(text, "data.path=mine.jsonl").data
+    assert (data.path, data.name, data.subset, data.eval_split) == ("mine.jsonl", None, None, None)
+    assert data.max_rows == 9
+
+
+def test_a_scaling_replaces_delayed_scaling_and_what_belongs_to_it() -> None:
+    precision = load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8"], check_train=False)
+    assert precision.config.precision.amax_history_len == 1024  # the recipe's 16 is gone
+    with pytest.raises(ConfigError, match="amax_history_len belongs to delayed scaling"):
+        load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8", "precision.amax_history_len=16"])
+
+
+def test_a_data_name_replaces_the_path_and_what_belongs_to_it(load):
+    text = BASE.replace("name: builtin:harbour", "path: mine.jsonl\n  eval_path: held.jsonl")
+    data = load(text, "data.name=some/set").data
+    assert (data.path, data.name, data.eval_path) == (None, "some/set", None)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("compute", ["'compute' is not an override", "section.key=value"]),
+        ("~train.seed=3", ["'~train.seed=3' is not an override", "~section.key"]),
+        ("train.=3", ["'train.=3' is not an override"]),
+        ("precison.compute=fp8", ["no section 'precison'", "did you mean 'precision'?"]),
+        ("data.prompts=[a", ["not valid YAML", "override 'data.prompts=[a'"]),
+        ("lora.r=eight", ["lora.r", "'eight'", "where: override 'lora.r=eight'"]),
+        ("train.max_steps=1.5", ["must be int, not '1.5'", "override 'train.max_steps=1.5'"]),
+        ("train.bf16=true", ["precision.compute decides it", "override 'train.bf16=true'"]),
+    ],
+)
+def test_a_wrong_override_is_quoted(load, override, said):
+    with pytest.raises(ConfigError) as caught:
+        load(BASE, override)
+    for part in said:
+        assert part in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "said"),
+    [
+        pytest.param(
+            BASE.replace("precision:", "precison:"),
+            "r.yaml:3",
+            ["no section 'precison'", "did you mean 'precision'?", "known: model,"],
+            id="section",
+        ),
+        pytest.param(
+            BASE.replace("compute:", "comput:"),
+            "r.yaml:4",
+            ["no key 'comput' in section 'precision'", "did you mean 'compute'?"],
+            id="key",
+        ),
+        pytest.param(
+            BASE.replace("name: builtin:tiny", "nmae: builtin:tiny"),
+            "r.yaml:2",
+            ["no key 'nmae' in section 'model'", "did you mean 'name'?"],
+            id="required-key-misspelt",
+        ),
+        pytest.param(
+            BASE + "lora:\n  rr: 8\n",
+            "r.yaml:10",
+            ["no key 'rr' in section 'lora'", "known: r, alpha"],
+            id="key-of-optional-section",
+        ),
+        pytest.param(
+            BASE.replace("compute: bf16", "compute: fp9"),
+            "r.yaml:4",
+            ["precision.compute cannot be 'fp9'", "did you mean 'fp8'?", "one of fp8, bf16"],
+            id="value",
+        ),
+        pytest.param(
+            BASE.replace("compute: bf16", "format: e4m4"),
+            "r.yaml:4",
+            ["precision.format cannot be 'e4m4'", "did you mean 'e4m3'?"],
+            id="value-of-optional-field",
+        ),
+        pytest.param(
+            BASE + "lora:\n  r: eight\n",
+            "r.yaml:10",
+            ["lora.r: Input should be a valid integer", "(given: 'eight')"],
+            id="type",
+        ),
+        pytest.param(
+            BASE + "lora:\n  target_modules: {a: b}\n",
+            "r.yaml:10",
+            ["lora.target_modules: ", "{'a': 'b'}"],
+            id="type-of-union-field",
+        ),
+        pytest.param(
+            BASE.replace("compute: bf16", "compute: fp8\n  margin: 2"),
+            "r.yaml:3",
+            ["margin belongs to delayed scaling", "'tensorwise'"],
+            id="settings-that-exclude-each-other",
+        ),
+        pytest.param(
+            BASE.replace("compute: bf16", "eval: fp8"),
+            "r.yaml:3",
+            ["eval belongs to FP8 compute", "compute is 'bf16'"],
+            id="fp8-evaluation-of-a-bf16-run",
+        ),
+        pytest.param(
+            BASE.replace("compute: bf16", "fp8_params: true"),
+            "r.yaml:3",
+            ["fp8_params belongs to FP8 compute", "compute is 'bf16'"],
+            id="setting-of-another-compute",
+        ),
+        pytest.param(
+            BASE.replace(
+                "compute: bf16",
+                "compute: fp8\n  scaling: nvfp4\n  hadamard: false\n  high_gemms: [wgrad]",
+            ),
+            "r.yaml:3",
+            ["hadamard=false acts on nothing"],
+            id="setting-of-a-gemm-kept-high",
+        ),
+        pytest.param(
+            BASE.replace("compute: bf16", "compute: fp8\n  scaling: nvfp4\n  format: e4m3"),
+            "r.yaml:3",
+            ["nvfp4 scaling has one format"],
+            id="format-of-another-scaling",
+        ),
+        pytest.param(
+            BASE.replace("  name: builtin:harbour", "  name: a\n  path: b"),
+            "r.yaml:5",
+            ["exactly one of data.path and data.name", "both are given"],
+            id="two-data-sources",
+        ),
+        pytest.param(
+            BASE.replace("  name: builtin:harbour", "  split: train"),
+            "r.yaml:5",
+            ["exactly one of data.path and data.name", "neither is given"],
+            id="no-data-source",
+        ),
+        pytest.param(
+            BASE.replace("data:\n  name: builtin:harbour\n", ""),
+            "r.yaml",
+            ["data is missing", "add data"],
+            id="section-missing",
+        ),
+        pytest.param("# nothing\n", "r.yaml", ["model is missing"], id="nothing"),
+        pytest.param("- a\n", "r.yaml", ["a recipe is a mapping of sections"], id="list"),
+        pytest.param(
+            BASE.replace("train:\n  learning_rate: 2e-5", "train: 3"),
+            "r.yaml:7",
+            ["train: ", "'3'"],
+            id="train-not-a-mapping",
+        ),
+        pytest.param(
+            BASE + "  learning_rat: 1\n",
+            "r.yaml:9",
+            ["SFTConfig has no argument 'learning_rat'", "did you mean 'learning_rate'?"],
+            id="train-key",
+        ),
+        pytest.param(
+            BASE + "  bf16: true\n",
+            "r.yaml:9",
+            ["train.bf16 cannot be set here", "precision.compute decides it", "remove train.bf16"],
+            id="train-bf16-reserved",
+        ),
+        pytest.param(
+            BASE + "  output_dir: x\n",
+            "r.yaml:9",
+            ["train.output_dir cannot be set here", "--out"],
+            id="train-output-reserved",
+        ),
+        pytest.param(
+            BASE + "  max_steps: lots\n",
+            "r.yaml:9",
+            ["train.max_steps must be int, not 'lots'"],
+            id="train-type",
+        ),
+        pytest.param(
+            BASE + "  packing: maybe\n",
+            "r.yaml:9",
+            ["train.packing must be bool, not 'maybe'"],
+            id="train-truth-value",
+        ),
+        pytest.param(
+            BASE + "  weight_decay: [1, 2]\n",
+            "r.yaml:9",
+            ["train.weight_decay must be float"],
+            id="train-list-for-a-number",
+        ),
+        pytest.param(
+            BASE + "  max_steps: {a: 1}\n",
+            "r.yaml:9",
+            ["train.max_steps must be int"],
+            id="train-mapping-for-a-number",
+        ),
+        pytest.param(
+            BASE + '  weight_decay: "2e-5"\n',
+            "r.yaml:9",
+            ["train.weight_decay must be float, not '2e-5'"],
+            id="train-quoted-number",
+        ),
+        pytest.param(
+            BASE + "  optim: [a]\n",
+            "r.yaml:9",
+            ["train.optim must be str"],
+            id="train-list-for-text",
+        ),
+        pytest.param(
+            BASE.replace("  name: builtin:tiny", "\tname: builtin:tiny"),
+            "r.yaml:2",
+            ["this is not valid YAML", "check indentation"],
+            id="tab",
+        ),
+        pytest.param(
+            BASE + "  report_to: [a\nlora: {}\n", "r.yaml:10", ["not valid YAML"], id="bracket"
+        ),
+        pytest.param(BASE + "---\n" + BASE, "r.yaml:9", ["not valid YAML"], id="two-documents"),
+        pytest.param(
+            BASE + "  max_steps: 1\n  learning_rate: 3e-5\n",
+            "r.yaml:10",
+            ["train.learning_rate is given twice", "only one of the two"],
+            id="twice",
+        ),
+        pytest.param(BASE + BASE, "r.yaml:9", ["model is given twice"], id="section-twice"),
+        pytest.param("model: &m [*m]\n", "r.yaml:1", ["model"], id="anchor-inside-itself"),
+    ],
+)
+def test_a_mistake_names_file_line_and_the_nearest_name(load, text, where, said):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert caught.value.where == where
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_a_recipe_that_is_not_utf8_is_a_config_error(tmp_path):
+    file = tmp_path / "latin.yaml"
+    file.write_bytes("model: {name: caf\xe9}\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match="UTF-8") as caught:
+        load_recipe(str(file))
+    assert "latin.yaml" in caught.value.where
+
+
+def test_an_unknown_recipe_names_the_nearest():
+    with pytest.raises(RecipeNotFoundError, match="did you mean 'llama_8b_lora_fp8'") as caught:
+        load_recipe("llama_8b_lorra_fp8")
+    assert "python -m finetune ls" in caught.value.fix
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_recipe_like_nothing_gets_no_guess():
+    with pytest.raises(RecipeNotFoundError) as caught:
+        load_recipe("zzzzzzzzzzzz")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "folder/mine", "./mine.yml"])
+def test_a_recipe_file_that_is_not_there_is_shown_in_full(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeNotFoundError, match="there is no recipe file") as caught:
+        load_recipe(name)
+    assert caught.value.where == str((tmp_path / name).resolve())
+
+
+# ------------------------------------------------------------------------- writing and re-reading
+
+TRICKY = [
+    "no",
+    "2e-5",
+    "1e5",
+    "null",
+    "~",
+    "true",
+    "",
+    " ",
+    "09",
+    "nan",
+    "inf",
+    ".inf",
+    "0x1f",
+    "é",
+]
+TEXT = st.sampled_from(TRICKY) | st.text(max_size=12)
+FLOAT = st.floats(allow_nan=False, allow_infinity=False)
+TYPED_TRAIN = st.fixed_dictionaries(
+    {},
+    optional={
+        "run_name": st.none() | TEXT,
+        "save_strategy": TEXT,
+        "learning_rate": FLOAT,
+        "eval_steps": st.none() | FLOAT,
+        "max_steps": st.integers(-(2**63), 2**63),
+        "max_length": st.none() | st.integers(1, 2**40),
+        "packing": st.booleans(),
+        "fsdp": TEXT | st.booleans(),
+    },
+)
+CONFIG = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries(
+            {"name": TEXT},
+            optional={"revision": st.none() | TEXT, "trust_remote_code": st.booleans()},
+        ),
+        "data": st.fixed_dictionaries(
+            {"name": TEXT},
+            optional={
+                "prompts": st.lists(TEXT, max_size=3),
+                "eval_fraction": st.floats(0, 0.99),
+                "max_rows": st.none() | st.integers(1, 10**9),
+            },
+        ),
+        "train": TYPED_TRAIN,
+    }
+)
+FREE_FORM = st.recursive(
+    st.none() | st.booleans() | st.integers() | FLOAT | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def read_back(config: RunConfig) -> RunConfig:
+    data, _ = parse_yaml(dump_yaml(config.model_dump(mode="json")), "r.yaml")
+    again = RunConfig.model_validate(data)
+    return again.model_copy(update={"train": convert_train(again.train)})
+
+
+@given(CONFIG)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_typed_value_survives_writing_and_reading(data):
+    config = RunConfig.model_validate(data)
+    assert read_back(config) == config
+
+
+@given(st.dictionaries(TEXT, FREE_FORM, max_size=4))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_free_form_value_survives_writing_and_reading(values):
+    config = RunConfig.model_validate(
+        {"model": {"name": "m"}, "data": {"name": "d"}, "train": {"fsdp_config": values}}
+    )
+    assert repr(read_back(config).train) == repr(config.train)
+
+
+def test_infinity_survives_writing_and_reading(load):
+    config = load(BASE, "train.max_grad_norm=inf")
+    assert config.train["max_grad_norm"] == float("inf")
+    assert read_back(config) == config

@@ -1,0 +1,92 @@
+"""The fullest moment of each phase, of what it consists, and who holds the most."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.estimator.memory.footprint import PHASES, account
+from finetune.estimator.trace.trace import KINDS, Block, Event, Kind, Tape
+
+F32 = torch.float32
+
+
+def tape_of(
+    steps: list[tuple[int, int, Kind, str]], held: int, marks: tuple[int, int, int]
+) -> Tape:
+    """A tape whose events are (storage, bytes, kind, module); storage 0 is held."""
+    tape = Tape(held={0: held}, blocks={0: Block(held, "load", "", F32, kind="weights")})
+    for storage, nbytes, kind, module in steps:
+        tape.events.append(Event(storage, nbytes, 0))
+        if nbytes > 0:
+            tape.blocks[storage] = Block(nbytes, "forward", module, F32, kind=kind)
+    tape.marks = dict(zip(("step", "backward", "optimizer"), marks, strict=True))
+    return tape
+
+
+STEP: list[tuple[int, int, Kind, str]] = [
+    (1, 20, "optimizer", ""),  # before the step that counts
+    (2, 900, "temporary", "warm-up"),
+    (2, -900, "temporary", "warm-up"),
+    (3, 30, "saved", "layers.0.mlp"),  # forward
+    (4, 40, "logits", ""),
+    (5, 50, "temporary", "layers.0.mlp"),  # backward
+    (4, -40, "logits", ""),
+    (6, 10, "gradients", ""),
+    (3, -30, "saved", "layers.0.mlp"),
+    (5, -50, "temporary", "layers.0.mlp"),
+    (7, 25, "temporary", ""),  # optimizer
+    (7, -25, "temporary", ""),
+]
+
+
+def test_peaks_by_phase() -> None:
+    found = account(tape_of(STEP, 100, (3, 5, 10)))
+    peaks = {name: peak.nbytes for name, peak in found.phases.items()}
+    assert peaks == {"load": 100, "forward": 190, "backward": 240, "optimizer": 155}
+    assert tuple(peaks) == PHASES
+    assert found.highest == "backward"
+    assert found.peak is found.phases["backward"]
+    kinds = {kind: nbytes for kind, nbytes in found.peak.kinds.items() if nbytes}
+    assert kinds == {"weights": 100, "optimizer": 20, "saved": 30, "logits": 40, "temporary": 50}
+    assert set(found.peak.kinds) == set(KINDS)
+    assert (found.peak.owner, found.peak.owned) == ("layers.0.mlp", 80)
+    assert found.phases["optimizer"].owned == 25
+    assert found.phases["load"].owner == ""
+
+
+def test_a_phase_in_which_nothing_is_allocated_holds_what_was_there() -> None:
+    found = account(tape_of(STEP[:1], 100, (1, 1, 1)))
+    assert {peak.nbytes for name, peak in found.phases.items() if name != "load"} == {120}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 8), st.integers(1, 100), st.sampled_from(KINDS)), max_size=24
+    ),
+    st.integers(0, 50),
+    st.data(),
+)
+def test_kinds_add_up_and_the_highest_phase_is_the_peak(program, held, data) -> None:
+    alive: dict[int, int] = {}
+    steps: list[tuple[int, int, Kind, str]] = []
+    most, bytes_now, fresh = held, held, 10
+    for storage, nbytes, kind in program:
+        if storage in alive:
+            number, size = alive[storage] // 1000, alive.pop(storage) % 1000
+            steps.append((number, -size, kind, ""))
+            bytes_now -= size
+        else:
+            fresh += 1
+            alive[storage] = fresh * 1000 + nbytes
+            steps.append((fresh, nbytes, kind, f"layers.{storage}"))
+            bytes_now += nbytes
+        most = max(most, bytes_now)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(steps)), min_size=2, max_size=2)))
+    found = account(tape_of(steps, held, (0, *cuts)))
+    assert found.peak.nbytes == most
+    for peak in found.phases.values():
+        assert sum(peak.kinds.values()) == peak.nbytes
+        assert 0 <= peak.owned <= peak.nbytes

@@ -1,0 +1,311 @@
+"""Advice: every change really frees, sets said to fit do, and a run that fits is let be."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from finetune.config.recipe import load_recipe
+from finetune.config.schema import RunConfig
+from finetune.estimator import trials
+from finetune.estimator.advice import Advice, Advised, one_line
+from finetune.estimator.knobs import DEFAULTS, RANKS, changes
+from finetune.estimator.measure import FirstLayers, Measured, measure
+from finetune.estimator.memory.footprint import Footprint
+from finetune.estimator.place import Place, place_of
+from finetune.estimator.trials import advise
+from tests.conftest import A100, CPU, H100
+
+LAYERS = 2
+BASE = (
+    "model.dtype=bfloat16", "train.max_length=1024", "train.per_device_train_batch_size=4",
+    "train.packing=true", "train.gradient_checkpointing=false", "train.pad_to_multiple_of=16",
+    "train.optim=adamw_torch_fused",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def shape(tmp_path_factory):
+    """A model of two wide layers: 184 million parameters that nobody allocates."""
+    folder = tmp_path_factory.mktemp("wide")
+    values = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048,
+        "intermediate_size": 8192, "num_hidden_layers": LAYERS, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.fixture
+def run(shape):
+    """A function that gives a run of that model: method, then overrides."""
+
+    def make(name: str, *overrides: str) -> RunConfig:
+        model = (f"model.name={shape}", "model.weights=random")
+        return load_recipe(name, (*model, *BASE, *overrides)).config
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch):
+    """Rehearsals asked for, each done once for all tests of this file."""
+    asked: list[RunConfig] = []
+
+    def remembered(config: RunConfig, place: Place) -> FirstLayers:
+        asked.append(config)
+        key = (config.model_dump_json(), place.device.capability)
+        if key not in _DONE:
+            _DONE[key] = _REAL(config, place)
+        return _DONE[key]
+
+    monkeypatch.setattr(trials, "rehearse_first_layers", remembered)
+    return asked
+
+
+_REAL, _DONE = trials.rehearse_first_layers, {}
+
+
+def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
+    """The run as a user would get it: the recipe written down, and the change typed behind it."""
+    from finetune.config.yaml import dump_yaml
+
+    path = tmp_path / "asked.yaml"
+    path.write_text(dump_yaml(config.model_dump(mode="json")))
+    return load_recipe(str(path), [c for c in found.change if "." in c.split("=")[0]]).config
+
+
+def advised(config: RunConfig, place: Place) -> tuple[Measured, Advised]:
+    measured = measure(config, place)
+    return measured, advise(measured, place)
+
+
+# ---------------------------------------------------------------------------------- what is offered
+
+
+def test_the_defaults_are_those_of_the_library():
+    from trl import SFTConfig
+
+    fields = {field.name: field.default for field in dataclasses.fields(SFTConfig)}
+    assert {key: fields[key] for key in DEFAULTS} == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "device", "offered", "not_offered"),
+    [
+        ("tiny_full_bf16", (), H100, {"micro-batch", "checkpointing", "optimizer", "method",
+         "length", "attention", "devices", "allocator"}, {"base", "weights", "optimizer kernel"}),
+        ("tiny_full_bf16", ("train.optim=adamw_torch", "model.dtype=float32"), H100,
+         {"optimizer kernel", "weights"}, {"base"}),
+        ("tiny_full_bf16", ("train.optim=adamw_8bit", "train.per_device_train_batch_size=1",
+         "train.gradient_checkpointing=true", "train.packing=false", "train.max_length=300"), H100,
+         {"method", "devices"},
+         {"optimizer", "micro-batch", "checkpointing", "attention", "length"}),
+        ("tiny_lora_bf16", ("model.attention=flash_attention_2",), H100, {"base"},
+         {"method", "attention"}),
+        ("tiny_lora_bf16", ("model.storage=nf4",), H100, {"micro-batch"}, {"base", "devices"}),
+        ("tiny_full_bf16", (), CPU, {"micro-batch", "method"},
+         {"attention", "allocator", "devices"}),
+    ],
+)  # fmt: skip
+def test_only_what_applies_is_offered(run, name, overrides, device, offered, not_offered):
+    kinds = {change.kind for change in changes(run(name, *overrides), device)}
+    assert offered <= kinds
+    assert not kinds & not_offered
+
+
+def test_a_gpu_without_fp8_holds_a_base_in_fp8_by_storage(run):
+    config = run("tiny_lora_bf16")
+    bases = {d.name: [c.overrides for c in changes(config, d) if c.kind == "base"]
+             for d in (H100, A100)}  # fmt: skip
+    assert "precision.frozen=fp8" in bases[H100.name][0]
+    assert bases[A100.name][0] == ("model.storage=fp8",)
+    for found in bases.values():
+        assert found[1] == ("precision.compute=bf16", "model.storage=nf4")
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(8, [4, 2, 1]), (6, [3, 1]), (1, []), (5, [1])])
+def test_smaller_micro_batches_keep_the_tokens_of_a_step(run, rows, expected):
+    config = run("tiny_full_bf16", f"train.per_device_train_batch_size={rows}",
+                 "train.gradient_accumulation_steps=3")  # fmt: skip
+    found = [c.overrides for c in changes(config, H100) if c.kind == "micro-batch"]
+    pairs = [tuple(int(text.partition("=")[2]) for text in overrides) for overrides in found]
+    assert [pair[0] for pair in pairs] == expected
+    assert all(a * b == rows * 3 for a, b in pairs)
+
+
+# --------------------------------------------------------------------------------- a run that fits
+
+
+def test_a_run_that_fits_and_is_fast_asks_nothing(run, seen):
+    config = run("tiny_full_bf16", "model.attention=flash_attention_2",
+                 "train.per_device_train_batch_size=1", "precision.compile=on")  # fmt: skip
+    place = place_of("H100")
+    measured, found = advised(config, place)
+    assert measured.footprint.fit(place.memory_bytes) == found.fit == "fits"
+    assert found.each == found.faster == ()
+    assert found.together is None
+    assert seen == []
+
+
+def test_without_speeds_there_is_no_advice_on_speed(run, seen):
+    _, found = advised(run("tiny_full_bf16"), place_of(memory_gib=40))
+    assert found.fit == "fits"
+    assert found.faster == ()
+    assert seen == []
+
+
+def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
+    config, place = run("tiny_full_bf16", "train.max_length=4096"), place_of("H100")
+    measured, found = advised(config, place)
+    best = found.faster[0]
+    assert best.change == ("model.attention=flash_attention_2",)
+    other = measure(typed_again(config, best, tmp_path), place)
+    gain = other.pace.tokens_per_s / measured.pace.tokens_per_s
+    assert gain == pytest.approx(1 / (1 + best.slower))
+    assert gain > 1.1
+    assert len(found.faster) <= 2
+
+
+# ------------------------------------------------------------------------- a run that does not fit
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "memory"),
+    [
+        ("tiny_full_bf16", (), 3.0),
+        ("tiny_lora_bf16", (), 2.0),
+    ],
+)
+def test_what_is_advised_frees_what_it_says(run, tmp_path, name, overrides, memory):
+    config, place = run(name, *overrides), place_of("4090", memory_gib=memory)
+    measured, found = advised(config, place)
+    assert found.fit != "fits"
+    assert len(found.each) >= 3
+    for one in found.each[:3]:
+        if any("expandable" in word for word in one.change):
+            continue
+        other = measure(typed_again(config, one, tmp_path), place)
+        assert one.frees == measured.footprint.allocated - other.footprint.allocated > 0
+        assert one.fit == other.footprint.fit(place.memory_bytes)
+        assert one.slower == pytest.approx(
+            measured.pace.tokens_per_s / other.pace.tokens_per_s - 1, abs=1e-9
+        )
+
+
+def test_the_order_is_rank_and_then_cost_in_speed(run):
+    _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=3))
+    order = [(RANKS.index(one.rank), round(one.slower, 3)) for one in found.each]
+    assert order == sorted(order)
+    assert len({one.change for one in found.each}) == len(found.each)
+
+
+@pytest.mark.parametrize("memory", [2.2, 3.0, 4.0])
+def test_what_is_said_to_fit_together_fits(run, tmp_path, memory):
+    config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=memory)
+    measured, found = advised(config, place)
+    assert found.fit != "fits"
+    assert found.together is not None
+    other = measure(typed_again(config, found.together, tmp_path), place).footprint
+    if any("expandable" in word for word in found.together.change):
+        other = other.in_expandable_segments()
+    assert found.together.fit == other.fit(place.memory_bytes) == "fits"
+    assert found.together.frees == measured.footprint.allocated - other.allocated
+
+
+def test_with_more_memory_less_is_changed(run):
+    config = run("tiny_full_bf16")
+    ranks = []
+    for memory in (2.2, 3.0, 4.0):
+        _, found = advised(config, place_of("4090", memory_gib=memory))
+        ranks.append(RANKS.index(found.together.rank))
+    assert ranks == sorted(ranks, reverse=True)
+    assert ranks[-1] == RANKS.index("same")
+    assert ranks[0] == RANKS.index("adapters")
+
+
+def test_advice_is_the_same_twice(run):
+    config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=3)
+    assert advised(config, place)[1] == advised(config, place)[1]
+
+
+def test_where_nothing_helps_it_says_so(run):
+    _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=0.9))
+    assert found.together is None
+    assert one_line(found).startswith("nothing of this alone is enough: ")
+    shown = _shown(found)
+    assert "no set of these changes makes it fit" in shown
+
+
+def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
+    """Sharding, pretended: what is held divided by the number of GPUs."""
+    real = FirstLayers.at
+
+    def shared(self, place):
+        found = real(self, place)
+        if place.count == 1 or not self.config.train.get("fsdp"):
+            return found
+        held = found.footprint
+        phases = {
+            p: {k: v // place.count for k, v in kinds.items()} for p, kinds in held.phases.items()
+        }
+        less = dataclasses.replace(held, phases=phases, fragments=0)
+        return dataclasses.replace(found, footprint=less)
+
+    monkeypatch.setattr(FirstLayers, "at", shared)
+    config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=2.2)
+    found = advise(measure(config, place), place)
+    many = [one for one in found.each if one.rank == "devices"]
+    assert found.each[-len(many) :] == tuple(many)
+    assert {one.change[0] for one in many} == {"--gpus 2", "--gpus 4", "--gpus 8"}
+    assert all("train.fsdp=true" in one.change for one in many)
+    sharded = [config for config in seen if config.train.get("fsdp")]
+    assert len(sharded) == 1
+    assert "'train.fsdp_config={version: 2, reshard_after_forward: true}'" in one_line(many)
+
+
+# -------------------------------------------------------------------------------------------- words
+
+
+def _shown(found: Advised) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(found)
+    return console.export_text()
+
+
+def test_advice_in_words_and_as_data(run):
+    _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=3))
+    shown = _shown(found)
+    unfolded = "".join(shown.split())
+    for one in found.each:
+        for word in one.change:
+            assert "".join(word.split()) in unfolded  # long ones are folded
+    assert "fits with" in shown
+    facts = json.loads(json.dumps(found.facts()))
+    assert facts["together"]["fit"] == "fits"
+    assert [fact["change"] for fact in facts["each"]] == [list(one.change) for one in found.each]
+
+
+def test_one_line_names_what_fits_first():
+    fits = Advice(("train.optim=adamw_8bit",), 3 * 2**30, 0.02, "fits", "why", "otherwise")
+    not_enough = Advice(("train.gradient_checkpointing=true",), 2**28, 0.3, "tight", "why")
+    together = Advice(("a=1", "b=2"), 5 * 2**30, None, "fits", "both")
+    assert one_line([not_enough, fits]) == (
+        "train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, trains otherwise)"
+    )
+    assert one_line([not_enough]).startswith("nothing of this alone is enough: train.grad")
+    assert one_line(Advised("tight", (not_enough,), together)) == "a=1 b=2 (frees 5.0 GiB)"
+    assert "smaller model" in one_line([])
+
+
+def test_expandable_segments_replace_fragments_only():
+    held = Footprint({"forward": {"weights": 100}}, workspaces=10, fragments=40, expandable=115)
+    better = held.in_expandable_segments()
+    assert (better.allocated, better.reserved) == (110, 115)
+    assert dataclasses.replace(held, expandable=None).in_expandable_segments().reserved == 150

@@ -1,0 +1,109 @@
+"""Calibration: what a machine was measured to do, kept and taken up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from finetune.errors import ConfigError
+from finetune.estimator.speed.calibration import (
+    Calibration,
+    calibrated_efficiency,
+    calibrated_gpu,
+    calibrated_host,
+    calibration_path,
+    load_calibration,
+    save_calibration,
+)
+from finetune.estimator.speed.efficiency import efficiency_of, host
+from finetune.estimator.speed.kernels import Product
+from finetune.estimator.speed.roofline import product_seconds, shape_share, step_time
+from finetune.hardware.device import this_device
+from finetune.hardware.gpus import find_gpu, named_gpu
+from tests.benchmarks.score.setting import Setting, Shape
+from tests.benchmarks.score.workload import write_step
+
+H100 = Calibration(
+    device="NVIDIA H100 80GB HBM3",
+    torch="2.13.0",
+    units=132,
+    memory_gib=79.2,
+    tflops={"bf16": 600, "fp32": 50, "fp8": 1000, "fp8_rowwise": 800},
+    gb_s=2500,
+    launch_us=9,
+)
+SHAPE = Shape(2, 1024, 8, 8, 2048, 4000)
+
+
+def test_a_calibration_is_kept_where_caches_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_calibration(H100.device) is None
+    path = save_calibration(H100)
+    assert path == tmp_path / "fp8-finetune/calibration/nvidia-h100-80gb-hbm3.json"
+    assert load_calibration(H100.device) == H100
+    assert load_calibration("NVIDIA L4") is None
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert calibration_path("x").is_relative_to(tmp_path / "home/.cache")
+
+
+def test_a_file_that_is_no_calibration_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = save_calibration(H100)
+    path.write_text(json.dumps({"device": "x"}))
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        load_calibration(H100.device)
+    assert str(path) in str(caught.value)
+
+
+def test_shares_give_back_what_was_measured():
+    gpu = named_gpu("H100")
+    shares = calibrated_efficiency(H100, gpu)
+    product = Product(1, 4096, 4096, 8192, "bf16")
+    endless = product.flops / (600e12 * shape_share(product, gpu.sms, shares.shared.pipeline_k))
+    assert product_seconds(product, gpu, shares) == pytest.approx(endless)
+    assert shares.shared.rowwise == pytest.approx(0.8)
+    assert shares.shared.bandwidth == pytest.approx(2500 / gpu.gb_s)
+    assert "measured" in shares.origin
+    assert calibrated_host(H100, host("eager"), gpu).forward == 2 * host("eager").forward
+
+
+def test_a_slow_layer_slows_all_within_bounds():
+    gpu = named_gpu("H100")
+    step = write_step(SHAPE, Setting(4, 1024)).micro
+    plain = step_time(step, gpu, efficiency=calibrated_efficiency(H100, gpu)).seconds
+    slower = calibrated_efficiency(H100.model_copy(update={"layer": 1.5}), gpu)
+    assert step_time(step, gpu, efficiency=slower).seconds == pytest.approx(1.5 * plain, rel=0.1)
+    wild = calibrated_efficiency(H100.model_copy(update={"layer": 50.0}), gpu)
+    assert wild.gemm["bf16"] == pytest.approx(calibrated_efficiency(H100, gpu).gemm["bf16"] / 2)
+
+
+def test_a_precision_that_was_not_measured_keeps_the_tables_share():
+    gpu = named_gpu("H100")
+    only = H100.model_copy(update={"tflops": {"bf16": 600.0}})
+    shares = calibrated_efficiency(only, gpu)
+    assert shares.gemm["fp8"] == efficiency_of(gpu).gemm["fp8"]
+    assert shares.shared.rowwise == efficiency_of(gpu).shared.rowwise
+
+
+def test_this_cpu_is_measured_and_predicted(monkeypatch, tmp_path):
+    """Short measurements; the layer that was measured is predicted within its own factor."""
+    from finetune.estimator.speed.calibrate import calibrate
+
+    device = this_device()
+    found = calibrate(device, seconds=0.02)
+    gpu = find_gpu(device)
+    assert found.seconds < 60
+    assert found.device == device.name
+    assert {"bf16", "fp32"} <= set(found.tflops)
+    assert 0.2 < found.layer < 5  # a busy machine is uneven
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_calibration(found)
+    kept = load_calibration(device.name)
+    assert kept == found
+    line, shares = calibrated_gpu(found, gpu), calibrated_efficiency(found, gpu)
+    step = write_step(Shape(2, 256, 4, 4, 512, 1000), Setting(1, 64)).micro
+    pace = calibrated_host(found, host("eager"), gpu)
+    time = step_time(step, line, efficiency=shares, launched_by=pace)
+    assert 0 < time.seconds < 60

@@ -1,0 +1,385 @@
+"""Estimates: what they say, that they add up, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+import finetune
+from finetune.config.recipe import load_recipe
+from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.errors import (
+    ConfigError,
+    FinetuneError,
+    ModelNotFoundError,
+    PrecisionError,
+    RehearsalError,
+)
+from finetune.estimator.estimate import Estimate, describe, duration, estimate, size
+from finetune.estimator.measure import are_alike, changed, measure, measure_fast
+from finetune.estimator.memory.footprint import Footprint, footprint
+from finetune.estimator.place import place_of, resolve_there
+from finetune.estimator.trace.rehearsal import rehearse
+from finetune.hardware.device import GIB
+from finetune.hardware.gpus import named_gpu
+from finetune.training.memory_meter import Batch
+
+H100 = place_of("H100")
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory) -> str:
+    """A folder with the shape of a Llama of six layers."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("shape")
+    LlamaConfig(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def config(shape) -> RunConfig:
+    """FP8 under LoRA on that shape."""
+    recipe = load_recipe(
+        "llama_8b_lora_fp8",
+        [
+            f"model.name={shape}",
+            "model.weights=random",
+            "train.max_length=256",
+            "train.packing=false",
+        ],
+    )
+    return recipe.config
+
+
+@pytest.fixture(scope="module")
+def result(config) -> Estimate:
+    """Its estimate on an H100."""
+    return estimate(config, gpu="H100", tokens=10**6, price=3.0)
+
+
+def text_of(result: Estimate) -> str:
+    console = Console(width=200, no_color=True)
+    with console.capture() as shown:
+        console.print(describe(result))
+    return shown.get()
+
+
+# ---------------------------------------------------------------------------------- what it says
+
+
+def test_the_figures_are_each_larger_than_the_one_before(result):
+    held = result.measured.footprint
+    assert 0 < held.tensors < held.allocated <= held.reserved < held.shown
+    assert held.shown + held.margin <= H100.memory_bytes
+    assert result.fit == "fits"
+
+
+def test_kinds_add_up_to_the_peak_of_every_phase(config):
+    rehearsal = rehearse(config, H100.device, resolve_there(config.precision, H100))
+    held = footprint(rehearsal.tape, H100.device)
+    assert list(held.phases) == ["load", "forward", "backward", "optimizer"]
+    whole = rehearsal.tape.marks["step"]
+    assert held.tensors == rehearsal.tape.peak(whole)[0]
+    assert held.kinds["weights"] == rehearsal.tape.held_bytes == sum(held.phases["load"].values())
+
+
+def test_the_time_of_a_step_is_the_sum_of_its_parts(result):
+    pace = result.measured.pace
+    assert sum(pace.classes.values()) == pytest.approx(pace.seconds)
+    assert sum(pace.share(part) for part in pace.classes) == pytest.approx(1)
+    assert 0 < pace.mfu < 1
+    assert result.run_seconds == pytest.approx(10**6 / result.tokens_per_s)
+    assert result.cost == pytest.approx(result.run_seconds / 3600 * 3.0)
+
+
+def test_micro_batches_take_their_time_each_and_gradients_stay(config):
+    alone = measure(changed(config, train={"gradient_accumulation_steps": 1}), H100)
+    four = measure(config, H100)
+    assert four.pace.tokens == 4 * alone.pace.tokens
+    assert four.pace.seconds == pytest.approx(4 * alone.pace.seconds, rel=0.1)
+    assert four.footprint.phases["forward"]["gradients"] > 0
+    assert alone.footprint.phases["forward"]["gradients"] == 0
+
+
+def test_the_first_layers_say_what_all_of_them_take(config):
+    whole, fast = measure(config, H100), measure_fast(config, H100)
+    assert fast.footprint.tensors == pytest.approx(whole.footprint.tensors, rel=1e-3)
+    assert fast.pace.seconds == pytest.approx(whole.pace.seconds, rel=1e-2)
+    assert (fast.parameters, fast.trainable) == (whole.parameters, whole.trainable)
+
+
+def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
+    assert result.twin.label == "BF16, compiled"
+    assert result.measured.compiled
+    assert result.twin.measured.compiled, "what compiling gains is not FP8's merit"
+    back = estimate(
+        changed(result.twin.measured.config, train={}), gpu="H100"
+    )  # what was FP8 is the twin's twin
+    assert back.twin.label == "FP8"
+    assert back.measured.footprint.allocated == result.twin.measured.footprint.allocated
+    # A frozen base in one byte a number against two.
+    assert result.measured.footprint.kinds["weights"] < back.measured.footprint.kinds["weights"]
+    assert result.twin.why
+
+
+def test_alternatives_are_possible_or_say_why_not(config):
+    result = estimate(config, gpu="H100", alternatives=True)
+    found = {other.label: other for other in result.others}
+    assert text_of(result).count("precision.compute=bf16") == 3, (
+        "the twin, the same as shipped, QLoRA"
+    )
+    assert {"BF16", "FP8 torchao rowwise", "FP8 Transformer Engine delayed", "QLoRA"} <= set(found)
+    assert all(other.measured or other.why for other in found.values())
+    nf4, frozen = (
+        found[k].measured.footprint.kinds["weights"] for k in ("QLoRA", "FP8 frozen base")
+    )
+    assert nf4 < frozen < found["BF16"].measured.footprint.kinds["weights"]
+    old = estimate(
+        changed(config, precision=dict.fromkeys(PrecisionConfig.model_fields)), gpu="A100-80GB",
+        alternatives=True,
+    )  # fmt: skip
+    refused = [other for other in old.others if other.measured is None]
+    assert "FP8 needs 8.9" in refused[0].why[0]
+
+
+def test_json_says_the_same_as_the_words(result):
+    facts = json.loads(result.to_json())
+    held = result.measured.footprint
+    assert facts["memory"]["allocated"] == held.allocated
+    assert facts["fit"] == "fits"
+    words = text_of(result)
+    assert size(held.allocated) in words
+    assert duration(result.measured.pace.seconds) in words
+    assert "FP8" in words
+    assert all(note in words for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("lora", {"target_modules": r".*layers\.[0-3]\..*q_proj"}),
+        ("lora", {"target_modules": r".*layers\.[45]\..*q_proj"}),
+        ("lora", {"target_modules": ("layers.0.self_attn.q_proj", "v_proj")}),
+        ("precision", {"keep": ("*.layers.[0-2].*",)}),
+        ("precision", {"first_n": 3}),
+    ],
+)
+def test_layers_named_by_number_are_rehearsed_whole(config, section, values):
+    asked = changed(config, **{section: values})
+    whole, fast = measure(asked, H100), measure_fast(asked, H100)
+    assert fast.trainable == whole.trainable
+    assert fast.footprint == whole.footprint
+
+
+def test_layers_that_differ_in_turn_are_not_alike():
+    from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+
+    assert are_alike(LlamaConfig(num_hidden_layers=9))
+    assert are_alike(MixtralConfig(num_hidden_layers=9))
+    assert are_alike(Qwen3MoeConfig(num_hidden_layers=9))
+    assert not are_alike(Qwen3MoeConfig(num_hidden_layers=9, decoder_sparse_step=3))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each"), [("paged_adamw_32bit", 8), ("paged_ademamix_32bit", 12)]
+)
+def test_paged_states_are_not_memory_of_the_device(config, optimizer, bytes_each):
+    pytest.importorskip("bitsandbytes")
+    precision = {"frozen": None, "saved_input": None}
+    asked = changed(config, lora=None, precision=precision, train={"optim": optimizer})
+    held = measure(asked, H100).footprint.phases["forward"]
+    attention, norms = 6 * 2 * (256 * 256 + 256 * 128), 13 * 256  # too small to be paged
+    assert held["optimizer"] == bytes_each * (attention + norms)
+
+
+def test_an_estimate_leaves_no_trace(config):
+    from accelerate.state import AcceleratorState
+    from torch.nn import functional as F
+
+    torch.manual_seed(1)
+    random.seed(1)
+    before = torch.get_rng_state(), random.getstate(), dict(AcceleratorState._shared_state)
+    attention, power = F.scaled_dot_product_attention, torch.pow
+    estimate(config, gpu="H100", twin=False)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert before[2] == AcceleratorState._shared_state
+    assert (attention, power) == (F.scaled_dot_product_attention, torch.pow)
+    assert "pow" not in vars(torch.Tensor)
+
+
+def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(config, monkeypatch):
+    """As torchrun has it: no group is made or joined, and arguments keep their state."""
+    import os
+
+    from accelerate import PartialState
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir="unused", use_cpu=True)
+    before = dict(PartialState._shared_state)
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}
+    for key, value in launched.items():
+        monkeypatch.setenv(key, value)
+    args.distributed_state.process_index = 1  # pyright: ignore[reportOptionalMemberAccess]
+    result = estimate(config, gpu="H100", twin=False)
+    assert result.measured.footprint.allocated > 0
+    assert not torch.distributed.is_initialized()
+    assert PartialState._shared_state == before | {"process_index": 1}
+    assert args.process_index == 1
+    assert {key: os.environ[key] for key in launched} == launched
+
+
+def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(config, make_llama):
+    from transformers import Trainer, TrainingArguments
+
+    from tests.conftest import batch
+
+    rows = [{"input_ids": x, "labels": x} for x in batch(4)["input_ids"].tolist()]
+    alone = estimate(config, gpu="H100", twin=False).facts()
+    finetune.setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True)
+    args = TrainingArguments(
+        output_dir="unused", max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=True,
+        report_to="none", disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)  # pyright: ignore
+    assert estimate(config, gpu="H100", twin=False).facts() == alone
+    trainer.train()
+    assert finetune.get_receipt().status == "proven"
+    assert estimate(config, gpu="H100", twin=False).facts() == alone
+    trainer.train()
+    assert finetune.get_receipt().status == "proven"
+
+
+def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from finetune.estimator.gate import check_room, predicted
+    from finetune.hardware.device import this_device
+
+    def reads_values(mlp, x):
+        return x * x.detach().float().numpy().mean()
+
+    monkeypatch.setattr(LlamaMLP, "forward", reads_values)
+    bf16 = changed(config, precision={"compute": "bf16", "frozen": None, "saved_input": None})
+    with pytest.raises(RehearsalError, match="cannot be rehearsed"):
+        estimate(bf16, gpu="H100", twin=False)
+    no_room = replace(this_device(), kind="cpu", memory_gib=0.0)
+    monkeypatch.setattr("finetune.estimator.gate.available_gib", lambda _: 0.0)
+    check_room(bf16, no_room)
+    told = predicted(bf16, this_device(), Batch(2, 64, False))
+    assert told["predicted"].startswith("not predicted: ")
+
+
+def test_settings_of_data_are_not_asked_of_made_up_rows(config):
+    plain = measure(config, H100).footprint
+    masked = changed(config, train={"assistant_only_loss": True})
+    assert measure(masked, H100).footprint == plain
+    with pytest.raises(RehearsalError, match="padding_free"):
+        measure(changed(config, train={"padding_free": True}), H100)
+
+
+def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
+    from finetune.estimator import gate
+    from finetune.hardware.device import this_device
+
+    monkeypatch.setattr(gate, "_asked", lambda asked, *_, **__: measure(asked, H100))
+    for strategy, shape in (("bfd", (1, 512, False)), ("wrapped", (4, 128, False))):
+        train = {"packing": True, "packing_strategy": strategy, "per_device_train_batch_size": 4}
+        told = gate.predicted(changed(config, train=train), this_device(), Batch(*shape))
+        assert "a batch of 4 x 128 tokens" in told["predicted"]
+
+
+def test_the_same_question_has_the_same_answer(config):
+    first, again = (estimate(config, gpu="L40S").facts() for _ in range(2))
+    assert first == again
+
+
+# ----------------------------------------------------------------------------- what decides the fit
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "fit"), [(8.0, "does not fit"), (10.6, "tight"), (11.5, "fits")]
+)
+def test_fit_is_decided_by_what_cannot_be_given_back(memory_gib, fit):
+    held = Footprint({"backward": {"weights": 10 * GIB}}, fragments=GIB // 4, outside=GIB // 2)
+    assert held.fit(int(memory_gib * GIB)) == fit
+
+
+def test_memory_alone_is_enough_for_a_verdict(config):
+    small = estimate(config, memory_gib=0.1, twin=False, advice=False)
+    assert small.fit == "does not fit"
+    assert small.measured.pace is None
+    assert any("only the memory of this GPU is known" in note for note in small.notes)
+    assert estimate(config, memory_gib=8, twin=False).fit == "fits"
+
+
+def test_memory_overrides_the_table(config):
+    assert place_of("H100", memory_gib=10).memory_bytes == 10 * GIB
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"per_device_train_batch_size": 0}, "train.per_device_train_batch_size is 0"),
+        ({"gradient_accumulation_steps": 0}, "train.gradient_accumulation_steps is 0"),
+        ({"max_length": 8192}, "longer than"),
+    ],
+)
+def test_numbers_that_no_batch_has_are_refused(config, train, words):
+    with pytest.raises(ConfigError, match=words):
+        estimate(changed(config, train=train), gpu="H100")
+
+
+def test_rows_without_end_are_refused(config):
+    endless = config.model_copy(update={"train": {**config.train, "max_length": None}})
+    with pytest.raises(ConfigError, match="no greatest length"):
+        estimate(endless, gpu="H100")
+
+
+def test_what_is_not_there_is_refused(config, tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'H100'"):
+        estimate(config, gpu="H1000")
+    with pytest.raises(ModelNotFoundError, match="no model in"):
+        estimate(changed(config, model={"name": str(tmp_path / "nowhere")}), gpu="H100")
+    with pytest.raises(ConfigError, match="peft can put no such adapters"):
+        estimate(changed(config, lora={"target_modules": ["nowhere"]}), gpu="H100")
+    with pytest.raises(PrecisionError, match="cannot be had on NVIDIA A100"):
+        estimate(config, gpu="A100-80GB")
+    for wrong in ({"gpus": 0}, {"memory_gib": 0}, {"memory_gib": -1}, {"tokens": 0}, {"price": -1}):
+        with pytest.raises(ConfigError):
+            estimate(config, **{"gpu": "H100", **wrong})
+
+
+def test_transformer_engine_need_not_be_installed_to_be_estimated():
+    asked = PrecisionConfig(compute="fp8", backend="te", scaling="delayed")
+    there = resolve_there(asked, H100)
+    assert (there.precision.backend, "taken to be installed" in there.reason) == ("te", True)
+    with pytest.raises(FinetuneError):
+        resolve_there(asked, place_of("A100-80GB"))
+    # MXFP8 needs Blackwell, with whatever engine.
+    blocks = PrecisionConfig(compute="fp8", backend="te", scaling="mxfp8")
+    with pytest.raises(FinetuneError):
+        resolve_there(blocks, H100)
+    assert resolve_there(blocks, place_of("B200")).precision.backend == "te"
+
+
+def test_it_is_a_public_name(config):
+    assert finetune.estimate is estimate
+    assert finetune.estimate(config, gpu=named_gpu("H200"), twin=False).place.gpu.name == "H200"

@@ -1,0 +1,270 @@
+"""A rehearsal on tensors without memory takes the memory that the run takes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from finetune import load_recipe
+from finetune.config.recipe import list_recipes
+from finetune.config.schema import RunConfig
+from finetune.errors import RehearsalError
+from finetune.estimator.memory.footprint import Account, account
+from finetune.estimator.memory_bound import bound
+from finetune.estimator.trace import rehearsal
+from finetune.estimator.trace.optimizer_updates import SteadyScale
+from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
+from finetune.hardware.device import Resolution, engine_verdict
+from finetune.precision import weights
+from finetune.precision.planner import plan
+from finetune.training.model import first_layers, load_shape, sketch
+from tests.benchmarks import predicted_memory
+from tests.conftest import CPU, H100
+from tests.estimator.test_tape import patched
+
+GIB = 2**30
+CASES = {case.name: case for case in predicted_memory.CASES}
+SMALLEST = (
+    "tiny full fp16, accumulation 4",
+    "tiny full bf16, adafactor",
+    "small full delayed, checkpointing",
+    "tiny LoRA 8, frozen FP8",
+    "tiny DoRA bf16",
+    "tiny QLoRA nf4",
+    "BDH tiny full tensorwise",
+)
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_predicted_is_what_a_real_run_holds(name, tmp_path) -> None:
+    row = predicted_memory.run(CASES[name], tmp_path)
+    assert row.what == "peak of live tensors in step 3"
+    assert abs(row.error) < 0.01
+
+
+def test_the_benchmark_has_twenty_runs_and_a_table() -> None:
+    assert len(CASES) == len(predicted_memory.CASES) == 20
+    row = predicted_memory.Row("a run", 1_400_000, 0.0303, 0.03, "step 3", 1.0)
+    text = predicted_memory.table([row, row._replace(name="another", predicted=0.03)])
+    assert "| a run | 1.4M | 31.03 | 30.72 | +1.00% |" in text
+    assert text.endswith("within 2 %: 2 of 2; worst 1.00%")
+
+
+# ------------------------------------------------------------------------------------- for a GPU
+
+
+def there(config: RunConfig, backend: str = "") -> Resolution:
+    """The precision on an H100, by a backend that need not be installed."""
+    precision = config.precision
+    if precision.compute == "fp8":
+        precision = precision.model_copy(update={"backend": backend})
+    return Resolution(precision, config.precision, "for a test")
+
+
+def on_h100(config: RunConfig, backend: str = "torchao", layers: int = 2) -> Rehearsal:
+    return rehearse(config, H100, there(config, backend), layers=layers)
+
+
+def engine(name: str) -> str:
+    """What would run its FP8 there; nothing for a BF16 recipe."""
+    precision = load_recipe(name).config.precision
+    has = [e for e in ("torchao", "te") if engine_verdict(e, precision)]
+    return has[0] if precision.compute == "fp8" else ""
+
+
+ENGINES = [(name, engine(name)) for name in list_recipes()]
+ENGINES += [(name, "te") for name in ("gpt2_350m_full_fp8", "llama_8b_lora_fp8")]
+
+
+@pytest.mark.parametrize(("name", "backend"), ENGINES)
+def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
+    """And holds weights, gradients and states at least."""
+    config = load_recipe(name).config
+    found = on_h100(config, backend)
+    model = sketch(config, layers=2)
+    the_plan = plan(model, there(config, backend).precision)
+    least = bound(model, the_plan, config.train, storage=config.model.storage)
+    peaks = account(found.tape)
+    assert peaks.peak.nbytes >= least.total * GIB
+    kinds = peaks.phases["optimizer"].kinds
+    assert kinds["weights"] >= least.weights * GIB * 0.999
+    assert kinds["gradients"] == round(least.gradients * GIB)
+    assert kinds["optimizer"] >= least.optimizer * GIB * 0.999
+    assert kinds["optimizer"] <= least.optimizer * GIB * 1.001 + 2**20
+    assert (found.parameters, found.trainable) == (least.parameters, least.trainable)
+    train = config.train
+    assert found.tokens == train["per_device_train_batch_size"] * train["max_length"]
+    assert {layer.name for layer in found.plan.layers} == {layer.name for layer in the_plan.layers}
+    products = {"aten.mm.default", "aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
+    names = {op.name for op in found.tape.ops}
+    assert names & products
+    if backend and found.plan.fp8_layers:
+        assert names & {"aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
+
+
+def phases(config: RunConfig, layers: int, backend: str = "torchao") -> dict[str, int]:
+    found: Account = account(on_h100(config, backend, layers).tape)
+    return {name: peak.nbytes for name, peak in found.phases.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("llama_8b_full_bf16", ""), ("llama_8b_full_fp8", "torchao"), ("llama_8b_full_fp8", "te"),
+        ("llama_8b_lora_fp8", "torchao"), ("llama_8b_qlora_bf16", ""), ("gpt2_350m_full_bf16", ""),
+    ],
+)  # fmt: skip
+def test_two_and_four_layers_tell_of_eight(name, backend) -> None:
+    config = load_recipe(name).config
+    two, four, eight = (phases(config, n, backend) for n in (2, 4, 8))
+    for phase, nbytes in eight.items():
+        told = two[phase] + 3 * (four[phase] - two[phase])
+        assert told == pytest.approx(nbytes, rel=1e-3), phase
+
+
+@pytest.mark.parametrize("name", ["llama_1b_full_fp8", "llama_1b_lora_bf16"])
+def test_more_rows_and_longer_ones_hold_more(name) -> None:
+    def peaks(rows: int, length: int) -> list[int]:
+        changes = [f"train.per_device_train_batch_size={rows}", f"train.max_length={length}"]
+        return list(phases(load_recipe(name, changes).config, 2).values())
+
+    small = peaks(1, 256)
+    for larger in (peaks(2, 256), peaks(1, 512)):
+        assert all(a <= b for a, b in zip(small, larger, strict=True))
+        assert sum(larger) > sum(small)
+        most = peaks(2, 512)
+        assert all(a <= b for a, b in zip(larger, most, strict=True))
+
+
+def test_checkpointing_and_accumulation_act() -> None:
+    def peaks(*changes: str) -> dict[str, int]:
+        return phases(load_recipe("llama_1b_full_bf16", changes).config, 4)
+
+    off = peaks("train.gradient_checkpointing=false", "train.gradient_accumulation_steps=1")
+    on = peaks("train.gradient_checkpointing=true", "train.gradient_accumulation_steps=1")
+    assert on["forward"] < 0.75 * off["forward"]
+    several = peaks("train.gradient_checkpointing=true", "train.gradient_accumulation_steps=4")
+    model = sketch(load_recipe("llama_1b_full_bf16").config, layers=4)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    waiting = several["forward"] - on["forward"] - gradients
+    assert 0 < waiting < 2**20  # three more batches of ids
+
+
+def test_an_uncompiled_optimizer_of_torchao_is_named_for_a_gpu() -> None:
+    config = load_recipe("tiny_full_bf16", ["train.optim=adamw_torch_8bit"]).config
+    assert "torchao compiles its optimizer" in on_h100(config).notes[0]
+    assert rehearse(config, CPU, there(config), layers=2).notes == []
+
+
+def test_a_loss_scale_is_launched_as_the_real_one() -> None:
+    """One multiplication of the loss, and one pass over the gradients."""
+    config = load_recipe("tiny_full_bf16", ["precision.compute=fp16"]).config
+    found = on_h100(config)
+    unscaled = [op for op in found.tape.ops if "non_finite_check_and_unscale" in op.name]
+    assert len(unscaled) == 1
+    assert sum(o.nbytes for o in unscaled[0].inputs) == 4 * found.trainable + 8
+    halves = {o.dtype for op in found.tape.ops for o in op.outputs}
+    assert torch.float16 in halves
+    assert torch.bfloat16 not in halves
+
+    class Real(torch.amp.GradScaler):
+        pass
+
+    weight = nn.Parameter(torch.ones(3))
+    gradients = []
+    for scaler in (SteadyScale(), Real("cpu", init_scale=SteadyScale().get_scale())):
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        any_scaler: Any = scaler
+        any_scaler.scale((weight * 3).sum()).backward()
+        any_scaler.step(optimizer)
+        any_scaler.update()
+        gradients.append(weight.grad)
+        optimizer.zero_grad()
+    assert torch.equal(*gradients)
+    assert gradients[0].tolist() == [3, 3, 3]
+
+
+# ------------------------------------------------------------------------------- leaving no trace
+
+
+def test_the_same_rehearsal_twice_is_the_same_tape() -> None:
+    config = load_recipe("tiny_lora_fp8").config
+    first, second = on_h100(config), on_h100(config)
+    assert first.tape.ops == second.tape.ops
+    assert first.tape.events == second.tape.events
+    assert account(first.tape) == account(second.tape)
+
+
+def test_a_rehearsal_leaves_nothing_behind() -> None:
+    """No hook, no model: the tenth is as fast as the first, and as small."""
+    config = load_recipe("tiny_full_bf16").config
+
+    def left() -> tuple[int, int]:
+        gc.collect()
+        fakes = sum(type(x) is FakeTensor for x in gc.get_objects())
+        return len(module_hooks._global_forward_hooks), fakes
+
+    on_h100(config)
+    before = left()
+    on_h100(config)
+    assert left() == before
+
+
+@pytest.mark.parametrize("where", ["plan", "_trainer", "Recorder"])
+def test_nothing_is_left_when_a_rehearsal_fails(where, monkeypatch) -> None:
+    before = patched()
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rehearsal, where, fails)
+    with pytest.raises((RehearsalError, ZeroDivisionError)):
+        on_h100(load_recipe("tiny_full_bf16", ["train.optim=adamw_torch_8bit"]).config)
+    assert all(a is b for a, b in zip(before, patched(), strict=True))
+    assert _get_current_dispatch_mode() is None
+    assert type(torch.ones(1)) is not FakeTensor
+    assert weights.SLAB
+    assert torch.compiler.set_stance("default") is not None
+
+
+# ------------------------------------------------------------------------------------- fewer layers
+
+
+def test_a_sketch_of_the_first_layers() -> None:
+    config = load_recipe("llama_8b_lora_bf16").config
+    two, all_of_it = sketch(config, layers=2), sketch(config)
+    names = {name for name, _ in two.named_parameters()}
+    assert names == {
+        name
+        for name, _ in all_of_it.named_parameters()
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < 2
+    }
+    assert two.config.num_hidden_layers == 2
+    assert sketch(config, layers=99).config.num_hidden_layers == 32
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen2", "gpt2", "smollm3", "gpt_oss", "mixtral"])
+def test_lists_with_an_entry_for_each_layer_are_cut_too(kind) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = AutoConfig.for_model(kind)
+    types = list(getattr(shape, "layer_types", None) or [])
+    first_layers(shape, 2)
+    assert list(getattr(shape, "layer_types", None) or []) == types[:2]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    assert max(map(len, lists)) == 2
+
+
+def test_levels_of_a_bdh_are_cut() -> None:
+    shape = load_shape(load_recipe("bdh_tiny_full_bf16").config.model)
+    first_layers(shape, 1)
+    assert shape.num_hidden_layers == 1

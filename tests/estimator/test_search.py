@@ -1,0 +1,260 @@
+"""Searches: what was found fits, its neighbour does not, and few points were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from finetune.config.recipe import load_recipe, with_overrides
+from finetune.config.schema import RunConfig
+from finetune.errors import ConfigError
+from finetune.estimator import gpu_choice as choosing
+from finetune.estimator.gpu_choice import Choices, cheapest_gpu, fewest_gpus
+from finetune.estimator.knobs import SHARDED
+from finetune.estimator.measure import FirstLayers, Measured, measure_fast, rehearse_first_layers
+from finetune.estimator.memory.footprint import Footprint
+from finetune.estimator.place import place_of
+from finetune.estimator.search import largest_length, largest_rows, search
+from finetune.hardware.gpus import named_gpu
+
+GIB = 2**30
+MARGIN = 800_000_000
+
+
+@pytest.fixture(scope="session")
+def shape(tmp_path_factory):
+    """A model of two wide layers, for up to 4096 tokens, that nobody allocates."""
+    folder = tmp_path_factory.mktemp("wide")
+    values = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1024,
+        "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.fixture
+def run(shape):
+    """A function that gives a run of that model: recipe, then overrides."""
+
+    def make(name: str = "tiny_full_bf16", *overrides: str) -> RunConfig:
+        fixed = (f"model.name={shape}", "model.weights=random", "model.dtype=bfloat16",
+                 "train.max_length=512", "train.per_device_train_batch_size=4")  # fmt: skip
+        return load_recipe(name, (*fixed, *overrides)).config
+
+    return make
+
+
+def pretended(needs) -> tuple:
+    """A measure of a run that needs `needs(n)` bytes beside the margin, and the n it was asked."""
+    asked: list[int] = []
+
+    def measure(n: int) -> Measured:
+        asked.append(n)
+        held = Footprint({"forward": {"saved": int(needs(n))}})
+        return Measured(None, None, held, None, 0, 0, False)  # pyright: ignore
+
+    return measure, asked
+
+
+# ------------------------------------------------------------------------------------ the search
+
+
+NEEDS = {
+    "linear": lambda n: 5e9 + 2.3e8 * n,
+    "steep": lambda n: 1e9 + 3.1e9 * n,
+    "quadratic": lambda n: 2e9 + 1e8 * n + 4e6 * n * n,
+    "steps": lambda n: 2e9 + 5e8 * (n // 7) + 1e7 * n,
+    "all": lambda _: 1e9,
+    "none": lambda _: 9e10,
+}
+
+
+@pytest.mark.parametrize("start", [1, 4, 64, 900])
+@pytest.mark.parametrize("kind", NEEDS)
+def test_what_is_found_fits_and_the_next_does_not(kind, start):
+    measure, asked = pretended(NEEDS[kind])
+    memory, most = 24 * GIB, 1000
+    found = search(measure, memory, start=start, most=most)
+    fitting = [n for n in range(1, most + 1)
+               if measure(n).footprint.fit(memory) == "fits"]  # fmt: skip
+    asked = asked[:-most]
+    assert found.value == max(fitting, default=0)
+    assert found.next == (None if found.value == most else found.value + 1)
+    assert found.points == len(asked) == len(set(asked))
+    assert (found.measured is None) == (found.value == 0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "steep", "quadratic"])
+@pytest.mark.parametrize("start", [2, 4, 16])
+def test_few_points_are_enough_where_memory_is_a_polynomial(kind, start):
+    measure, asked = pretended(NEEDS[kind])
+    search(measure, 80 * GIB, start=start, most=10_000)
+    assert len(asked) <= 6
+
+
+def test_more_memory_never_gives_less():
+    for needs in NEEDS.values():
+        values = []
+        for gib in (8, 12, 16, 24, 40, 80):
+            values.append(search(pretended(needs)[0], gib * GIB, start=8, most=500).value)
+        assert values == sorted(values)
+
+
+# --------------------------------------------------------------------------------- rows and length
+
+
+def test_the_largest_micro_batch_has_a_neighbour_that_does_not_fit(run):
+    config, place = run(), place_of("4090", memory_gib=4)
+    found = largest_rows(config, place)
+    assert 1 <= found.value < found.next == found.value + 1
+    assert found.points <= 10  # fragments are no polynomial
+    for rows, expected in ((found.value, True), (found.next, False)):
+        typed = with_overrides(config, (f"train.per_device_train_batch_size={rows}",))
+        held = measure_fast(typed, place).footprint
+        assert (held.fit(place.memory_bytes) == "fits") is expected
+    assert load_recipe("tiny_full_bf16", found.change)
+    more = largest_rows(config, place_of("4090", memory_gib=5))
+    assert more.value > found.value
+
+
+def test_the_longest_row_has_a_neighbour_that_does_not_fit(run):
+    config, place = run(), place_of("4090", memory_gib=3)
+    found = largest_length(config, place, rows=2)
+    assert found.next == found.value + 128
+    assert found.change[1] == "train.per_device_train_batch_size=2"
+    for length, expected in ((found.value, True), (found.next, False)):
+        typed = with_overrides(config, (*found.others, f"train.max_length={length}"))
+        held = measure_fast(typed, place).footprint
+        assert (held.fit(place.memory_bytes) == "fits") is expected
+
+
+def test_rows_end_where_the_model_does(run):
+    found = largest_length(run(), place_of("H200"), rows=1)
+    assert (found.value, found.next) == (4096, None)
+
+
+def test_where_not_even_one_row_fits_it_says_so(run):
+    found = largest_rows(run(), place_of("4090", memory_gib=1))
+    assert (found.value, found.next, found.measured) == (0, 1, None)
+    assert "not even the smallest fits" in _shown(found)
+    assert json.loads(json.dumps(found.facts()))["change"] is None
+
+
+def test_numbers_that_no_batch_has_are_refused(run):
+    config = run("tiny_full_bf16", "train.per_device_train_batch_size=0")
+    for ask in (largest_rows, largest_length):
+        with pytest.raises(ConfigError, match="is 0"):
+            ask(config, place_of("H100"))
+
+
+# -------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.fixture
+def rehearsals(monkeypatch):
+    """How often a model was rehearsed."""
+    done: list[str] = []
+
+    def counted(config, place):
+        done.append(str(place))
+        return rehearse_first_layers(config, place)
+
+    monkeypatch.setattr(choosing, "rehearse_first_layers", counted)
+    return done
+
+
+def _gpus(*names: str, **prices: float):
+    lines = [named_gpu(name) for name in names]
+    return tuple(g.model_copy(update={"price_usd_per_hour": prices.get(g.name)}) for g in lines)
+
+
+def test_gpus_of_one_capability_share_a_rehearsal_and_differ_in_speed(run, rehearsals):
+    found = cheapest_gpu(run(), gpus=_gpus("H100", "H200", "H100-PCIe", "4090", "L4"))
+    assert len(rehearsals) == 2
+    speeds = {c.place.gpu.name: c.tokens_per_s for c in found.choices}
+    assert speeds["H100"] > speeds["H100-PCIe"] > speeds["RTX 4090"] > speeds["L4"]
+    assert [c.tokens_per_s for c in found.choices] == sorted(speeds.values(), reverse=True)
+    alone = measure_fast(run(), place_of("H100-PCIe"))
+    shared = next(c.measured for c in found.choices if c.place.gpu.name == "H100-PCIe")
+    assert shared.footprint == alone.footprint
+    assert shared.pace == alone.pace
+
+
+def test_prices_decide_where_they_are_known_and_what_does_not_fit_comes_last(run, rehearsals):
+    gpus = _gpus("H200", "H100", "L4", H100=2.0, L4=0.01)
+    small = _gpus("H100-NVL")[0].model_copy(update={"memory_gib": 1.0, "price_usd_per_hour": 0.001})
+    found = cheapest_gpu(run(), gpus=(*gpus, small))
+    assert [c.place.gpu.name for c in found.choices] == ["L4", "H100", "H200", "H100-NVL"]
+    assert [c.fit for c in found.choices] == ["fits"] * 3 + ["does not fit"]
+    best = found.best
+    assert best is not None
+    assert best.usd_per_million == pytest.approx(0.01 / 3600 / best.tokens_per_s * 1e6)
+    assert found.order == "the cheapest first"
+    assert "$ a million" in _shown(found)
+    assert json.loads(json.dumps(found.facts()))["choices"][0]["device"] == "L4"
+
+
+def test_a_gpu_that_has_no_fp8_is_named_with_the_reason(run):
+    config = run("tiny_full_fp8", "precision.emulation=forbid", "precision.on_unsupported=error")
+    found = cheapest_gpu(config, gpus=_gpus("A100-80GB", "H100"))
+    assert [c.place.gpu.name for c in found.choices] == ["H100", "A100-80GB"]
+    assert found.choices[1].fit == "does not fit"
+    assert "cannot be had" in found.choices[1].why
+    assert "cannot be had" in _shown(found)
+
+
+def test_the_fewest_gpus_come_from_two_rehearsals(run, rehearsals, monkeypatch):
+    """Sharding, pretended: what is held divided by the number of GPUs."""
+    real, asked = FirstLayers.at, []
+
+    def shared(self, place):
+        asked.append((place.count, bool(self.config.train.get("fsdp"))))
+        found = real(self, place)
+        phases = {p: {k: (v + 4 * GIB) // place.count for k, v in kinds.items()}
+                  for p, kinds in found.footprint.phases.items()}  # fmt: skip
+        held = dataclasses.replace(found.footprint, phases=phases, fragments=0)
+        return dataclasses.replace(found, footprint=held)
+
+    monkeypatch.setattr(FirstLayers, "at", shared)
+    found = fewest_gpus(run(), "4090")
+    assert asked[0] == (1, False)
+    assert asked[1:] == [(2**n, True) for n in range(1, len(asked))]
+    assert len(rehearsals) == 2  # one GPU alone, and one of several whatever their number
+    best = found.best
+    assert best is not None
+    assert best.place.count == asked[-1][0] > 1
+    assert best.change == (f"--gpus {best.place.count}", *SHARDED)
+    assert all(c.fit != "fits" for c in found.choices[1:])
+
+
+def test_one_gpu_that_is_enough_needs_no_sharding(run, rehearsals):
+    found = fewest_gpus(run(), "4090")
+    assert [c.place.count for c in found.choices] == [1]
+    assert found.best is not None
+    assert found.best.change == ()
+
+
+def test_what_cannot_be_sharded_says_why(run):
+    config = run("tiny_lora_bf16", "model.storage=nf4")
+    small = named_gpu("4090").model_copy(update={"memory_gib": 0.5})
+    found = fewest_gpus(config, small)
+    assert found.best is None
+    assert "without the scales" in found.choices[0].why
+    assert found.order == "none of these numbers fits"
+
+
+def test_nothing_to_choose_from():
+    assert Choices((), "").best is None
+
+
+def _shown(found) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(found)
+    return console.export_text()

@@ -1,0 +1,572 @@
+"""The time model: kinds of kernels, roofs, fusion, classes, steps, and published speeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.errors import ConfigError
+from finetune.estimator.speed.efficiency import efficiency_of, host
+from finetune.estimator.speed.fusion import Launch, launches
+from finetune.estimator.speed.kernels import (
+    Product,
+    attention_flops,
+    is_barrier,
+    kind_of,
+    product_of,
+    traffic,
+)
+from finetune.estimator.speed.roofline import (
+    WAITING,
+    kernel_time,
+    product_seconds,
+    shape_share,
+    speed_ratio,
+    step_time,
+)
+from finetune.estimator.speed.step_parts import classes_of
+from finetune.estimator.trace.trace import Op, Operand, Recorder
+from finetune.hardware.gpus import named_gpu
+from tests.benchmarks.score.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
+from tests.benchmarks.score.workload import adapter_parameters, in_layers, in_parts, write_step
+
+BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+LLAMA_8B = Shape(32, 4096, 32, 8, 14336, 128256)
+QWEN = {
+    "0.5B": Shape(24, 896, 14, 2, 4864, 151936, 64, tied=True),
+    "1.5B": Shape(28, 1536, 12, 2, 8960, 151936, 128, tied=True),
+    "3B": Shape(36, 2048, 16, 2, 11008, 151936, 128, tied=True),
+    "7B": Shape(28, 3584, 28, 4, 18944, 152064, 128),
+    "14B": Shape(48, 5120, 40, 8, 13824, 152064, 128),
+}
+
+
+def operand(storage: int, *shape: int, dtype: torch.dtype = BF16) -> Operand:
+    return Operand(storage, shape, dtype, math.prod(shape) * dtype.itemsize)
+
+
+def op(
+    name: str,
+    inputs: list[Operand],
+    outputs: list[Operand],
+    phase: str = "forward",
+    module: str = "model.layers.0",
+) -> Op:
+    return Op(name, tuple(inputs), tuple(outputs), phase, module)  # pyright: ignore[reportArgumentType]
+
+
+def gemm(m: int, n: int, k: int, dtype: torch.dtype = BF16, scale: tuple[int, ...] = ()) -> Op:
+    a, b = operand(1, m, k, dtype=dtype), operand(2, k, n, dtype=dtype)
+    name = "aten._scaled_mm.default" if dtype is FP8 else "aten.mm.default"
+    scales = [operand(3, *scale, dtype=F32), operand(4, dtype=F32)] if dtype is FP8 else []
+    return op(name, [a, b, *scales], [operand(5, m, n)])
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+
+def test_kinds_of_kernels():
+    x = operand(1, 4, 8)
+    assert kind_of(gemm(4, 8, 8)) == "gemm"
+    assert kind_of(op("finetune_estimator.attention.default", [x], [x])) == "attention"
+    assert kind_of(op("aten.view.default", [x], [x])) == "none"
+    assert kind_of(op("aten.embedding.default", [x], [x])) == "gather"
+    assert kind_of(op("aten.amax.default", [x], [x])) == "reduction"
+    assert kind_of(op("aten._to_copy.default", [x], [operand(2, 4, 8)])) == "copy"
+    assert kind_of(op("aten._fused_adamw_.default", [x], [])) == "optimizer"
+    assert kind_of(op("aten.sqrt.default", [x], [x], phase="optimizer")) == "optimizer"
+    assert kind_of(op("bitsandbytes.dequantize_4bit.default", [x], [x])) == "dequantise"
+    assert kind_of(op("aten.silu.default", [x], [x])) == "pointwise"
+
+
+def test_a_copy_that_gives_its_argument_back_launches_nothing():
+    x = operand(1, 4, 8)
+    assert kind_of(op("aten.contiguous.default", [x], [x])) == "none"
+    assert kind_of(op("aten.copy_.default", [x, operand(2, 4, 8)], [x])) == "copy"
+
+
+def test_products_are_read_off_their_operands():
+    assert product_of(gemm(6, 10, 4)) == Product(1, 6, 10, 4, "bf16")
+    assert product_of(gemm(6, 10, 4, F32)) == Product(1, 6, 10, 4, "fp32")
+    assert product_of(gemm(6, 10, 4, FP8)) == Product(1, 6, 10, 4, "fp8")
+    assert product_of(gemm(6, 10, 4, FP8, scale=(6, 1))) == Product(1, 6, 10, 4, "fp8_rowwise")
+    a, b, out = operand(1, 3, 6, 4), operand(2, 3, 4, 10), operand(3, 3, 6, 10)
+    assert product_of(op("aten.bmm.default", [a, b], [out])) == Product(3, 6, 10, 4, "bf16")
+    y, low, weight = operand(1, 6, 10), operand(2, 6, 2), operand(3, 2, 10)
+    added = op("aten.addmm_.default", [y, low, weight], [y])
+    assert product_of(added) == Product(1, 6, 10, 2, "bf16")
+    bias = op("aten.addmm.default", [operand(4, 10), operand(1, 6, 4), operand(2, 4, 10)], [y])
+    assert product_of(bias) == Product(1, 6, 10, 4, "bf16")
+    assert product_of(op("aten.silu.default", [a], [a])) is None
+
+
+def test_flops_of_attention():
+    q, k, v = operand(1, 2, 8, 64, 16), operand(2, 2, 4, 64, 16), operand(3, 2, 4, 64, 16)
+    mask, name = operand(4, 1, 1, 64, 64), "finetune_estimator.attention"
+    whole = 4 * 2 * 8 * 64 * 64 * 16
+    assert attention_flops(op(f"{name}.default", [q, k, v], [q])) == (whole / 2, False)
+    assert attention_flops(op(f"{name}.default", [q, k, v, mask], [q])) == (whole, True)
+    backward = op(f"{name}_backward.default", [q, q, k, v, q, operand(5, 2, 8, 64)], [q, k, v])
+    assert attention_flops(backward) == (2.5 * whole / 2, False)
+    other = op(f"{name}.default", [q, operand(2, 2, 4, 100, 16), operand(3, 2, 4, 100, 16)], [q])
+    assert attention_flops(other) == (whole * 100 / 64, False)
+
+
+def test_bytes_that_kernels_move():
+    table, ids, rows = operand(1, 1000, 8), operand(2, 4), operand(3, 4, 8)
+    assert traffic(op("aten.embedding.default", [table, ids], [rows]))[0] < table.nbytes / 50
+    x = operand(1, 100)
+    assert traffic(op("aten.zeros_like.default", [x], [operand(2, 100)])) == (0, 200)
+    assert traffic(op("aten.copy_.default", [x, operand(2, 100)], [x])) == (200, 200)
+    assert traffic(op("aten.view.default", [x], [x])) == (0, 0)
+    state = [operand(i, 100) for i in range(4)]
+    assert traffic(op("aten._fused_adamw_.default", state, [])) == (800, 600)
+    assert traffic(op("aten._foreach_addcmul_.Scalar", state[:3], [])) == (600, 200)
+
+
+def test_reductions_over_rows_are_no_barrier():
+    x = operand(1, 64, 32)
+    assert not is_barrier(op("aten.mean.dim", [x], [operand(2, 64, 1)]))
+    assert not is_barrier(op("aten._log_softmax.default", [x], [operand(2, 64, 32)]))
+    assert is_barrier(op("aten.max.default", [x], [operand(2)]))
+    assert is_barrier(op("aten.sum.dim_IntList", [x], [operand(2, 1, 32)]))
+
+
+# ------------------------------------------------------------------------------------------- roofs
+
+
+def seconds_of(one: Op, gpu_name: str) -> tuple[float, str]:
+    gpu = named_gpu(gpu_name)
+    (launch,) = launches([one])
+    kernel = kernel_time(one, launch, gpu, efficiency_of(gpu))
+    return kernel.seconds, kernel.bound
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak", "share"),
+    [
+        ("H100", BF16, 989.4, 0.70),
+        ("H100", FP8, 1978.9, 0.67),
+        ("B200", BF16, 2250, 0.67),
+        ("B200", FP8, 4500, 0.63),
+    ],
+)
+def test_a_large_product_reaches_the_share_that_is_measured(name, dtype, peak, share):
+    seconds, bound = seconds_of(gemm(8192, 8192, 8192, dtype), name)
+    assert bound == "compute"
+    assert 2 * 8192**3 / seconds / (peak * 1e12) == pytest.approx(share, abs=0.03)
+
+
+def test_products_with_a_rank_are_bound_by_memory():
+    seconds, bound = seconds_of(gemm(8192, 8, 4096), "H100")
+    assert bound == "memory"
+    assert seconds > 8192 * 4096 * 2 / 3.352e12  # no faster than reading x
+    assert seconds_of(gemm(32, 8, 64), "H100")[1] == "launch"
+
+
+def test_rowwise_scales_cost_something():
+    plain, rows = gemm(4096, 4096, 4096, FP8), gemm(4096, 4096, 4096, FP8, scale=(4096, 1))
+    assert seconds_of(rows, "H100")[0] > 1.1 * seconds_of(plain, "H100")[0]
+
+
+def test_a_round_that_is_hardly_filled_is_a_round():
+    """132 multiprocessors: 132 tiles take one round, 133 do not fit one."""
+    share = shape_share(Product(1, 128 * 132, 256, 8192, "bf16"), 132, 128)
+    more = shape_share(Product(1, 128 * 133, 256, 8192, "bf16"), 132, 128)
+    assert share > 0.97
+    assert more < 0.9
+
+
+sizes = st.integers(1, 20_000)
+
+
+@settings(max_examples=150, deadline=None)
+@given(m=sizes, n=sizes, k=sizes, more=st.integers(0, 5000), which=st.integers(0, 2))
+def test_a_larger_product_is_never_faster(m, n, k, more, which):
+    gpu = named_gpu("H100")
+    shares = efficiency_of(gpu)
+    small = Product(1, m, n, k, "bf16")
+    name = ("m", "n", "k")[which]
+    large = small._replace(**{name: getattr(small, name) + more})
+    before, after = (product_seconds(one, gpu, shares) for one in (small, large))
+    assert after >= before * (1 - 1e-9)
+    assert 0 < shape_share(small, gpu.sms, 128) <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(read=st.floats(0, 1e10), written=st.floats(0, 1e10), more=st.floats(0, 1e10))
+def test_moving_more_is_never_faster(read, written, more):
+    gpu = named_gpu("L40S")
+    x = operand(1, 8)
+    one = op("aten.silu.default", [x], [x])
+    times = [
+        kernel_time(one, Launch((0,), "pointwise", r, written, "straight"), gpu, efficiency_of(gpu))
+        for r in (read, read + more)
+    ]
+    assert times[1].seconds >= times[0].seconds
+
+
+def test_fp8_is_refused_where_there_is_none():
+    gpu = named_gpu("A100-80GB")
+    with pytest.raises(ConfigError, match="no matrix units for fp8"):
+        step_time([gemm(64, 64, 64, FP8)], gpu)
+
+
+def test_a_family_without_numbers_is_refused():
+    odd = named_gpu("H100").model_copy(update={"name": "Z1", "capability": (99, 0)})
+    with pytest.raises(ConfigError, match=r"Z1 .compute capability 99\.0"):
+        efficiency_of(odd)
+
+
+def test_float32_products_use_tf32_only_when_allowed():
+    gpu, ops = named_gpu("A100-80GB"), [gemm(4096, 4096, 4096, F32)]
+    assert step_time(ops, gpu).seconds > 4 * step_time(ops, gpu, tf32=True).seconds
+
+
+def test_attention_runs_at_the_speed_of_its_kernel():
+    q = operand(1, 1, 32, 8192, 128)
+    mask = operand(2, 1, 1, 8192, 8192)
+    name, gpu = "finetune_estimator.attention.default", named_gpu("H100")
+    flash, cudnn = (efficiency_of(gpu, kernel) for kernel in ("flash", "cudnn"))
+    plain, masked = [op(name, [q, q, q], [q])], [op(name, [q, q, q, mask], [q])]
+    seconds = step_time(plain, gpu, efficiency=flash).seconds
+    assert 2 * 32 * 8192**2 * 128 / seconds == pytest.approx(370e12, rel=0.05)
+    assert step_time(plain, gpu, efficiency=cudnn).seconds < 0.75 * seconds
+    for shares in (flash, cudnn):  # a mask rules both out, and its half is computed
+        assert step_time(masked, gpu, efficiency=shares).seconds > 3 * seconds
+    assert efficiency_of(named_gpu("L40S"), "cudnn") == efficiency_of(named_gpu("L40S"), "flash")
+
+
+# ------------------------------------------------------------------------------------------ fusion
+
+M, H = 1024, 4096
+SIZE = M * H * 2
+
+
+def everything(one: Op) -> bool:
+    return True
+
+
+def test_a_chain_becomes_one_kernel():
+    x, up, a, b, y = (operand(i, M, H) for i in range(5))
+    ops = [
+        op("aten.silu.default", [x], [a]),
+        op("aten.mul.Tensor", [a, up], [b]),
+        op("aten.mm.default", [b, operand(9, H, H)], [y]),
+    ]
+    eager = list(launches(ops))
+    assert [launch.read + launch.written for launch in eager[:2]] == [2 * SIZE, 3 * SIZE]
+    fused = list(launches(ops, everything))
+    assert len(fused) == 2
+    assert fused[0].ops == (0, 1)
+    assert (fused[0].read, fused[0].written) == (2 * SIZE, SIZE)  # x and up read, b written
+    assert fused[1].kind == "gemm"
+
+
+def test_what_a_product_reads_is_written_and_read_again_behind_it():
+    x, h, y, z = (operand(i, M, H) for i in range(4))
+    ops = [
+        op("aten.neg.default", [x], [h]),
+        op("aten.mm.default", [h, operand(9, H, H)], [y]),
+        op("aten.add.Tensor", [h, y], [z]),
+    ]
+    first, _, last = launches(ops, everything)
+    assert (first.read, first.written) == (SIZE, SIZE)
+    assert (last.read, last.written) == (2 * SIZE, SIZE)
+
+
+def test_a_maximum_over_all_costs_a_second_pass_and_one_over_rows_does_not():
+    x, wide, codes = operand(1, M, H), operand(2, M, H, dtype=F32), operand(3, M, H, dtype=FP8)
+
+    def cast(*scale: int) -> list[Op]:
+        most = operand(4, *scale)
+        scaled = operand(5, M, H, dtype=F32)
+        return [
+            op("aten.amax.default", [x], [most]),
+            op("aten._to_copy.default", [x], [wide]),
+            op("aten.mul.Tensor", [wide, most], [scaled]),
+            op("aten._to_copy.default", [scaled], [codes]),
+        ]
+
+    by_rows = list(launches(cast(M, 1), everything))
+    assert len(by_rows) == 1
+    assert by_rows[0].read == SIZE
+    of_all = list(launches(cast(1), everything))
+    assert len(of_all) == 2
+    # twice the BF16 tensor; the float32 copy lives in registers
+    assert sum(launch.read for launch in of_all) == 2 * SIZE + 2
+    assert of_all[1].written == SIZE / 2
+
+
+def test_nothing_joins_across_phases_or_out_of_the_region():
+    x, a, b = (operand(i, M, H) for i in range(3))
+    ops = [
+        op("aten.neg.default", [x], [a]),
+        op("aten.neg.default", [a], [b], phase="backward"),
+    ]
+    assert len(list(launches(ops, everything))) == 2
+    same = [ops[0], op("aten.neg.default", [a], [b], module="head")]
+    assert len(list(launches(same, lambda one: one.module != "head"))) == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 3)), max_size=25))
+def test_fusion_never_moves_more_and_runs_each_operator_once(steps):
+    names = ("aten.neg.default", "aten.add.Tensor", "aten.mm.default", "aten.max.default")
+    ops = []
+    for index, (a, b, kind) in enumerate(steps):
+        taken = [operand(a, 64, 64)] if kind in (0, 3) else [operand(a, 64, 64), operand(b, 64, 64)]
+        shape = (1,) if kind == 3 else (64, 64)
+        ops.append(op(names[kind], taken, [operand(100 + index if kind == 3 else a, *shape)]))
+    eager, fused = list(launches(ops)), list(launches(ops, everything))
+    assert sorted(i for launch in fused for i in launch.ops) == list(range(len(ops)))
+    assert sum(k.read + k.written for k in fused) <= sum(k.read + k.written for k in eager)
+
+
+# ------------------------------------------------------------------------------------------- steps
+
+
+def test_classes_add_up_to_the_step():
+    step = write_step(LLAMA_8B, Setting(1, 2048, method="lora", rank=16, checkpointing="full"))
+    time = step_time(step.micro, named_gpu("H100"), communication_s=0.01)
+    assert sum(time.by_class.values()) == pytest.approx(time.seconds, rel=1e-6)
+    assert time.by_class["communication"] == 0.01
+    assert {"linears", "adapters", "attention", "pointwise", "head and loss"} <= set(time.by_class)
+    assert time.bound["linears"] == "compute"
+    assert time.bound["pointwise"] == "memory"
+    assert 0.2 < time.mfu < 0.7
+    assert time.interval.low < time.seconds < time.interval.high
+    assert sum(row.seconds for row in time.rows) < time.seconds
+
+
+def test_the_host_is_waited_for_when_shapes_are_small():
+    small = write_step(QWEN["0.5B"], Setting(1, 32))
+    eager = step_time(small.micro, named_gpu("H100"))
+    assert eager.seconds >= eager.host_seconds
+    assert eager.by_class[WAITING] > 0.5 * eager.seconds
+    assert eager.bound["pointwise"] == "launch"
+    native = step_time(small.micro, named_gpu("H100"), launched_by=host("native"))
+    assert native.seconds < 0.6 * eager.seconds
+
+
+def test_a_ratio_has_an_interval_narrower_than_a_time():
+    gpu = named_gpu("H100")
+    setting = Setting(1, 4096, compiled=True)
+    slow = step_time(write_step(QWEN["7B"], setting).micro, gpu, compiled=in_layers)
+    ratio = speed_ratio(slow, slow, efficiency_of(gpu))
+    assert ratio.value == 1
+    assert slow.interval.high / slow.seconds > ratio.high > 1 > ratio.low
+
+
+def test_words_for_adapters_without_modules_in_backward():
+    m, n, k, r = 512, 256, 128, 8
+    x, y, low, g = operand(1, m, k), operand(2, m, n), operand(3, m, r), operand(4, m, n)
+    ops = [
+        op("aten.mm.default", [x, operand(10, k, n)], [y], module="layers.0.q_proj.base_layer"),
+        op("aten.mm.default", [x, operand(11, k, r)], [low], module="layers.0.q_proj.base_layer"),
+        op("aten.mul_.Tensor", [low], [low], module="layers.0.q_proj.base_layer"),
+        op(
+            "aten.addmm_.default",
+            [y, low, operand(12, r, n)],
+            [y],
+            module="layers.0.q_proj.base_layer",
+        ),
+        op("aten.mm.default", [g, operand(13, n, r)], [operand(5, m, r)], "backward", ""),
+        op("aten.mm.default", [g, operand(10, n, k)], [operand(6, m, k)], "backward", ""),
+    ]
+    adapters = "adapters"
+    assert classes_of(ops) == ["linears", adapters, adapters, adapters, adapters, "linears"]
+
+
+def test_products_of_the_engine_and_their_casts():
+    x, w = operand(1, 64, 32), operand(2, 48, 32)
+    codes = [operand(i, size, dtype=FP8) for i, size in ((3, 2048), (4, 2048), (5, 1536))]
+    cast, multiply = "finetune_estimator.fp8_cast.default", "finetune_estimator.fp8_mm.default"
+    y = operand(6, 64, 48)
+    ops = [
+        op(cast, [x], codes[:1]),
+        op(cast, [x], codes[1:2]),
+        op(cast, [w], codes[2:]),
+        op(multiply, [codes[0], codes[2]], [y]),
+    ]
+    assert product_of(ops[3]) == Product(1, 64, 48, 32, "fp8")
+    assert [launch.read for launch in launches(ops[:3])] == [x.nbytes, 0, w.nbytes]
+    assert classes_of(ops)[3] == "linears"
+    assert set(classes_of(ops)[:1]) == {"FP8 casts"}
+
+
+def test_what_only_feeds_fp8_products_is_a_cast():
+    x, wide, codes, y = (
+        operand(1, M, H),
+        operand(2, M, H, dtype=F32),
+        operand(3, M, H, dtype=FP8),
+        operand(4, M, H),
+    )
+    scale = operand(5, 1, dtype=F32)
+    ops = [
+        op("aten.silu.default", [operand(0, M, H)], [x]),
+        op("aten.amax.default", [x], [scale]),
+        op("aten._to_copy.default", [x], [wide]),
+        op("aten.mul.Tensor", [wide, scale], [wide]),
+        op("aten._to_copy.default", [wide], [codes]),
+        op("aten._scaled_mm.default", [codes, operand(6, H, H, dtype=FP8), scale, scale], [y]),
+        op("aten.mul.Tensor", [y, operand(7, M, H)], [operand(8, M, H)]),
+    ]
+    assert classes_of(ops) == ["pointwise", *["FP8 casts"] * 4, "linears", "pointwise"]
+
+
+# ---------------------------------------------------------------------------------------- workload
+
+
+def products(ops: list[Op]) -> float:
+    return sum(product.flops for one in ops if (product := product_of(one)))
+
+
+def test_flops_of_a_written_step():
+    tokens = 2048
+    full = products(write_step(LLAMA_8B, Setting(1, tokens)).micro)
+    weights = LLAMA_8B.parameters - LLAMA_8B.vocabulary * LLAMA_8B.hidden  # embedding: no product
+    assert full == pytest.approx(6 * weights * tokens, rel=1e-6)
+    layers = LLAMA_8B.layers * LLAMA_8B.layer_parameters
+    again = products(write_step(LLAMA_8B, Setting(1, tokens, checkpointing="full")).micro)
+    assert again - full == pytest.approx(2 * layers * tokens, rel=1e-6)
+    some = products(write_step(LLAMA_8B, Setting(1, tokens, checkpointing="selective")).micro)
+    assert full < some < again
+    lora = Setting(1, tokens, method="lora", rank=16, targets=ATTENTION_LINEARS + MLP_LINEARS)
+    adapters = adapter_parameters(LLAMA_8B, lora)
+    assert adapters == 41_943_040  # PEFT prints this for Llama 3 8B
+    found = products(write_step(LLAMA_8B, lora).micro)
+    assert found == pytest.approx((4 * weights + 6 * adapters) * tokens, rel=1e-6)
+
+
+def test_fp8_changes_the_precision_of_layers_only():
+    plain = write_step(QWEN["0.5B"], Setting(1, 256)).micro
+    fp8 = write_step(QWEN["0.5B"], Setting(1, 256, fp8="tensorwise")).micro
+    assert products(fp8) == products(plain)
+    kinds = {product.precision: product.n for one in fp8 if (product := product_of(one))}
+    assert set(kinds) == {"bf16", "fp8"}
+    head = [p for one in fp8 if (p := product_of(one)) and p.precision == "bf16"]
+    assert all(151936 in (p.m, p.n, p.k) for p in head)
+
+
+def test_a_written_step_is_like_a_traced_one():
+    """Transformers' own Llama, recorded on real tensors: the same products, much the same bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = Shape(2, 128, 4, 2, 256, 512)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
+    ids = torch.randint(512, (2, 64))
+    with Recorder(model, known=(ids,)) as recorder:
+        loss = model(ids, labels=ids).loss
+        with recorder.during("backward"):
+            loss.backward()
+    traced, written = recorder.tape.ops, write_step(shape, Setting(2, 64)).micro
+    assert products(written) == pytest.approx(products(traced), rel=1e-6)
+
+    def moved(ops: list[Op]) -> float:
+        return sum(
+            sum(traffic(one))
+            for one in ops
+            if kind_of(one) in ("pointwise", "reduction", "copy") and ".layers." in one.module
+        )
+
+    assert moved(written) == pytest.approx(moved(traced), rel=0.3)
+    fused = step_time(traced, named_gpu("H100"), compiled=in_parts("norm"))
+    assert fused.flops == pytest.approx(step_time(traced, named_gpu("H100")).flops)
+
+
+def test_a_mixture_computes_with_the_chosen_experts():
+    mixture = Shape(2, 512, 8, 2, 1024, 1000, experts=8, chosen=2)
+    dense = Shape(2, 512, 8, 2, 1024, 1000)
+    setting = Setting(1, 1024)
+    extra = products(write_step(mixture, setting).micro) - products(
+        write_step(dense, setting).micro
+    )
+    assert extra == pytest.approx(6 * 2 * 3 * 512 * 1024 * 1024, rel=0.02)  # one expert more
+
+
+# ------------------------------------------------------------------------------------------ anchors
+
+
+def ratio(
+    shape: Shape, setting: Setting, fp8: Mapping[str, object], compiled, launched: str
+) -> float:
+    from dataclasses import replace
+
+    gpu, seconds = named_gpu("H100"), []
+    for one in (setting, replace(setting, **fp8)):  # pyright: ignore[reportArgumentType]
+        step = write_step(shape, one)
+        pace = host(launched)  # pyright: ignore[reportArgumentType]
+        shares = efficiency_of(gpu, "cudnn" if launched == "native" else "flash")
+        micro = step_time(step.micro, gpu, compiled=compiled, launched_by=pace, efficiency=shares)
+        update = step_time(step.update, gpu, launched_by=pace)
+        seconds.append(one.accumulation * micro.seconds + update.seconds)
+    return seconds[0] / seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "published"),
+    [("0.5B", 32, 1.10), ("1.5B", 32, 1.24), ("3B", 16, 1.29), ("7B", 16, 1.37), ("14B", 8, 1.48)],
+)
+def test_llm_q_on_an_h100(size, batch, published):
+    """IST-DASLab/llmq README, FP8 over BF16 tokens per second, 524,288 tokens per update."""
+    setting = Setting(
+        batch,
+        1024,
+        loss="fused",
+        optimizer="fused",
+        accumulation=512 // batch,
+        compiled=True,
+        turn_codes=True,
+    )
+    fp8 = {"fp8": "tensorwise", "cast_weights_once": True}
+    assert ratio(QWEN[size], setting, fp8, in_layers, "native") == pytest.approx(
+        published, abs=0.08
+    )
+
+
+@pytest.mark.parametrize(("how", "published"), [("tensorwise", 1.25), ("rowwise", 1.10)])
+def test_torchao_compiled_on_8b(how, published):
+    """torchao `float8/README.md`: Llama 3 8B, 8 H100, 8192 tokens, FSDP2 and torch.compile."""
+    setting = Setting(
+        1,
+        8192,
+        checkpointing="selective",
+        weight_dtype="float32",
+        state_dtype="float32",
+        optimizer="fused",
+        shards=8,
+        compiled=True,
+    )
+    found = ratio(LLAMA_8B, setting, {"fp8": how}, in_layers, "compiled")
+    assert found == pytest.approx(published, abs=0.08)
+
+
+def test_eager_torchao_is_slower_than_bf16():
+    setting = Setting(1, 4096, checkpointing="full", optimizer="fused")
+    assert ratio(LLAMA_8B, setting, {"fp8": "tensorwise"}, None, "eager") < 0.8
+
+
+def test_fp8_pays_more_in_larger_models_and_batches():
+    fp8 = {"fp8": "tensorwise"}
+
+    def at(size: str, tokens: int) -> float:
+        return ratio(QWEN[size], Setting(1, tokens, compiled=True), fp8, in_layers, "compiled")
+
+    assert at("14B", 8192) > at("3B", 8192) > at("0.5B", 8192)
+    assert at("7B", 8192) > at("7B", 1024)

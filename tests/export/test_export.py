@@ -1,0 +1,500 @@
+"""`python -m finetune export`: what stock libraries make of its folders, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune import export_run, load_recipe, train
+from finetune.errors import (
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    ModelNotFoundError,
+    ParityError,
+)
+from finetune.export import export, parity
+from finetune.export import parity as evaluation
+from finetune.export.export import open_run
+from finetune.training.model import TINY_LLAMA
+
+QUIET = Console(quiet=True)
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line for line in README.splitlines() if line.startswith("python -m finetune export RUN")
+]
+TARGETS = ("adapter", "merged", "fp8", "nvfp4")
+
+
+def run_recipe(name: str, folder: Path, *overrides: str) -> Path:
+    fixed = (
+        "data.max_rows=160",
+        "data.eval_fraction=0.05",
+        "data.prompts=[hello]",
+        "precision.health_every=0",
+    )
+    recipe = load_recipe(name, (*fixed, *overrides))
+    return train(recipe, out=folder, console=QUIET).folder
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory) -> Path:
+    """Twenty steps of FP8 LoRA, over a base that is stored in several shards."""
+    folder = tmp_path_factory.mktemp("lora")
+    base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype="auto")
+    base.save_pretrained(folder / "base", max_shard_size="900KB")
+    AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(folder / "base")
+    overrides = (f"model.name={folder / 'base'}", "train.max_steps=20", "train.eval_strategy=no")
+    return run_recipe("tiny_lora_fp8", folder, *overrides)
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory) -> Path:
+    overrides = ("train.max_steps=3", "train.eval_strategy=no", "data.eval_fraction=0")
+    return run_recipe("tiny_full_fp8", tmp_path_factory.mktemp("full"), *overrides)
+
+
+@pytest.fixture(scope="module")
+def exported(lora_run, tmp_path_factory):
+    """Every export of the LoRA run, made once."""
+    out = tmp_path_factory.mktemp("exported")
+    return {to: export_run(lora_run, to, out / to, console=QUIET) for to in TARGETS}
+
+
+@pytest.fixture
+def cli(cli, monkeypatch):
+    """The command line, wide enough for a line of parity."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    return cli
+
+
+def reference(run: Path):
+    """The run's model by stock libraries alone."""
+    finished = open_run(run)
+    base = AutoModelForCausalLM.from_pretrained(finished.config.model.name, dtype=torch.bfloat16)
+    return PeftModel.from_pretrained(base, finished.model).eval()
+
+
+def ids(count: int = 64) -> torch.Tensor:
+    return torch.arange(3, 3 + count).view(2, -1)
+
+
+# ------------------------------------------------------------------------------- what is exported
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_export_is_complete_and_says_what_it_is(to, exported, lora_run):
+    done = exported[to]
+    record = json.loads((done.folder / "export.json").read_text())
+    assert (record["finished"], record["target"]) == (True, to)
+    assert record["run"] == str(lora_run.resolve())
+    assert record["proof"] == "proven"
+    assert record["rows"] == "8 of 8 held-out rows"
+    assert record["parity"]["passed"]
+    assert record["parity"]["bounds"]["kl"] == parity.BOUNDS[to].kl
+    assert record["versions"]["peft"]
+    assert not list(done.folder.parent.glob("*.partial"))
+    weights = {"adapter": "adapter_model.safetensors"}.get(to, "model.safetensors.index.json")
+    assert (done.folder / weights).is_file()
+    tokenizer = AutoTokenizer.from_pretrained(done.folder)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY_LLAMA).chat_template
+
+
+def test_reference_is_the_run_at_its_end(exported, lora_run):
+    """The rows are the run's own: averaged as the Trainer does, its held-out loss comes out."""
+    finished = open_run(lora_run)
+    model = reference(lora_run)
+    batches = evaluation.batches_of(finished.config, model).evaluation
+    losses = [(len(b["labels"]), float(model(**b).loss.detach())) for b in batches]
+    mean = sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)
+    assert len(losses) == 2  # of four rows each; the run's one batch had eight
+    assert exported["merged"].parity.loss_reference == pytest.approx(finished.eval_loss, rel=0.02)
+    assert mean == pytest.approx(finished.eval_loss, rel=0.05)
+
+
+def test_adapter_loads_in_stock_peft(exported, lora_run):
+    folder = exported["adapter"].folder
+    config = json.loads((folder / "adapter_config.json").read_text())
+    named = Path(config["base_model_name_or_path"])
+    assert named.is_absolute()
+    stock = AutoModelForCausalLM.from_pretrained(named, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        loaded = PeftModel.from_pretrained(stock, folder).eval()(ids()).logits
+        assert torch.equal(loaded, reference(lora_run)(ids()).logits)
+
+
+def test_merged_is_the_original_with_the_adapter(exported, lora_run):
+    folder = exported["merged"].folder
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    expected = reference(lora_run).merge_and_unload().state_dict()
+    original = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype="auto").state_dict()
+    for name, tensor in merged.items():
+        assert tensor.dtype == torch.bfloat16
+        size = original[name].float().abs() + expected[name].float().abs()
+        error = (tensor.float() - expected[name].float()).abs()
+        assert (error <= 2**-6 * size + 1e-9).all(), name
+    base = lora_run.parents[1] / "base"
+    names = sorted(f.name for f in base.glob("*.safetensors"))
+    assert len(names) > 2
+    assert names == sorted(f.name for f in folder.glob("*.safetensors"))
+    files = (f / "model.safetensors.index.json" for f in (base, folder))
+    ours, theirs = (json.loads(f.read_text()) for f in files)
+    assert ours["weight_map"] == theirs["weight_map"]
+
+
+@pytest.mark.parametrize("to", ["fp8", "nvfp4"])
+def test_quantised_export_reloads_through_transformers(to, exported):
+    """Stored in 8 or 4 bits, read by Transformers, and really computed with rounded inputs."""
+    done = exported[to]
+    held = {}
+    for file in done.folder.glob("*.safetensors"):
+        held |= load_file(file)
+    name = "model.layers.0.mlp.up_proj"
+    if to == "fp8":
+        assert held[f"{name}.weight"].dtype == torch.float8_e4m3fn
+        assert held[f"{name}.weight_scale"].shape == (512, 1)
+    else:
+        assert held[f"{name}.weight_packed"].dtype == torch.uint8
+        assert held[f"{name}.weight_scale"].dtype == torch.float8_e4m3fn
+        gate = held["model.layers.0.mlp.gate_proj.weight_global_scale"]
+        assert torch.equal(held[f"{name}.weight_global_scale"], gate)
+        assert held[f"{name}.input_global_scale"].dtype == torch.float32
+        assert f"{name}.weight" not in held
+    assert held["lm_head.weight"].dtype == torch.bfloat16
+    assert (len(done.quantised), done.kept) == (28, ("lm_head",))
+
+    model = AutoModelForCausalLM.from_pretrained(done.folder, dtype=torch.bfloat16).eval()
+    merged = AutoModelForCausalLM.from_pretrained(exported["merged"].folder, dtype="auto").eval()
+    with torch.inference_mode():
+        said, expected = model(ids()).logits.float(), merged(ids()).logits.float()
+    error = float((said - expected).norm() / expected.norm())
+    assert 1e-3 < error < parity.BOUNDS[to].logit_error
+    scheme = model.get_submodule(name).quantization_scheme
+    assert scheme.input_activations.num_bits == {"fp8": 8, "nvfp4": 4}[to]
+
+
+def test_each_form_is_smaller_than_the_one_before(exported):
+    size = {
+        to: sum(f.stat().st_size for f in done.folder.glob("*.safetensors"))
+        for to, done in exported.items()
+    }
+    assert size["adapter"] < size["nvfp4"] < size["fp8"] < size["merged"]
+
+
+def test_full_run_is_copied_and_can_be_quantised(full_run, tmp_path):
+    done = export_run(full_run, "merged", tmp_path / "merged", console=QUIET)
+    ours, theirs = (load_file(f / "model.safetensors") for f in (done.folder, full_run / "model"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert done.parity.kl == 0
+    assert "training rows (the run held none out)" in done.rows
+    fp8 = export_run(full_run, "fp8", tmp_path / "fp8", console=QUIET)
+    assert fp8.parity.kl > 0
+    with pytest.raises(ConfigError, match=r"has no adapter(.|\n)*--to merged"):
+        export_run(full_run, "adapter", tmp_path / "adapter", console=QUIET)
+
+
+def test_model_of_the_hub(lora_run, tmp_path, monkeypatch):
+    """Its weights come from the cache; the adapter names the hub id and the revision."""
+    base, asked = lora_run.parents[1] / "base", []
+
+    def snapshot(repo, *, revision, **_):
+        asked.append((repo, revision))
+        return str(base)
+
+    stock = AutoTokenizer.from_pretrained
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: stock(base))
+    run = edited(lora_run, tmp_path / "run", f"name: {base}", "name: org/model")
+    run = edited(run, tmp_path / "pinned", "revision: null", "revision: abc123")
+    export_run(run, "adapter", tmp_path / "out", console=QUIET)
+    assert set(asked) == {("org/model", "abc123")}
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "abc123")
+
+
+def test_model_of_the_hub_that_is_out_of_reach(lora_run, tmp_path):
+    base = lora_run.parents[1] / "base"
+    run = edited(lora_run, tmp_path / "run", f"name: {base}", "name: org/no-such-model")
+    with pytest.raises(ModelNotFoundError, match=r"weights of 'org/no-such-model'"):
+        export_run(run, "merged", tmp_path / "out", console=QUIET)
+
+
+# ----------------------------------------------------------------------------------------- parity
+
+
+def broken(folder: Path, into: Path, change) -> Path:
+    """A copy of an export with one shard changed."""
+    shutil.copytree(folder, into)
+    for file in sorted(into.glob("*.safetensors")):
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return into
+
+
+def scaled(suffix: str, factor: float):
+    def change(tensors):
+        for name in tensors:
+            if name.endswith(suffix) and "layers.1.mlp.down_proj" in name:
+                wide = tensors[name].float() * factor
+                tensors[name] = wide.to(tensors[name].dtype)
+
+    return change
+
+
+def swap_nibbles(tensors):
+    for name, packed in tensors.items():
+        if name.endswith("weight_packed"):
+            tensors[name] = packed << 4 | packed >> 4
+
+
+def leave_out_one_layer(tensors):
+    original = load_file(TINY_LLAMA / "model.safetensors")
+    for name in tensors:
+        if "layers.2.self_attn.q_proj" in name:
+            tensors[name] = original[name]
+
+
+def forget_adapter(tensors):
+    for name in tensors:
+        if "lora_B" in name:
+            tensors[name] = torch.zeros_like(tensors[name])
+
+
+BROKEN = {
+    "one layer that was not merged": ("merged", leave_out_one_layer),
+    "one merged weight": ("merged", scaled("weight", 1.5)),
+    "one FP8 scale": ("fp8", scaled("weight_scale", 4.0)),
+    "a global scale": ("nvfp4", scaled("weight_global_scale", 0.1)),
+    "the order of nibbles": ("nvfp4", swap_nibbles),
+    "an adapter without its B": ("adapter", forget_adapter),
+}
+
+
+@pytest.fixture(scope="module")
+def said(lora_run):
+    """Evaluation batches of the run, and what its model says to them."""
+    model = reference(lora_run)
+    batches = evaluation.batches_of(open_run(lora_run).config, model).evaluation
+    return batches, parity.observe(model.eval(), batches)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_parity_finds_a_broken_export(what, exported, lora_run, said, tmp_path):
+    to, change = BROKEN[what]
+    folder = broken(exported[to].folder, tmp_path / "broken", change)
+    found = export.check_export(folder, to, open_run(lora_run), *said)
+    with pytest.raises(ParityError, match="does not say what the run's model says"):
+        parity.check(found, to, str(folder))
+    intact = export.check_export(exported[to].folder, to, open_run(lora_run), *said)
+    parity.check(intact, to, str(exported[to].folder))
+
+
+def test_original_weights_instead_of_merged_ones_are_found(lora_run, said):
+    """An export that lost the adapter altogether is out of even the widest bounds."""
+    stock = evaluation.load_stock(TINY_LLAMA, open_run(lora_run).config)
+    found = parity.compare(said[1], parity.observe(stock, said[0]))
+    assert len(found.failures(parity.BOUNDS["nvfp4"])) >= 3
+
+
+def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
+    none = parity.Bounds(0.0, 0.0, 0.0, 1.0, "nothing may differ")
+    monkeypatch.setitem(parity.BOUNDS, "fp8", none)
+    said = cli("export", lora_run, "--to", "fp8", tmp_path / "out")
+    assert said.code == 2
+    assert "does not say what the run's model says" in said.err
+    assert f"{tmp_path / 'out.partial'} holds it, unfinished" in said.err
+    assert not (tmp_path / "out").exists()
+    record = json.loads((tmp_path / "out.partial" / "export.json").read_text())
+    assert record["finished"] is False
+    assert record["parity"]["failed"]
+    monkeypatch.undo()
+    export_run(lora_run, "fp8", tmp_path / "out", console=QUIET)  # the next try clears it away
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_figures_of_models_that_agree_and_that_do_not():
+    logits = torch.randn(300, 50, generator=torch.Generator().manual_seed(0))
+    one = parity.Observation(2.0, 300, logits)
+    same = parity.compare(one, parity.Observation(2.0, 300, logits + 3))  # softmax is the same
+    assert same.kl < 1e-6
+    assert same.logit_error < 1e-6
+    assert same.agreement == 1
+    off = parity.compare(one, parity.Observation(2.5, 300, -logits))
+    assert off.loss_gap == pytest.approx(0.25)
+    assert off.logit_error == pytest.approx(2.0)
+    assert off.agreement < 0.1
+    p, q = (x.double().softmax(-1) for x in (logits, -logits))
+    assert off.kl == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
+    nan = parity.compare(one, parity.Observation(float("nan"), 300, logits * float("nan")))
+    assert len(nan.failures(parity.BOUNDS["nvfp4"])) == 4
+
+
+@pytest.mark.parametrize(("loss", "held"), [(0.80, True), (1.9, False), (float("nan"), False)])
+def test_a_reference_that_is_not_the_run_is_found(loss, held):
+    parity.check_reference(loss, None)
+    if held:
+        parity.check_reference(loss, 0.77)
+        return
+    with pytest.raises(ParityError, match="cannot be put together again"):
+        parity.check_reference(loss, 0.77)
+
+
+def test_rows_without_a_position_that_counts():
+    batch = {"input_ids": ids(), "labels": torch.full_like(ids(), -100)}
+    model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA)
+    with pytest.raises(DataError, match="no position"):
+        parity.observe(model, [batch])
+
+
+# ---------------------------------------------------------------------------------- the destination
+
+
+def test_taken_folder_is_refused_unless_forced(lora_run, tmp_path, exported):
+    out = tmp_path / "out"
+    shutil.copytree(exported["adapter"].folder, out)
+    with pytest.raises(ConfigError, match=r"not empty(.|\n)*--force"):
+        export_run(lora_run, "adapter", out, console=QUIET)
+    (out / "old").write_text("")
+    export_run(lora_run, "adapter", out, force=True, console=QUIET)
+    assert not (out / "old").exists()
+
+
+def test_force_replaces_exports_only(lora_run, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="not an export"):
+        export_run(lora_run, "adapter", tmp_path / "thesis", force=True, console=QUIET)
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(ConfigError, match="in the way"):
+        export_run(lora_run, "adapter", tmp_path / "out", console=QUIET)
+    assert (tmp_path / "thesis" / "chapter1.tex").is_file()
+
+
+def test_run_folder_stays_as_it_is(lora_run):
+    for inside in (lora_run / "out", lora_run / "model", lora_run):
+        with pytest.raises(ConfigError, match=r"is inside(.|\n)*which is read"):
+            export_run(lora_run, "adapter", inside, console=QUIET)
+    with pytest.raises(ConfigError, match=r"holds(.|\n)*which is read"):
+        export_run(lora_run, "adapter", lora_run.parent, force=True, console=QUIET)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_stopped_export_leaves_nothing(error, lora_run, tmp_path, monkeypatch, cli):
+    def stop(*_args, **_kwargs):
+        assert (tmp_path / "out.partial" / "model.safetensors.index.json").is_file()
+        raise error
+
+    monkeypatch.setattr(export, "check_export", stop)
+    if error is KeyboardInterrupt:
+        assert cli("export", lora_run, "--to", "merged", tmp_path / "out").code == 130
+    else:
+        with pytest.raises(error):
+            export_run(lora_run, "merged", tmp_path / "out", console=QUIET)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+
+def test_command_prints_the_parity(lora_run, tmp_path, cli):
+    said = cli("export", lora_run, "--to", "fp8", tmp_path / "out")
+    assert said.code == 0
+    assert "in fp8: 28 linear layers; as they were: lm_head" in said.out
+    assert "parity on 8 of 8 held-out rows: loss" in said.out
+    record = cli("export", lora_run, "--to", "adapter", tmp_path / "json", "--json")
+    assert json.loads(record.out)["parity"]["kl"] == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_the_readme(command, lora_run, tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command.partition("  #")[0])[3:]
+    assert cli(*(lora_run if word == "RUN" else word for word in words)).code == 0
+    assert len(list(tmp_path.glob("*/export.json"))) == 1
+
+
+def test_unknown_target(lora_run, tmp_path, cli):
+    said = cli("export", lora_run, "--to", "nvpf4", tmp_path / "out")
+    assert said.code == 2
+    assert "did you mean 'nvfp4'?" in said.err
+
+
+def test_not_a_run_folder(lora_run, tmp_path, cli):
+    said = cli("export", tmp_path / "nowhere", "--to", "merged", tmp_path / "out")
+    assert said.code == 2
+    assert "no such folder" in said.err
+    said = cli("export", lora_run.parent, "--to", "merged", tmp_path / "out")
+    assert f"the newest run in it is {lora_run}" in said.err
+
+
+def copy_of(run: Path, into: Path) -> Path:
+    shutil.copytree(run, into, ignore=shutil.ignore_patterns("checkpoints"))
+    return into
+
+
+@pytest.mark.parametrize(
+    ("ended", "why"),
+    [
+        ({"interrupted": True}, "interrupted"),
+        ({"stopped": "loss is NaN"}, "loss is NaN"),
+        ({}, "model/ was removed"),
+    ],
+)
+def test_run_without_weights(ended, why, lora_run, tmp_path):
+    run = copy_of(lora_run, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    receipt = json.loads((run / "receipt.json").read_text())
+    (run / "receipt.json").write_text(json.dumps(receipt | {"run": ended}))
+    with pytest.raises(ConfigError, match=why):
+        export_run(run, "merged", tmp_path / "out", console=QUIET)
+
+
+def edited(run: Path, into: Path, old: str, new: str) -> Path:
+    copy_of(run, into)
+    config = into / "config.yaml"
+    assert old in config.read_text()
+    config.write_text(config.read_text().replace(old, new))
+    return into
+
+
+def test_adapter_over_random_weights_is_refused(lora_run, tmp_path):
+    run = edited(lora_run, tmp_path / "run", "weights: pretrained", "weights: random")
+    with pytest.raises(ConfigError, match=r"stored nowhere(.|\n)*random"):
+        export_run(run, "merged", tmp_path / "out", console=QUIET)
+
+
+def test_full_run_from_random_weights_is_exported(full_run, tmp_path):
+    run = edited(full_run, tmp_path / "run", "weights: pretrained", "weights: random")
+    assert export_run(run, "merged", tmp_path / "out", console=QUIET).parity.kl == 0
+
+
+def test_merging_into_fp8_weights_is_refused(lora_run, tmp_path):
+    base = lora_run.parents[1] / "base"
+    fp8 = tmp_path / "base"
+    shutil.copytree(base, fp8)
+    file = sorted(fp8.glob("*.safetensors"))[0]
+    cast = {n: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for n, t in load_file(file).items()}
+    save_file(cast, file, metadata={"format": "pt"})
+    run = edited(lora_run, tmp_path / "run", f"name: {base}", f"name: {fp8}")
+    for to in ("merged", "fp8", "nvfp4"):
+        with pytest.raises(ConfigError, match=r"step of FP8 is 6 %(.|\n)*--to adapter"):
+            export_run(run, to, tmp_path / "out", console=QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantised_export_needs_its_extra(lora_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match=r"fp8-finetune\[export\]"):
+        export_run(lora_run, "fp8", tmp_path / "out", console=QUIET)

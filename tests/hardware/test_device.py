@@ -1,0 +1,349 @@
+"""What a device can do in FP8, which backend is taken, and what is said where there is none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import MissingExtraError, PrecisionError
+from finetune.hardware.device import Device, auto_order, backend_verdict, resolve, this_device
+from tests import te_stand_in
+from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
+
+AMD = Device("cuda", "AMD Instinct MI300X", (9, 4), 192.0, is_rocm=True)
+WITH_FP8 = (RTX4090, H100, B200)
+WITHOUT_FP8 = (V100, A100, AMD, APPLE, CPU)
+
+
+def named(devices):
+    return pytest.mark.parametrize("device", devices, ids=lambda d: d.name.replace(" ", "-"))
+
+
+def fp8(**settings) -> PrecisionConfig:
+    return PrecisionConfig(compute="fp8", **settings)
+
+
+@pytest.fixture
+def no_te(monkeypatch):
+    """Transformer Engine is not installed, whatever this machine has."""
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+
+
+@pytest.fixture
+def with_te(monkeypatch):
+    """Transformer Engine is importable."""
+    te_stand_in.install(monkeypatch)
+
+
+# -------------------------------------------------------------------------------------- hardware
+
+
+@pytest.mark.parametrize(
+    ("device", "has_fp8", "has_blocks"),
+    [
+        (V100, False, False),
+        (A100, False, False),
+        (RTX4090, True, False),
+        (H100, True, False),
+        (B200, True, True),
+        (AMD, False, False),
+        (APPLE, False, False),
+        (CPU, False, False),
+    ],
+    ids=lambda value: value.name.replace(" ", "-") if isinstance(value, Device) else None,
+)
+def test_fp8_needs_8_9_and_blocks_need_10_0(device, has_fp8, has_blocks):
+    assert (device.has_fp8.ok, device.has_block_fp8.ok) == (has_fp8, has_blocks)
+
+
+@named([RTX4090, H100])
+def test_a_device_without_block_formats_is_told_what_they_need(device):
+    shown = ".".join(map(str, device.capability))
+    assert device.has_block_fp8.reason == f"compute capability {shown}; 10.0 is needed"
+
+
+def test_a_device_without_fp8_has_no_block_formats_for_the_same_reason():
+    assert A100.has_block_fp8 == A100.has_fp8
+
+
+def test_this_device_is_asked_once():
+    assert this_device() is this_device()
+    assert this_device().memory_gib > 0
+
+
+# --------------------------------------------------------------------------------------- refused
+
+
+@named([V100, A100])
+@pytest.mark.parametrize("backend", ["auto", "te", "torchao"])
+def test_an_older_gpu_is_refused_with_its_capability(device, backend):
+    with pytest.raises(PrecisionError) as caught:
+        resolve(fp8(backend=backend), device)
+    shown = ".".join(map(str, device.capability))
+    assert caught.value.what == f"FP8 (tensorwise, hybrid) cannot be had on {device.name}"
+    assert caught.value.where == f"precision.backend={backend}"
+    assert f"compute capability {shown}; FP8 needs 8.9" in caught.value.why
+    for advice in ("precision.emulation=allow", "train.optim=adamw_8bit", "H100"):
+        assert advice in caught.value.fix
+
+
+def test_the_advice_on_a_gpu_with_bf16_is_bf16():
+    with pytest.raises(PrecisionError) as caught:
+        resolve(fp8(), A100)
+    assert "precision.compute=bf16" in caught.value.fix
+
+
+def test_the_advice_on_a_gpu_without_bf16_is_fp16():
+    with pytest.raises(PrecisionError) as caught:
+        resolve(fp8(), V100)
+    assert "precision.compute=fp16" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (APPLE, "Apple GPUs have no FP8 matrix units"),
+        (CPU, "CPUs have no FP8 matrix units"),
+        (AMD, "AMD Instinct MI300X"),
+    ],
+    ids=["apple", "cpu", "amd"],
+)
+def test_other_hardware_is_refused_by_its_kind(device, reason):
+    with pytest.raises(PrecisionError) as caught:
+        resolve(fp8(), device)
+    assert reason in caught.value.why
+    assert "precision.emulation=allow" in caught.value.why
+    assert "rent an FP8 GPU" in caught.value.fix
+
+
+def test_a_gpu_of_another_maker_is_named_in_the_singular():
+    assert AMD.has_fp8.reason.startswith("AMD Instinct MI300X has no FP8")
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "reason"),
+    [
+        ("te", {"scaling": "rowwise"}, "no rowwise scaling; backend=torchao or emulated has it"),
+        ("te", {"format": "e5m2"}, "Transformer Engine has no pure E5M2; use format=hybrid"),
+        ("torchao", {"scaling": "delayed"}, "in training; backend=te or emulated has it"),
+        ("torchao", {"format": "e5m2"}, "no pair of E5M2 operands; use format=hybrid"),
+        (
+            "torchao",
+            {"scaling": "rowwise", "format": "hybrid"},
+            "rowwise GEMMs take E4M3 operands only; use format=e4m3",
+        ),
+    ],
+)
+@named([H100, CPU])
+def test_what_an_engine_cannot_do_is_refused_whether_emulated_or_not(
+    with_te, device, backend, settings, reason
+):
+    precision = fp8(backend=backend, emulation="allow", **settings)
+    with pytest.raises(PrecisionError) as caught:
+        resolve(precision, device)
+    assert reason in caught.value.why
+
+
+def test_on_an_fp8_gpu_the_advice_is_to_change_the_setting():
+    with pytest.raises(PrecisionError) as caught:
+        resolve(fp8(backend="torchao", scaling="delayed"), H100)
+    assert caught.value.fix == "change the setting named above"
+
+
+def test_te_asked_by_name_and_not_installed_says_how_to_install_it(no_te):
+    with pytest.raises(MissingExtraError, match="needs Transformer Engine") as caught:
+        resolve(fp8(backend="te"), H100)
+    assert "pip install 'fp8-finetune[te]'" in caught.value.fix
+    assert "precision.backend=torchao" in caught.value.fix
+    assert isinstance(caught.value, ImportError)
+
+
+def test_without_fp8_hardware_te_is_not_to_be_installed(no_te):
+    with pytest.raises(PrecisionError) as caught:
+        resolve(fp8(backend="te"), A100)
+    assert "pip install" not in str(caught.value)
+
+
+def test_te_that_is_too_old_is_not_called_missing(with_te, monkeypatch):
+    monkeypatch.delattr("transformer_engine.pytorch.autocast")
+    with pytest.raises(PrecisionError, match=r"older than 2\.8"):
+        resolve(fp8(backend="te"), H100)
+
+
+# ---------------------------------------------------------------------------------------- chosen
+
+
+@named(WITH_FP8)
+def test_auto_takes_torchao_where_te_is_not_installed(no_te, device):
+    resolution = resolve(fp8(emulation="allow"), device)
+    assert resolution.precision.backend == "torchao"
+    assert resolution.asked.backend == "auto"
+    assert resolution.label == "FP8 torchao/tensorwise"
+    assert device.name in resolution.reason
+    assert not resolution.fallback
+
+
+@named(WITH_FP8)
+@pytest.mark.parametrize("scaling", ["delayed", "tensorwise"])
+def test_auto_prefers_te(with_te, device, scaling):
+    assert resolve(fp8(scaling=scaling), device).label == f"FP8 te/{scaling}"
+
+
+def test_auto_takes_torchao_for_what_te_has_not(with_te):
+    assert resolve(fp8(scaling="rowwise"), H100).label == "FP8 torchao/rowwise"
+
+
+def test_a_backend_asked_by_name_is_taken(with_te):
+    assert resolve(fp8(backend="torchao"), H100).precision.backend == "torchao"
+    allowed = fp8(backend="emulated", emulation="allow")
+    assert resolve(allowed, H100).precision.backend == "emulated"
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "tensorwise", "rowwise"])
+@named(WITHOUT_FP8)
+def test_auto_emulates_only_when_allowed(device, scaling):
+    with pytest.raises(PrecisionError, match=r"precision\.emulation=allow permits it"):
+        resolve(fp8(scaling=scaling), device)
+    resolution = resolve(fp8(scaling=scaling, emulation="allow"), device)
+    assert resolution.label == f"FP8 emulated/{scaling}"
+    assert "no FP8 speed" in resolution.reason
+
+
+def test_auto_does_not_emulate_silently_on_an_fp8_gpu(no_te):
+    with pytest.raises(PrecisionError) as caught:
+        resolve(fp8(scaling="delayed"), H100)
+    for reason in ("te: transformer-engine is not installed", "torchao: torchao has no delayed"):
+        assert reason in caught.value.why
+
+
+def test_emulation_comes_after_every_engine():
+    assert auto_order(fp8())[-1] == "emulated"
+
+
+def test_torchao_by_name_may_emulate_itself():
+    assert backend_verdict("torchao", fp8(), CPU).ok is False
+    verdict = backend_verdict("torchao", fp8(emulation="allow"), CPU)
+    assert verdict.ok
+    assert "emulate=True" in verdict.reason
+
+
+@named(WITHOUT_FP8)
+def test_a_fallback_runs_bf16_and_says_so(device):
+    resolution = resolve(fp8(on_unsupported="bf16", backend="te"), device)
+    assert resolution.precision.compute == "bf16"
+    assert resolution.asked.compute == "fp8"
+    assert resolution.label == "BF16"
+    assert resolution.fallback.startswith("FP8 was asked, BF16 will run (")
+    assert device.has_fp8.reason in resolution.fallback
+    assert "\n" not in resolution.fallback
+
+
+def test_no_fallback_where_fp8_can_be_had():
+    resolution = resolve(fp8(on_unsupported="bf16", backend="torchao"), H100)
+    assert (resolution.precision.compute, resolution.fallback) == ("fp8", "")
+
+
+@pytest.mark.parametrize(
+    ("device", "compute"),
+    [(H100, "bf16"), (V100, "fp16"), (H100, "fp32"), (CPU, "bf16"), (CPU, "fp16"), (CPU, "fp32")],
+    ids=lambda value: value.kind if isinstance(value, Device) else value,
+)
+def test_other_precisions_resolve_to_themselves(device, compute):
+    precision = PrecisionConfig(compute=compute)
+    resolution = resolve(precision, device)
+    assert resolution.precision == resolution.asked == precision
+    assert resolution.label == compute.upper()
+    assert not resolution.fallback
+
+
+# ---------------------------------------------------------------------------------------- doctor
+
+
+@pytest.mark.parametrize(
+    ("device", "advice", "not_said"),
+    [
+        (V100, ["precision.compute=fp16", "adamw_8bit"], ["_bf16", "_fp8"]),
+        (A100, ["_bf16 recipes", "no FP8 units", "train.optim=adamw_8bit"], ["_fp8"]),
+        (RTX4090, ["python -m finetune llama_8b_lora_fp8"], ["MXFP8", "_bf16"]),
+        (H100, ["python -m finetune llama_8b_lora_fp8"], ["MXFP8", "_bf16"]),
+        (B200, ["python -m finetune llama_8b_lora_fp8", "MXFP8 and NVFP4 too"], ["_bf16"]),
+        (AMD, ["AMD GPUs are not supported in FP8", "_bf16 recipes"], ["_fp8"]),
+        (APPLE, ["Apple GPU", "emulation"], ["llama_8b"]),
+        (CPU, ["tiny_* recipes", "emulation", "validate"], ["llama_8b"]),
+    ],
+    ids=lambda value: value.name.replace(" ", "-") if isinstance(value, Device) else "",
+)
+def test_the_doctor_advises_what_the_device_can_do(device, advice, not_said):
+    found = examine(device).advice
+    for part in advice:
+        assert part in found
+    for part in not_said:
+        assert part not in found
+
+
+@named(WITH_FP8 + WITHOUT_FP8)
+def test_the_doctor_gives_a_reason_for_every_backend(no_te, device):
+    findings = examine(device)
+    assert set(findings.backends) == {f"{name}/{scaling}" for name, scaling in COMBINATIONS}
+    assert all(verdict.reason for verdict in findings.backends.values())
+    assert findings.backends["emulated/delayed"].ok
+    assert not findings.backends["te/delayed"].ok
+    assert findings.gemm is None
+    assert (findings.fp8, findings.block_fp8) == (device.has_fp8, device.has_block_fp8)
+    if device.has_fp8:
+        assert findings.auto.startswith("FP8 torchao/tensorwise (")
+    else:
+        assert findings.auto.startswith("no FP8: ")
+        assert device.has_fp8.reason in findings.auto
+
+
+def test_the_doctors_findings_are_json():
+    found = json.loads(examine(replace(H100, count=8)).to_json())
+    assert found["device"] == {
+        "kind": "cuda",
+        "name": "NVIDIA H100 80GB HBM3",
+        "capability": [9, 0],
+        "memory_gib": 79.6,
+        "count": 8,
+        "is_rocm": False,
+    }
+    assert found["fp8"]["ok"] is True
+    assert found["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({"torch": "2.13.0+cpu", "torchao": "0.18.0", "transformer-engine": "2.8.0"}, []),
+        ({"torch": "2.10.0", "torchao": None, "transformer-engine": None}, []),
+        ({}, []),
+        (
+            {"torch": "2.10.0", "transformer-engine": "2.7.0"},
+            ["transformer-engine 2.7.0 has no te.autocast: upgrade to 2.8 or later"],
+        ),
+        (
+            {"torch": "2.12.1", "torchao": "0.14.1"},
+            ["torchao 0.14.1 is older than torch 2.12.1: upgrade torchao to 0.18"],
+        ),
+        ({"torch": "2.9.1+cu128", "torchao": "0.14.1"}, ["torch 2.9.1+cu128 is outside 2.10"]),
+        ({"torch": "2.14.0"}, ["torch 2.14.0 is outside 2.10 to 2.13"]),
+    ],
+)
+def test_pairs_of_versions_known_not_to_work_are_named(versions, said):
+    found = known_bad(versions)
+    assert len(found) == len(said)
+    for line, part in zip(found, said, strict=True):
+        assert part in line
+
+
+@pytest.mark.gpu
+def test_a_real_gemm_is_within_the_tolerance_of_fp8():
+    verdict = real_gemm()
+    assert verdict.ok, verdict.reason
+    for name in ("fprop", "dgrad", "wgrad"):
+        assert name in verdict.reason

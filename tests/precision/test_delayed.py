@@ -1,0 +1,146 @@
+"""Delayed scaling through a layer, against a table worked out by hand: twelve micro-steps.
+
+The window has four micro-steps, so old amaxes fall out of it; a zero, an infinity and a NaN keep
+the scale that was. Formats are hybrid: largest numbers 448 (x, w) and 57344 (g).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from finetune.config.schema import PrecisionConfig
+from finetune.precision import convert, planner
+from finetune.precision.formats import E4M3, cast
+
+INF, NAN = float("inf"), float("nan")
+AMAX = {
+    "x": [2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 0.0, 4.0, INF, 3.0, 0.5, 0.25],
+    "w": [1.0, 1.0, 1.0, 6.0, 6.0, 6.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
+    "g": [1.0, 7.0, 0.5, 0.0, 0.0, 14.0, 0.25, NAN, 3.5, 1.75, 1.75, 1.75],
+}
+"""What each operand's largest magnitude is in each micro-step; w changes every third of them."""
+WINDOW = {
+    # The amax in force: of the last four micro-steps, None before anything was seen. What is not
+    # finite or positive changes nothing: x keeps 4 while the infinity is in the window. NaN counts
+    # as zero.
+    "max": {
+        "x": [None, 2, 8, 8, 8, 8, 1, 1, 4, 4, 4, 4],
+        "w": [None, 1, 1, 1, 6, 6, 6, 6, 6, 6, 2, 2],
+        "g": [None, 1, 7, 7, 7, 7, 14, 14, 14, 14, 3.5, 3.5],
+    },
+    "most_recent": {
+        "x": [None, 2, 8, 1, 1, 1, 1, 1, 4, 4, 3, 0.5],
+        "w": [None, 1, 1, 1, 6, 6, 6, 2, 2, 2, 2, 2],
+        "g": [None, 1, 7, 0.5, 0.5, 0.5, 14, 0.25, 0.25, 3.5, 1.75, 1.75],
+    },
+}
+LARGEST = {"x": 448.0, "w": 448.0, "g": 57344.0}
+
+
+class Net(nn.Module):
+    """One layer, recomputed in backward or not."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.layer, self.reentrant = nn.Linear(32, 32, bias=False), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.layer(x)
+        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+def prepared(reentrant: bool | None = None, **settings) -> tuple[Net, convert.Conversion]:
+    p = PrecisionConfig.model_validate(
+        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "delayed"}
+        | settings
+    )
+    model = Net(reentrant)
+    return model, convert.apply(model, planner.plan(model, p))
+
+
+def matrix(amax: float) -> Tensor:
+    """[32, 32] with one entry of this magnitude and the others at half a percent of it."""
+    x = torch.full((32, 32), 0.005 * amax if amax not in (INF, NAN) else 0.0)
+    x[3, 4] = -amax
+    return x
+
+
+def floor_pow2(scale: float) -> float:
+    return 2.0 ** int(torch.tensor(scale).log2().floor())
+
+
+@pytest.mark.parametrize("pow2", [None, True])
+@pytest.mark.parametrize("margin", [0, 1])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "recomputed", "reentrant"])
+def test_scales_in_force_are_those_of_the_table(reentrant, algorithm, margin, pow2) -> None:
+    """With and without recomputation; gradients are accumulated over three micro-steps."""
+    model, conversion = prepared(
+        reentrant, amax_history_len=4, amax_compute_algo=algorithm, margin=margin,
+        power_of_two_scales=pow2,
+    )  # fmt: skip
+    rule = model.layer.fp8_rule
+    for i in range(12):
+        if i % 3 == 0:  # the optimizer steps
+            model.layer.weight.data = matrix(AMAX["w"][i])
+        x = matrix(AMAX["x"][i]).requires_grad_()
+        y = model(x)
+        y.backward(matrix(AMAX["g"][i]))
+        for operand, window in WINDOW[algorithm].items():
+            scale = 1.0 if window[i] is None else LARGEST[operand] / window[i] / 2**margin
+            scale = floor_pow2(scale) if pow2 else scale
+            assert float(rule.scale_in_force(operand)) == pytest.approx(scale), (i, operand)
+        # And the layer used it: the codes of x are those of this scale.
+        in_force = rule.scale_in_force("x")
+        codes = cast(x.detach(), in_force, E4M3).float()
+        weight = cast(model.layer.weight.detach(), rule.scale_in_force("w"), E4M3).float()
+        expected = (codes @ weight.t()) * (1 / in_force) * (1 / rule.scale_in_force("w"))
+        assert torch.allclose(y, expected, rtol=1e-5)
+    assert conversion.backend.state_tensors()["history"].shape == (4, 3)
+    assert conversion.backend.effective()["margin"] == margin
+
+
+def test_a_gradients_history_moves_with_backwards_only() -> None:
+    """Two forwards and one backward, as contrastive losses have it: one row, not one and a zero."""
+    model, conversion = prepared(amax_history_len=4)
+    for i in range(3):
+        outputs = [model(matrix(2.0 + i).requires_grad_()) for _ in range(2)]
+        sum(outputs).backward(matrix(1.0 + i))
+    model(matrix(1.0))
+    history = conversion.backend.state_tensors()["history"]
+    assert history[:, 2].tolist() == [3, 2, 1, 0]
+    assert history[:, 0].tolist() == [4, 4, 3, 3]
+
+
+def test_evaluation_moves_nothing() -> None:
+    model, conversion = prepared(amax_history_len=4, eval="fp8")
+    model(matrix(2.0)).sum().backward()
+    model(matrix(2.0)).sum().backward()
+    before = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    model.eval()
+    with torch.no_grad():
+        model(matrix(1.0))
+        model.train()(matrix(1.0))  # a training mode without gradients is no step either
+    after = conversion.backend.state_tensors()
+    assert all(torch.equal(after[k], before[k]) for k in ("history", "scale", "steps"))
+
+
+def test_state_is_taken_back() -> None:
+    """A copy that goes on from stored state has the same scales as one that never stopped."""
+    model, conversion = prepared(amax_history_len=4)
+    for i in range(6):
+        model(matrix(AMAX["x"][i])).backward(matrix(AMAX["g"][i] + 1))
+    stored = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    fresh, other = prepared(amax_history_len=4)
+    fresh.load_state_dict(model.state_dict())
+    other.backend.load_state_tensors(stored)
+    for i in range(6, 12):
+        for net in (model, fresh):
+            net(matrix(AMAX["x"][i])).backward(matrix(AMAX["g"][i]))
+        for operand in "xwg":
+            a, b = (net.layer.fp8_rule.scale_in_force(operand) for net in (model, fresh))
+            assert float(a) == float(b)

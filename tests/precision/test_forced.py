@@ -1,0 +1,265 @@
+"""Types chosen in `precision.map` are those computed in; everything else about the model stays."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from finetune import get_receipt, setup_fp8_mixed_precision_training
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import PlanError, ProofError
+from finetune.precision import convert, planner
+from finetune.precision.forced import DTYPES, ForcedMixin
+from tests.conftest import batch
+
+
+def trained(model: nn.Module, steps: int = 2, **settings):
+    """The receipt of two steps, through Accelerate and the proof."""
+    accelerator = setup_fp8_mixed_precision_training(
+        "emulated", emulation="allow", cpu=True, **settings
+    )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trainable, lr=1e-2))
+    for seed in range(steps):
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch(seed=seed)).loss)
+        optimizer.step()
+    return get_receipt()
+
+
+def dtypes_of(model: nn.Module, name: str) -> list[torch.dtype]:
+    """Filled with the dtype of every output of a module, as the model is called."""
+    seen: list[torch.dtype] = []
+    model.get_submodule(name).register_forward_hook(lambda _, __, y: seen.append(y.dtype))
+    return seen
+
+
+def precisions(receipt, piece: str) -> set[str]:
+    rows = [row for row in receipt.layers if piece in row.name and row.role != "adapter"]
+    assert rows
+    return {getattr(row, gemm) for row in rows for gemm in ("fprop", "dgrad", "wgrad")} - {"none"}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_attention_layers_multiply_in_the_chosen_type(make_llama, compute, kind) -> None:
+    model = make_llama().to(kind)
+    output = dtypes_of(model, "model.layers.0.self_attn.q_proj")
+    receipt = trained(model, map={"attn": compute})
+    assert receipt.status == "proven"
+    assert precisions(receipt, "self_attn") == {compute}
+    assert precisions(receipt, "mlp") == {"fp8"}
+    # Under BF16 autocast float16 cannot meet BF16 afterwards; float32 can.
+    assert set(output) == {torch.float32 if compute == "fp32" else torch.bfloat16}
+
+
+@pytest.mark.parametrize("output", ["fp8", "fp32", "fp16"])
+def test_the_head_too_where_its_layer_is_called(make_llama, output) -> None:
+    receipt = trained(make_llama(), map={"output": output})
+    assert receipt.status == "proven"
+    assert precisions(receipt, "lm_head") == {output}
+
+
+def test_attention_itself_never_goes_below_bf16(make_llama) -> None:
+    """Scores, softmax and the weighted sum: whatever the layers around them do."""
+    for attention in ("sdpa", "eager"):
+        model = make_llama(attn_implementation=attention)
+        receipt = trained(model, scaling="nvfp4", map={"attn": "fp8"})
+        inside = [row for row in receipt.layers if row.role == "other"]
+        assert inside
+        assert {getattr(r, g) for r in inside for g in ("fprop", "dgrad")} <= {
+            "bf16",
+            "fp32",
+            "none",
+        }
+        assert precisions(receipt, "self_attn") == {"fp4"}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("part", "name"), [("norm", "model.layers.0.input_layernorm"), ("embed", "model.embed_tokens")]
+)
+def test_norms_and_embeddings_give_their_result_in_it(
+    make_llama, part, name, compute, kind
+) -> None:
+    model = make_llama().to(kind)
+    seen = dtypes_of(model, name)
+    before = dict(model.named_parameters())
+    receipt = trained(model, map={part: compute})
+    assert receipt.status == "proven"
+    assert set(seen) == {torch.bfloat16 if compute == "fp16" else DTYPES[compute]}
+    for parameter_name, p in model.named_parameters():
+        assert p is before[parameter_name]
+        assert p.dtype is p.grad.dtype is kind, "masters and their gradients keep their type"
+
+
+def by_hand(compute: str, x: Tensor, linear: nn.Linear) -> Tensor:
+    kind = DTYPES[compute]
+    return nn.functional.linear(x.to(kind), linear.weight.to(kind), linear.bias.to(kind))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_a_forced_layer_is_exactly_that(compute) -> None:
+    """Bit for bit what the type gives, forward and backward, inside autocast and outside."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    twin = copy.deepcopy(model[1])
+    p = PrecisionConfig.model_validate(
+        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "map": {"1": compute}}
+    )
+    the_plan = planner.plan(model, p)
+    convert.apply(model, the_plan)
+    assert isinstance(model[1], ForcedMixin) == (compute != "bf16"), "BF16 is what the run has"
+    if compute == "bf16":
+        return
+    for autocast in (False, True):
+        x = torch.randn(16, 64, requires_grad=True)
+        z = x.detach().clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model[1](x)
+        expected = by_hand(compute, z, twin)
+        assert torch.equal(y, expected.to(y.dtype))
+        y.float().sum().backward()
+        expected.float().sum().backward()
+        if not autocast:
+            assert torch.equal(x.grad, z.grad)
+            assert torch.equal(model[1].weight.grad, twin.weight.grad)
+            assert x.grad.dtype is torch.float32
+
+
+def test_gpt2s_transposed_layers_too() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 272, "n_positions": 64}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **ids)).train()
+    receipt = trained(model, map={"attn": "fp32", "norm": "fp32"})
+    assert receipt.status == "proven"
+    assert precisions(receipt, "attn.c_") == {"fp32"}
+    assert precisions(receipt, "mlp.c_") == {"fp8"}
+
+
+def test_a_module_called_by_keyword_and_with_more_arguments() -> None:
+    class GatedNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+            assert hidden_states.dtype is torch.bfloat16
+            y = hidden_states * self.weight
+            return y if gate is None else y * gate
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = GatedNorm(), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(hidden_states=x) + self.norm(x, x) + self.norm(x, gate=x)
+            return self.layer(y)
+
+    model = Net()
+    p = PrecisionConfig.model_validate(
+        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "map": {"norm": "bf16"}}
+    )
+    convert.apply(model, planner.plan(model, p))
+    assert model(torch.randn(16, 64)).shape == (16, 64)
+
+
+def test_revert_copy_and_pickle_give_plain_modules(make_llama) -> None:
+    model = make_llama(vocab_size=288)
+    classes = [type(m) for m in model.modules()]
+    names = list(model.state_dict())
+    reference = model(**batch()).logits
+    p = PrecisionConfig.model_validate(
+        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "nvfp4"}
+        | {"map": {"attn": "fp32", "norm": "bf16", "embed": "bf16", "output": "fp8"}}
+        | {"fp8_params": True}
+    )
+    convert.apply(model, planner.plan(model, p))
+    assert [type(m) for m in model.modules()] != classes
+    assert list(model.state_dict()) == names
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    for other in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+        assert [type(m) for m in other.modules()] == classes
+        assert not [k for m in other.modules() for k in m.__dict__ if k.startswith("fp8_")]
+        assert torch.equal(other(**batch()).logits, reference)
+    assert [type(m) for m in model.modules()] != classes, "the model itself stays converted"
+    convert.revert(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert not [k for m in model.modules() for k in m.__dict__ if k.startswith("fp8_")]
+    assert torch.equal(model(**batch()).logits, reference)
+
+
+def test_with_adapters(make_llama) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+    receipt = trained(model, map={"attn": "fp32", "norm": "fp32"}, first_n=1)
+    assert receipt.status == "proven"
+    assert precisions(receipt, "self_attn") == {"fp32"}
+    assert precisions(receipt, "layers.0.mlp") == {"bf16"}
+    assert precisions(receipt, "layers.1.mlp") == {"fp8"}
+
+
+def test_a_trained_copy_of_the_head_beside_adapters(make_llama) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(make_llama(), config).train()
+    receipt = trained(model, map={"output": "fp32"})
+    assert receipt.status == "proven"
+    rows = {r.name: (r.fprop, r.dgrad, r.wgrad) for r in receipt.layers if "lm_head" in r.name}
+    assert rows["base_model.model.lm_head.modules_to_save.default"] == ("fp32",) * 3
+
+
+def sft_trainer(model: nn.Module, tmp_path):
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    from finetune.training.model import TINY_LLAMA
+
+    ids = torch.randint(5, 272, (8, 32), generator=torch.Generator().manual_seed(0)).tolist()
+    args = SFTConfig(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
+        bf16=True, report_to="none", disable_tqdm=True, save_strategy="no",
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    return SFTTrainer(
+        model=model, args=args, train_dataset=Dataset.from_dict({"input_ids": ids}),
+        processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("output", ["fp8", "fp32"])
+def test_a_stock_sft_trainer_cannot_have_the_head_in_a_chosen_type(make_llama, tmp_path, output):
+    """Its loss multiplies by the head's weight itself: an error that says what to do."""
+    setup_fp8_mixed_precision_training(
+        "emulated", emulation="allow", cpu=True, map={"output": output}
+    )
+    with pytest.raises(ProofError) as caught:
+        sft_trainer(make_llama(vocab_size=2048), tmp_path).train()
+    assert "lm_head fprop=bf16" in caught.value.where
+    assert "output" in caught.value.fix
+    assert "SFTTrainer" in caught.value.fix
+
+
+def test_finetune_refuses_the_same_before_anything_is_loaded(tmp_path) -> None:
+    from rich.console import Console
+
+    from finetune import load_recipe, train
+
+    recipe = load_recipe("tiny_full_fp8", ["precision.map.output=fp8"])
+    with pytest.raises(PlanError, match="output head, which SFTTrainer multiplies outside"):
+        train(recipe, out=tmp_path, console=Console(quiet=True))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,705 @@
+"""FP8 for weights that are plain parameters: products, experts, and the ways round them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from finetune import PrecisionConfig, disabled, get_receipt, register_parameter_matmuls, revert
+from finetune.errors import ConversionError, PlanError, ProofError
+from finetune.precision import convert
+from finetune.precision.parameters import ParameterMixin
+from finetune.precision.planner import plan
+from tests.conftest import batch
+
+RULES = [
+    ("emulated", "delayed"),
+    ("emulated", "tensorwise"),
+    ("emulated", "rowwise"),
+    ("torchao", "tensorwise"),
+    ("torchao", "rowwise"),
+]
+
+
+class Holder(nn.Module):
+    """Multiplies by one parameter in the way it is told."""
+
+    fp8_matmuls: ClassVar[tuple[str, ...]] = ("w",)
+
+    def __init__(self, *shape: int, form=None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.w = nn.Parameter(torch.randn(*shape, generator=generator) / 8)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(x, self.w)
+
+
+def precision(backend: str = "emulated", scaling: str = "tensorwise", **kwargs) -> PrecisionConfig:
+    return PrecisionConfig(compute="fp8", backend=backend, scaling=scaling, **kwargs)
+
+
+def converted(model: nn.Module, chosen: PrecisionConfig) -> nn.Module:
+    convert.apply(model, plan(model, chosen))
+    return model
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, x: Tensor, steps: int = 2) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, dx and dw of the last of some steps (delayed scaling needs a first to see amaxes)."""
+    for _ in range(steps):
+        x = x.detach().requires_grad_()
+        model.zero_grad()
+        y = model(x)
+        (y.float() ** 2 / 2).sum().backward()
+    return y.detach(), x.grad, [p.grad for p in model.parameters()]
+
+
+def linear_twin(weight: Tensor, bias: Tensor | None = None) -> nn.Sequential:
+    """A model of one linear layer [N, K]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = nn.Parameter(weight.detach().clone())
+    return nn.Sequential(layer)
+
+
+FORMS = {
+    "x @ w": ((32, 48), lambda x, w: x @ w, True),
+    "torch.matmul": ((32, 48), lambda x, w: torch.matmul(x, other=w), True),
+    "mm of rows": ((32, 48), lambda x, w: x.flatten(0, 1).mm(w).unflatten(0, x.shape[:2]), True),
+    "bmm, expanded": ((32, 48), lambda x, w: torch.bmm(x, w.expand(x.shape[0], -1, -1)), True),
+    "einsum": ((32, 48), lambda x, w: torch.einsum("btk, kn -> btn", x, w), True),
+    "einsum, implicit": ((32, 48), lambda x, w: torch.einsum("...k,kn", x, w), True),
+    "weight first": ((32, 48), lambda x, w: (w.mT @ x.mT).mT, True),
+    "F.linear": ((48, 32), lambda x, w: F.linear(x, w), False),
+    "x @ w.t()": ((48, 32), lambda x, w: x @ w.t(), False),
+    "addmm": (
+        (48, 32),
+        lambda x, w: torch.addmm(w.new_zeros(48), x.flatten(0, 1), w.t()).unflatten(0, x.shape[:2]),
+        False,
+    ),
+    "heads in one": (
+        (3, 32, 16),
+        lambda x, w: (x[:, None] @ w).transpose(1, 2).flatten(2),
+        "heads",
+    ),
+    "heads contracted": (
+        (2, 16, 48),
+        lambda x, w: torch.einsum("bthk,hkn->btn", x.unflatten(-1, (2, 16)), w),
+        "contracted",
+    ),
+}
+
+
+def as_linear(weight: Tensor, how: bool | str) -> Tensor:
+    """The [N, K] weight of the linear layer that does the same."""
+    if how == "heads":
+        return weight.mT.flatten(0, 1)
+    if how == "contracted":
+        return weight.flatten(0, 1).t()
+    return weight.t() if how else weight
+
+
+@pytest.mark.parametrize(("backend", "scaling"), RULES)
+@pytest.mark.parametrize("form", FORMS)
+def test_bit_equal_to_a_linear_layer(form, backend, scaling) -> None:
+    """Output, dx and dw of each way to write a product are those of nn.Linear."""
+    shape, write, how = FORMS[form]
+    x = tokens(4, 8, 32)
+    model = Holder(*shape, form=write)
+    twin = linear_twin(as_linear(model.w, how))
+    chosen = precision(backend, scaling)
+    y, dx, (dw,) = train(converted(nn.Sequential(model), chosen), x)
+    y_twin, dx_twin, (dw_twin,) = train(converted(twin, chosen), x)
+    assert torch.equal(y, y_twin)
+    assert torch.equal(dx, dx_twin)
+    assert torch.equal(as_linear(dw, how), dw_twin)
+    plain = write(x, model.w.detach())
+    assert not torch.equal(y, plain)
+    assert float((y - plain).norm() / plain.norm()) < 0.1
+
+
+@pytest.mark.parametrize("scaling", ["rowwise_with_gw_hp", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("form", ["x @ w", "F.linear", "einsum", "weight first"])
+def test_bit_equal_in_other_recipes(form, scaling) -> None:
+    _, write, how = FORMS[form]
+    x, model = tokens(4, 8, 32), Holder(*((32, 64) if how else (64, 32)), form=write)
+    twin = linear_twin(as_linear(model.w, how))
+    chosen = precision(scaling=scaling)
+    y, dx, (dw,) = train(converted(nn.Sequential(model), chosen), x)
+    y_twin, dx_twin, (dw_twin,) = train(converted(twin, chosen), x)
+    assert torch.equal(y, y_twin)
+    assert torch.equal(dx, dx_twin)
+    assert torch.equal(as_linear(dw, how), dw_twin)
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
+def test_weights_held_in_fp8_are_those_of_the_product(scaling) -> None:
+    """One parameter, multiplied both ways round and matrix by matrix: each with its own codes."""
+
+    def form(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).sum(0)  # as [3 * 32, 32]
+        return (y @ w.mT).sum(0) @ w[1] + torch.einsum("ti,hio->tho", x, w).sum(1)
+
+    results = []
+    for held in (False, True):
+        model = converted(Holder(3, 32, 32, form=form), precision(scaling=scaling, fp8_params=held))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        seen = []
+        for seed in range(3):
+            y, dx, (dw,) = train(model, tokens(16, 32, seed=seed))
+            optimizer.step()
+            seen += [y, dx, dw.clone()]
+        results.append(seen)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("backend", "scaling"), RULES)
+def test_batched_weights_are_as_many_linear_layers(backend, scaling) -> None:
+    """x [H, T, K] times w [H, K, N]: each head has the numbers of a linear layer of its own."""
+    x, model = tokens(3, 8, 32), Holder(3, 32, 16, form=torch.matmul)
+    slices = model.w.detach().clone().unbind(0)
+    y, dx, (dw,) = train(converted(model, precision(backend, scaling)), x, steps=1)
+    for head, weight in enumerate(slices):
+        twin = converted(linear_twin(weight.t()), precision(backend, scaling))
+        y_twin, dx_twin, (dw_twin,) = train(twin, x[head], steps=1)
+        assert torch.equal(y[head], y_twin)
+        assert torch.equal(dx[head], dx_twin)
+        assert torch.equal(dw[head].t(), dw_twin)
+
+
+def grouped(x: Tensor, w: Tensor) -> Tensor:
+    ends = torch.tensor([5, 5, 12, 20], dtype=torch.int32)
+    return F.grouped_mm(x, w.mT, offs=ends)
+
+
+def by_hand(x: Tensor, w: Tensor) -> Tensor:
+    pieces = x.split([5, 0, 7, 8])
+    return torch.cat([F.linear(piece, w[e]) for e, piece in enumerate(pieces)])
+
+
+def gathered(x: Tensor, w: Tensor) -> Tensor:
+    expert = torch.tensor([0, 2, 3]).repeat_interleave(torch.tensor([5, 7, 8]))
+    expert = expert[tokens(20).argsort()]
+    order = expert.argsort(stable=True)  # each expert's tokens stay in order: so do its sums
+    y = torch.bmm(w[expert], x[order.argsort()].unsqueeze(-1)).squeeze(-1)
+    return y[order]
+
+
+@pytest.mark.parametrize(("backend", "scaling"), RULES)
+def test_experts_in_three_implementations(backend, scaling) -> None:
+    """Grouped, gathered and one by one, expert 1 without tokens: the same bits."""
+    x = tokens(20, 32)
+    results = []
+    for form in (by_hand, grouped, gathered):
+        model = converted(Holder(4, 48, 32, form=form), precision(backend, scaling))
+        results.append(train(model, x))
+    (y, dx, (dw,)), *others = results
+    for y_other, dx_other, (dw_other,) in others:
+        assert torch.equal(y, y_other)
+        assert torch.equal(dx, dx_other)
+        assert torch.equal(dw, dw_other)
+    assert not dw[1].any()
+    assert all(dw[e].any() for e in (0, 2, 3))
+    assert not torch.equal(y, by_hand(x, model.w))
+
+
+def test_rows_of_nobody_come_out_as_zero() -> None:
+    def tail(x: Tensor, w: Tensor) -> Tensor:
+        return torch._grouped_mm(x, w, offs=torch.tensor([3, 8], dtype=torch.int32))
+
+    model = converted(Holder(2, 32, 16, form=tail), precision())
+    y, dx, (dw,) = train(model, tokens(12, 32))
+    assert y[:8].any(dim=1).all()
+    assert not y[8:].any()
+    assert not dx[8:].any()
+    assert dw.any()
+
+
+# ------------------------------------------------------------------------------------ the plan
+
+
+class Block(nn.Module):
+    """A linear layer, a matrix of its own and three experts; parameters of other uses beside."""
+
+    fp8_matmuls: ClassVar[tuple[str, ...]] = ("inner", "experts")
+
+    def __init__(self, odd: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = nn.Linear(32, 32)
+        self.inner = nn.Parameter(torch.randn(32, odd) / 6)
+        self.experts = nn.Parameter(torch.randn(3, 32, odd) / 6)
+        self.table = nn.Parameter(torch.randn(64, 32))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.proj(self.table[ids])  # [T, 32]
+        x = x @ self.inner @ self.inner.t()
+        scores = x @ x.t()  # nobody's
+        heads = x @ self.experts  # [3, T, odd]
+        return scores.softmax(-1) @ (heads @ self.experts.mT).sum(0)
+
+
+IDS = torch.arange(48) % 64
+
+
+def test_rows_of_parameters() -> None:
+    found = {row.name: row for row in plan(Block(), precision()).layers}
+    assert {(n, r.kind, r.owner, r.shape, r.compute) for n, r in found.items()} == {
+        ("proj", "linear", "proj", (32, 32), "fp8"),
+        ("inner", "parameter", "", (32, 32), "fp8"),
+        ("experts", "parameter", "", (32, 32), "fp8"),
+    }
+    assert found["inner"].reason == "parameter that multiplies, aligned"
+    frozen = Block()
+    frozen.experts.requires_grad_(False)
+    row = plan(frozen, precision()).layers[-1]
+    assert row.frozen
+    assert row.gemms == ("fprop", "dgrad")
+
+
+def test_keep_and_alignment_and_map() -> None:
+    rows = {r.name: r for r in plan(Block(), precision(keep=("experts",))).layers}
+    assert rows["experts"].compute == "bf16"
+    assert rows["experts"].reason == "kept by pattern 'experts'"
+    assert rows["inner"].compute == "fp8"
+    rows = {r.name: r for r in plan(Block(odd=24), precision()).layers}
+    assert rows["inner"].reason == "K=24 is not a multiple of 16"
+    assert rows["experts"].compute == "bf16"
+    with pytest.raises(PlanError, match="only linear layers"):
+        plan(Block(), precision(map={"inner": "fp32"}))
+
+
+@pytest.mark.parametrize("names", [("missing",), ("bias",)])
+def test_wrong_declaration(names) -> None:
+    class Wrong(nn.Linear):
+        fp8_matmuls: ClassVar[tuple[str, ...]] = names
+
+    with pytest.raises(PlanError, match=rf"'{names[0]}' is declared to multiply"):
+        plan(nn.Sequential(Wrong(32, 32)), precision())
+
+
+def test_registration_of_a_class_that_is_not_ours() -> None:
+    class Theirs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(32, 32))
+
+    class Derived(Theirs):
+        pass
+
+    with pytest.raises(PlanError, match="no linear layers, and no parameters declared"):
+        plan(Theirs(), precision())
+    register_parameter_matmuls(Theirs, ["kernel"])
+    assert [r.name for r in plan(nn.Sequential(Derived()), precision()).layers] == ["0.kernel"]
+    register_parameter_matmuls(Derived, [])
+    with pytest.raises(PlanError):
+        plan(Derived(), precision())
+    with pytest.raises(PlanError, match="a list of parameter names"):
+        register_parameter_matmuls(Theirs, "kernel")
+
+
+def test_transformer_engine_takes_no_parameters() -> None:
+    rows = {r.name: r for r in plan(Block(), precision("te")).layers}
+    assert rows["proj"].compute == "fp8"
+    assert "precision.backend=torchao" in rows["inner"].reason
+    with pytest.raises(PlanError, match=r"precision\.backend=torchao"):
+        plan(Holder(32, 32), precision("te"))
+
+
+def test_parametrised_weights_stay_high() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Holder(32, 32, form=torch.matmul))
+    nn.utils.parametrizations.weight_norm(model[1], "w")
+    row = plan(model, precision()).layers[-1]
+    assert (row.name, row.compute) == ("1.w", "bf16")
+    assert "made anew" in row.reason
+
+
+# -------------------------------------------------------------------- what cannot run in FP8 raises
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (lambda x, w: x[..., :24] @ w[:24], "K=24 of this product"),
+        (lambda x, w: x @ w[:, :8], "N=8 of this product"),
+        (lambda x, w: torch.einsum("ti,ij,jk->tk", x, w, x.new_ones(32, 16)), "is not served"),
+        (lambda x, w: torch.einsum("tk,kn->t", x, w), "no linear product"),
+        (lambda x, w: torch.mm(x, w, out=x.new_empty(8, 32)), "is not served"),
+    ],
+)
+@torch.no_grad()
+def test_products_that_cannot_be_served(form, reason) -> None:
+    model = converted(Holder(32, 32, form=form), precision())
+    with pytest.raises(ConversionError, match=rf"'w' is planned in FP8[\s\S]*{reason}"):
+        model(tokens(8, 32))
+
+
+def test_what_is_no_product_with_tokens_passes() -> None:
+    def form(x: Tensor, w: Tensor) -> Tensor:
+        penalty = (w @ w.t()).square().mean() + w.norm()
+        return x @ x.t() * penalty + F.linear(x, x, bias=w[0, :8])
+
+    model = Holder(32, 32, form=form)
+    x = tokens(8, 32)
+    assert torch.equal(form(x, model.w), converted(model, precision())(x))
+
+
+# ------------------------------------------------------------------------- a converted model's life
+
+
+def test_revert_evaluation_copies(setup_backend) -> None:
+    model, plain = Block(), Block()
+    before = list(model.parameters())
+    converted(model, precision())
+    assert isinstance(model, ParameterMixin)
+    assert type(model).__name__ == "Block"
+    assert not torch.equal(model(IDS), plain(IDS))
+    with disabled(model):
+        assert torch.equal(model(IDS), plain(IDS))
+    model.eval()
+    assert torch.equal(model(IDS), plain(IDS)), "evaluation is in high precision"
+    model.train()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is Block
+        assert torch.equal(twin(IDS), plain(IDS))
+        assert not [name for name in vars(twin) if name.startswith("fp8_")]
+    revert(model)
+    assert type(model) is Block
+    assert torch.equal(model(IDS), plain(IDS))
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    model = converted(model, precision(eval="fp8"))
+    trained = model(IDS)
+    with torch.inference_mode():
+        assert torch.equal(model.eval()(IDS), trained)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("scaling", ["delayed", "rowwise"])
+def test_checkpointing_recomputes_the_same(use_reentrant, scaling) -> None:
+    class Two(nn.Module):
+        def __init__(self, *, checkpointed: bool) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Holder(32, 32, form=torch.matmul) for _ in range(2))
+            self.checkpointed = checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = (
+                    checkpoint(layer, x, use_reentrant=use_reentrant)
+                    if self.checkpointed
+                    else layer(x)
+                )
+            return x
+
+    results = []
+    for checkpointed in (False, True):
+        model = converted(Two(checkpointed=checkpointed), precision(scaling=scaling))
+        y, dx, grads = train(model, tokens(16, 32), steps=3)
+        results.append([y, dx, *grads])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+# -------------------------------------------------------------------------------------- the proof
+
+
+def prepared(model: nn.Module, setup_backend, backend: str = "emulated", **kwargs):
+    accelerator = setup_backend(backend, **kwargs)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def step(accelerator, model, optimizer, *args, **kwargs) -> None:
+    y = model(*args, **kwargs)
+    accelerator.backward(y.loss if not isinstance(y, Tensor) else y.float().square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("backend", "scaling"), RULES)
+def test_receipt_of_parameters(setup_backend, backend, scaling) -> None:
+    run = prepared(Block(), setup_backend, backend, scaling=scaling)
+    for _ in range(2):
+        step(*run, IDS)
+    receipt = get_receipt()
+    rows = {row.name: row for row in receipt.layers}
+    assert receipt.status == "proven"
+    assert receipt.trainable["moved"] == receipt.trainable["before"]
+    matmul = 2 * 48 * 32 * 32
+    for name, products in (("inner", 2), ("experts", 4)):
+        row = rows[name]
+        assert (row.fprop, row.dgrad, row.wgrad) == ("fp8", "fp8", "fp8"), name
+        # x @ experts is one GEMM of all three; the other way each expert has its own.
+        gemms = products
+        assert row.calls == dict.fromkeys(("fprop", "dgrad", "wgrad"), gemms), name
+        assert row.flops == 3 * matmul * (2 if name == "inner" else 6)
+    assert rows["(other)"].fprop == "bf16", "the scores"
+
+
+def test_frozen_parameter_has_no_weight_gradient(setup_backend) -> None:
+    model = Block()
+    model.experts.requires_grad_(False)
+    run = prepared(model, setup_backend)
+    for _ in range(2):
+        step(*run, IDS)
+    row = next(row for row in get_receipt().layers if row.name == "experts")
+    assert (row.fprop, row.dgrad, row.wgrad) == ("fp8", "fp8", "none")
+    assert get_receipt().status == "proven"
+
+
+def test_kept_parameter_has_a_row_in_high_precision(setup_backend) -> None:
+    run = prepared(Block(), setup_backend, keep=("experts",))
+    for _ in range(2):
+        step(*run, IDS)
+    row = next(row for row in get_receipt().layers if row.name == "experts")
+    assert (row.fprop, row.dgrad, row.wgrad) == ("bf16", "bf16", "bf16")
+    assert row.flops == 3 * 2 * 48 * 32 * 32 * 6
+    assert get_receipt().status == "proven"
+
+
+def test_parameters_in_a_bf16_run(setup_backend) -> None:
+    setup_backend("emulated")
+    from finetune.training.session import install
+
+    install(PrecisionConfig(compute="bf16"))
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), Block()
+    run = accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(2):
+        step(*run, IDS)
+    rows = {row.name: row for row in get_receipt().layers}
+    for name in ("inner", "experts"):
+        assert (rows[name].fprop, rows[name].wgrad) == ("bf16", "bf16")
+    assert get_receipt().status == "proven"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, w: x @ w.to(torch.bfloat16),
+        lambda x, w: x @ w.clone(),
+        lambda x, w: F.linear(x, torch.cat([w, w])),
+        lambda x, w: x @ (w * x.new_full((), 0.5)),
+        lambda x, w: F.conv1d(x.t()[None], w[..., None])[0].t(),
+        lambda x, w: x * w.sum(),
+    ],
+)
+def test_products_past_the_converter_fail_the_proof(form, setup_backend) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Holder(32, 32, form=form))
+    run = prepared(model, setup_backend)
+    with pytest.raises(ProofError, match=r"did not run[\s\S]*1\.w"):
+        step(*run, tokens(16, 32))
+
+
+def test_a_second_product_of_a_copy_fails_the_proof(setup_backend) -> None:
+    model = nn.Sequential(Holder(32, 32, form=lambda x, w: x @ w + x @ w.bfloat16()))
+    run = prepared(model, setup_backend)
+    with pytest.raises(ProofError, match=r"0\.w fprop=bf16\+fp8"):
+        step(*run, tokens(16, 32))
+
+
+def test_product_outside_its_owner_fails_the_proof(setup_backend) -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj, self.held = nn.Linear(32, 32), Holder(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(x) @ self.held.w
+
+    run = prepared(Outside(), setup_backend)
+    with pytest.raises(ProofError, match=r"held\.w fprop=bf16"):
+        step(*run, tokens(16, 32))
+
+
+def test_lookups_and_penalties_do_not_fail_the_proof(setup_backend) -> None:
+    """A tied table: rows looked up are tokens, not weights."""
+
+    def form(x: Tensor, w: Tensor) -> Tensor:
+        rows = F.embedding(IDS, w) + w[IDS]
+        mixed = rows @ rows.t() @ rows  # nobody's
+        return mixed @ w.t() + (w @ w.t()).square().mean()
+
+    run = prepared(Holder(64, 32, form=form), setup_backend)
+    for _ in range(2):
+        step(*run, tokens(1))
+    row = next(row for row in get_receipt().layers if row.name == "w")
+    assert (row.fprop, row.dgrad, row.wgrad) == ("fp8", "fp8", "fp8")
+    assert get_receipt().status == "proven"
+
+
+# --------------------------------------------------------------------- experts of Transformers
+
+
+def mixtral(implementation: str, **overrides):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=272, num_local_experts=4, num_experts_per_tok=2,
+        use_cache=False, output_router_logits=False, **overrides,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).train()
+    model.set_experts_implementation(implementation)
+    return model
+
+
+@pytest.mark.parametrize("backend", ["emulated", "torchao"])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_mixtral_in_fp8(setup_backend, implementation, backend) -> None:
+    model = mixtral(implementation)
+    accelerator, model, optimizer = prepared(model, setup_backend, backend, scaling="rowwise")
+    accelerator.backward(model(**batch()).loss)
+    experts = model.model.layers[0].mlp.experts
+    for parameter in (experts.gate_up_proj, experts.down_proj):
+        assert all(parameter.grad[e].any() for e in range(4)), "all four experts are in use"
+    optimizer.step()
+    optimizer.zero_grad()
+    step(accelerator, model, optimizer, **batch())
+    receipt = get_receipt()
+    rows = {row.name.rpartition(".")[2]: row for row in receipt.layers if "experts" in row.name}
+    assert rows.keys() == {"gate_up_proj", "down_proj"}
+    for name, n in (("gate_up_proj", 128), ("down_proj", 64)):
+        row = rows[name]
+        assert (row.fprop, row.dgrad, row.wgrad) == ("fp8", "fp8", "fp8")
+        assert row.calls == dict.fromkeys(("fprop", "dgrad", "wgrad"), 4), "one for each expert"
+        assert row.flops == 3 * 2 * (2 * 32 * 2) * n * 64, "64 tokens, two experts each"
+    assert receipt.status == "proven"
+    linear = sum(r.flops for r in receipt.layers if r.role == "base")
+    fp8 = sum(r.flops for r in receipt.layers if r.fprop == "fp8")
+    assert fp8 == linear
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_mixtral_kept_high_is_counted_by_name(setup_backend, implementation) -> None:
+    run = prepared(mixtral(implementation), setup_backend, keep=("experts",))
+    for _ in range(2):
+        step(*run, **batch())
+    receipt = get_receipt()
+    rows = [row for row in receipt.layers if "experts" in row.name]
+    # Grouped products are out of autocast's reach: weights in FP32 are multiplied in FP32.
+    high = "fp32" if implementation == "grouped_mm" else "bf16"
+    for row, n in zip(rows, (128, 64), strict=True):
+        assert (row.fprop, row.dgrad, row.wgrad) == (high, high, high), row.name
+        assert row.flops == 3 * 2 * (2 * 32 * 2) * n * 64, row.name
+    assert receipt.status == "proven"
+
+
+def test_implementations_of_experts_train_alike(setup_backend) -> None:
+    losses = []
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        run = prepared(mixtral(implementation), setup_backend, scaling="tensorwise")
+        for _ in range(3):
+            step(*run, **batch())
+        losses.append(float(run[1](**batch()).loss.detach()))
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-3)
+
+
+def test_lora_on_experts_themselves_stays_high(setup_backend) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    run = prepared(get_peft_model(mixtral("eager"), config).train(), setup_backend)
+    for _ in range(2):
+        step(*run, **batch())
+    receipt = get_receipt()
+    gate_up, down = (row for row in receipt.layers if "experts" in row.name and row.role == "base")
+    assert (gate_up.fprop, gate_up.dgrad, gate_up.wgrad) == ("fp8", "fp8", "none")
+    assert "target_parameters" in down.reason
+    assert down.fprop == "bf16"
+    assert receipt.status == "proven"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("GptOss", {"num_local_experts": 4}),  # stored [experts, K, N], with biases
+        ("Llama4Text", {"num_local_experts": 4, "interleave_moe_layer_step": 1}),  # one bmm
+        ("Qwen3Moe", {"num_experts": 4}),
+    ],
+)
+def test_families_of_experts(setup_backend, family, settings) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=272, use_cache=False,
+        num_experts_per_tok=1, pad_token_id=0, **settings,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).train()
+    run = prepared(model, setup_backend)
+    for _ in range(2):
+        step(*run, **batch())
+    rows = [row for row in get_receipt().layers if row.name.endswith(("gate_up_proj", "down_proj"))]
+    assert {(row.fprop, row.dgrad, row.wgrad) for row in rows} == {("fp8", "fp8", "fp8")}
+    assert len([row for row in rows if "experts" in row.name]) >= 2
+    assert get_receipt().status == "proven"
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor warns about its own environment
+def test_compiled_layers_leave_experts_out(setup_backend) -> None:
+    losses = []
+    for compile in ("off", "on"):
+        torch._dynamo.reset()
+        run = prepared(mixtral("eager"), setup_backend, scaling="tensorwise", compile=compile)
+        for seed in range(3):
+            step(*run, **batch(seed=seed))
+        losses.append(run[1](**batch()).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2), "a token may change its expert"
+    assert "1 decoder layers" in get_receipt().precision["compile"]
+    assert "multiply by parameters are left out" in get_receipt().precision["compile"]
+    assert get_receipt().status == "proven"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_interrupted_recomputation_leaves_nothing_open(setup_backend, use_reentrant) -> None:
+    model = mixtral("eager")
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    experts = model.model.layers[0].mlp.experts
+
+    def interrupt(*_) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise KeyboardInterrupt
+
+    hook = experts.act_fn.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(accelerator, model, optimizer, **batch())
+    hook.remove()
+    assert torch._C._len_torch_function_stack() == 0
+    optimizer.zero_grad()
+    for _ in range(2):
+        step(accelerator, model, optimizer, **batch())
+    rows = [row for row in get_receipt().layers if ".experts." in row.name]
+    assert [row.fprop for row in rows] == ["fp8", "fp8"]
+    assert {row.calls["fprop"] for row in rows} == {8}, "forward and recomputation"
+    assert get_receipt().status == "proven"
+
+
+def test_auto_takes_torchao_where_transformer_engine_cannot(te_stand_in) -> None:
+    from finetune.config.schema import ModelConfig
+    from finetune.training import session
+    from finetune.training.model import load_model
+
+    model = load_model(ModelConfig(name="builtin:bdh_tiny", weights="random", dtype="float32"))
+    running = session.install(PrecisionConfig(compute="fp8", backend="auto"))
+    assert running.precision.backend == "te"
+    running.prepare_model(model)
+    assert running.precision.backend == "torchao"
+    assert "plain parameters" in running.resolution.reason

@@ -1,0 +1,390 @@
+"""What is not what was asked is stopped in its first steps, with the layers named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from finetune import (
+    get_receipt,
+    setup_fp8_mixed_precision_training,
+    teardown_fp8_mixed_precision_training,
+)
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import ConversionError, OrderError, PrecisionError, ProofError
+from finetune.precision import convert, planner
+from finetune.precision.backends.base import Fp8Mixin
+from finetune.precision.proof.witness import Witness
+from tests.conftest import batch
+
+
+def step(accelerator, model, optimizer, seed: int = 0) -> None:
+    accelerator.backward(model(**batch(seed=seed)).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def prepared(model, setup_backend, parameters=None, lr: float = 1e-2, **kwargs):
+    accelerator = setup_backend("emulated", **kwargs)
+    optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=lr)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def test_trainable_weight_outside_the_optimizer(make_llama, setup_backend) -> None:
+    model = make_llama()
+    some = [p for n, p in model.named_parameters() if "mlp" not in n]
+    accelerator, model, optimizer = prepared(model, setup_backend, some)
+    step(accelerator, model, optimizer)  # another optimizer might own them
+    with pytest.raises(ProofError, match=r"not in the optimizer[\s\S]*mlp.gate_proj.weight"):
+        step(accelerator, model, optimizer)
+
+
+def test_frozen_weight_that_became_trainable(make_llama, setup_backend) -> None:
+    model = make_llama()
+    frozen = model.model.layers[1].mlp.up_proj.weight
+    frozen.requires_grad_(False)
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    frozen.requires_grad_(True)
+    with pytest.raises(ProofError, match=r"which parameters train[\s\S]*1.mlp.up_proj.weight"):
+        step(accelerator, model, optimizer)
+
+
+def test_weight_that_does_not_move(make_llama, setup_backend) -> None:
+    model = make_llama()
+    model.unused = nn.Linear(32, 32)
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    step(accelerator, model, optimizer)
+    with pytest.raises(ProofError, match=r"2 trainable parameters do not train[\s\S]*unused"):
+        step(accelerator, model, optimizer)
+    assert get_receipt().status.startswith("stopped")
+
+
+def test_weight_whose_gradient_is_zeros(make_llama, setup_backend) -> None:
+    """What underflow looks like: the graph is whole, and the message must not say otherwise."""
+    model = make_llama()
+    model.model.layers[0].mlp.up_proj.weight.register_hook(torch.zeros_like)
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    optimizer.param_groups[0]["weight_decay"] = 0.0  # which would move it without a gradient
+    step(accelerator, model, optimizer)
+    with pytest.raises(ProofError, match=r"1 trainable parameters do not train") as caught:
+        step(accelerator, model, optimizer)
+    assert "zeros throughout" in str(caught.value)
+    assert "no gradient reached" not in str(caught.value)
+
+
+def test_steps_without_learning_rate_prove_nothing(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend, lr=0.0)
+    for seed in range(4):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "not proven: weights have not been seen to move"
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    step(accelerator, model, optimizer)
+    assert get_receipt().status != "proven"
+    step(accelerator, model, optimizer)
+    assert get_receipt().status == "proven"
+
+
+def test_bf16_weights_below_resolution_are_told(make_llama, setup_backend) -> None:
+    """Norm weights are 1.0: in BF16 an update of 1e-5 is rounded away, and that is said."""
+    model = make_llama().bfloat16()
+    accelerator, model, optimizer = prepared(model, setup_backend, lr=1e-5)
+    optimizer.optimizer.param_groups[0]["weight_decay"] = 0.0
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    receipt = get_receipt()
+    norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
+    assert receipt.status == "proven"
+    assert receipt.trainable["below_resolution"] == norms
+    assert receipt.trainable["moved"] == receipt.trainable["after"] - norms
+
+
+def test_layer_switched_back_to_high_precision(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    layer = model.model.layers[0].mlp.down_proj
+    layer.__class__ = nn.Linear
+    with pytest.raises(ProofError, match=r"did not run[\s\S]*0.mlp.down_proj fprop=bf16"):
+        step(accelerator, model, optimizer)
+
+
+def test_fp8_disabled_in_the_step(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    with pytest.raises(ProofError, match=r"0\.0% ran in FP8"), convert.disabled(model):
+        step(accelerator, model, optimizer)
+
+
+def test_trainer_built_before_the_helper(make_llama, tmp_path) -> None:
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    rows = Dataset.from_list([{k: v[0].tolist() for k, v in batch(1).items()}] * 4)
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)
+    setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True)
+    with pytest.raises(OrderError, match="built before FP8 was set up"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("flag", ["is_loaded_in_4bit", "is_loaded_in_8bit"])
+def test_quantised_model_is_refused(make_llama, setup_backend, flag) -> None:
+    model = make_llama()
+    setattr(model, flag, True)
+    accelerator = setup_backend("emulated")
+    with pytest.raises(PrecisionError, match=r"storage[\s\S]*compute"):
+        accelerator.prepare(model)
+
+
+def test_fp8_storage_is_refused(make_llama, setup_backend) -> None:
+    model = make_llama().requires_grad_(False)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(PrecisionError, match=r"quantised[\s\S]*mlp.up_proj"):
+        setup_backend("emulated").prepare(model)
+
+
+def test_fp16_and_doubled_recipes_are_refused(setup_backend) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import AORecipeKwargs
+
+    setup_backend("emulated")
+    with pytest.raises(PrecisionError, match="asks for FP16"):
+        Accelerator(mixed_precision="fp16", cpu=True)
+    with pytest.raises(PrecisionError, match="set up twice"):
+        Accelerator(cpu=True, kwargs_handlers=[AORecipeKwargs()])
+
+
+def test_no_gpu_and_no_emulation_is_an_error() -> None:
+    with pytest.raises(PrecisionError, match=r"precision\.emulation=allow"):
+        setup_fp8_mixed_precision_training()
+
+
+def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
+    with pytest.warns(UserWarning, match="FP8 was asked, BF16 will run"):
+        accelerator = setup_fp8_mixed_precision_training(on_unsupported="bf16", cpu=True)
+    model = make_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    precision = get_receipt().precision
+    assert precision["asked"] == "fp8"
+    assert precision["ran"] == "bf16"
+    assert "BF16 will run" in precision["fallback"]
+
+
+def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+    def patched_by_us():
+        return Accelerator.__init__, Accelerator.prepare, Trainer.train, torch.autograd.backward
+
+    before = patched_by_us()
+    model = make_llama()
+    accelerator = setup_backend("emulated")
+    patched = get_receipt().environment["patches"]
+    assert patched == [
+        "accelerate.accelerator.Accelerator.__init__",
+        "accelerate.accelerator.Accelerator.prepare",
+        "accelerate.accelerator.Accelerator.prepare_model",
+        "transformers.trainer.Trainer.train",
+    ]
+    model = accelerator.prepare(model)
+    model(**batch())  # the witness waits for a backward
+    assert any(isinstance(m, Fp8Mixin) for m in model.modules())
+    teardown_fp8_mixed_precision_training()
+    assert patched_by_us() == before
+    assert not any(isinstance(m, Fp8Mixin) for m in model.modules())
+    with pytest.raises(OrderError, match="no receipt"):
+        get_receipt()
+    teardown_fp8_mixed_precision_training()  # harmless
+
+
+def test_second_setup_replaces_the_first(make_llama, setup_backend) -> None:
+    first = make_llama()
+    setup_backend("emulated", scaling="tensorwise").prepare(first)
+    second = make_llama()
+    setup_backend("torchao", scaling="rowwise").prepare(second)
+    assert not any(isinstance(m, Fp8Mixin) for m in first.modules())
+    assert get_receipt().precision["scaling"] == "rowwise"
+    assert len(get_receipt().environment["patches"]) == 4
+
+
+def test_bf16_training_after_fp8_in_one_process(make_llama, setup_backend) -> None:
+    """A notebook: FP8, teardown, then BF16 on the same model."""
+    from accelerate import Accelerator
+
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    step(accelerator, model, optimizer)
+    teardown_fp8_mixed_precision_training()
+    plain = planner.plan(model, PrecisionConfig(compute="bf16"))
+    witness = Witness(model, plain)
+    with witness.watching():
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        accelerator.backward(model(**batch()).loss)
+    witness.close()
+    assert {precision for _, _, precision in witness.seen} <= {"bf16", "fp32"}
+
+
+def test_replaced_layer_is_a_conversion_error(make_llama) -> None:
+    model = make_llama()
+    precision = PrecisionConfig(compute="fp8", backend="emulated", emulation="allow")
+    conversion = convert.apply(model, planner.plan(model, precision))
+    model.model.layers[0].mlp.up_proj = nn.Linear(64, 128, bias=False)
+    with pytest.raises(ConversionError, match=r"layers.0.mlp.up_proj"):
+        conversion.check()
+
+
+@pytest.mark.parametrize("tokens", [64, 24])
+def test_witness_counts_three_gemms_a_layer(make_llama, tokens) -> None:
+    """Also where tokens equal outputs (64), so that shapes alone cannot tell dgrad from wgrad."""
+    model = make_llama()
+    plain = planner.plan(model, PrecisionConfig(compute="bf16"))
+    witness = Witness(model, plain)
+    with witness.watching():
+        model(**batch(1, tokens)).loss.backward()
+    witness.close()
+    counted = {(name, gemm): seen.calls for (name, gemm, _), seen in witness.seen.items()}
+    for layer in plain.layers:
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            assert counted[layer.name, gemm] == 1
+    n, k = plain.layers[0].shape
+    assert witness.seen[plain.layers[0].name, "fprop", "fp32"].flops == 2 * tokens * n * k
+
+
+def test_other_precisions_are_proven_too(make_llama) -> None:
+    """FP32 asked of BF16 weights would run in BF16: that is an error as well."""
+    from accelerate import Accelerator
+
+    from finetune.training import session
+
+    def run(model):
+        session.install(PrecisionConfig(compute="fp32"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for seed in range(2):
+            step(accelerator, model, optimizer, seed)
+
+    run(make_llama())
+    assert get_receipt().precision["ran"] == "fp32"
+    with pytest.raises(ProofError, match=r"FP32 was asked and did not run[\s\S]*model.dtype"):
+        run(make_llama().bfloat16())
+
+
+def test_backward_of_something_else_is_not_taken_for_the_models(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    loss = model(**batch()).loss
+    other = nn.Linear(4, 4)
+    other(torch.randn(2, 4)).sum().backward()
+    assert not get_receipt().layers, "still waiting"
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step(accelerator, model, optimizer)
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert {row.wgrad for row in receipt.layers if row.role == "base"} == {"fp8"}
+
+
+def test_gradients_by_autograd_grad_are_seen(make_llama, setup_backend) -> None:
+    _, model, optimizer = prepared(make_llama(), setup_backend)
+    parameters = list(model.parameters())
+    for seed in range(2):
+        loss = model(**batch(seed=seed)).loss
+        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = g
+        optimizer.step()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert {row.wgrad for row in receipt.layers if row.role == "base"} == {"fp8"}
+
+
+def test_models_are_not_kept_alive(make_llama, setup_backend) -> None:
+    """A loop that trains model after model under one setup does not fill the memory."""
+    import gc
+    import weakref
+
+    accelerator = setup_backend("emulated")
+    alive = []
+    for _ in range(3):
+        model = make_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for seed in range(2):
+            step(accelerator, model, optimizer, seed)
+        alive.append(weakref.ref(model))
+        accelerator.free_memory()
+        del model, optimizer
+    gc.collect()
+    assert [ref() is not None for ref in alive] == [False, False, True], "the receipt's is kept"
+
+
+def test_whole_model_compile_is_refused(make_llama, setup_backend) -> None:
+    from accelerate import Accelerator
+
+    setup_backend("emulated")
+    accelerator = Accelerator(cpu=True, dynamo_backend="inductor")
+    with pytest.raises(PrecisionError, match=r"precision.compile=on"):
+        accelerator.prepare(make_llama())
+
+
+@pytest.mark.parametrize("frozen", ["fp8", "bf16"])
+def test_reentrant_checkpointing_is_witnessed_whole(make_llama, setup_backend, frozen) -> None:
+    """Its backwards run inside another: the receipt is that of the other kind of checkpointing."""
+    from peft import LoraConfig, get_peft_model
+
+    rows = []
+    for reentrant in (False, True):
+        torch.manual_seed(3)
+        model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+        model.enable_input_require_grads()
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        trained = [p for p in model.parameters() if p.requires_grad]
+        accelerator, model, optimizer = prepared(
+            model, setup_backend, trained, scaling="rowwise", frozen=frozen
+        )
+        for seed in range(2):
+            step(accelerator, model, optimizer, seed)
+        receipt = get_receipt()
+        assert receipt.status == "proven"
+        rows.append([(r.name, r.fprop, r.dgrad, r.wgrad) for r in receipt.layers])
+    assert rows[0] == rows[1]
+    assert all(wgrad == "bf16" for name, _, _, wgrad in rows[1] if "lora_" in name)
+
+
+def test_a_trainer_may_train_twice(make_llama, setup_backend, tmp_path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    setup_backend("emulated")
+    ids = batch()["input_ids"].tolist()
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", learning_rate=1e-2, bf16=True,
+    )  # fmt: skip
+    rows = [{"input_ids": x, "labels": x} for x in ids * 4]
+    trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)
+    trainer.train()
+    trainer.train()
+    assert get_receipt().status == "proven"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_recomputes_is_not_the_gradient_of_a_layer(
+    make_llama, setup_backend, reentrant
+) -> None:
+    """LoHa multiplies outside of any linear layer, and again while `down_proj` runs backward."""
+    from peft import LoHaConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = get_peft_model(make_llama(), LoHaConfig(r=4, alpha=4, target_modules=["q_proj"]))
+    model.train().enable_input_require_grads()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    accelerator, model, optimizer = prepared(model, setup_backend, trained)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert {row.wgrad for row in receipt.layers if row.role == "base"} == {"none"}

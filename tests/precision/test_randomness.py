@@ -1,0 +1,152 @@
+"""Stochastic rounding draws from a generator of its own: nothing else of the run notices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+from finetune import load_recipe, train
+from finetune.config.schema import PrecisionConfig
+from finetune.precision import convert, planner
+from finetune.precision.scaling import Randomness
+
+QUIET = Console(quiet=True)
+
+
+def nvfp4(**settings) -> PrecisionConfig:
+    return PrecisionConfig.model_validate(
+        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "nvfp4"}
+        | settings
+    )
+
+
+def gradients(*, seed: int = 0, stochastic: bool = True) -> tuple[list, torch.Tensor]:
+    """Three backwards of a model with dropout; and the state torch's own generator ends in."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 32))
+    convert.apply(model, planner.plan(model, nvfp4(stochastic_rounding=stochastic)))
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return found, torch.get_rng_state()
+
+
+def equal(a: list, b: list) -> bool:
+    return all(
+        torch.equal(x, y) for m, n in zip(a, b, strict=True) for x, y in zip(m, n, strict=True)
+    )
+
+
+def test_same_seed_same_gradients() -> None:
+    assert equal(gradients()[0], gradients()[0])
+    assert not equal(gradients()[0], gradients(seed=1)[0])
+
+
+def test_torchs_own_generator_is_left_alone() -> None:
+    """So dropout masks are those of the run without it, and whatever else is drawn."""
+    (with_it, state), (without, plain) = gradients(), gradients(stochastic=False)
+    assert torch.equal(state, plain)
+    assert not equal(with_it, without)
+    # The last layer's bias gets its gradient past all rounding: the same masks were drawn.
+    assert all(torch.equal(a[3], b[3]) for a, b in zip(with_it[:1], without[:1], strict=True))
+
+
+def test_recomputation_draws_nothing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.again, self.layer = again, nn.Linear(64, 64)
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=False) if self.again else self.layer(x)
+
+    grads = []
+    for again in (False, True):
+        model = Net(again)
+        convert.apply(model, planner.plan(model, nvfp4()))
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
+        for _ in range(2):
+            model(x).square().mean().backward()
+        grads.append(model.layer.weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_state_goes_on_where_it_was() -> None:
+    like = torch.empty(5)
+    torch.manual_seed(3)
+    one = Randomness()
+    assert one.state is None
+    first, state, second = one.uniform(like), one.state.clone(), one.uniform(like)
+    assert not torch.equal(first, second)
+    other = Randomness()
+    other.restore(state)
+    assert torch.equal(other.state, state), "also before anything is drawn"
+    assert torch.equal(other.uniform(like), second)
+
+
+def test_resuming_is_bit_identical(tmp_path) -> None:
+    """The generator's state lies beside the checkpoint; without it the run is another one."""
+    overrides = [
+        "precision.scaling=nvfp4", "~precision.amax_history_len", "train.max_steps=4",
+        "train.save_strategy=steps", "train.save_steps=2", "train.warmup_steps=0",
+        "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=1",
+        "train.logging_steps=1",
+    ]  # fmt: skip
+    whole = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    assert whole.receipt.status == "proven"
+    assert whole.receipt.flop_share["fp4"] > 0.5
+    checkpoint = whole.folder / "checkpoints" / "checkpoint-2"
+    assert set(load_file(checkpoint / "fp8_scaling.safetensors")) == {"random"}
+    again = [*overrides, f"train.resume_from_checkpoint={checkpoint}"]
+
+    def losses(report) -> dict[int, float]:
+        lines = (report.folder / "metrics.jsonl").read_text().splitlines()
+        return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
+
+    resumed = train(load_recipe("tiny_full_fp8", again), out=tmp_path, console=QUIET)
+    assert losses(resumed) == {k: v for k, v in losses(whole).items() if k > 2}
+    a, b = (load_file(r.folder / "model" / "model.safetensors") for r in (whole, resumed))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    (checkpoint / "fp8_scaling.safetensors").unlink()
+    with pytest.raises(ValueError, match="no state of stochastic rounding"):
+        train(load_recipe("tiny_full_fp8", again), out=tmp_path, console=QUIET)
+
+
+def test_each_process_keeps_its_own_state(tmp_path) -> None:
+    """Generators differ by what they drew for, and amaxes without `reduce_amax`."""
+    from types import SimpleNamespace
+
+    from finetune.training.callbacks import ScalingStateKeeper
+
+    def keeper(resume=None):
+        model = nn.Sequential(nn.Linear(64, 64))
+        conversion = convert.apply(model, planner.plan(model, nvfp4()))
+        session = SimpleNamespace(training=(None, conversion))
+        return ScalingStateKeeper(session, resume), conversion.backend.randomness
+
+    step, like = SimpleNamespace(global_step=1, is_world_process_zero=False), torch.empty(4)
+    states = []
+    for process in range(2):
+        args = SimpleNamespace(process_index=process, output_dir=tmp_path)
+        saving, randomness = keeper()
+        for _ in range(process + 1):
+            randomness.uniform(like)
+        saving.on_save(args, step, None)
+        states.append(randomness.state)
+    assert not torch.equal(*states)
+    for process, expected in enumerate([*states, states[0]]):
+        args = SimpleNamespace(process_index=process, output_dir=tmp_path)
+        loading, randomness = keeper(tmp_path / "checkpoint-1")
+        loading.on_train_begin(args, step, None)
+        assert torch.equal(randomness.state, expected)

@@ -1,0 +1,117 @@
+"""The Transformer Engine backend against the stand-in: regions, scales, shapes, state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from finetune import get_receipt, setup_fp8_mixed_precision_training
+from finetune.config.schema import PrecisionConfig
+from finetune.precision import convert, planner
+from tests.conftest import batch
+
+
+@pytest.fixture
+def prepared(make_llama, te_stand_in):
+    """A Llama under te/delayed, its accelerator and conversion."""
+    accelerator = setup_fp8_mixed_precision_training("te", amax_history_len=8, cpu=True)
+    model = accelerator.prepare(make_llama())
+    return accelerator, model, convert.conversion_of(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_scales_advance_once_a_training_forward(prepared, te_stand_in, checkpointing) -> None:
+    accelerator, model, _ = prepared
+    if checkpointing:
+        model.activation_checkpointing_enable()
+        model.enable_input_require_grads()
+    for step in range(1, 4):
+        accelerator.backward(model(**batch(seed=step)).loss)
+        assert te_stand_in.State.updates == step, "not again in recomputation"
+    model.eval()
+    with torch.no_grad():
+        model(**batch())
+    assert te_stand_in.State.updates == 3, "not in evaluation"
+    assert te_stand_in.State.depth == 0
+
+
+def test_history_holds_one_amax_a_step(prepared) -> None:
+    accelerator, model, conversion = prepared
+    for step in range(3):
+        accelerator.backward(model(**batch(seed=step)).loss)
+    state = conversion.backend.state_tensors()
+    history = state["0.scaling_fwd.amax_history"]
+    assert (history[:, 0] > 0).sum() == 3
+    assert set(state) == {
+        f"{i}.{direction}.{name}"
+        for i in range(14)
+        for direction in ("scaling_fwd", "scaling_bwd")
+        for name in ("amax_history", "scale")
+    }
+
+
+def test_scaling_state_is_taken_back(make_llama, prepared, te_stand_in) -> None:
+    accelerator, model, conversion = prepared
+    for step in range(3):
+        accelerator.backward(model(**batch(seed=step)).loss)
+    state = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    accelerator = setup_fp8_mixed_precision_training("te", amax_history_len=8, cpu=True)
+    fresh = accelerator.prepare(make_llama())
+    backend = convert.conversion_of(fresh).backend
+    backend.load_state_tensors(state)
+    assert all(torch.equal(v, state[k]) for k, v in backend.state_tensors().items())
+    assert te_stand_in.State.depth == 0
+
+
+@pytest.mark.parametrize("length", [16, 13, 1])
+def test_any_number_of_tokens(prepared, length) -> None:
+    """Rows are padded to a multiple of 16 for the GEMM and cut again."""
+    accelerator, model, _ = prepared
+    outputs = model(**batch(3, length))
+    assert outputs.logits.shape[:2] == (3, length)
+    accelerator.backward(outputs.logits.square().mean())
+    assert get_receipt().precision["ran"] == "fp8"
+
+
+def test_parameters_are_lent_not_copied(prepared) -> None:
+    _, model, conversion = prepared
+    for layer in conversion.plan.fp8_layers:
+        module = model.get_submodule(layer.name)
+        seen = []
+        hook = module.fp8_engine.register_forward_pre_hook(lambda e, _, s=seen: s.append(e.weight))
+        model(**batch())
+        hook.remove()
+        assert seen[0] is module.weight
+        assert module.fp8_engine.weight.is_meta, "and given back"
+        assert "fp8_engine" not in dict(module.named_children())
+    assert not [key for key in model.state_dict() if "extra_state" in key]
+
+
+def test_gpt2_weights_are_lent_transposed(te_stand_in) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 272, "n_positions": 64}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **ids)).train()
+    accelerator = setup_fp8_mixed_precision_training("te", cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for seed in range(2):
+        accelerator.backward(model(**batch(seed=seed)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert {r.wgrad for r in receipt.layers if r.role == "base"} == {"fp8"}
+
+
+def test_a_layer_called_by_itself_runs_in_fp8(te_stand_in) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    precision = PrecisionConfig(compute="fp8", backend="te", scaling="delayed")
+    convert.apply(model, planner.plan(model, precision))
+    assert te_stand_in.State.recipe is None
+    model[0](torch.randn(16, 64, requires_grad=True)).sum().backward()
+    assert te_stand_in.State.layers, "delayed scaling state was made: TE's autocast was on"
+    assert te_stand_in.State.depth == 0

@@ -1,0 +1,381 @@
+"""Ways in which a script could train in another precision, crash oddly, or leave things behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from finetune import (
+    get_receipt,
+    setup_fp8_mixed_precision_training,
+    teardown_fp8_mixed_precision_training,
+)
+from finetune.errors import OrderError, PlanError, ProofError, UnknownArgumentError
+from finetune.precision.backends.base import Fp8Mixin
+from finetune.precision.convert import conversion_of
+from finetune.precision.proof.fingerprint import fingerprint
+from tests.conftest import batch
+
+
+def fp8_layers(model: nn.Module) -> int:
+    return sum(isinstance(m, Fp8Mixin) for m in model.modules())
+
+
+def prepared(model, setup_backend, lr: float = 1e-2, **kwargs):
+    accelerator = setup_backend("emulated", **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def step(accelerator, model, optimizer, seed: int = 0) -> None:
+    accelerator.backward(model(**batch(seed=seed)).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ----------------------------------------------------------------- training past the prepared model
+
+
+def test_training_in_evaluation_mode(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    model.eval()
+    with pytest.raises(ProofError, match=r"did not run[\s\S]*evaluation mode"):
+        step(accelerator, model, optimizer)
+
+
+def test_calling_the_inner_model(make_llama, setup_backend) -> None:
+    accelerator, model, _ = prepared(make_llama(), setup_backend)
+    ids = batch()["input_ids"]
+    logits = model.lm_head(model.model(input_ids=ids).last_hidden_state)
+    with pytest.raises(ProofError, match=r"outside a call of the prepared model"):
+        accelerator.backward(logits.square().mean())
+
+
+def test_stepping_without_a_step(make_llama, setup_backend) -> None:
+    _, model, optimizer = prepared(make_llama(), setup_backend)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ProofError, match=r"no forward and backward of the prepared model"):
+        optimizer.step()
+
+
+def test_optimizer_whose_model_was_never_prepared(make_llama, setup_backend) -> None:
+    """What Trainer does under nn.DataParallel: only the optimizer is prepared."""
+    model = make_llama()
+    accelerator = setup_backend("emulated")
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model(**batch()).loss.backward()
+    with pytest.raises(OrderError, match=r"never prepared[\s\S]*torchrun"):
+        optimizer.step()
+
+
+def test_prepare_model_converts_too(make_llama, setup_backend) -> None:
+    accelerator = setup_backend("emulated")
+    assert fp8_layers(accelerator.prepare_model(make_llama())) == 14
+
+
+def test_model_without_linear_layers(setup_backend) -> None:
+    accelerator = setup_backend("emulated")
+    with pytest.raises(PlanError, match="no layer of this model can take it"):
+        accelerator.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))
+
+
+def test_loss_module_beside_the_model(make_llama, setup_backend) -> None:
+    class Temperature(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    accelerator = setup_backend("emulated")
+    _, model = accelerator.prepare(Temperature(), make_llama())
+    assert fp8_layers(model) == 14
+
+
+def test_model_around_a_prepared_model(make_llama, setup_backend) -> None:
+    accelerator = setup_backend("emulated")
+    inner = accelerator.prepare(nn.Sequential(nn.Linear(64, 64)))
+    outer = accelerator.prepare(nn.Sequential(inner, *[nn.Linear(64, 64) for _ in range(8)]))
+    assert fp8_layers(outer) == 9
+
+
+def test_full_run_then_lora_of_the_same_model(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    model._is_accelerate_prepared = False
+    adapted = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"])).train()
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    adapted, optimizer = accelerator.prepare(adapted, optimizer)
+    for seed in range(2):
+        step(accelerator, adapted, optimizer, seed)
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert any(row.role == "adapter" for row in receipt.layers)
+    assert receipt.trainable["moved"] == receipt.trainable["before"] < 10_000
+
+
+def test_setup_again_and_going_on_with_the_old_model(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    step(accelerator, model, optimizer)
+    accelerator = setup_backend("emulated")
+    with pytest.raises(OrderError, match="replaced"):
+        model(**batch())
+    with torch.no_grad():
+        model(**batch())  # inference goes on
+    model._is_accelerate_prepared = False
+    model = accelerator.prepare(model)
+    model(**batch())
+    assert fp8_layers(model) == 14
+
+
+# ------------------------------------------------------------------------- interrupted and restored
+
+
+@pytest.mark.parametrize("backend", ["emulated", "te"])
+def test_interrupt_inside_forward_leaves_nothing_open(make_llama, setup_backend, backend) -> None:
+    accelerator = setup_backend(backend, scaling="delayed")
+    model = make_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    layer = model.model.layers[1]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = layer.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch())
+    hook.remove()
+    assert _get_current_dispatch_mode() is None
+    if backend == "te":
+        from tests.te_stand_in import State
+
+        assert State.depth == 0
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "proven"
+
+
+def test_failed_backward_is_no_evidence(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    loss = model(**batch()).loss
+    handle = model.model.layers[0].mlp.up_proj.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        accelerator.backward(loss)
+    handle.remove()
+    optimizer.zero_grad()
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    rows = [r for r in get_receipt().layers if r.role == "base"]
+    assert {(r.calls["fprop"], r.calls["dgrad"], r.calls["wgrad"]) for r in rows} == {(1, 1, 1)}
+
+
+def test_sanity_forward_in_evaluation_mode_is_no_evidence(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    model.eval()
+    model(**batch())
+    model.train()
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "proven"
+
+
+# ------------------------------------------------------------------------------- legitimate scripts
+
+
+def test_two_models_in_one_loss(make_llama, setup_backend) -> None:
+    plain = torch.autograd.backward
+    accelerator = setup_backend("emulated")
+    first, second = make_llama(seed=0), make_llama(seed=1)
+    parameters = [*first.parameters(), *second.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    first, second, optimizer = accelerator.prepare(first, second, optimizer)
+    for seed in range(3):
+        accelerator.backward(first(**batch(seed=seed)).loss + second(**batch(seed=seed)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert get_receipt().status == "proven"
+    assert torch.autograd.backward is plain
+
+
+def test_two_optimizers(make_llama, setup_backend) -> None:
+    accelerator = setup_backend("emulated")
+    model = make_llama()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    model, a, b = accelerator.prepare(
+        model, torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(others, lr=1e-2)
+    )
+    for seed in range(3):
+        accelerator.backward(model(**batch(seed=seed)).loss)
+        for optimizer in (a, b):
+            optimizer.step()
+            optimizer.zero_grad()
+    t = get_receipt().trainable
+    assert get_receipt().status == "proven"
+    assert t["moved"] == t["in_optimizer"] == t["before"]
+
+
+def test_long_warmup_of_float32_weights_is_told_not_stopped(make_llama, setup_backend) -> None:
+    """A first learning rate of 1e-9 moves no weight of 1.0, in float32 either."""
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend, lr=1e-9)
+    optimizer.optimizer.param_groups[0]["weight_decay"] = 0.0
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    t = get_receipt().trainable
+    assert get_receipt().status == "proven"
+    assert t["below_resolution"] >= 5 * 64, "the norms"
+
+
+def test_group_that_is_switched_off(make_llama, setup_backend) -> None:
+    model = make_llama()
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    rest = [p for p in model.parameters() if p.dim() != 1]
+    accelerator = setup_backend("emulated")
+    groups = [{"params": rest}, {"params": norms, "lr": 0.0}]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups, lr=1e-2))
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "proven"
+
+
+def test_fingerprint_sees_the_same_change_to_an_even_number_of_weights() -> None:
+    before = torch.ones(64)
+    after = before - 0.01 * torch.cat([torch.ones(32), -torch.ones(32)])
+    assert fingerprint(before) != fingerprint(after)
+    assert fingerprint(before) == fingerprint(before.clone())
+    assert fingerprint(before) != fingerprint(-before)
+    assert fingerprint(torch.tensor([1.0, 2.0])) != fingerprint(torch.tensor([2.0, 1.0]))
+
+
+def test_converted_layers_keep_their_interface(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    layer = model.model.layers[0].mlp.up_proj
+    assert layer(input=torch.randn(4, 64)).shape == (4, 128)
+    assert layer(torch.randn(0, 64)).shape == (0, 128), "an expert without tokens"
+    again = pickle.loads(pickle.dumps(layer))
+    assert type(again) is nn.Linear
+    assert torch.equal(again.weight, layer.weight)
+    average = copy.deepcopy(model)
+    assert fp8_layers(average) == 0
+    assert type(average).__name__ == type(model).__name__ == "LlamaForCausalLM"
+    assert conversion_of(average) is None
+    average(**batch()).loss.backward()
+    assert fp8_layers(model) == 14
+
+
+def test_root_that_is_a_linear_layer(setup_backend) -> None:
+    layer = setup_backend("emulated").prepare(nn.Linear(64, 64))
+    layer(torch.randn(16, 64)).sum().backward()
+    teardown_fp8_mixed_precision_training()
+    assert type(layer) is nn.Linear
+    assert layer(torch.randn(16, 64)).shape == (16, 64)
+
+
+def test_backend_in_capitals_and_keep_as_text(make_llama, te_stand_in) -> None:
+    accelerator = setup_fp8_mixed_precision_training("TE", keep="q_proj", cpu=True)
+    model = accelerator.prepare(make_llama())
+    assert get_receipt().precision["scaling"] == "delayed"
+    assert fp8_layers(model) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("eval", "fp8", "eval_precision"),
+        ("format", "e4m3", "fp8_format"),
+        ("compute", "fp16", "it is always fp8 here"),
+    ],
+)
+def test_settings_of_recipes_with_another_name_here(name, value, hint) -> None:
+    with pytest.raises(UnknownArgumentError, match=hint):
+        setup_fp8_mixed_precision_training("emulated", emulation="allow", **{name: value})
+
+
+def test_misspelt_setting_leaves_nothing_in_force() -> None:
+    plain = Accelerator.__init__
+    with pytest.raises(UnknownArgumentError, match="did you mean 'amax_history_len'"):
+        setup_fp8_mixed_precision_training("emulated", emulation="allow", amax_history=16)
+    assert Accelerator.__init__ is plain
+
+
+def test_checkpointing_enabled_anew(make_llama, te_stand_in) -> None:
+    """Each new checkpointing function is wrapped, and the user's own comes back."""
+    accelerator = setup_fp8_mixed_precision_training("te", cpu=True)
+    model = accelerator.prepare(make_llama())
+    for _ in range(2):
+        model.activation_checkpointing_enable()
+        function = model.model.layers[0]._gradient_checkpointing_func
+        accelerator.backward(model(**batch()).loss)
+        assert model.model.layers[0]._gradient_checkpointing_func.finetune_wraps is function
+    teardown_fp8_mixed_precision_training()
+    assert model.model.layers[0]._gradient_checkpointing_func is function
+
+
+@pytest.mark.parametrize("keep", [(), ("experts",)])
+def test_experts_in_one_parameter_are_counted(setup_backend, keep) -> None:
+    """Mixture of experts: parameters that multiply stand in the receipt and in the share."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=272, num_local_experts=4, num_experts_per_tok=2,
+        use_cache=False, output_router_logits=False,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).train()
+    accelerator, model, optimizer = prepared(model, setup_backend, keep=keep)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    receipt = get_receipt()
+    total = sum(row.flops for row in receipt.layers)
+    experts = sum(row.flops for row in receipt.layers if ".experts." in row.name)
+    router = sum(row.flops for row in receipt.layers if row.name == "(other)")
+    assert experts / total == pytest.approx(0.414, abs=0.001)
+    assert router / total < 0.005, "nothing else is nobody's"
+    assert receipt.fp8_flop_share == pytest.approx(0.207 if keep else 0.622, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("backend", "scaling"),
+    [("emulated", "tensorwise"), ("torchao", "rowwise"), ("te", "tensorwise"), ("te", "delayed")],
+)
+def test_evaluation_in_fp8_only_when_asked(make_llama, setup_backend, backend, scaling) -> None:
+    def logits(eval_precision: str, *, training: bool) -> torch.Tensor:
+        accelerator = setup_backend(backend, scaling=scaling, eval_precision=eval_precision)
+        model = accelerator.prepare(make_llama()).train(training)
+        with torch.no_grad():
+            return model(**batch()).logits
+
+    plain = logits("high", training=False)
+    fp8 = logits("fp8", training=False)
+    assert not torch.equal(plain, fp8)
+    assert torch.equal(fp8, logits("high", training=True))
+    assert float((plain - fp8).norm() / plain.norm()) < 0.2
+
+
+def test_recomputed_attention_is_not_taken_for_a_gradient(make_llama, setup_backend):
+    """Eager attention is recomputed inside the backward of the layer that follows it."""
+    model = make_llama(attn_implementation="eager")
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    accelerator = setup_backend("emulated")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        accelerator.backward(model(**batch()).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert get_receipt().status == "proven"

@@ -1,0 +1,238 @@
+"""Run folders as they are found: whole, half-written, killed, old; and the table of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+
+import psutil
+import pytest
+
+from finetune import find_runs
+from finetune.errors import ConfigError
+from finetune.runs.folder import QUIET, Run, find_comparisons, read_run, write_start
+from tests.run_folders import make_comparison, make_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "runs" / "tiny_full_fp8" / "20261121-120000-aaaa", steps=40)
+
+
+@pytest.fixture
+def cli(cli, monkeypatch):
+    """The command line, wide enough for all columns."""
+    monkeypatch.setenv("COLUMNS", "160")
+    return cli
+
+
+def change(run, file: str, /, **values) -> None:
+    """Set keys of a JSON file of a run."""
+    data = json.loads((run / file).read_text())
+    (run / file).write_text(json.dumps(data | values))
+
+
+def age(run, seconds: float) -> None:
+    """As if nothing had been written for so long."""
+    for file in run.iterdir():
+        os.utime(file, (time.time() - seconds,) * 2)
+
+
+# ----------------------------------------------------------------------------------------- state
+
+
+def test_a_whole_run_is_read(run):
+    found = read_run(run)
+    assert (found.recipe, found.state, found.proven) == ("tiny_full_fp8", "finished", True)
+    assert found.precision == "FP8 emulated/delayed"
+    assert (found.last_step, found.planned_steps) == (40, 40)
+    assert found.config["train"]["max_steps"] == 40
+    assert len(found.steps) == 40
+    assert [step for step, _ in found.samples] == [10, 20, 30, 40, 40]
+    assert found.samples[-1][1] == found.report["samples"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "state"),
+    [({"interrupted": True}, "interrupted"), ({"stopped": "loss is NaN"}, "stopped")],
+)
+def test_the_receipt_says_how_a_run_ended(run, ended, state):
+    change(run, "receipt.json", run=ended)
+    assert Run(run).state == state
+
+
+def test_a_run_without_an_end_lives_as_long_as_its_process(run):
+    (run / "report.json").unlink()
+    write_start(run)
+    assert Run(run).state == "running"
+    (run / "receipt.json").unlink()
+    assert Run(run).state == "running"
+    # A process that began after the run is not the one that ran it.
+    began = psutil.Process().create_time() - 60
+    started = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(began))
+    change(run, "run.json", started=started)
+    assert Run(run).state == "killed"
+    dead = max(psutil.pids()) + 1_000_000
+    change(run, "run.json", pid=dead, started=None)
+    assert Run(run).state == "killed"
+
+
+def test_an_error_after_training_is_a_failed_run(run):
+    (run / "report.json").unlink()
+    age(run, 2 * QUIET)
+    assert Run(run).state == "failed"
+
+
+@pytest.mark.parametrize("start", [None, {"pid": 1, "host": "another machine"}])
+def test_who_cannot_be_asked_is_judged_by_the_age_of_the_files(run, start):
+    for name in ("report.json", "receipt.json"):
+        (run / name).unlink()
+    if start:
+        (run / "run.json").write_text(json.dumps(start))
+    assert Run(run).state == "running"
+    age(run, 2 * QUIET)
+    assert Run(run).state == "killed"
+
+
+def test_what_a_start_says(tmp_path):
+    write_start(tmp_path)
+    start = Run(tmp_path).start
+    assert (start["pid"], start["host"]) == (os.getpid(), socket.gethostname())
+    assert set(start) == {"started", "command", "pid", "host", "version"}
+    assert abs(Run(tmp_path).started - time.time()) < 60
+
+
+# ---------------------------------------------------------------------------------- half-written
+
+
+def test_half_a_line_and_half_a_file_are_left_out(run):
+    whole = Run(run).rows
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "los')
+    (run / "report.json").write_text('{"folder": "x", "final')
+    found = Run(run)
+    assert found.rows == whole
+    assert found.report == {}
+    assert found.summary()["loss"] == pytest.approx([r["loss"] for r in whole if "loss" in r][-1])
+
+
+def test_a_file_that_somebody_spoilt_spoils_no_table(run):
+    parts = dict.fromkeys(("run", "precision", "environment", "trainable", "memory"))
+    (run / "receipt.json").write_text(json.dumps({"status": "proven"} | parts))
+    (run / "config.yaml").write_text("train: 3\nprecision:\n")
+    (run / "metrics.jsonl").write_text('{"step": 5, "loss": "x", "samples": "x"}\n')
+    told = Run(run).summary()
+    assert (told["state"], told["step"], told["precision"]) == ("finished", 5, "")
+    assert all(isinstance(answers, list) for _, answers in Run(run).samples)
+
+
+def test_nan_in_a_log_is_read_and_summed_up_as_missing(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "loss": NaN}\n')
+    (run / "report.json").unlink()
+    assert Run(run).rows[-1]["loss"] != Run(run).rows[-1]["loss"]
+    assert Run(run).summary()["loss"] is None
+    json.dumps(Run(run).summary(), allow_nan=False)
+
+
+def test_a_long_log_is_summed_up_from_its_end(tmp_path):
+    run = make_run(tmp_path / "long", steps=2000)
+    found = Run(run)
+    assert (run / "metrics.jsonl").stat().st_size > 3 * 2**16
+    assert found.summary()["step"] == 2000
+    assert "rows" not in vars(found), "the whole file was read"
+
+
+def test_steps_of_an_epoch_run_follow_from_its_epochs(run):
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("max_steps: 40", "num_train_epochs: 2.0"))
+    for name in ("report.json", "receipt.json"):
+        (run / name).unlink()
+    assert Run(run).planned_steps == 100  # an epoch is 50 steps
+
+
+# ------------------------------------------------------------------------------------------ find
+
+
+def test_runs_are_found_newest_first_and_those_of_comparisons_are_theirs(run, tmp_path):
+    older = make_run(run.parent / "20261120-120000-bbbb", steps=8)
+    compared = make_comparison(tmp_path / "runs" / "compare" / "a-vs-b" / "stamp", steps=8)
+    (tmp_path / "runs" / "other").mkdir()
+    assert [found.folder for found in find_runs(tmp_path / "runs")] == [run, older]
+    assert find_comparisons(tmp_path / "runs") == [compared]
+
+
+def test_runs_of_a_comparison_that_did_not_end_are_found(run, tmp_path):
+    folder = tmp_path / "runs" / "compare" / "x-vs-y" / "20261121-000000-aaaa"
+    own = folder / "a" / "seed-42" / "x" / "20261121-000001-bbbb"
+    own.mkdir(parents=True)
+    for name in ("config.yaml", "run.json"):
+        (own / name).write_text("{}")
+    assert own in [found.folder for found in find_runs(tmp_path / "runs")]
+    (folder / "comparison.json").write_text("{}")
+    assert own not in [found.folder for found in find_runs(tmp_path / "runs")]
+
+
+@pytest.mark.parametrize(
+    ("path", "names"), [("tiny_full_fp8/20261121-120000", "nearest"), ("tiny_full_fp8", "newest")]
+)
+def test_a_folder_that_is_none_names_the_nearest_run(run, tmp_path, path, names):
+    with pytest.raises(ConfigError, match=f"the {names} run.*{run.name}") as caught:
+        read_run(tmp_path / "runs" / path)
+    assert caught.value.where
+    assert caught.value.why
+
+
+# -------------------------------------------------------------------------------------- ls --runs
+
+
+def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):
+    make_comparison(tmp_path / "runs" / "compare" / "a-vs-b" / "stamp", steps=8, gap=0.03)
+    done = cli("ls", "--runs")
+    assert done.code == 0
+    line = next(line for line in done.out.splitlines() if run.name in line)
+    for shown in ("tiny_full_fp8", "FP8 emulated/delayed", "yes", "finished", "40/40", "1,312"):
+        assert shown in line
+    assert "not equivalent" in done.out
+    assert "+3.00%" in done.out
+    monkeypatch.setenv("COLUMNS", "80")
+    line = next(line for line in cli("ls", "--runs").out.splitlines() if run.name in line)
+    assert line.split()[:4] == ["tiny_full_fp8", run.name, "FP8", "yes"]
+    listed = json.loads(cli("ls", "--runs", "--json").out)
+    assert [r["run"] for r in listed["runs"]] == [run.name]
+    assert listed["comparisons"][0]["verdict"] == "not equivalent"
+
+
+def test_ls_runs_where_there_are_none(cli, tmp_path):
+    assert "no runs in runs/ yet" in cli("ls", "--runs").out
+    assert json.loads(cli("ls", "--runs", "--json").out) == {"runs": [], "comparisons": []}
+    missing = cli("ls", "--runs", "--out", "elsewhere")
+    assert missing.code == 2
+    assert "there is no folder of runs 'elsewhere'" in missing.err
+    assert cli("ls", "--out", "runs").code == 2
+
+
+def test_ls_runs_needs_no_torch_and_no_time(run, tmp_path):
+    """A hundred runs: counted in files opened and seconds of a core, imports left out."""
+    import subprocess
+
+    for number in range(99):
+        other = run.parent / f"20261101-1200{number:02d}-cccc"
+        other.mkdir()
+        for file in run.iterdir():
+            os.link(file, other / file.name)
+    code = (
+        "import sys, time; sys.argv = ['finetune', 'ls', '--runs', '--json']\n"
+        "from finetune.cli.app import main\n"
+        "began = time.process_time(); main()\n"
+        "assert not {'torch', 'matplotlib', 'transformers'} & sys.modules.keys()\n"
+        "print(time.process_time() - began, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert len(json.loads(done.stdout)["runs"]) == 100
+    assert float(done.stderr) < 1.0  # 0.3 s on an idle machine

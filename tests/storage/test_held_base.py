@@ -1,0 +1,208 @@
+"""Recipes over a base that is held in FP8: loaded so, planned so, proven, and nothing else kept."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from finetune import (
+    load_in_fp8,
+    load_recipe,
+    teardown_fp8_mixed_precision_training,
+    train,
+)
+from finetune.config.recipe import Recipe
+from finetune.errors import FinetuneError, PlanError
+from finetune.estimator.memory_bound import bound
+from finetune.precision.planner import plan
+from finetune.precision.weights import StoredMixin, iter_stored
+from finetune.training.model import TINY_LLAMA, load_model, sketch
+from finetune.training.preflight import check_settings
+from tests.published import FINE_GRAINED, compressed, publish
+
+SHORT = ("train.max_steps=3", "train.eval_strategy=no", "data.max_rows=24", "data.prompts=[]")
+
+
+def recipe(name: str, *overrides: str) -> Recipe:
+    return load_recipe(name, [*SHORT, *overrides])
+
+
+def loaded(recipe: Recipe):
+    config = recipe.config
+    return load_model(config.model, plan(sketch(config), config.precision).held)
+
+
+def tensors() -> list[torch.Tensor]:
+    # By class: asking an object for its own would wake lazy modules that warn.
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_a_recipe_loads_its_base_as_codes(weights, scaling) -> None:
+    chosen = recipe(
+        "tiny_lora_fp8", f"model.weights={weights}", f"precision.scaling={scaling}",
+        "precision.keep=[down_proj]",
+    )  # fmt: skip
+    model = loaded(chosen)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    stored = dict(iter_stored(model))
+    assert stored.keys() == {n for n in linears if "down_proj" not in n and n != "lm_head"}
+    scales = {m.weight_scale.numel() == m.out_features for m in stored.values()}
+    assert scales == {scaling == "rowwise"}
+    config = chosen.config
+    outline = sketch(config)
+    told = bound(outline, plan(outline, config.precision), config.train).weights * 2**30
+    adapters = sum(p.numel() * 4 for p in outline.parameters() if p.requires_grad)
+    held = sum(t.numel() * t.element_size() for t in model.parameters())
+    held += sum(m.weight_scale.numel() * 4 for m in stored.values())
+    assert told == pytest.approx(held + adapters, abs=1)
+
+
+def test_no_plain_copy_of_a_held_weight_is_alive_after_loading() -> None:
+    gc.collect()
+    before = {id(t) for t in tensors()}
+    model = loaded(recipe("tiny_lora_fp8"))
+    gc.collect()
+    new = [t for t in tensors() if id(t) not in before]
+    shapes = {tuple(m.weight.shape) for _, m in iter_stored(model)}
+    plain = [t for t in new if tuple(t.shape) in shapes and t.is_floating_point()]
+    assert not [t for t in plain if not t.is_meta]
+    codes = sum(tuple(t.shape) in shapes and t.dtype is torch.uint8 for t in new)
+    assert codes == 28
+
+
+def test_loaded_codes_are_those_of_a_model_stored_when_it_is_prepared(setup_backend) -> None:
+    """A recipe loads codes; a script's plain model is stored anew. They are the same."""
+    from peft import get_peft_model
+
+    from finetune.training.model import lora_config
+
+    chosen = recipe("tiny_lora_fp8")
+    mine = dict(iter_stored(loaded(chosen)))
+    plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    wrapped = get_peft_model(plain, lora_config(chosen.config.lora)).train()
+    setup_backend("emulated", scaling="rowwise", frozen="fp8").prepare(wrapped)
+    theirs = {
+        n.removeprefix("base_model.model.").removesuffix(".base_layer"): m
+        for n, m in wrapped.named_modules()
+        if isinstance(m, StoredMixin)
+    }
+    assert mine.keys() == theirs.keys()
+    for name, module in mine.items():
+        assert torch.equal(module.weight, theirs[name].weight)
+        assert torch.equal(module.weight_scale, theirs[name].weight_scale)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The packaged model as three others publish it in FP8."""
+    root = tmp_path_factory.mktemp("published")
+    plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.bfloat16)
+    publish(plain, root / "blocks", FINE_GRAINED, "block", scale="weight_scale_inv")
+    publish(plain, root / "channels", compressed("channel"), "row")
+    load_in_fp8(str(TINY_LLAMA)).save_pretrained(root / "own")
+    for folder in ("blocks", "channels", "own"):
+        for file in (*TINY_LLAMA.glob("*token*"), *TINY_LLAMA.glob("*.jinja")):
+            (root / folder / file.name).write_bytes(file.read_bytes())
+    return root
+
+
+@pytest.mark.parametrize("layout", ["blocks", "channels", "own"])
+def test_a_checkpoint_published_in_fp8_is_trained_over(published, tmp_path, layout) -> None:
+    chosen = recipe("tiny_lora_fp8", f"model.name={published / layout}")
+    report = train(chosen, out=tmp_path)
+    receipt = report.receipt
+    assert receipt.status == "proven"
+    base = [row for row in receipt.layers if row.role == "base"]
+    assert {row.fprop for row in base} == {"fp8"}
+    assert receipt.precision["storage"] == {"fp8": 28}
+    assert receipt.trainable["before"] == receipt.trainable["moved"] == 90112
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tiny_lora_bf16", "blocks"),
+        ("tiny_lora_bf16", "channels"),
+        ("tiny_lora_bf16", "own"),
+        ("fallback", "blocks"),
+    ],
+)
+def test_bf16_compute_over_published_codes(published, tmp_path, layout, name) -> None:
+    """Its loss is that of the plain model: codes are read with their scales."""
+    overrides = [f"model.name={published / layout}", "model.dtype=bfloat16"]
+    if name == "fallback":
+        name = "tiny_lora_fp8"
+        overrides += ["precision.emulation=forbid", "precision.on_unsupported=bf16"]
+    report = train(recipe(name, *overrides), out=tmp_path)
+    assert report.receipt.status == "proven"
+    assert report.receipt.fp8_flop_share == 0
+    assert report.receipt.precision["storage"] == {"fp8": 28}
+    plain = train(recipe("tiny_lora_bf16", "model.dtype=bfloat16"), out=tmp_path)
+    assert report.eval_loss == pytest.approx(plain.eval_loss, rel=0.02)
+
+
+def test_published_codes_are_not_rounded_to_four_bits(published, tmp_path) -> None:
+    chosen = recipe("tiny_lora_bf16", f"model.name={published / 'own'}", "model.storage=nf4")
+    with pytest.raises(FinetuneError, match="published in FP8"):
+        train(chosen, out=tmp_path)
+
+
+def test_a_model_stored_by_the_helper_is_saved_as_what_it_is(setup_backend, tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    wrapped = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj"])).train()
+    setup_backend("emulated", scaling="rowwise", frozen="fp8").prepare(wrapped)
+    wrapped.unload().save_pretrained(tmp_path)
+    teardown_fp8_mixed_precision_training()
+    again = load_in_fp8(tmp_path, dtype=torch.float32)
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(again(ids).logits, wrapped.base_model.model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+def test_storage_in_fp8_with_bf16_compute(tmp_path, weights) -> None:
+    chosen = recipe("tiny_lora_bf16", "model.storage=fp8", f"model.weights={weights}")
+    receipt = train(chosen, out=tmp_path).receipt
+    assert receipt.status == "proven"
+    assert receipt.fp8_flop_share == 0
+    assert receipt.precision["storage"] == {"fp8": 28}
+    base = [row for row in receipt.layers if row.role == "base"]
+    assert {row.fprop for row in base} == {"bf16"}
+    assert receipt.precision["adapters"] == "28 of 28 in one function with their base"
+
+
+@pytest.mark.parametrize("layout", ["blocks", "own"])
+def test_all_of_a_published_fp8_checkpoint_cannot_train(published, tmp_path, layout) -> None:
+    chosen = recipe("tiny_full_fp8", f"model.name={published / layout}")
+    with pytest.raises(FinetuneError, match=r"quantised|stored in FP8"):
+        train(chosen, out=tmp_path)
+
+
+def test_a_module_that_peft_trains_in_full_is_not_held(tmp_path) -> None:
+    chosen = recipe(
+        "tiny_lora_fp8", "lora.modules_to_save=[up_proj]", "lora.target_modules=[q_proj]"
+    )
+    receipt = train(chosen, out=tmp_path).receipt
+    assert receipt.status == "proven"
+    rows = [row for row in receipt.layers if "up_proj.modules_to_save" in row.name]
+    assert rows
+    assert {row.wgrad for row in rows} == {"bf16"}
+
+
+def test_adapters_on_the_head_are_refused() -> None:
+    chosen = recipe("tiny_lora_fp8", "lora.target_modules=[lm_head]")
+    with pytest.raises(PlanError, match="adapters were asked on the output head"):
+        check_settings(chosen.config, sketch(chosen.config))
+
+
+def test_frozen_weights_are_asked_of_a_full_fine_tune() -> None:
+    chosen = recipe("tiny_full_fp8", "precision.scaling=rowwise", "precision.frozen=fp8")
+    with pytest.raises(PlanError, match="no frozen layer"):
+        plan(sketch(chosen.config), chosen.config.precision)

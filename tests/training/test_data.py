@@ -1,0 +1,435 @@
+"""Rows: formats recognised, what they become, how they are split, and what a bad row is told."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer
+
+from finetune.config.schema import DataConfig
+from finetune.errors import DataError, DataNotFoundError
+from finetune.training.data import load_data
+from finetune.training.model import TINY_LLAMA
+
+ASK, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
+MESSAGES = {"messages": [ASK, ANSWER]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY_LLAMA)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Each test has its own current folder and its own cache."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, rows: list[dict]) -> str:
+    """Save rows in the format that the file's suffix names."""
+    if name.endswith(".jsonl"):
+        Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    elif name.endswith(".json"):
+        Path(name).write_text(json.dumps(rows), encoding="utf-8")
+    elif name.endswith(".csv"):
+        with Path(name).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        from datasets import Dataset
+
+        Dataset.from_list(rows).to_parquet(name)
+    return name
+
+
+@pytest.fixture
+def load(tokenizer):
+    """A function that loads rows, held out none unless asked."""
+
+    def load_rows(path: str | None = None, *, seed: int = 0, tokenizer=tokenizer, **settings):
+        settings = {"eval_fraction": 0.0} | settings
+        return load_data(DataConfig(path=path, **settings), tokenizer, seed)
+
+    return load_rows
+
+
+def pair(prompt: str, completion: str) -> dict:
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "completion": [{"role": "assistant", "content": completion}],
+    }
+
+
+# --------------------------------------------------------------------------------------- formats
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "kind", "becomes"),
+    [
+        pytest.param(MESSAGES, "messages", MESSAGES, id="messages"),
+        pytest.param(
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "a?"},
+                    {"from": "gpt", "value": "b."},
+                ]
+            },
+            "messages",
+            {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER]},
+            id="sharegpt",
+        ),
+        pytest.param(
+            {"conversations": [ASK, ANSWER]}, "messages", MESSAGES, id="conversations-of-roles"
+        ),
+        pytest.param(
+            {"prompt": "a?", "completion": "b."},
+            "prompt-completion",
+            pair("a?", "b."),
+            id="prompt-completion",
+        ),
+        pytest.param(
+            {"prompt": [ASK], "completion": [ANSWER]},
+            "prompt-completion",
+            {"prompt": [ASK], "completion": [ANSWER]},
+            id="prompt-completion-of-turns",
+        ),
+        pytest.param(
+            {"instruction": "Add.", "input": "1, 2", "output": "3."},
+            "Alpaca",
+            pair("Add.\n\n1, 2", "3."),
+            id="alpaca-with-input",
+        ),
+        pytest.param(
+            {"instruction": "Sing.", "input": "", "output": "La."},
+            "Alpaca",
+            pair("Sing.", "La."),
+            id="alpaca-with-empty-input",
+        ),
+        pytest.param(
+            {"instruction": "Sing.", "output": "La.", "source": "x"},
+            "Alpaca",
+            pair("Sing.", "La."),
+            id="alpaca-without-input",
+        ),
+        pytest.param(
+            {"question": "a?", "answer": "b."},
+            "question-answer",
+            pair("a?", "b."),
+            id="question-answer",
+        ),
+        pytest.param(
+            {"prompt": "a?", "response": "b."},
+            "prompt-response",
+            pair("a?", "b."),
+            id="prompt-response",
+        ),
+        pytest.param({"text": "Once."}, "text", {"text": "Once."}, id="text"),
+    ],
+)
+def test_a_format_is_recognised_said_and_mapped(load, suffix, row, kind, becomes):
+    rows = load(write(f"rows.{suffix}", [row, row]))
+    assert list(rows.train) == [becomes, becomes]
+    assert rows.eval is None
+    assert rows.description.startswith(f"{kind}, 2 rows")
+
+
+@pytest.mark.parametrize(
+    ("row", "becomes"),
+    [
+        ({"text": 'He said "no", then\nleft.'}, {"text": 'He said "no", then\nleft.'}),
+        ({"instruction": "Add.", "input": "1, 2", "output": "Six."}, pair("Add.\n\n1, 2", "Six.")),
+        ({"instruction": "Sing.", "input": "", "output": "La."}, pair("Sing.", "La.")),
+    ],
+)
+def test_csv_rows_keep_quotes_commas_and_line_breaks(load, row, becomes):
+    assert list(load(write("rows.csv", [row])).train) == [becomes]
+
+
+@pytest.mark.parametrize("answer", ["4", "007", "NA"])
+def test_csv_cells_are_text_whatever_they_look_like(load, answer):
+    rows = load(write("sums.csv", [{"question": "2+2?", "answer": answer}]))
+    assert list(rows.train) == [pair("2+2?", answer)]
+
+
+def test_without_a_chat_template_messages_are_refused(load):
+    path = write("chat.jsonl", [MESSAGES] * 4)
+    with pytest.raises(DataError, match="no chat template"):
+        load(path, tokenizer=SimpleNamespace(chat_template=None))
+
+
+def test_without_a_chat_template_a_pair_stays_text(load):
+    path = write("rows.jsonl", [{"question": "a?", "answer": "b."}])
+    rows = load(path, tokenizer=SimpleNamespace(chat_template=None))
+    assert list(rows.train) == [{"prompt": "a?\n\n", "completion": "b."}]
+
+
+def test_the_loss_is_on_the_assistant_where_the_template_can_be_marked(load):
+    path = write("rows.jsonl", [MESSAGES])
+    marked = load(path)
+    assert marked.settings == {"assistant_only_loss": True}
+    assert marked.description.endswith("loss on the assistant's turns")
+
+    plain = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    plain.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    unmarked = load(path, tokenizer=plain)
+    assert unmarked.settings == {"assistant_only_loss": False}
+    assert unmarked.description.endswith("loss on every token")
+
+
+def test_only_messages_bring_settings(load):
+    assert load(write("rows.jsonl", [{"text": "Once."}])).settings == {}
+
+
+def test_the_packaged_rows_are_unique_conversations_that_end_with_an_answer(load):
+    rows = load(name="builtin:harbour").train
+    assert 300 <= len(rows) <= 500
+    assert len({json.dumps(row) for row in rows}) == len(rows)
+    assert {row["messages"][-1]["role"] for row in rows} == {"assistant"}
+    assert rows.column_names == ["messages"]
+
+
+# ----------------------------------------------------------------------------------------- split
+
+
+def texts(rows) -> list[str]:
+    return [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "held_out"),
+    [(40, 0.05, 2), (40, 0.25, 10), (10, 0.01, 1), (2, 0.5, 1), (10, 0.0, 0), (1, 0.5, 0)],
+)
+def test_the_held_out_share_is_taken_once_and_nothing_is_lost(load, count, fraction, held_out):
+    path = write("rows.jsonl", [{"text": f"row {i}"} for i in range(count)])
+    rows = load(path, eval_fraction=fraction)
+    out = texts(rows.eval) if rows.eval is not None else []
+    assert len(out) == held_out
+    assert sorted(texts(rows.train) + out) == sorted(f"row {i}" for i in range(count))
+    said = f"text, {count - held_out} rows" + (f" and {held_out} held out" if held_out else "")
+    assert rows.description == said
+
+
+def test_the_seed_decides_which_rows_are_held_out(load):
+    path = write("rows.jsonl", [{"text": f"row {i}"} for i in range(100)])
+    first, again, other = (
+        texts(load(path, eval_fraction=0.1, seed=seed).eval) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert set(first) != set(other)
+
+
+def test_a_file_of_held_out_rows_replaces_the_share(load):
+    path = write("rows.jsonl", [{"text": f"row {i}"} for i in range(10)])
+    held = write("held.csv", [{"text": "held"}])
+    rows = load(path, eval_path=held, eval_fraction=0.5)
+    assert (len(rows.train), texts(rows.eval)) == (10, ["held"])
+    assert rows.description == "text, 10 rows and 1 held out"
+
+
+def test_max_rows_takes_the_first_rows_before_the_split(load):
+    path = write("rows.jsonl", [{"text": f"row {i}"} for i in range(10)])
+    assert texts(load(path, max_rows=3).train) == ["row 0", "row 1", "row 2"]
+    assert len(load(path, max_rows=99).train) == 10
+    rows = load(path, max_rows=4, eval_fraction=0.25)
+    assert sorted(texts(rows.train) + texts(rows.eval)) == [f"row {i}" for i in range(4)]
+
+
+def test_max_rows_leaves_held_out_rows_alone(load):
+    path = write("rows.jsonl", [{"text": f"row {i}"} for i in range(10)])
+    rows = load(path, max_rows=2, eval_path=path)
+    assert (len(rows.train), len(rows.eval)) == (2, 10)
+
+
+# -------------------------------------------------------------------------------------- mistakes
+
+
+def test_a_missing_file_names_its_nearest_sibling(load, here):
+    write("mine.jsonl", [MESSAGES])
+    with pytest.raises(DataNotFoundError, match=r"did you mean 'mine\.jsonl'") as caught:
+        load("mien.jsonl")
+    assert caught.value.where == f"data.path: {here / 'mien.jsonl'}"
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_missing_file_in_a_missing_folder_gets_no_guess(load, here):
+    with pytest.raises(DataNotFoundError) as caught:
+        load("no/such.jsonl")
+    assert "did you mean" not in str(caught.value)
+    assert str(here / "no" / "such.jsonl") in caught.value.where
+
+
+def test_a_missing_held_out_file_is_said_to_be_that(load):
+    path = write("rows.jsonl", [MESSAGES])
+    with pytest.raises(DataNotFoundError) as caught:
+        load(path, eval_path="held.jsonl")
+    assert caught.value.where.startswith("data.eval_path: ")
+
+
+def test_an_unknown_packaged_set_names_the_nearest(load):
+    with pytest.raises(DataNotFoundError, match="did you mean 'builtin:harbour'") as caught:
+        load(name="builtin:harbor")
+    assert caught.value.where == "data.name"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        pytest.param("a.jsonl", "", ["a.jsonl is empty", "data.path"], id="empty"),
+        pytest.param("a.jsonl", "\n \n", ["a.jsonl has no rows", "add rows"], id="blank-lines"),
+        pytest.param("a.json", "[]", ["a.json has no rows"], id="empty-list"),
+        pytest.param("a.csv", "text\n", ["a.csv has no rows"], id="header-only"),
+        pytest.param(
+            "a.jsonl",
+            '{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n',
+            ["a.jsonl cannot be read as json", "where: a.jsonl:3", "not JSON", "mend that line"],
+            id="broken-line",
+        ),
+        pytest.param(
+            "a.jsonl",
+            '{"text": "a"}\n[1]\n',
+            ["where: a.jsonl:2", "each line must be one JSON object"],
+            id="not-an-object",
+        ),
+        pytest.param("a.json", '[{"text": "a"}, {]', ["a.json cannot be read as json"], id="json"),
+        pytest.param("a.parquet", "text", ["a.parquet cannot be read as parquet"], id="parquet"),
+        pytest.param(
+            "a.txt", "Once.", ["type '.txt' cannot be read", ".jsonl, .json, .csv"], id="suffix"
+        ),
+        pytest.param("a", "Once.", ["type '(none)' cannot be read"], id="no-suffix"),
+        pytest.param(
+            "a.jsonl",
+            '{"foo": "a", "bar": "b"}\n',
+            ["columns of a.jsonl are not a format", "found: bar, foo", "messages; prompt and"],
+            id="unknown-columns",
+        ),
+        pytest.param(
+            "a.jsonl",
+            '{"instruction": "a", "response": "b"}\n',
+            ["columns of a.jsonl are not a format", "found: instruction, response"],
+            id="half-of-two-formats",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(load, name, content, said):
+    Path(name).write_text(content, encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        load(name)
+    for part in said:
+        assert part in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", b'{"text": "caf\xe9"}\n'), ("a.csv", b"text\ncaf\xe9\n")],
+    ids=["jsonl", "csv"],
+)
+def test_a_file_that_is_not_utf8_is_a_data_error(load, name, content):
+    Path(name).write_bytes(content)
+    with pytest.raises(DataError, match="utf-8") as caught:
+        load(name)
+    assert name in str(caught.value)
+
+
+TURN = "a turn needs role and content"
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        pytest.param({"messages": [ASK, ANSWER | {"content": None}]}, TURN, id="null-content"),
+        pytest.param({"messages": [ASK | {"role": None}, ANSWER]}, TURN, id="null-role"),
+        pytest.param({"messages": [ASK]}, "no assistant turn", id="no-answer"),
+        pytest.param({"messages": []}, "no assistant turn", id="no-turns"),
+        pytest.param({"messages": None}, "no assistant turn", id="null-messages"),
+    ],
+)
+def test_a_bad_conversation_is_named_by_its_row(load, row, why):
+    path = write("rows.jsonl", [MESSAGES, row, MESSAGES])
+    with pytest.raises(DataError, match=r"row 2 of rows\.jsonl cannot be trained on") as caught:
+        load(path)
+    assert caught.value.where == "rows.jsonl: row 2"
+    assert why in caught.value.why
+
+
+@pytest.mark.parametrize("value", ["hello", ["hello"], [["user", "hello"]]])
+def test_messages_that_are_no_turns_are_a_data_error(load, value):
+    path = write("rows.jsonl", [{"messages": value}])
+    with pytest.raises(DataError, match=r"row 1 of rows\.jsonl cannot be trained on") as caught:
+        load(path)
+    assert TURN in caught.value.why
+
+
+def test_a_sharegpt_turn_without_text_is_quoted(load):
+    good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    bad = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}]}
+    with pytest.raises(DataError, match="row 2") as caught:
+        load(write("rows.jsonl", [good, bad]))
+    assert "'from': 'gpt'" in caught.value.why
+
+
+@pytest.mark.parametrize("blank", ["", "  ", "\n", None])
+def test_a_blank_text_is_named_by_its_row_and_called_empty(load, blank):
+    path = write("rows.jsonl", [{"text": "a"}, {"text": "b"}, {"text": blank}])
+    with pytest.raises(DataError, match=r"row 3 of rows\.jsonl") as caught:
+        load(path)
+    assert caught.value.why == "'text' is empty"
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": None, "completion": "b"}, "'prompt' is empty"),
+        ({"prompt": "a", "completion": None}, "'completion' is empty"),
+        ({"prompt": "a", "completion": 4}, "'completion' is int"),
+    ],
+)
+def test_half_a_pair_is_named_by_its_row(load, row, why):
+    good = {"prompt": "a", "completion": "b"}
+    with pytest.raises(DataError) as caught:
+        load(write("rows.jsonl", [good, row]))
+    assert caught.value.where == "rows.jsonl: row 2"
+    assert caught.value.why == why
+
+
+@pytest.mark.parametrize("completion", [None, []])
+def test_a_conversational_pair_without_completion_is_a_data_error(load, completion):
+    good = {"prompt": [ASK], "completion": [ANSWER]}
+    with pytest.raises(DataError, match=r"row 2 of rows\.jsonl") as caught:
+        load(write("rows.jsonl", [good, {"prompt": [ASK], "completion": completion}]))
+    assert "'completion' is empty" in caught.value.why
+
+
+def test_a_bad_held_out_row_is_named_in_its_own_file(load):
+    path, held = write("rows.jsonl", [MESSAGES]), write("held.jsonl", [{"messages": [ASK]}])
+    with pytest.raises(DataError) as caught:
+        load(path, eval_path=held)
+    assert caught.value.where == "held.jsonl: row 1"
+
+
+def test_held_out_rows_with_other_columns_are_refused_by_name(load):
+    path, held = write("rows.jsonl", [MESSAGES]), write("held.jsonl", [{"foo": "a"}])
+    with pytest.raises(DataError, match=r"held\.jsonl") as caught:
+        load(path, eval_path=held)
+    assert "foo" in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [{"path": "rows.jsonl"}, {"name": "builtin:harbour"}])
+def test_a_hub_split_of_a_file_is_refused_rather_than_training_rows_held_out(load, source):
+    write("rows.jsonl", [MESSAGES])
+    with pytest.raises(ValueError, match="eval_split"):
+        load(**source, eval_split="test")
+    with pytest.raises(ValueError, match="subset is about a hub data set"):
+        load(**source, subset="main")
+    with pytest.raises(ValueError, match="split is about a hub data set"):
+        load(**source, split="test")

@@ -1,0 +1,95 @@
+"""Two processes over gloo: DDP and FSDP2 train in FP8, and `reduce_amax` keeps scales together."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(out: Path, modes: str, module: str = "tests.distributed_worker") -> dict[str, list]:
+    """Mode -> what each of two processes wrote, of a worker that runs them one after the other."""
+    port = 29500 + os.getpid() % 2000
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+        f"--master_port={port}", "-m", module, str(out), modes,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {
+        mode: [json.loads((out / mode / f"{rank}.json").read_text()) for rank in range(2)]
+        for mode in modes.split(",")
+    }
+
+
+def test_two_processes(tmp_path) -> None:
+    """One launch for all: it takes ten times as long as what a mode does."""
+    facts = launch(tmp_path, "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_ram")
+    for mode in ("ddp", "fsdp", "experts"):
+        train_in_fp8(mode, *facts[mode])
+    a_base_held_in_fp8_is_sharded_as_codes(*(facts[m] for m in facts if m.startswith("frozen")))
+    without_reduce_amax_scales_differ(*facts["local"])
+
+
+def train_in_fp8(mode: str, first: dict, second: dict) -> None:
+    for facts in (first, second):
+        t = facts["trainable"]
+        assert facts["status"] == "proven", mode
+        assert facts["processes"] == 2
+        assert facts["share"] > 0.5
+        assert t["before"] == t["after"] == t["in_optimizer"] == t["moved"]
+        assert (facts["sharded"] > 0) == (mode != "ddp"), "parameters are DTensors under FSDP2"
+        names = ("gate_up_proj", "down_proj") if mode == "experts" else ()
+        assert facts["experts"] == {name: ["fp8"] * 3 for name in names}
+    assert first["scale"] == second["scale"], f"reduce_amax keeps scales identical ({mode})"
+    assert first["history"] == second["history"]
+
+
+def a_base_held_in_fp8_is_sharded_as_codes(one: list, sharded: list, first: list) -> None:
+    """FSDP2 gathers bytes, whatever its mixed precision is, and trains as DDP does."""
+    for facts in (*one, *sharded, *first):
+        assert facts["status"] == "proven"
+        assert set(facts["base"]) <= {"fp8fp8", "fp8none"}
+        assert facts["codes"] == ["torch.uint8"] * 14
+    for facts in (*sharded, *first):
+        assert facts["local"] == [0.5] * 14
+    for a, b, c in zip(one[0]["loss"], sharded[0]["loss"], first[0]["loss"], strict=True):
+        assert abs(a - b) < 2e-3 * a
+        assert b == c, "with the weights of the first process alone"
+
+
+def without_reduce_amax_scales_differ(first: dict, second: dict) -> None:
+    assert first["status"] == second["status"] == "proven"
+    x, w, g = (
+        [a == b for a, b in zip(first["scale"][i::3], second["scale"][i::3], strict=True)]
+        for i in range(3)
+    )
+    assert all(w), "weights are the same in both"
+    assert not all(x), "each process saw other tokens"
+    assert not all(g)
+
+
+def test_reduce_amax_takes_the_largest_of_all_processes(tmp_path) -> None:
+    """With it scales are identical, those of the process that saw most; without they differ."""
+    both = launch(tmp_path, "delayed", "tests.amax_worker")["delayed"]
+    for pow2 in (True, False):
+        (alone, largest), (first, second) = (
+            [facts[f"{reduce}/{pow2}"] for facts in both] for reduce in (False, True)
+        )
+        assert first == second == largest
+        assert alone["w"] == largest["w"]
+        for operand in ("x", "g"):
+            ratios = [a / b for a, b in zip(alone[operand], largest[operand], strict=True)]
+            assert ratios == [1.0, *[pytest.approx(4.0, rel=1e-6)] * 3], "1 before anything is seen"
+        everything = [scale for seen in (*first.values(), *alone.values()) for scale in seen]
+        assert all(math.frexp(scale)[0] == 0.5 for scale in everything) == pow2

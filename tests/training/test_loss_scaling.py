@@ -1,0 +1,264 @@
+"""float16 compute: overflow is skipped, the scale backs off and grows, and all of it is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from finetune import get_receipt
+from finetune.config.recipe import load_recipe
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import ConfigError, NonFiniteError, PrecisionError, ProofError
+from finetune.training import session
+from finetune.training.compute_types import refuse_vanished_scale
+from finetune.training.trainer import RunReport, train
+from tests.config.test_optimizers import SMALL, low_bit_adamw
+from tests.conftest import batch
+
+OPTIMIZERS = {
+    "plain": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "bitsandbytes 8 bits": lambda p: low_bit_adamw("adamw_8bit", p, lr=1e-2),
+    "torchao 4 bits": lambda p: low_bit_adamw("adamw_torch_4bit", p, lr=1e-2),
+}
+
+
+def run(out: Path, *overrides: str, recipe: str = "tiny_full_bf16") -> RunReport:
+    settings = [*SMALL, "precision.compute=fp16", *overrides]
+    return train(load_recipe(recipe, settings), out=out, console=Console(quiet=True))
+
+
+def logs(report: RunReport) -> list[dict[str, Any]]:
+    lines = (report.folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def prepared(model, make_optimizer=OPTIMIZERS["plain"], **settings):
+    from accelerate import Accelerator
+
+    session.install(PrecisionConfig(compute="fp16", **settings))
+    accelerator = Accelerator(cpu=True)
+    return accelerator, *accelerator.prepare(model, make_optimizer(model.parameters()))
+
+
+def step(accelerator, model, optimizer, seed: int = 0) -> float:
+    """One step as the Trainer takes it; the norm of the gradients."""
+    accelerator.backward(model(**batch(seed=seed)).loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(norm)
+
+
+# -------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_recipe_trains_in_float16_and_proves_it(tmp_path) -> None:
+    report = run(tmp_path)
+    receipt = report.receipt
+    assert receipt.status == "proven"
+    assert receipt.precision["ran"] == receipt.precision["asked"] == "fp16"
+    scaling = {"init_scale": 65536.0, "growth_interval": 2000}
+    assert receipt.precision["effective"] == {"loss_scaling": scaling}
+    base = [row for row in receipt.layers if row.role == "base"]
+    assert {(row.fprop, row.dgrad, row.wgrad) for row in base} == {("fp16",) * 3}
+    assert receipt.trainable["moved"] == receipt.trainable["after"]
+    assert [row["skipped_steps"] for row in logs(report)] == [0, 0, 0]
+
+
+def test_gradients_are_those_of_float32(tmp_path) -> None:
+    """Unscaled before they are clipped: the norm is the same, whatever the scale."""
+    norms = [
+        logs(run(tmp_path, f"precision.loss_scale_init={scale}"))[0]["grad_norm"]
+        for scale in (1, 1024, 65536)
+    ]
+    exact = logs(run(tmp_path, "precision.compute=fp32"))[0]
+    assert norms == pytest.approx([exact["grad_norm"]] * 3, rel=5e-3)
+    assert "loss_scale" not in exact
+
+
+def test_overflow_is_skipped_backs_off_and_is_logged(tmp_path) -> None:
+    """From 2^22, where this model overflows; the learning rate waits for the first real step."""
+    report = run(tmp_path, "precision.loss_scale_init=4194304", "train.max_steps=8")
+    rows = logs(report)
+    skipped = rows[-1]["skipped_steps"]
+    assert 1 <= skipped <= 6
+    for number, row in enumerate(rows, start=1):
+        overflows = number <= skipped
+        assert row["skipped_steps"] == min(number, skipped)
+        assert row["loss_scale"] == 2.0 ** (22 - min(number, skipped))
+        assert math.isfinite(row["grad_norm"]) != overflows
+    assert len({row["learning_rate"] for row in rows[: skipped + 1]}) == 1, "it waits"
+    assert rows[skipped + 1]["learning_rate"] < rows[0]["learning_rate"]
+    assert report.receipt.status == "proven"
+    model = load_file(report.folder / "model" / "model.safetensors")
+    assert all(bool(w.isfinite().all()) for w in model.values())
+
+
+def test_a_run_of_skipped_steps_alone_is_not_proven(tmp_path) -> None:
+    report = run(tmp_path, "precision.loss_scale_init=1e30")
+    assert report.receipt.status.startswith("not proven: weights have not been seen to move")
+    assert report.receipt.trainable["moved"] == 0
+    assert [row["skipped_steps"] for row in logs(report)] == [1, 2, 3]
+
+
+def test_the_scale_grows_after_the_interval(tmp_path) -> None:
+    settings = ("precision.loss_scale_init=1024", "precision.loss_scale_growth_interval=2")
+    rows = logs(run(tmp_path, *settings, "train.max_steps=5"))
+    assert [row["loss_scale"] for row in rows] == [1024, 2048, 2048, 4096, 4096]
+    assert rows[-1]["skipped_steps"] == 0
+
+
+def test_resuming_goes_on_with_scale_and_count(tmp_path) -> None:
+    settings = [
+        "precision.loss_scale_init=4194304", "precision.loss_scale_growth_interval=3",
+        "train.max_steps=9", "train.save_strategy=steps", "train.save_steps=5",
+        "train.optim=adamw_torch_fused",
+    ]  # fmt: skip
+    whole = run(tmp_path, *settings)
+    resume = f"train.resume_from_checkpoint={whole.folder}/checkpoints/checkpoint-5"
+    resumed = run(tmp_path, *settings, resume)
+    keys = ("step", "loss", "learning_rate", "loss_scale", "skipped_steps")
+    expected = [[row[key] for key in keys] for row in logs(whole)[5:]]
+    assert [[row[key] for key in keys] for row in logs(resumed)] == expected
+    assert expected[0][-1] > 0
+    a, b = (load_file(r.folder / "model" / "model.safetensors") for r in (whole, resumed))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_run_that_no_scale_can_save_is_stopped(tmp_path, monkeypatch) -> None:
+    from finetune.training import trainer
+
+    load = trainer.load_model
+
+    def broken(config, *_):
+        model = load(config)
+        model.model.layers[2].mlp.up_proj.weight.data[0, 0] = float("inf")
+        return model
+
+    monkeypatch.setattr(trainer, "load_model", broken)
+    with pytest.raises(NonFiniteError, match=r"step 1;[\s\S]*layers\.2\.mlp\.up_proj\.weight"):
+        run(tmp_path, "precision.loss_scale_init=4", "train.max_steps=9")
+    assert not list(tmp_path.glob("**/model"))
+
+
+def test_a_scale_that_has_vanished_is_refused() -> None:
+    """The last resort: a gradient that no scale can save is named before (`Finiteness`)."""
+    refuse_vanished_scale(1.0, 3)
+    with pytest.raises(ProofError, match=r"loss scale of 0\.5[\s\S]*3 steps were skipped"):
+        refuse_vanished_scale(0.5, 3)
+
+
+def test_adapters_train_over_a_frozen_bfloat16_base(tmp_path) -> None:
+    report = run(tmp_path, "model.dtype=bfloat16", recipe="tiny_lora_bf16")
+    assert report.receipt.status == "proven"
+    base = [row for row in report.receipt.layers if row.role == "base"]
+    assert {row.fprop for row in base} == {"fp16"}
+
+
+def test_accumulated_gradients_are_unscaled_once(tmp_path) -> None:
+    settings = ["train.gradient_accumulation_steps=2", "train.per_device_train_batch_size=2"]
+    fp16 = logs(run(tmp_path, *settings))
+    fp32 = logs(run(tmp_path, *settings, "precision.compute=fp32"))
+    for a, b in zip(fp16, fp32, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
+
+
+# -------------------------------------------------------------------------------- single steps
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_skipped_step_touches_neither_weights_nor_moments(kind, make_llama) -> None:
+    """Fused optimizers too, which would skip unseen and let the learning rate go on."""
+    accelerator, model, optimizer = prepared(
+        make_llama(), OPTIMIZERS[kind], loss_scale_init=2.0**60
+    )
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    for _ in range(2):
+        assert not math.isfinite(step(accelerator, model, optimizer))
+        assert optimizer.step_was_skipped
+    assert accelerator.scaler.get_scale() == 2.0**58
+    assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+    assert not optimizer.state
+    assert get_receipt().status == "not proven: weights have not been seen to move"
+
+    accelerator.scaler.update(1024.0)
+    for seed in range(2):
+        assert get_receipt().status != "proven"
+        assert math.isfinite(step(accelerator, model, optimizer, seed))
+        assert not optimizer.step_was_skipped
+    assert get_receipt().status == "proven"
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_weights_that_train_in_float16_are_refused(make_llama) -> None:
+    with pytest.raises(PrecisionError, match="trainable weights are float16"):
+        prepared(make_llama().half())
+
+
+def test_frozen_float16_weights_are_not(make_llama) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = make_llama().half()
+    model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear")).train()
+    accelerator, model, optimizer = prepared(
+        model, lambda _: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    )
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "proven"
+
+
+def test_without_a_session_accelerate_is_as_it_was() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    session.install(PrecisionConfig(compute="fp16"))
+    scaled = Accelerator(cpu=True)
+    assert scaled.native_amp
+    assert scaled.scaler.get_scale() == 65536
+    session.uninstall()
+    AcceleratorState._reset_state()
+    plain = Accelerator(mixed_precision="fp16", cpu=True)
+    assert plain.scaler is None
+    assert not plain.native_amp
+
+
+# ------------------------------------------------------------------------------------------ refused
+
+
+def test_bfloat16_weights_are_refused_before_loading(tmp_path) -> None:
+    with pytest.raises(PrecisionError, match=r"are bfloat16[\s\S]*model.dtype=float32"):
+        run(tmp_path, "model.dtype=bfloat16")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("compute", ["fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("setting", ["loss_scale_init=1024", "loss_scale_growth_interval=10"])
+def test_loss_scaling_belongs_to_float16(compute, setting) -> None:
+    with pytest.raises(ConfigError, match=r"belongs to fp16[\s\S]*set compute=fp16"):
+        load_recipe("tiny_full_bf16", [f"precision.compute={compute}", f"precision.{setting}"])
+
+
+@pytest.mark.parametrize("value", ["0", "0.5", "-1", "inf", "nan"])
+def test_a_scale_below_one_is_refused(value) -> None:
+    with pytest.raises(ConfigError, match="loss_scale_init"):
+        load_recipe(
+            "tiny_full_bf16", ["precision.compute=fp16", f"precision.loss_scale_init={value}"]
+        )
+
+
+def test_scaling_set_twice_is_refused() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import GradScalerKwargs
+
+    session.install(PrecisionConfig(compute="fp16"))
+    with pytest.raises(PrecisionError, match="loss scaling was set twice"):
+        Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])

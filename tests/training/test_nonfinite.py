@@ -1,0 +1,563 @@
+"""A NaN or Inf is named where it began, and nothing is saved over what was saved before."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import nn
+from transformers import TrainerCallback
+
+from finetune import HealthMonitor, load_recipe, train
+from finetune.cli import app
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import NonFiniteError
+from finetune.precision.planner import plan
+from finetune.training.health.finiteness import advise
+from finetune.training.health.nonfinite import Finder, Finding, all_finite, check_parameters
+from tests.conftest import batch
+from tests.training.test_health import converted, trainer_of
+
+QUIET = Console(quiet=True)
+LAYER = "model.layers.1.mlp.down_proj"
+pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow and are saturated|signal over noise)")
+
+
+class BadGradient(torch.autograd.Function):
+    """Identity whose backward returns an Inf."""
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, g):
+        bad = g.clone()
+        bad.view(-1)[3] = torch.inf
+        return bad
+
+
+def find(model: nn.Module, run=None) -> Finding | None:
+    found = check_parameters(model)
+    if found is not None:
+        return found
+    with Finder(model) as finder:
+        loss = run(model) if run else model(**batch()).loss
+        finder.see_loss(loss)
+        loss.backward()
+        finder.see_gradients()
+    return finder.found
+
+
+def spoil_output(module: nn.Module, value: float = torch.nan):
+    """The module's output gets one such value."""
+
+    def hook(_, args, output):
+        bad = output.clone()
+        bad.view(-1)[0] = value
+        return bad
+
+    return module.register_forward_hook(hook)
+
+
+# ------------------------------------------------------------------------------------- the finder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_all_finite(value, dtype) -> None:
+    tensors = [torch.ones(3), torch.zeros(0), torch.ones(2, 2, dtype=dtype)]
+    assert all_finite(tensors)
+    tensors[2][1, 0] = value
+    assert not all_finite(tensors)
+    tensors[0][0] = -value
+    assert not all_finite(tensors)
+    assert all_finite([])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_that_overflow_are_finite(dtype) -> None:
+    most = torch.finfo(dtype).max
+    assert all_finite([torch.full((400,), most, dtype=dtype)])
+    assert all_finite([torch.full((4,), most, dtype=dtype), torch.full((4,), -most)])
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_nothing_is_found_in_a_healthy_step(fp8, make_llama) -> None:
+    model = make_llama()
+    if fp8:
+        converted(model, scaling="tensorwise")
+    assert find(model) is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_parameter(make_llama) -> None:
+    model = make_llama()
+    with torch.no_grad():
+        model.get_submodule(LAYER).weight[2, 3] = torch.inf
+    found = find(model)
+    assert found is not None
+    assert (found.kind, found.where) == ("parameter", f"{LAYER}.weight")
+    assert found.counts == "0 NaN and 1 Inf of 8,192 values (float32 [64, 128])"
+
+
+def test_input(make_llama) -> None:
+    model = make_llama()
+    embeds = model.get_input_embeddings()(batch()["input_ids"]).detach()
+    embeds[0, 1, 2] = torch.nan
+    found = find(model, lambda m: m(inputs_embeds=embeds, labels=batch()["labels"]).loss)
+    assert found is not None
+    assert (found.kind, found.tensor) == ("input", "inputs_embeds")
+    assert found.counts.startswith("1 NaN and 0 Inf")
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("layer", [LAYER, "model.layers.0.self_attn.q_proj", "model.norm"])
+def test_output_of_a_module(layer, fp8, make_llama) -> None:
+    model = make_llama()
+    if fp8:
+        converted(model, scaling="delayed")
+    spoil_output(model.get_submodule(layer))
+    found = find(model)
+    assert found is not None
+    assert (found.kind, found.where, found.tensor) == ("forward", layer, "its output")
+    assert found.counts.startswith("1 NaN and 0 Inf of 4,096 values")
+    assert any(fed.startswith("weight: amax ") for fed in found.fed)
+    assert all("nan" not in fed for fed in found.fed)
+
+
+def test_operation_between_modules(make_llama) -> None:
+    """The product of the two branches of an MLP overflows: no module of its own did it."""
+    model = make_llama()
+    mlp = model.model.layers[1].mlp
+    plain = mlp.act_fn.forward
+    mlp.act_fn.forward = lambda x: plain(x) * 1e30
+    mlp.up_proj.register_forward_hook(lambda *call: call[-1] * 1e30)
+    found = find(model)
+    assert found is not None
+    assert (found.kind, found.where) == ("forward", "model.layers.1.mlp")
+    assert found.tensor.startswith("the result of an operation of its forward, handed to "
+                                   f"{LAYER} as ")  # fmt: skip
+
+
+def test_masks_may_hold_infinities() -> None:
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x, attention_mask):
+            return self.inner(x, x, x, attn_mask=attention_mask)[0]
+
+    torch.manual_seed(0)
+    mask = torch.full((4, 4), -torch.inf).triu(1)
+    x = torch.randn(2, 4, 16)
+    assert find(Masked(), lambda m: m(x, attention_mask=mask).square().mean()) is None
+
+
+def test_loss(make_llama) -> None:
+    found = find(make_llama(), lambda m: m(**batch()).logits.float().mean() / 0)
+    assert found is not None
+    assert (found.kind, found.where) == ("loss", "the loss")
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_gradient_made_in_a_module(fp8, checkpointing, make_llama) -> None:
+    model = make_llama()
+    if checkpointing is not None:
+        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    norm = model.model.layers[1].post_attention_layernorm
+    plain = norm.forward
+    norm.forward = lambda x: BadGradient.apply(plain(x))
+    if fp8:
+        converted(model, scaling="tensorwise")
+    found = find(model)
+    assert found is not None
+    assert found.kind == "gradient"
+    assert found.where == "model.layers.1.post_attention_layernorm"
+    assert found.tensor == "the gradient of its input, made by BadGradientBackward"
+    assert found.counts.startswith("0 NaN and 1 Inf of 4,096 values")
+    assert found.fed[0].startswith("gradient of its output: amax ")
+
+
+def test_gradient_of_a_weight() -> None:
+    """x and g are finite, and so is the gradient of x; their product, the weight's, is not."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Linear(4, 4, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            return self.second(self.first(x) * 1e25)
+
+    model = Model()
+    nn.init.ones_(model.first.weight)
+    nn.init.constant_(model.second.weight, 1e-25)
+    found = find(model, lambda m: m(torch.ones(2, 4)).sum() * 1e20)
+    assert found is not None
+    assert (found.kind, found.where) == ("gradient", "second")
+    assert found.tensor == "the gradient of second.weight, made by MmBackward0"
+    assert found.fed == ("gradient of its output: amax 1e+20",)
+
+
+def test_gradient_that_arrives_broken(make_llama) -> None:
+    """A user's hook replaces the gradient: no backward of a module made it."""
+    model = make_llama()
+
+    def hook(_, args, output):
+        output.register_hook(lambda g: g * torch.nan)
+
+    model.get_submodule(LAYER).register_forward_hook(hook)
+    found = find(model)
+    assert found is not None
+    assert (found.kind, found.where) == ("gradient", LAYER)
+    assert found.tensor.startswith("the gradient of its output, as it arrives")
+
+
+# --------------------------------------------------------------------------------- in the trainer
+
+
+class At(TrainerCallback):
+    """Does something to the model at the beginning of one step."""
+
+    def __init__(self, step: int, action) -> None:
+        self.step, self.action = step, action
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.step:
+            self.action(model)
+
+
+def stopped(trainer) -> NonFiniteError:
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.train()
+    return caught.value
+
+
+@pytest.mark.parametrize("backend", ["te", "torchao", "emulated"])
+def test_trainer_stops_before_the_update(backend, make_llama, setup_backend, tmp_path) -> None:
+    model = make_llama()
+    weights: dict[str, torch.Tensor] = {}
+
+    def spoil(model) -> None:
+        weights.update({k: v.clone() for k, v in model.state_dict().items()})
+        spoil_output(model.get_submodule(LAYER))
+
+    setup_backend(backend, scaling="tensorwise", health_every=0)
+    trainer = trainer_of(model, tmp_path, callbacks=[At(3, spoil)])
+    step = trainer.training_step
+    error = stopped(trainer)
+    assert error.what == "the loss is not finite at step 3; stopped before anything was saved"
+    assert error.where == f"{LAYER}: its output"
+    assert "1 NaN and 0 Inf of 4,096 values (bfloat16" in error.why
+    assert f"precision.keep=[{LAYER}]" in error.fix
+    assert isinstance(error, FloatingPointError)
+    assert weights
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert trainer.training_step == step
+
+
+def test_micro_batch_is_named(make_llama, setup_backend, tmp_path) -> None:
+    """Only rows that hold a certain token break: the third of four micro-batches of step 2."""
+    model = make_llama()
+    bad = batch(16)["input_ids"]
+
+    def hook(module, args, output):
+        hit = (args[0] == 7).any()
+        return output * (torch.nan if hit else 1.0)
+
+    setup_backend("emulated")
+    trainer = trainer_of(
+        model, tmp_path, gradient_accumulation_steps=4, per_device_train_batch_size=1,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    rows = bad.masked_fill(bad == 7, 8)
+    rows[6, 5] = 7
+    trainer.train_dataset = [{"input_ids": r, "labels": r} for r in rows.tolist()]
+    model.get_input_embeddings().register_forward_hook(hook)
+    error = stopped(trainer)
+    assert "at step 2" in error.what
+    assert error.where == "model.embed_tokens: its output, micro-batch 3 of 4"
+
+
+def test_gradient_only(make_llama, setup_backend, tmp_path) -> None:
+    def spoil(model) -> None:
+        norm = model.model.layers[0].input_layernorm
+        plain = norm.forward
+        norm.forward = lambda x: BadGradient.apply(plain(x))
+
+    setup_backend("emulated")
+    error = stopped(trainer_of(make_llama(), tmp_path, callbacks=[At(2, spoil)]))
+    assert error.what.startswith("a gradient is not finite at step 2")
+    assert error.where.startswith("model.layers.0.input_layernorm: the gradient of its input")
+
+
+def test_sum_of_micro_batches(make_llama, setup_backend, tmp_path) -> None:
+    """Each gradient is finite, their sum is not."""
+    model = make_llama(dtype=torch.float32)
+    weight = model.model.norm.weight
+    weight.register_hook(lambda g: torch.full_like(g, 3e38))
+    setup_backend("emulated")
+    error = stopped(trainer_of(model, tmp_path, gradient_accumulation_steps=2))
+    assert error.where == (
+        "model.norm.weight: its gradient, summed over micro-batches or processes, "
+        "micro-batch 2 of 2"
+    )
+
+
+def test_what_does_not_happen_again(make_llama, setup_backend, tmp_path) -> None:
+    model, calls = make_llama(), []
+
+    def hook(module, args, output):
+        calls.append(1)
+        return output * (torch.nan if len(calls) == 2 else 1.0)
+
+    model.model.norm.register_forward_hook(hook)
+    setup_backend("emulated")
+    error = stopped(trainer_of(model, tmp_path))
+    assert error.where == "could not be found"
+    assert "finite numbers everywhere" in error.why
+    assert "not deterministic" in error.fix
+
+
+def test_dropout_falls_alike(make_llama, setup_backend, tmp_path) -> None:
+    """What broke was what dropout let through: the replay sees the same."""
+    model = make_llama()
+    drop = nn.Dropout(0.5)
+    seen = []
+
+    def hook(module, args, output):
+        dropped = drop(output)
+        seen.append(dropped.detach().clone())
+        return dropped * (torch.nan if len(seen) in (3, 4) else 1.0)
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    setup_backend("emulated")
+    error = stopped(trainer_of(model, tmp_path))
+    assert "at step 3" in error.what
+    assert torch.equal(seen[2], seen[3])
+    assert not torch.equal(seen[1], seen[2])
+
+
+def test_delayed_scales_are_held_still(make_llama, setup_backend, tmp_path) -> None:
+    model = make_llama()
+    inputs = []
+    model.get_submodule(LAYER).register_forward_hook(lambda *call: inputs.append(call[-1].detach()))
+    setup_backend("emulated", scaling="delayed", amax_history_len=2)
+    spoiled = At(3, lambda model: spoil_output(model.model.norm))
+    stopped(trainer_of(model, tmp_path, callbacks=[spoiled]))
+    assert len(inputs) == 4
+    assert torch.equal(inputs[2], inputs[3])
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
+
+
+@contextlib.contextmanager
+def after_saving(monkeypatch, action):
+    """Runs `action(trainer)` whenever a checkpoint was saved; yields digests of checkpoints."""
+    from transformers import Trainer
+
+    plain, digests = Trainer._save_checkpoint, []
+
+    def save(trainer, *args, **kwargs):
+        plain(trainer, *args, **kwargs)
+        digests.append(digest(Path(trainer.args.output_dir)))
+        action(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save_checkpoint", save)
+        yield digests
+
+
+SAVING = [
+    "train.max_steps=6", "train.save_strategy=steps", "train.save_steps=2", "train.warmup_steps=0",
+    "train.save_total_limit=1", "train.logging_steps=1", "train.eval_strategy=no",
+]  # fmt: skip
+
+
+def test_checkpoint_receipt_and_metrics_are_kept(tmp_path, monkeypatch, capsys) -> None:
+    """By the command line: exit code 2, and a fix that resumes from what is there."""
+
+    def spoil(trainer) -> None:
+        spoil_output(trainer.model.model.layers[0].mlp)
+
+    monkeypatch.setattr("sys.argv", ["finetune", "tiny_full_fp8", *SAVING, f"--out={tmp_path}"])
+    with after_saving(monkeypatch, spoil) as digests, pytest.raises(SystemExit) as exit_:
+        app.main()
+    assert exit_.value.code == 2
+    shown = capsys.readouterr().err
+    (folder,) = (tmp_path / "tiny_full_fp8").iterdir()
+    checkpoint = folder / "checkpoints" / "checkpoint-2"
+    assert "error: the loss is not finite at step 3" in shown
+    assert "model.layers.0.mlp: its output, after its own layers" in shown
+    assert f"train.resume_from_checkpoint={checkpoint}" in shown
+    assert "precision.margin=1" in shown
+    now = digest(folder / "checkpoints")
+    assert now.pop("checkpoint-2/fp8_scaling.safetensors"), "written right after"
+    assert now == digests[0]
+    receipt = json.loads((folder / "receipt.json").read_text())
+    assert receipt["status"] == "proven"
+    assert "not finite" in receipt["run"]["stopped"], "proven, and yet it did not end well"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert not (folder / "model").exists()
+
+
+def test_broken_weights_are_not_saved(tmp_path, monkeypatch) -> None:
+    """The update itself breaks a weight in the step of the next checkpoint."""
+    from transformers import Trainer
+
+    def breaks(trainer) -> None:
+        optimizer = trainer.optimizer.optimizer
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+        weight = trainer.model.model.layers[0].mlp.up_proj.weight
+
+        def after(*_):
+            if trainer.state.global_step == 3:
+                weight.data[0, 0] = torch.inf
+
+        optimizer.register_step_post_hook(after)
+
+    with after_saving(monkeypatch, breaks) as digests, pytest.raises(NonFiniteError) as caught:
+        train(load_recipe("tiny_full_bf16", SAVING), out=tmp_path, console=QUIET)
+    (folder,) = (tmp_path / "tiny_full_bf16").iterdir()
+    assert caught.value.what.startswith("a weight is not finite after the update of step 4")
+    assert caught.value.where == "model.layers.0.mlp.up_proj.weight: its values"
+    assert "checkpoint-2" in caught.value.fix
+    assert len(digests) == 1
+    assert digest(folder / "checkpoints") == digests[0]
+    assert Trainer._save_checkpoint.__name__ == "_save_checkpoint"
+
+
+def test_weights_broken_by_the_last_update(make_llama, setup_backend, tmp_path) -> None:
+    def breaks(model) -> None:
+        def spoil(p) -> None:
+            p.data.fill_(torch.nan)
+
+        model.model.norm.weight.register_post_accumulate_grad_hook(spoil)
+
+    setup_backend("emulated")
+    trainer = trainer_of(make_llama(), tmp_path, steps=2, callbacks=[At(2, breaks)])
+    error = stopped(trainer)
+    assert error.where == "model.norm.weight: its values"
+    assert "start again (no checkpoint was saved yet)" in error.fix
+
+
+# ----------------------------------------------------------------------------------- loss scaling
+
+
+@pytest.fixture
+def loss_scaling(monkeypatch):
+    """FP16's dynamic loss scaling on a CPU, where Accelerate has none."""
+    plain = Accelerator.__init__
+
+    def init(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    monkeypatch.setattr(Accelerator, "__init__", init)
+
+
+def test_skipped_steps_are_counted_and_no_error(loss_scaling, make_llama, tmp_path) -> None:
+    def spoil(model) -> None:
+        def hook(g):
+            handle.remove()
+            return g * torch.inf
+
+        handle = model.model.norm.weight.register_hook(hook)
+
+    trainer = trainer_of(make_llama(), tmp_path, callbacks=[At(2, spoil)], bf16=False)
+    trainer.add_callback(HealthMonitor(trainer, every=2))
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "health/skipped_steps" in row]
+    assert [row["health/skipped_steps"] for row in rows] == [1.0, 0.0], "since the last row"
+    assert "health/attn/update_ratio" not in rows[0], "there was no update"
+    assert "health/attn/update_ratio" in rows[1]
+
+
+def test_fp16_names_the_layer_when_scaling_cannot_help(tmp_path, monkeypatch) -> None:
+    """A real FP16 run, whose own loss scaling would stop it one step later without a name."""
+
+    def spoil(trainer) -> None:
+        norm = trainer.model.model.layers[1].input_layernorm
+        plain = norm.forward
+        norm.forward = lambda x: BadGradient.apply(plain(x))
+
+    overrides = [
+        *SAVING, "precision.compute=fp16", "model.dtype=float32", "precision.loss_scale_init=4",
+        "train.per_device_train_batch_size=2",
+    ]  # fmt: skip
+    with after_saving(monkeypatch, spoil), pytest.raises(NonFiniteError) as caught:
+        train(load_recipe("tiny_full_bf16", overrides), out=tmp_path, console=QUIET)
+    assert caught.value.what.startswith("a gradient is not finite at step 5"), "4, 2, then 1"
+    assert caught.value.where.startswith("model.layers.1.input_layernorm: the gradient of its inp")
+    assert "precision.compute=bf16" in caught.value.fix
+
+
+def test_a_loss_is_judged_under_loss_scaling(loss_scaling, make_llama, tmp_path) -> None:
+    model = make_llama()
+    trainer = trainer_of(model, tmp_path, bf16=False)
+    spoil_output(model.get_submodule(LAYER))
+    trainer.add_callback(HealthMonitor(trainer))
+    assert stopped(trainer).where == f"{LAYER}: its output"
+
+
+def test_gradients_when_the_scale_is_down_to_one(loss_scaling, make_llama, tmp_path) -> None:
+    model = make_llama()
+    model.model.norm.weight.register_hook(lambda g: g * torch.inf)
+    trainer = trainer_of(model, tmp_path, steps=12, bf16=False)
+    trainer.add_callback(HealthMonitor(trainer, every=0))
+    error = stopped(trainer)
+    assert "at step 9;" in error.what, "2^8 was halved eight times"
+    assert error.where.startswith("model.norm")
+
+
+# ------------------------------------------------------------------------------------------ advice
+
+
+def advice(model, kind="forward", where=LAYER, checkpoint=None, **precision) -> str:
+    values = {"compute": "fp8", "backend": "emulated", "emulation": "allow"} | precision
+    the_plan = plan(model, PrecisionConfig(**values))
+    return advise(Finding(kind, where, "its output", ""), the_plan, checkpoint)
+
+
+def test_advice_by_recipe(make_llama) -> None:
+    model = make_llama()
+    delayed = advice(model, scaling="delayed", margin=2)
+    assert "precision.margin=3" in delayed
+    assert "precision.scaling=tensorwise" in delayed
+    assert f"precision.keep=[{LAYER}]" in delayed
+    assert "e5m2 is no cure" in delayed
+    tensorwise = advice(model, scaling="tensorwise")
+    assert "margin" not in tensorwise
+    assert "train.learning_rate" in tensorwise
+    assert "precision.keep" not in advice(model, where="model.norm", scaling="tensorwise")
+    assert advice(model, compute="fp16").startswith("FP16 ends at 65504: train with precision.comp")
+    bf16 = advice(model, compute="bf16")
+    assert "e5m2" not in bf16
+    assert "margin" not in bf16
+
+
+def test_advice_by_cause(make_llama) -> None:
+    model, saved = make_llama(), Path("runs/x/checkpoints/checkpoint-40")
+    broken = advice(model, kind="parameter", checkpoint=saved)
+    assert broken.startswith("the weights were broken before this step")
+    assert f"train.resume_from_checkpoint={saved}" in broken
+    assert "data" in advice(model, kind="input")
+    assert "rows of this step" in advice(model, kind="loss")

@@ -1,0 +1,375 @@
+"""Samples change nothing about training; `generate` says what the run's own samples say."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from finetune import load_recipe, train
+from finetune.config.recipe import list_recipes
+from finetune.config.schema import EvalConfig
+from finetune.errors import ConfigError
+from finetune.training import samples as sampling
+from finetune.training.samples import answer, undisturbed
+
+SHORT = (
+    "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",
+    "train.per_device_train_batch_size=2", "data.max_rows=24", "eval.max_new_tokens=12",
+)  # fmt: skip
+ADAPTERS = (
+    *SHORT, "lora.dropout=0.2", "train.gradient_checkpointing=true", "train.save_strategy=steps",
+    "train.save_steps=2",
+)  # fmt: skip
+DELAYED = (*SHORT, "precision.eval=fp8", "precision.amax_history_len=4")
+SLEEP = 0.4
+
+
+def run_of(
+    name: str, overrides, out: Path, *, samples: bool = True, console: Console | None = None
+):
+    off = () if samples else ("eval.samples=false", "~eval.max_new_tokens")
+    console = console or Console(quiet=True)
+    return train(load_recipe(name, [*overrides, *off]), out=out, console=console)
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A short run with adapters over a base held in FP8, with samples, and what it printed."""
+    screen, home = io.StringIO(), tmp_path_factory.mktemp("home")
+    plain = sampling.answer
+
+    def slow(*args, **kwargs):
+        time.sleep(SLEEP)
+        return plain(*args, **kwargs)
+
+    sampling.answer = slow
+    try:
+        console = Console(file=screen, width=200)
+        report = run_of("tiny_lora_fp8", ADAPTERS, home / "runs", console=console)
+    finally:
+        sampling.answer = plain
+    return report, screen.getvalue()
+
+
+@pytest.fixture(scope="module")
+def delayed_run(tmp_path_factory):
+    """A short full run with delayed scaling that evaluates in FP8, with samples."""
+    return run_of("tiny_full_fp8", DELAYED, tmp_path_factory.mktemp("delayed"))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = (folder / "model").glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("case", ["adapters", "delayed"])
+def test_training_is_bit_for_bit_as_without_samples(case, run, delayed_run, tmp_path) -> None:
+    """Dropout and checkpointing; and amax histories that evaluation in FP8 records into."""
+    if case == "adapters":
+        asked, name, overrides = run[0].folder, "tiny_lora_fp8", ADAPTERS
+    else:
+        asked, name, overrides = delayed_run.folder, "tiny_full_fp8", DELAYED
+    plain = run_of(name, overrides, tmp_path, samples=False).folder
+    with_samples = [row for row in rows_of(asked) if "samples" in row]
+    assert [row["step"] for row in with_samples] == [0, 2, 3]
+    assert not any("samples" in row for row in rows_of(plain))
+    for key in ("loss", "eval_loss", "grad_norm", "num_tokens"):
+        values = [[row[key] for row in rows_of(folder) if key in row] for folder in (asked, plain)]
+        assert values[0] == values[1], key
+    a, b = weights_of(asked), weights_of(plain)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_undisturbed_is_needed_and_enough(make_llama) -> None:
+    """What a forward in evaluation leaves behind, and that nothing of it is left."""
+    from finetune.config.schema import PrecisionConfig
+    from finetune.precision import convert
+    from finetune.precision.planner import plan
+
+    precision = PrecisionConfig(
+        compute="fp8", backend="emulated", scaling="delayed", emulation="allow", eval="fp8"
+    )
+    model = make_llama()
+    conversion = convert.apply(model, plan(model, precision))
+    ids = torch.randint(1, 200, (1, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.model.layers[1].eval()
+    state = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    modes = {name: module.training for name, module in model.named_modules()}
+
+    def everything():
+        now = conversion.backend.state_tensors()
+        return (
+            {name: module.training for name, module in model.named_modules()} == modes
+            and all(torch.equal(now[k], state[k]) for k in state)
+            and torch.equal(torch.get_rng_state(), generators[0])
+            and random.getstate() == generators[1]
+            and np.array_equal(np.random.get_state()[1], generators[2][1])
+        )
+
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    with undisturbed(model), torch.no_grad():
+        model(input_ids=torch.randint(1, 200, (1, 30)))
+        torch.rand(3), random.random(), np.random.rand()
+        assert not model.training
+        now = conversion.backend.state_tensors()
+        assert not torch.equal(now["current"], state["current"]), "evaluation in FP8 records"
+    assert everything()
+    with pytest.raises(KeyboardInterrupt), undisturbed(model):
+        raise KeyboardInterrupt
+    assert everything()
+
+
+def test_samples_are_shown_written_and_reported(run) -> None:
+    report, screen = run
+    rows = [row for row in rows_of(report.folder) if "samples" in row]
+    stored = json.loads((report.folder / "report.json").read_text())["samples"]
+    assert rows[-1]["samples"] == stored
+    assert [one["prompt"] for one in stored] == [one.prompt for one in report.samples]
+    for step in (0, 2, 3):
+        assert f"step {step}/3 | sample | What is the capital of France? | " in screen
+    assert max(map(len, (x for x in screen.splitlines() if "| sample |" in x))) < 200
+
+
+def test_neither_tokens_per_second_nor_the_memory_counts_samples(run) -> None:
+    """Each sampling slept: the pause is in the clock of the rows and not in the speed."""
+    report, _ = run
+    rows = [row for row in rows_of(report.folder) if "loss" in row]
+    for before, after in itertools.pairwise(rows):
+        took = (after["num_tokens"] - before["num_tokens"]) / after["tokens_per_s"]
+        asked_between = before["step"] == 2  # evaluated, and asked, after step 2
+        elapsed = after["seconds"] - before["seconds"]
+        assert (elapsed - took > SLEEP) == asked_between
+    assert report.receipt.status == "proven"
+    assert "step 3" in report.receipt.memory["measured"]
+
+
+def test_memory_meter_leaves_out_what_is_aside(monkeypatch) -> None:
+    """On a pretended GPU: peaks before, inside and after."""
+    from types import SimpleNamespace
+
+    from finetune.training.memory_meter import GIB, MemoryMeter
+
+    peak = {"now": 5 * GIB}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(now=GIB))
+    meter = MemoryMeter(SimpleNamespace(device=SimpleNamespace(kind="cuda")))
+    meter.on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
+    peak["now"] = 3 * GIB
+    with meter.aside():
+        peak["now"] = 9 * GIB
+    peak["now"] = 2 * GIB
+    meter.close()
+    assert meter.reading()["measured_gib"] == 3
+    assert meter.earlier_gib == 9, "what the process took is told in the report"
+
+
+def test_sharded_weights_are_not_asked_and_that_is_said() -> None:
+    from types import SimpleNamespace
+
+    screen = io.StringIO()
+    config = load_recipe("tiny_lora_bf16", check_train=False).config
+    config = config.model_copy(update={"train": {"fsdp": "full_shard"}})
+    unused = SimpleNamespace()
+    writer = sampling.SampleWriter(config, ["hi"], unused, unused, Console(file=screen), unused)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1)
+    writer.on_train_begin(None, state, None)
+    writer.on_evaluate(None, state, None, model=None)
+    assert "FSDP shards the weights" in screen.getvalue()
+    assert writer.at_end(None, state, anew=True) == []
+
+
+def test_a_short_memory_ends_samples_and_not_the_run(monkeypatch) -> None:
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    def short(*args, **kwargs):
+        asked.append(1)
+        raise torch.OutOfMemoryError
+
+    asked, screen = [], io.StringIO()
+    monkeypatch.setattr(sampling, "answer", short)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    config = load_recipe("tiny_lora_bf16", check_train=False).config
+    meter = SimpleNamespace(aside=nullcontext)
+    writer = sampling.SampleWriter(config, ["hi"], None, None, Console(file=screen), meter)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1)
+    for _ in range(2):
+        writer.on_evaluate(None, state, None, model=None)
+    assert len(asked) == 1
+    assert "training goes on without samples" in screen.getvalue()
+
+
+def test_prompts_are_questions_that_leave_room_to_answer() -> None:
+    """Not the system's turn, and none that a model's positions or the run's rows are short of."""
+    from datasets import Dataset
+
+    from finetune.training.data import Rows
+    from finetune.training.model import load_tokenizer
+    from finetune.training.samples import prompts_of
+
+    config = load_recipe("tiny_full_bf16", ["data.prompts=[]"], check_train=False).config
+    tokenizer, _ = load_tokenizer(config.model)
+    system = {"role": "system", "content": "Be brief."}
+    asked = ["word " * 3000, "First?", "Second?", "Third?"]
+    turns = [[system, {"role": "user", "content": text}] for text in asked]
+    rows = Rows(Dataset.from_list([{"messages": one} for one in turns]), None, "", {})
+    assert prompts_of(config, rows, tokenizer) == ["First?", "Second?"]
+    pairs = Rows(Dataset.from_list([{"prompt": one} for one in turns]), None, "", {})
+    assert prompts_of(config, pairs, tokenizer) == ["First?", "Second?"]
+    tokenizer.chat_template = None
+    text = Rows(Dataset.from_list([{"text": "A tide table. " * 20}]), None, "", {})
+    assert prompts_of(config, text, tokenizer) == [("A tide table. " * 20)[:64]]
+    for prompts, said in ((("",), "is empty"), (("word " * 3000,), "no room for an answer")):
+        data = config.data.model_copy(update={"prompts": prompts})
+        with pytest.raises(ConfigError, match=said):
+            prompts_of(config.model_copy(update={"data": data}), rows, tokenizer)
+
+
+def test_a_step_before_the_first_is_evaluated_(run) -> None:
+    steps = [row["step"] for row in rows_of(run[0].folder) if "eval_loss" in row]
+    assert steps == [0, 2, 3]
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_has_a_held_out_loss(name) -> None:
+    config = load_recipe(name, check_train=False).config
+    assert config.train["eval_strategy"] == "steps"
+    assert config.data.eval_fraction > 0 or config.data.eval_split or config.data.eval_path
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"limit": 5}, "limit is about tasks"),
+        ({"data": "x"}, "data is about tasks"),
+        ({"samples": False, "max_new_tokens": 9}, "max_new_tokens is about samples"),
+    ],
+)
+def test_a_setting_that_would_change_nothing_is_an_error(values, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(**values)
+
+
+def test_tasks_are_a_list_or_words_with_commas() -> None:
+    assert EvalConfig(tasks="hellaswag, arc_easy").tasks == ("hellaswag", "arc_easy")
+    with pytest.raises(ConfigError, match="did you mean 'tasks'"):
+        load_recipe("tiny_lora_fp8", ["eval.task=hellaswag"])
+
+
+# ---------------------------------------------------------------------------------------- generate
+
+
+def test_generate_says_what_the_run_said(run, cli) -> None:
+    report, _ = run
+    prompts = [one.prompt for one in report.samples]
+    out = str(report.folder.parent.parent)
+    done = cli("generate", "last", *prompts, "--json", "--out", out)
+    told = json.loads(done.out)
+    assert Path(told["run"]) == report.folder
+    assert [x["answer"] for x in told["answers"]] == [one.answer for one in report.samples]
+    streamed = cli("generate", str(report.folder), prompts[0])
+    assert streamed.out.strip() == report.samples[0].answer
+
+
+def test_generate_reads_lines_and_a_checkpoint_and_draws_by_seed(run, cli, monkeypatch) -> None:
+    report, _ = run
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is a library?\n\nHello.\n"))
+    words = ("generate", str(report.folder), "--checkpoint", "2", "--max-new-tokens", "4")
+    out = cli(*words, "-").out
+    assert [x for x in out.splitlines() if x.startswith(">")] == [
+        "> What is a library?",
+        "> Hello.",
+    ]
+    drawn = [
+        json.loads(cli(*words, "Hello.", "--temperature", "2", "--seed", s, "--json").out)
+        for s in ("1", "1", "2")
+    ]
+    said = [x["answers"][0]["answer"] for x in drawn]
+    assert said[0] == said[1] != said[2]
+
+
+def test_generate_refuses_with_a_way_out(run, cli, tmp_path) -> None:
+    import shutil
+
+    report, _ = run
+    out = tmp_path / "runs"
+    none = cli("generate", "last", "hi", "--out", str(out))
+    assert none.code == 2
+    assert "there is no run yet" in none.err
+    broken = out / "tiny_lora_fp8" / "20260101-000000-abcd"
+    shutil.copytree(report.folder, broken, ignore=shutil.ignore_patterns("model"))
+    words = ("--out", str(out))
+    assert "did you mean 'tiny_lora_fp8'?" in cli("generate", "tiny_lora_fp9", "hi", *words).err
+    no_weights = cli("generate", "tiny_lora_fp8", "hi", *words)
+    assert no_weights.code == 2
+    assert "has no trained weights" in no_weights.err
+    assert "--checkpoint last, or one of 2, 3" in no_weights.err
+    assert "it has 2, 3" in cli("generate", "last", "hi", "--checkpoint", "7", *words).err
+    assert "--seed would change nothing" in cli("generate", "last", "hi", "--seed", "1", *words).err
+    (broken / "checkpoints").rename(broken / "away")
+    assert "train it again" in cli("generate", "last", "hi", "--checkpoint", "last", *words).err
+    assert "train it again" in cli("generate", "last", "hi", *words).err
+    (broken / "away").rename(broken / "checkpoints")
+    config = broken / "config.yaml"
+    config.write_text(config.read_text().replace("builtin:tiny_llama", "builtin:tiny_lama"))
+    no_base = cli("generate", "last", "hi", "--checkpoint", "last", *words)
+    assert no_base.code == 2
+    assert "there is no packaged model 'builtin:tiny_lama'" in no_base.err
+
+
+def test_generate_without_an_input_or_with_a_prompt_too_long(run, cli, monkeypatch) -> None:
+    folder = str(run[0].folder)
+    monkeypatch.setattr("sys.stdin", None)  # closed
+    nothing = cli("generate", folder)
+    assert (nothing.code, nothing.out) == (0, "")
+    assert cli("generate", folder, "Hello.", "Hi.", "--max-new-tokens", "2").code == 0
+    for prompt, said in (("", "a prompt is empty"), ("word " * 3000, "leaves no room")):
+        refused = cli("generate", folder, prompt)
+        assert refused.code == 2
+        assert said in refused.err
+
+
+def test_generate_interrupted(run, cli, monkeypatch) -> None:
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune.training.samples.answer", stop)
+    assert cli("generate", str(run[0].folder), "hi").code == 130
+
+
+def test_a_full_run_that_evaluates_in_fp8_is_asked_in_fp8(delayed_run) -> None:
+    """With the scales of delayed scaling; the session that it takes is gone afterwards."""
+    from finetune.precision.convert import conversion_of
+    from finetune.training import session
+    from finetune.training.reload import loaded, open_trained
+
+    run, samples = open_trained(delayed_run.folder), delayed_run.samples
+    with loaded(run) as (model, tokenizer):
+        conversion = conversion_of(model)
+        assert conversion is not None
+        assert conversion.plan.fp8_layers
+        assert (conversion.backend.state.scale != 1).any()
+        prompts = [one.prompt for one in samples]
+        assert answer(model, tokenizer, prompts, 12) == samples
+    assert session.in_force() is None
+    (delayed_run.folder / "fp8_scaling.safetensors").rename(delayed_run.folder / "away")
+    with pytest.raises(ConfigError, match="its scales are not stored"), loaded(run):
+        pass
+    assert session.in_force() is None

@@ -1,0 +1,274 @@
+"""Every recipe trains; FP8 ends within 2 % of BF16; a run folder is complete and can be resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from finetune import load_recipe, train
+from finetune.config.recipe import list_recipes
+from finetune.runs.folder import read_run
+from finetune.training.model import TINY_LLAMA
+
+QUIET = Console(quiet=True)
+SMALL = (
+    "data.name=builtin:harbour",
+    "data.max_rows=48",
+    "data.prompts=[hello]",
+    "eval.at_start=false",
+    "precision.emulation=allow",
+    "train.max_steps=3",
+    "train.warmup_steps=0",
+    "train.per_device_train_batch_size=2",
+    "train.gradient_accumulation_steps=1",
+    "train.max_length=128",
+    "train.save_strategy=no",
+    "~train.fsdp",
+    "~train.fsdp_config",
+    "~model.pad_token",
+    "~data.eval_split",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(tmp_path_factory) -> str:
+    """A folder with a two-layer GPT-2 shape and the packaged tokenizer."""
+    from transformers import AutoTokenizer, GPT2Config
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    tokenizer.save_pretrained(folder)
+    GPT2Config(
+        n_embd=64, n_layer=2, n_head=2, n_positions=128, vocab_size=len(tokenizer),
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
+    """The recipe as it stands, on a small model and a few rows."""
+    small = {"gpt2": tiny_gpt2, "bdh": "builtin:bdh_tiny"}
+    model = small.get(name.partition("_")[0], "builtin:tiny_llama")
+    overrides = [*SMALL, f"model.name={model}"]
+    if name.endswith("_bf16"):
+        overrides.remove("precision.emulation=allow")
+    report = train(load_recipe(name, overrides), out=tmp_path, console=QUIET)
+    receipt = json.loads((report.folder / "receipt.json").read_text())
+    fp8 = name.endswith("_fp8")
+    assert receipt["status"] == "proven"
+    assert receipt["precision"]["asked"] == ("fp8" if fp8 else "bf16")
+    assert receipt["precision"]["ran"] == receipt["precision"]["asked"]
+    assert (receipt["fp8_flop_share"] > 0.3) == fp8
+    t = receipt["trainable"]
+    assert t["before"] == t["after"] == t["in_optimizer"] == t["moved"] + t["below_resolution"]
+    assert (report.folder / "model").is_dir()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
+    """The shipped pair, whole: same seed, same data; the loss falls and the style is learnt."""
+    reports = {}
+    for precision in ("fp8", "bf16"):
+        recipe = load_recipe(
+            f"tiny_{method}_{precision}", ["train.eval_steps=50", "eval.at_start=false"]
+        )
+        reports[precision] = train(recipe, out=tmp_path, console=QUIET)
+    fp8, bf16 = reports["fp8"], reports["bf16"]
+    assert fp8.eval_loss == pytest.approx(bf16.eval_loss, rel=0.02)
+    assert fp8.folder.parent != bf16.folder.parent, "never the same folder"
+    for report in reports.values():
+        assert report.final_loss < 0.5 * report.first_loss
+        assert all(s.answer.startswith("Ahoy!") for s in report.samples)
+        assert all(s.answer.endswith("Fair winds.") for s in report.samples)
+
+
+def test_an_fp8_base_at_rank_32_learns_what_a_bf16_base_does(tmp_path) -> None:
+    """Much of the shipped pair at another rank: what it ends at is in FP8_FINDINGS.md."""
+    asked = ["lora.r=32", "lora.alpha=64", "train.max_steps=40", "train.eval_steps=40"]
+    asked += ["eval.at_start=false", "eval.samples=false", "data.eval_fraction=0.05"]
+    reports = [
+        train(load_recipe(f"tiny_lora_{base}", asked), out=tmp_path, console=QUIET)
+        for base in ("fp8", "bf16")
+    ]
+    fp8, bf16 = reports
+    assert fp8.receipt.precision["effective"]["frozen"]["w"] == "e4m3, held"
+    assert fp8.eval_loss == pytest.approx(bf16.eval_loss, rel=0.02)
+    assert fp8.eval_loss != bf16.eval_loss
+    assert all(report.final_loss < 0.8 * report.first_loss for report in reports)
+
+
+def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
+    """Delayed scaling state is stored beside the checkpoint: resuming changes no bit."""
+    overrides = [
+        "train.max_steps=8", "train.save_strategy=steps", "train.save_steps=4",
+        "train.logging_steps=1",
+    ]  # fmt: skip
+    whole = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    checkpoint = whole.folder / "checkpoints" / "checkpoint-4"
+    assert (checkpoint / "fp8_scaling.safetensors").is_file()
+    overrides.append(f"train.resume_from_checkpoint={checkpoint}")
+    resumed = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    assert resumed.receipt.status == "proven"
+    a, b = (load_file(r.folder / "model" / "model.safetensors") for r in (whole, resumed))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    rows = [json.loads(x) for x in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert {"loss", "learning_rate", "grad_norm", "tokens_per_s", "precision"} <= rows[2].keys()
+    expected = {"run.json", "config.yaml", "metrics.jsonl", "receipt.json", "report.json", "model"}
+    assert expected <= {p.name for p in whole.folder.iterdir()}
+    assert read_run(whole.folder).state == "finished"
+    again = load_recipe(str(whole.folder / "config.yaml"))
+    assert again.name == "tiny_full_fp8"
+    assert again.config == load_recipe("tiny_full_fp8", overrides[:-1]).config
+
+
+def test_saved_weights_are_plain_hugging_face_weights(tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    recipe = load_recipe("tiny_full_fp8", ["train.max_steps=2", "train.warmup_steps=0"])
+    report = train(recipe, out=tmp_path, console=QUIET)
+    base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        report.folder / "model", output_loading_info=True
+    )
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert model.state_dict().keys() == base.state_dict().keys()
+
+
+def test_own_data_file(tmp_path) -> None:
+    file = tmp_path / "mine.jsonl"
+    rows = [{"question": f"What is {i}?", "answer": f"It is number {i}."} for i in range(24)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    overrides = [f"data.path={file}", "train.max_steps=3", "train.warmup_steps=0"]
+    report = train(load_recipe("tiny_lora_fp8", overrides), out=tmp_path / "runs", console=QUIET)
+    assert report.receipt.status == "proven"
+    adapter = Path(report.folder / "model" / "adapter_model.safetensors")
+    assert adapter.is_file()
+    assert all(not key.endswith("_extra_state") for key in load_file(adapter))
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_packing_and_checkpointing(fp8, tmp_path) -> None:
+    overrides = [
+        "train.packing=true", "train.gradient_checkpointing=true", "train.max_steps=3",
+        "train.warmup_steps=0",
+    ]  # fmt: skip
+    recipe = load_recipe(f"tiny_lora_{'fp8' if fp8 else 'bf16'}", overrides)
+    report = train(recipe, out=tmp_path, console=QUIET)
+    assert report.receipt.status == "proven"
+    base = [row for row in report.receipt.layers if row.role == "base"]
+    assert all(row.calls["fprop"] == 2 for row in base)
+
+
+@pytest.mark.parametrize(
+    ("setting", "module", "extra"),
+    [
+        ("train.report_to=wandb", "wandb", "tracking"),
+        ("train.report_to=[tensorboard]", "tensorboard", "tracking"),
+        ("train.optim=adamw_8bit", "bitsandbytes", "bnb"),
+        ("train.optim=paged_adamw_8bit", "bitsandbytes", "bnb"),
+        ("train.use_liger_kernel=true", "liger_kernel", "liger"),
+    ],
+)
+def test_missing_extra(setting, module, extra, tmp_path, monkeypatch) -> None:
+    import importlib.util
+
+    from finetune.errors import MissingExtraError
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a)
+    )
+    with pytest.raises(MissingExtraError, match=rf"pip install 'fp8-finetune\[{extra}\]'"):
+        train(load_recipe("tiny_lora_bf16", [setting]), out=tmp_path, console=QUIET)
+    assert not list(tmp_path.iterdir()), "nothing was written"
+
+
+def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
+    import io
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    recipe = load_recipe("tiny_lora_fp8", ["train.max_steps=4", "train.logging_steps=1"])
+    train(recipe, out=tmp_path, console=console)
+    shown = screen.getvalue()
+    assert "step 4/4" in shown
+    assert "FP8 frozen/rowwise" in shown
+    assert "tok/s" in shown
+
+
+def test_first_interrupt_saves_and_stops(tmp_path, monkeypatch) -> None:
+    """Ctrl-C in step 3: the step ends, a checkpoint is there, and the run goes on from it."""
+    import os
+    import signal
+
+    from finetune.training import callbacks
+
+    plain = callbacks.MetricsWriter.on_log
+
+    def on_log(self, args, state, control, **kwargs):
+        plain(self, args, state, control, **kwargs)
+        if state.global_step == 3 and not kwargs["logs"].get("eval_loss"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(callbacks.MetricsWriter, "on_log", on_log)
+    overrides = ["train.max_steps=8", "train.logging_steps=1", "train.warmup_steps=0"]
+    report = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    assert report.interrupted
+    assert (report.folder / "receipt.json").is_file()
+    (checkpoint,) = (report.folder / "checkpoints").glob("checkpoint-*")
+    monkeypatch.undo()
+    overrides.append(f"train.resume_from_checkpoint={report.folder}")
+    resumed = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    assert not resumed.interrupted
+    first = json.loads((resumed.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == int(checkpoint.name.rpartition("-")[2]) + 1
+
+
+def test_resuming_under_another_scaling_is_refused(tmp_path) -> None:
+    from finetune.errors import ConfigError
+
+    base = [
+        "train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2",
+        "train.warmup_steps=0",
+    ]  # fmt: skip
+    run = train(load_recipe("tiny_full_fp8", base), out=tmp_path, console=QUIET)
+    resume = f"train.resume_from_checkpoint={run.folder}/checkpoints/checkpoint-2"
+    other = load_recipe("tiny_full_fp8", [*base, resume, "precision.amax_history_len=8"])
+    with pytest.raises(ConfigError, match=r"another configuration[\s\S]*needed \(8,"):
+        train(other, out=tmp_path, console=QUIET)
+    (run.folder / "checkpoints" / "checkpoint-2" / "fp8_scaling.safetensors").unlink()
+    with pytest.raises(ConfigError, match="stored nothing"):
+        train(load_recipe("tiny_full_fp8", [*base, resume]), out=tmp_path, console=QUIET)
+
+
+@pytest.mark.parametrize("name", ["mine[1].jsonl", "my data #1 é.jsonl", "a*b.jsonl"])
+def test_odd_file_names(name, tmp_path) -> None:
+    rows = [{"text": f"boat number {i} is in the harbour"} for i in range(16)]
+    (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    overrides = [f"data.path={tmp_path / name}", "train.max_steps=1"]
+    report = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path / "runs", console=QUIET)
+    assert not json.loads((report.folder / "report.json").read_text())["proven"], "one step"
+
+
+def test_training_from_a_thread(tmp_path) -> None:
+    import threading
+
+    found = []
+    recipe = load_recipe("tiny_lora_bf16", ["train.max_steps=3", "train.warmup_steps=0"])
+
+    def run() -> None:
+        found.append(train(recipe, out=tmp_path, console=QUIET))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found[0].receipt.status == "proven"
