@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from finetune.cli.estimate import AsJson, Overrides
+from finetune.cli.options import INTERRUPTED, MISUSE, AsJson, Overrides
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 
-INTERRUPTED, NOTHING_MEASURED = 130, 1
+NOTHING_MEASURED = 1
 
 
 def benchmark(
@@ -87,7 +87,7 @@ def benchmark(
 # The command line's `compare`: two recipes over the same seeds, and whether they end the same.
 
 
-EQUIVALENT, NOT_EQUIVALENT, MISUSE = 0, 3, 2
+EQUIVALENT, NOT_EQUIVALENT = 0, 3
 
 
 def compare(
@@ -253,3 +253,14 @@ def report(
         print(json.dumps(done.facts(), indent=1))
         return
     print(f"{done.verdict}\nreport: {done.html}")
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can do in FP8, and why."""
+    from finetune.analysis.doctor import examine
+
+    findings = examine()
+    if as_json:
+        print(findings.to_json())
+    else:
+        Console(highlight=False).print(findings)

@@ -11,15 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from finetune.cli.options import AsJson, Overrides
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value]...", help="Set a value; ~section.key unsets."),
-]
 
 
 class Fit(enum.StrEnum):

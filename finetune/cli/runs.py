@@ -1,11 +1,8 @@
-"""The command line's `ls --runs`: what ran, how far it came, and what it left. Knows no torch."""
+"""Verbs about run folders: `ls --runs` (without torch) and `export`."""
 
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finetune.errors import ConfigError
-from finetune.runs.folder import COMPARISON, Run, find_comparisons, find_run, find_runs
+from finetune.cli.options import AsJson
+from finetune.runs.folder import COMPARISON, find_comparisons, find_runs
+from finetune.runs.receipt import in_units
 
 DEFAULT_OUT = Path("runs")
 _STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
@@ -90,8 +88,6 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _memory(gib: float | None) -> str:
-    from finetune.runs.receipt import in_units
-
     return "-" if gib is None else in_units(gib)
 
 
@@ -133,214 +129,19 @@ def _comparisons(compared: list[dict[str, Any]], *, gap: bool) -> Table:
     return table
 
 
-# ------------------------------------------------------------------------------------------
-# The command line's `generate`: ask the model of a run.
+# ----------------------------------------------------------------------------------------- export
 
 
-STDIN = "-"
-
-
-def generate(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run folder, `last`, or a recipe's name.")
-    ],
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="Left out, or `-`: lines of the input."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer; left out: eval.max_new_tokens.")
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: the likeliest token each time.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the draws, with a temperature.")] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="A step, or `last`; left out: the run's end.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    to: Annotated[str, typer.Option(help="adapter, merged, fp8 or nvfp4.")],
+    force: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Ask the model of a run, as it was trained."""
-    if seed is not None and temperature == 0:
-        raise ConfigError(
-            "--seed would change nothing",
-            where="--seed",
-            why="without a temperature nothing is drawn",
-            fix="--temperature 0.7, or leave it out",
-        )
-    folder = find_run(run, out)
-    from finetune.training.reload import loaded, open_trained
+    """Export a run's weights, and check that they say what the run's model says."""
+    from finetune.export.export import export_run
 
-    trained = open_trained(folder, checkpoint)
-    notes = Console(stderr=True, highlight=False)
-    if notes.is_terminal:
-        notes.print(f"loading {trained.weights}", style="dim", soft_wrap=True)
-    given = [] if prompts in (None, [STDIN]) else list(prompts or ())
-    answers = []
-    with loaded(trained) as (model, tokenizer):
-        ask = _Asking(model, tokenizer, trained.config, max_new_tokens, temperature, seed)
-        for prompt in given or _lines(notes):
-            if len(given) != 1 and not as_json:
-                print_prompt(prompt)
-            answers.append(ask(prompt, stream=not as_json))
-    if as_json:
-        print(json.dumps({"run": str(folder), "answers": answers}, indent=1, ensure_ascii=False))
-
-
-def print_prompt(prompt: str) -> None:
-    """Where several are asked, or lines are read, say which is answered."""
-    if not _is_typed() or not sys.stdout.isatty():
-        Console(highlight=False).print(Text("> ") + Text(prompt), style="dim", soft_wrap=True)
-
-
-class _Asking:
-    """Asks one prompt at a time."""
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: Any,
-        max_new_tokens: int | None,
-        temperature: float,
-        seed: int | None,
-    ) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.most = max_new_tokens or config.eval.max_new_tokens
-        self.options: dict[str, Any] = {}
-        if temperature > 0:
-            self.options = {"do_sample": True, "temperature": temperature}
-        self.seed = seed
-
-    def __call__(self, prompt: str, *, stream: bool) -> dict[str, Any]:
-        """One answer; on the terminal as it grows."""
-        from transformers import TextStreamer, set_seed
-
-        from finetune.training.samples import answer, check_room_for, length_of, positions
-
-        length, room = length_of(self.tokenizer, prompt), positions(self.model.config)
-        check_room_for(prompt, length, self.most, room, "PROMPT")
-        if self.options and self.seed is not None:
-            set_seed(self.seed)
-        options = dict(self.options)
-        if stream:
-            options["streamer"] = TextStreamer(
-                self.tokenizer, skip_prompt=True, skip_special_tokens=True
-            )
-        started = time.perf_counter()
-        (sample,) = answer(
-            self.model,
-            self.tokenizer,
-            [prompt],
-            self.most,
-            compute=self.config.precision.compute,
-            **options,
-        )
-        seconds = round(time.perf_counter() - started, 3)
-        return {"prompt": prompt, "answer": sample.answer, "seconds": seconds}
-
-
-def _is_typed() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
-
-
-def _lines(notes: Console) -> Iterator[str]:
-    """Prompts from the input, a line each; typed ones until Ctrl-D."""
-    if sys.stdin is None:  # closed: nobody asks
-        return
-    typed = _is_typed()
-    if typed:
-        notes.print("a prompt a line; Ctrl-D leaves", style="dim")
-    while True:
-        if typed:
-            notes.print("> ", end="")
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
-
-
-# ------------------------------------------------------------------------------------------
-# The command line's `evaluate`: score the model of a finished run on tasks of lm-eval.
-
-
-def evaluate(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run folder, `last`, or a recipe's name.")
-    ],
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="Names, comma-separated; left out: the run's eval.tasks."),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Folder of rows, TASK/validation.jsonl or .parquet.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
-    shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question.")] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="A step, or `last`; left out: the run's end.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-) -> None:
-    """Score a run's model on tasks of lm-eval (HellaSwag and others), and keep the result."""
-    folder = find_run(run, out)
-    from finetune.config.schema import BUILTIN, EvalConfig
-    from finetune.training.reload import loaded, open_trained
-
-    trained = open_trained(folder, checkpoint)
-    named = None if tasks is None else tuple(n for name in tasks.split(",") if (n := name.strip()))
-    given = {"tasks": named, "data": data, "limit": limit, "shots": shots}
-    wanted = trained.config.eval.model_dump() | {k: v for k, v in given.items() if v is not None}
-    if not wanted["tasks"]:
-        raise ConfigError(
-            "no task is named",
-            where="--tasks",
-            why="the run's eval.tasks is empty" if tasks is None else "",
-            fix="--tasks hellaswag, or --tasks builtin:harbour_choice, which needs no hub",
-        )
-    if data is None and all(name.startswith(BUILTIN) for name in wanted["tasks"]):
-        wanted["data"] = None  # the run's own, which was for its tasks
-    config = trained.config.model_copy(update={"eval": EvalConfig(**wanted)})
-    from finetune.training.evaluate import load_tasks, score
-
-    found = load_tasks(config.eval)
-    console = Console(stderr=True, quiet=True) if as_json else Console()
-    with loaded(trained) as (model, tokenizer):
-        scores = score(model, tokenizer, found, config, console)
-    if as_json:
-        print(json.dumps(scores, indent=1))
-    try:
-        kept = _keep(folder, trained.weights, config.eval.model_dump(mode="json"), scores)
-    except OSError as error:
-        raise ConfigError(
-            f"the scores above could not be kept: {error.strerror}",
-            where=str(error.filename or folder),
-            fix="make the run folder writable, or copy the run and evaluate the copy",
-        ) from None
-    if not as_json:
-        console.print(f"kept in {kept}", highlight=False, soft_wrap=True)
-
-
-def _keep(folder: Path, weights: Path, asked: dict[str, Any], scores: dict[str, Any]) -> Path:
-    """Add the scores of a finished run's last weights to its report; others stay apart.
-
-    A run without a report did not finish, and a report that only holds scores would say it had.
-    """
-    run = Run(folder)
-    if weights.name != "model" or not run.report:
-        kept = folder / f"tasks-{weights.name}.json"
-        text = {"weights": weights.name, "eval": asked, "tasks": scores}
-    else:
-        kept = folder / "report.json"
-        text = run.report | {"tasks": run.report.get("tasks", {}) | scores}
-    partial = kept.with_suffix(".part")
-    partial.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
-    partial.replace(kept)
-    if kept.name == "report.json":
-        row = {"step": max((r.get("step", 0) for r in run.rows), default=0), "tasks": scores}
-        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    return kept
+    console = Console(stderr=True) if as_json else Console(highlight=False)
+    done = export_run(run, to, out, force=force, console=console)
+    print((done.folder / "export.json").read_text("utf-8") if as_json else f"export: {done.folder}")

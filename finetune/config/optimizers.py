@@ -21,13 +21,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from finetune.hardware.device import Device
 
 SMALLEST_QUANTISED = 4096
 BLOCK = 256
@@ -312,15 +308,10 @@ def _row(facts: Optimizer) -> str:
     return "| " + " | ".join((*cells, facts.math, facts.rounding, cpu)) + " |"
 
 
-# ------------------------------------------------------------------------------------------
-# Which optimizer a recipe names, and whether it can act here with the arguments it is given.
+# ------------------------------------------------------------------------------------------ checks
 #
-# All of it is asked before anything is loaded. An optimizer that a library would quietly replace by
-# another (a paged one on a CPU), or arguments that it would not read, are errors that say what to
-# do.
-
-
-BITSANDBYTES_ON_CPU = (0, 50)
+# Asked before anything is loaded: an optimizer that cannot be had, and arguments that a
+# library would not read, are errors that say what to do.
 
 
 def chosen(train: dict[str, Any]) -> Optimizer:
@@ -354,7 +345,7 @@ def check_optimizer(train: dict[str, Any]) -> None:
     """
     facts = chosen(train)
     if facts.refused:
-        raise _cannot(facts, "anywhere", facts.refused, facts.instead)
+        raise cannot_have(facts, "anywhere", facts.refused, facts.instead)
     for key in arguments(train) if "*" not in facts.arguments else ():
         if key not in facts.arguments:
             hint = nearest(key, facts.arguments)
@@ -367,40 +358,12 @@ def check_optimizer(train: dict[str, Any]) -> None:
             )
 
 
-def check_here(train: dict[str, Any], device: Device) -> None:
-    """Refuse an optimizer that cannot step on this device.
-
-    Raises:
-        ConfigError: names what to use instead.
-    """
-    facts = chosen(train)
-    if device.kind == "cpu":
-        why, instead = facts.not_on_cpu, facts.instead
-        if not why and facts.library == "bitsandbytes":
-            why, instead = _why_too_old(metadata.version("bitsandbytes")), "adamw_torch_8bit"
-        if why:
-            raise _cannot(facts, f"on {device.name}", why, instead)
-    elif device.capability is not None and device.capability < facts.capability:
-        needed, here = (".".join(map(str, x)) for x in (facts.capability, device.capability))
-        why = f"its FP8 casts need compute capability {needed}; this GPU has {here}"
-        raise _cannot(facts, f"on {device.name}", why, facts.instead)
-
-
-def _cannot(facts: Optimizer, place: str, why: str, instead: str) -> ConfigError:
+def cannot_have(facts: Optimizer, place: str, why: str, instead: str) -> ConfigError:
     return ConfigError(
         f"{facts.name} cannot be had {place}",
         where=f"train.optim={facts.name}",
         why=why,
         fix=f"train.optim={instead}",
-    )
-
-
-def _why_too_old(version: str) -> str:
-    if tuple(int(part) for part in version.split(".")[:2]) >= BITSANDBYTES_ON_CPU:
-        return ""
-    return (
-        f"bitsandbytes {version} steps on GPUs only; from 0.50 on it steps on a CPU too "
-        "(pip install -U 'fp8-finetune[bnb]')"
     )
 
 

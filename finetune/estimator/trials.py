@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.config.optimizers import check_here
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
@@ -39,6 +38,7 @@ from finetune.estimator.measure import FEW, FirstLayers, Measured, rehearse_firs
 from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.memory.sharded import shares_model
 from finetune.estimator.place import Place
+from finetune.hardware.requirements import check_optimizer_here
 from finetune.training.model import sketch
 from finetune.training.preflight import check_settings
 
@@ -145,7 +145,7 @@ class _Trials:
     def _rehearsed(self, state: _State) -> Measured:
         """The number of devices changes nothing in a rehearsal, but whether they share weights."""
         config = state.config
-        check_here(config.train, state.place.device)
+        check_optimizer_here(config.train, state.place.device)
         check_settings(config, sketch(config, layers=FEW[1]))
         shared = shares_model(config, state.place)
         key = f"{shared} {_key(config, without=('fsdp', 'fsdp_config'))}"

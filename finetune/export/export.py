@@ -29,7 +29,7 @@ from finetune.export.merge import Merger
 from finetune.export.parity import Observation, Parity, batches_of, load_stock
 from finetune.export.weights import Checkpoint, open_checkpoint, weights_folder
 from finetune.hardware.device import version
-from finetune.hardware.extras import require
+from finetune.hardware.requirements import require
 from finetune.runs.folder import read_run
 from finetune.training.model import locate
 

@@ -26,7 +26,7 @@ import yaml
 
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, nearest
-from finetune.hardware.extras import EVAL_EXTRA, require
+from finetune.hardware.requirements import EVAL_EXTRA, require
 from finetune.training.model import ASSETS
 from finetune.training.samples import autocast, undisturbed
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.config.optimizers import check_here, check_optimizer
+from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
 from finetune.estimator.memory_bound import (
@@ -18,7 +18,7 @@ from finetune.estimator.memory_bound import (
     why_too_small,
 )
 from finetune.hardware.device import Device, resolve
-from finetune.hardware.extras import check_extras
+from finetune.hardware.requirements import check_extras, check_optimizer_here
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.storage.held_layers import held_layers
 from finetune.training.compute_types import refuse_half_weights
@@ -59,7 +59,7 @@ def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahea
         MissingExtraError: a setting's optional library is not installed.
     """
     check_extras(config)
-    check_here(config.train, device)
+    check_optimizer_here(config.train, device)
     _check_liger(config, device)
     model = sketch(config)
     the_plan = check_settings(config, model)

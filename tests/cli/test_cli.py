@@ -14,7 +14,7 @@ import pytest
 
 import finetune
 from finetune.cli.analysis import _is_override
-from finetune.cli.app import _as_argument
+from finetune.cli.recipes import _as_argument
 from finetune.config.recipe import find_recipe, list_recipes, load_recipe
 from tests.conftest import CPU, H100
 

@@ -15,7 +15,6 @@ from finetune.config.optimizers import (
     OPTIMIZERS,
     OWN_NAMES,
     arguments,
-    check_here,
     markdown_table,
     state_bytes,
 )
@@ -23,6 +22,7 @@ from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, ProofError
 from finetune.estimator.memory_bound import bound
 from finetune.hardware.device import GIB
+from finetune.hardware.requirements import check_optimizer_here
 from finetune.precision.planner import plan
 from finetune.training import low_bit
 from finetune.training.model import sketch
@@ -276,25 +276,25 @@ def test_what_cannot_step_here_is_refused_with_what_can(name, tmp_path) -> None:
 
 
 def test_a_paged_optimizer_needs_a_gpu() -> None:
-    check_here({"optim": "paged_adamw_8bit"}, A100)
+    check_optimizer_here({"optim": "paged_adamw_8bit"}, A100)
     with pytest.raises(ConfigError, match=r"on x86_64[\s\S]*train.optim=adamw_8bit"):
-        check_here({"optim": "paged_adamw_8bit"}, CPU)
+        check_optimizer_here({"optim": "paged_adamw_8bit"}, CPU)
 
 
 def test_an_fp8_optimizer_needs_fp8_casts_on_a_gpu() -> None:
     for device in (H100, APPLE, CPU):
-        check_here({"optim": FP8_ADAMW}, device)
+        check_optimizer_here({"optim": FP8_ADAMW}, device)
     with pytest.raises(ConfigError, match=r"8\.9; this GPU has 8\.0[\s\S]*adamw_torch_8bit"):
-        check_here({"optim": FP8_ADAMW}, A100)
+        check_optimizer_here({"optim": FP8_ADAMW}, A100)
 
 
 def test_a_bitsandbytes_that_cannot_step_on_a_cpu_is_named(monkeypatch) -> None:
     from importlib import metadata
 
     monkeypatch.setattr(metadata, "version", {"bitsandbytes": "0.49.2"}.__getitem__)
-    check_here({"optim": "adamw_8bit"}, H100)
+    check_optimizer_here({"optim": "adamw_8bit"}, H100)
     with pytest.raises(ConfigError, match=r"0\.49\.2 steps on GPUs only[\s\S]*adamw_torch_8bit"):
-        check_here({"optim": "adamw_8bit"}, CPU)
+        check_optimizer_here({"optim": "adamw_8bit"}, CPU)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 pytest.importorskip("bitsandbytes")
 
 from finetune import load_recipe, setup_fp8_mixed_precision_training, train
-from finetune.cli.app import _row
+from finetune.cli.recipes import _row
 from finetune.errors import (
     ConfigError,
     MissingExtraError,
@@ -356,7 +356,7 @@ def test_it_is_listed_as_qlora() -> None:
 
 
 def test_validate_shows_storage_and_memory(monkeypatch, capsys) -> None:
-    from finetune.cli.app import validate
+    from finetune.cli.recipes import validate
 
     validate("tiny_qlora_bf16")
     assert "frozen base held in nf4" in capsys.readouterr().out

@@ -35,8 +35,8 @@ from finetune.errors import ConfigError, FinetuneError, MemoryShortError
 from finetune.estimator.gate import here
 from finetune.estimator.measure import check_sizes, measure_well
 from finetune.hardware.device import GIB, Device, available_gib, this_device, version
-from finetune.hardware.extras import has_liger
 from finetune.hardware.gpus import find_gpu
+from finetune.hardware.requirements import has_liger
 from finetune.logging import quiet_libraries
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, session

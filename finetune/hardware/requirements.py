@@ -1,11 +1,16 @@
-"""Optional libraries: which setting needs which, checked before anything is loaded."""
+"""Requirements of a run on this machine: optional libraries, and devices that an optimizer needs.
+
+All are checked before anything is loaded. An optimizer that a library would quietly replace by
+another (a paged one on a CPU) is an error that names what to use instead.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from importlib import metadata
 from typing import Any
 
-from finetune.config.optimizers import chosen
+from finetune.config.optimizers import cannot_have, chosen
 from finetune.config.schema import RunConfig
 from finetune.errors import MissingExtraError
 from finetune.hardware.device import Device, Verdict
@@ -59,3 +64,35 @@ def has_liger(device: Device) -> Verdict:
     if importlib.util.find_spec("liger_kernel") is None:
         return Verdict(False, "not installed: pip install 'fp8-finetune[liger]'")
     return Verdict(True, "liger-kernel is installed")
+
+
+BITSANDBYTES_ON_CPU = (0, 50)
+"""First release whose optimizers step on CPUs (bitsandbytes changelog, 0.50)."""
+
+
+def check_optimizer_here(train: dict[str, Any], device: Device) -> None:
+    """Refuse an optimizer that cannot step on this device.
+
+    Raises:
+        ConfigError: names what to use instead.
+    """
+    facts = chosen(train)
+    if device.kind == "cpu":
+        why, instead = facts.not_on_cpu, facts.instead
+        if not why and facts.library == "bitsandbytes":
+            why, instead = _why_too_old(metadata.version("bitsandbytes")), "adamw_torch_8bit"
+        if why:
+            raise cannot_have(facts, f"on {device.name}", why, instead)
+    elif device.capability is not None and device.capability < facts.capability:
+        needed, here = (".".join(map(str, x)) for x in (facts.capability, device.capability))
+        why = f"its FP8 casts need compute capability {needed}; this GPU has {here}"
+        raise cannot_have(facts, f"on {device.name}", why, facts.instead)
+
+
+def _why_too_old(version: str) -> str:
+    if tuple(int(part) for part in version.split(".")[:2]) >= BITSANDBYTES_ON_CPU:
+        return ""
+    return (
+        f"bitsandbytes {version} steps on GPUs only; from 0.50 on it steps on a CPU too "
+        "(pip install -U 'fp8-finetune[bnb]')"
+    )

@@ -1,0 +1,250 @@
+"""Verbs about a model: `run` trains it, `generate` asks it, `evaluate` scores it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from finetune.cli.options import (
+    INTERRUPTED,
+    AsJson,
+    Checkpoint,
+    Overrides,
+    RecipeName,
+    RunName,
+    RunsFolder,
+)
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError
+from finetune.runs.folder import Run, find_run
+
+
+def run(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    out: RunsFolder = Path("runs"),
+    force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe (the verb may be left out)."""
+    checked = load_recipe(recipe, overrides or ())
+    from finetune.training.trainer import train
+
+    report = train(checked, out=out, force=force, console=Console(stderr=True) if as_json else None)
+    if as_json:
+        print(report.to_json())
+    elif int(os.environ.get("RANK", "0")) == 0:
+        Console(highlight=False).print(report)
+    if report.interrupted:
+        sys.exit(INTERRUPTED)
+
+
+# --------------------------------------------------------------------------------------- generate
+
+STDIN = "-"
+
+
+def generate(
+    run: RunName,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="Left out, or `-`: lines of the input."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; left out: eval.max_new_tokens.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: the likeliest token each time.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of the draws, with a temperature.")] = None,
+    checkpoint: Checkpoint = None,
+    out: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Ask the model of a run, as it was trained."""
+    if seed is not None and temperature == 0:
+        raise ConfigError(
+            "--seed would change nothing",
+            where="--seed",
+            why="without a temperature nothing is drawn",
+            fix="--temperature 0.7, or leave it out",
+        )
+    folder = find_run(run, out)
+    from finetune.training.reload import loaded, open_trained
+
+    trained = open_trained(folder, checkpoint)
+    notes = Console(stderr=True, highlight=False)
+    if notes.is_terminal:
+        notes.print(f"loading {trained.weights}", style="dim", soft_wrap=True)
+    given = [] if prompts in (None, [STDIN]) else list(prompts or ())
+    answers = []
+    with loaded(trained) as (model, tokenizer):
+        ask = _Asking(model, tokenizer, trained.config, max_new_tokens, temperature, seed)
+        for prompt in given or _lines(notes):
+            if len(given) != 1 and not as_json:
+                print_prompt(prompt)
+            answers.append(ask(prompt, stream=not as_json))
+    if as_json:
+        print(json.dumps({"run": str(folder), "answers": answers}, indent=1, ensure_ascii=False))
+
+
+def print_prompt(prompt: str) -> None:
+    """Where several are asked, or lines are read, say which is answered."""
+    if not _is_typed() or not sys.stdout.isatty():
+        Console(highlight=False).print(Text("> ") + Text(prompt), style="dim", soft_wrap=True)
+
+
+class _Asking:
+    """Asks one prompt at a time."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: Any,
+        max_new_tokens: int | None,
+        temperature: float,
+        seed: int | None,
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.most = max_new_tokens or config.eval.max_new_tokens
+        self.options: dict[str, Any] = {}
+        if temperature > 0:
+            self.options = {"do_sample": True, "temperature": temperature}
+        self.seed = seed
+
+    def __call__(self, prompt: str, *, stream: bool) -> dict[str, Any]:
+        """One answer; on the terminal as it grows."""
+        from transformers import TextStreamer, set_seed
+
+        from finetune.training.samples import answer, check_room_for, length_of, positions
+
+        length, room = length_of(self.tokenizer, prompt), positions(self.model.config)
+        check_room_for(prompt, length, self.most, room, "PROMPT")
+        if self.options and self.seed is not None:
+            set_seed(self.seed)
+        options = dict(self.options)
+        if stream:
+            options["streamer"] = TextStreamer(
+                self.tokenizer, skip_prompt=True, skip_special_tokens=True
+            )
+        started = time.perf_counter()
+        (sample,) = answer(
+            self.model,
+            self.tokenizer,
+            [prompt],
+            self.most,
+            compute=self.config.precision.compute,
+            **options,
+        )
+        seconds = round(time.perf_counter() - started, 3)
+        return {"prompt": prompt, "answer": sample.answer, "seconds": seconds}
+
+
+def _is_typed() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _lines(notes: Console) -> Iterator[str]:
+    """Prompts from the input, a line each; typed ones until Ctrl-D."""
+    if sys.stdin is None:  # closed: nobody asks
+        return
+    typed = _is_typed()
+    if typed:
+        notes.print("a prompt a line; Ctrl-D leaves", style="dim")
+    while True:
+        if typed:
+            notes.print("> ", end="")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+# --------------------------------------------------------------------------------------- evaluate
+
+
+def evaluate(
+    run: RunName,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Names, comma-separated; left out: the run's eval.tasks."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder of rows, TASK/validation.jsonl or .parquet.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question.")] = None,
+    checkpoint: Checkpoint = None,
+    out: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Score a run's model on tasks of lm-eval (HellaSwag and others), and keep the result."""
+    folder = find_run(run, out)
+    from finetune.config.schema import BUILTIN, EvalConfig
+    from finetune.training.reload import loaded, open_trained
+
+    trained = open_trained(folder, checkpoint)
+    named = None if tasks is None else tuple(n for name in tasks.split(",") if (n := name.strip()))
+    given = {"tasks": named, "data": data, "limit": limit, "shots": shots}
+    wanted = trained.config.eval.model_dump() | {k: v for k, v in given.items() if v is not None}
+    if not wanted["tasks"]:
+        raise ConfigError(
+            "no task is named",
+            where="--tasks",
+            why="the run's eval.tasks is empty" if tasks is None else "",
+            fix="--tasks hellaswag, or --tasks builtin:harbour_choice, which needs no hub",
+        )
+    if data is None and all(name.startswith(BUILTIN) for name in wanted["tasks"]):
+        wanted["data"] = None  # the run's own, which was for its tasks
+    config = trained.config.model_copy(update={"eval": EvalConfig(**wanted)})
+    from finetune.training.evaluate import load_tasks, score
+
+    found = load_tasks(config.eval)
+    console = Console(stderr=True, quiet=True) if as_json else Console()
+    with loaded(trained) as (model, tokenizer):
+        scores = score(model, tokenizer, found, config, console)
+    if as_json:
+        print(json.dumps(scores, indent=1))
+    try:
+        kept = _keep(folder, trained.weights, config.eval.model_dump(mode="json"), scores)
+    except OSError as error:
+        raise ConfigError(
+            f"the scores above could not be kept: {error.strerror}",
+            where=str(error.filename or folder),
+            fix="make the run folder writable, or copy the run and evaluate the copy",
+        ) from None
+    if not as_json:
+        console.print(f"kept in {kept}", highlight=False, soft_wrap=True)
+
+
+def _keep(folder: Path, weights: Path, asked: dict[str, Any], scores: dict[str, Any]) -> Path:
+    """Add the scores of a finished run's last weights to its report; others stay apart.
+
+    A run without a report did not finish, and a report that only holds scores would say it had.
+    """
+    run = Run(folder)
+    if weights.name != "model" or not run.report:
+        kept = folder / f"tasks-{weights.name}.json"
+        text = {"weights": weights.name, "eval": asked, "tasks": scores}
+    else:
+        kept = folder / "report.json"
+        text = run.report | {"tasks": run.report.get("tasks", {}) | scores}
+    partial = kept.with_suffix(".part")
+    partial.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    partial.replace(kept)
+    if kept.name == "report.json":
+        row = {"step": max((r.get("step", 0) for r in run.rows), default=0), "tasks": scores}
+        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return kept
