@@ -1,9 +1,16 @@
-"""The time of every optimizer step, as the device saw it: `steps.jsonl`.
+"""The time of every optimizer step as the device saw it: `steps.jsonl`.
 
-A row is `{"step": 7, "seconds": 0.31, "tokens": 902}`: from the step's beginning (its batches are
-there) to its end (weights are updated), so fetching rows, evaluating, saving and logging are not in
-it; and the tokens that its micro-batches held, over all processes, padding not counted. Rows that
-are packed into one hold padding only at their end, and are counted whole where no mask says which.
+A step is timed twice, from marks at its two ends:
+
+    step            begin ───────── end     begin ───────── end
+    `rows`            |── seconds ──|          |── seconds ──|      weights are updated
+    `intervals`                     |───────── interval ─────|      data loading included
+
+A row of the file is `{"step": 7, "seconds": 0.31, "tokens": 902}`. A step begins when its batches
+are there and ends when weights are updated, so fetching rows, evaluating, saving and logging are
+not in its seconds. Its tokens are those that its micro-batches held, over all processes, padding
+not counted. Rows that are packed into one hold padding only at their end, and are counted whole
+where no mask says which.
 
 On a GPU the host runs ahead of the device, and a host clock would time the launching of kernels.
 Events are recorded on the stream instead, and read when the trainer next logs, which has waited for
@@ -14,7 +21,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +30,47 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
-FILE = "steps.jsonl"
+STEPS_FILE = "steps.jsonl"
 
 
-class StepClock(TrainerCallback):
-    """Writes `steps.jsonl`.
+def mark(device: str) -> Any:
+    """This moment on a device (`cuda`, `mps`, ...): an event on a GPU's stream, else host time."""
+    if device == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    if device == "mps":  # has no events that can be read without a wait
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Seconds between two marks; those of a GPU must have been waited for."""
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000
+
+
+class StepTimer(TrainerCallback):
+    """Times every optimizer step, and writes `steps.jsonl` if it has a path.
 
     Attributes:
-        rows: what was written, oldest first.
+        rows: one for each finished step, in order (step, seconds, tokens).
+        intervals: seconds from the end of a step to the end of the next, one fewer than steps.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
+    def __init__(self, device: str, path: Path | None = None) -> None:
         """Time the steps of one training.
 
         Args:
+            device: kind of the device, as torch names it.
             path: file to append to.
-            device: `cuda`, or any other kind, whose steps end when the host's do.
         """
-        self.path, self.on_gpu = path, device == "cuda"
+        self.device, self.path = device, path
         self.rows: list[dict[str, Any]] = []
-        self._pending: list[tuple[int, Callable[[], float], list[Tensor | int]]] = []
+        self.intervals: list[float] = []
         self._begin: Any = None
         self._tokens: list[Tensor | int] = []
+        self._finished: list[tuple[int, Any, Any, list[Tensor | int]]] = []
+        self._last_end: Any = None
         self._hook: RemovableHandle | None = None
 
     def on_train_begin(
@@ -55,32 +80,28 @@ class StepClock(TrainerCallback):
 
         def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if module.training and self._begin is not None:
-                self._tokens.append(_tokens_of(kwargs, self.on_gpu))
+                self._tokens.append(_tokens_of(kwargs, on_gpu=self.device == "cuda"))
 
         self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._tokens = []
-        self._begin = self._now()
+        self._begin = mark(self.device)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._begin is None:
-            return
-        begin, end, self._begin = self._begin, self._now(), None
-
-        def seconds() -> float:
-            return begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin
-
-        self._pending.append((state.global_step, seconds, self._tokens))
+        if self._begin is not None:
+            end = mark(self.device)
+            self._finished.append((state.global_step, self._begin, end, self._tokens))
+            self._begin = None
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         if "loss" in (logs or {}):  # the trainer has read the loss of the steps so far
-            self._write(state)
+            self._read(state)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._write(state)
+        self._read(state)
         self.close()
 
     def close(self) -> None:
@@ -89,34 +110,31 @@ class StepClock(TrainerCallback):
             self._hook.remove()
             self._hook = None
 
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _write(self, state: TrainerState) -> None:
-        pending, self._pending = self._pending, []
-        if not pending:
+    def _read(self, state: TrainerState) -> None:
+        """Add the steps that have finished since the last call to rows, intervals and file."""
+        finished, self._finished = self._finished, []
+        if not finished:
             return
-        if self.on_gpu:
+        if self.device == "cuda":
             torch.cuda.synchronize()
-        totals = torch.tensor([sum(int(n) for n in tokens) for _, _, tokens in pending])
+        totals = torch.tensor([sum(int(n) for n in tokens) for *_, tokens in finished])
         if dist.is_initialized() and dist.get_world_size() > 1:
             totals = totals.cuda() if dist.get_backend() == "nccl" else totals
             dist.all_reduce(totals)
-        rows = [
-            {"step": step, "seconds": round(seconds(), 6), "tokens": tokens}
-            for (step, seconds, _), tokens in zip(pending, totals.tolist(), strict=True)
-        ]
-        self.rows += rows
-        if state.is_world_process_zero:
+        new: list[dict[str, Any]] = []
+        for (step, begin, end, _), tokens in zip(finished, totals.tolist(), strict=True):
+            seconds = round(seconds_between(begin, end), 6)
+            new.append({"step": step, "seconds": seconds, "tokens": tokens})
+            if self._last_end is not None:
+                self.intervals.append(seconds_between(self._last_end, end))
+            self._last_end = end
+        self.rows += new
+        if self.path is not None and state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(json.dumps(row) + "\n" for row in new)
 
 
-def _tokens_of(inputs: dict[str, Any], on_gpu: bool) -> Tensor | int:
+def _tokens_of(inputs: dict[str, Any], *, on_gpu: bool) -> Tensor | int:
     """Tokens of a micro-batch; on a GPU a scalar there, so that nothing waits for it."""
     mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2:

@@ -86,8 +86,7 @@ def train(
     from finetune.training.health.monitor import HealthMonitor
     from finetune.training.memory_meter import MemoryMeter
     from finetune.training.samples import SampleWriter
-    from finetune.training.timer import FILE as STEPS
-    from finetune.training.timer import StepClock
+    from finetune.training.timer import STEPS_FILE, StepTimer
 
     config, device = recipe.config, this_device()
     refuse_sharded(config)
@@ -129,7 +128,7 @@ def train(
         keeper = ScalingStateKeeper(running, resume)
         prompts = prompts_of(config, rows, tokenizer)
         asking = SampleWriter(config, prompts, tokenizer, metrics, console, meter)
-        clock = StepClock(folder / STEPS, device.kind)
+        clock = StepTimer(device.kind, folder / STEPS_FILE)
         set_seed(args.seed)
         trainer = make_trainer(
             config,

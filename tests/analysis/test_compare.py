@@ -45,7 +45,7 @@ from finetune.analysis.statistics import (
 )
 from finetune.cli.app import main
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, UnfairPairError
-from finetune.training.timer import StepClock
+from finetune.training.timer import StepTimer
 from tests.benchmarks.interval_coverage import simulate_losses, simulate_speeds, wrong
 from tests.conftest import CPU, H100
 
@@ -723,7 +723,7 @@ def test_on_a_gpu_steps_are_timed_by_events_that_nothing_waits_for(tmp_path, mon
             return inputs
 
     model = Model()
-    clock = StepClock(tmp_path / "steps.jsonl", "cuda")
+    clock = StepTimer("cuda", tmp_path / "steps.jsonl")
     state = SimpleNamespace(global_step=0, is_world_process_zero=True)
     clock.on_train_begin(None, state, None, model=model)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
@@ -743,6 +743,7 @@ def test_on_a_gpu_steps_are_timed_by_events_that_nothing_waits_for(tmp_path, mon
         {"step": 1, "seconds": 0.25, "tokens": 8},
         {"step": 2, "seconds": 0.25, "tokens": 8},
     ]
+    assert clock.intervals == [0.5]  # from end to end, with what lies between steps
     clock.on_train_end(None, state, None)
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
 
