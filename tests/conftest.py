@@ -10,7 +10,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
+import hashlib
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +78,37 @@ def _no_rehearsal_of_runs(request, monkeypatch):
         and request.module.__name__.split(".")[-1] not in FORETOLD
     ):
         monkeypatch.setattr("finetune.training.trainer.predicted", lambda *_: {})
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """A function that gives the folder of a finished run of a recipe: trained once for all workers.
+
+    For tests that only read a run. One that writes into its folder works on a copy.
+    """
+    home = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder above is common to all workers
+        home = home.parent
+
+    def run(recipe: str, *overrides: str) -> Path:
+        from filelock import FileLock
+        from rich.console import Console
+
+        from finetune.config.recipe import load_recipe
+        from finetune.training.trainer import train
+
+        key = hashlib.sha256(" ".join((recipe, *overrides)).encode()).hexdigest()[:16]
+        folder = home / "finished" / key
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            where = folder / "run"
+            if not where.exists():
+                quiet = Console(quiet=True)
+                report = train(load_recipe(recipe, overrides), out=folder, console=quiet)
+                where.write_text(str(report.folder), "utf-8")
+        return Path(where.read_text("utf-8"))
+
+    return run
 
 
 @pytest.fixture
