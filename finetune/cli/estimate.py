@@ -1,10 +1,9 @@
-"""The command line's `estimate`: what a recipe will take, searches, calibration, the scoreboard."""
+"""The command line's `estimate`: memory and time of a recipe, searches, calibration."""
 
 from __future__ import annotations
 
 import enum
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +54,7 @@ def estimate(
         bool, typer.Option(help="Measure this machine first (under a minute), and keep it.")
     ] = False,
     score: Annotated[
-        Path | None, typer.Option(help="CSV of measurements to predict, instead of a recipe.")
+        Path | None, typer.Option(help="Moved: python -m tests.benchmarks.score FILE.csv")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -68,9 +67,13 @@ def estimate(
     }  # fmt: skip
     given = [name for name, is_given in options.items() if is_given]
     if score is not None:
-        _refuse(given, "--score", allowed=())
-        _score(score, as_json=as_json)
-        return
+        raise ConfigError(
+            "estimate has no scoreboard",
+            where=f"--score {score}",
+            why="it judges the estimator by published measurements, which only its makers do: it "
+            "is part of the tests, which are not installed",
+            fix=f"python -m tests.benchmarks.score {score} in a checkout of the repository",
+        )
     if fit is not None:
         _refuse(given, f"--fit {fit}", allowed=("RECIPE", "--fit", "--calibrate", *_ACTS_ON[fit]))
     if calibrate:
@@ -115,7 +118,7 @@ def _refuse(given: list[str], what: str, *, allowed: tuple[str, ...]) -> None:
         raise ConfigError(
             f"{', '.join(idle)} would change nothing",
             where=what,
-            why=f"{what} takes {', '.join(allowed)} besides" if allowed else "it reads a file",
+            why=f"{what} takes {', '.join(allowed)} besides",
             fix=f"leave {'it' if len(idle) == 1 else 'them'} out",
         )
 
@@ -165,23 +168,3 @@ def _calibrate() -> None:
         f"{found.device}: TFLOP/s {sustained}; {found.gb_s:.3g} GB/s; a decoder layer took "
         f"{found.layer:.2f} times what these say; measured in {found.seconds:.0f} s, kept in {kept}"
     )
-
-
-def _score(file: Path, *, as_json: bool) -> None:
-    from tests.benchmarks.score.scoreboard import score_csv
-    from tests.benchmarks.score.speed import score_speeds
-    from tests.benchmarks.score.table import print_board, print_speeds
-
-    progress = Console(stderr=True, highlight=False)
-    board = score_csv(
-        file,
-        processes=min(4, os.cpu_count() or 1),
-        progress=progress.print if progress.is_terminal else None,
-    )
-    speeds = score_speeds(file)
-    if as_json:
-        print(json.dumps({"memory": board.to_json(), "speed": speeds.to_json()}, indent=1))
-        return
-    console = Console(highlight=False, width=max(110, Console().width))
-    print_board(board, console)
-    print_speeds(speeds, console)

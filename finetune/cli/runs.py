@@ -13,7 +13,7 @@ from rich.text import Text
 
 from finetune.cli.options import AsJson
 from finetune.runs.folder import COMPARISON, find_comparisons, find_runs
-from finetune.runs.receipt import in_units
+from finetune.units import size_of_gib
 
 DEFAULT_OUT = Path("runs")
 _STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
@@ -88,7 +88,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _memory(gib: float | None) -> str:
-    return "-" if gib is None else in_units(gib)
+    return "-" if gib is None else size_of_gib(gib)
 
 
 def _comparison(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
+from finetune.units import percent, size_of_gib
+
 
 @dataclass
 class LayerReceipt:
@@ -163,21 +165,11 @@ def memory_line(memory: dict[str, Any]) -> str:
         ("reserved ", memory.get("predicted_reserved_gib"), memory.get("reserved_gib")),
     ):
         if predicted is not None:
-            parts.append(f"{kind}predicted {in_units(predicted)}")
+            parts.append(f"{kind}predicted {size_of_gib(predicted)}")
         if measured is not None:
-            over = f" ({measured / predicted - 1:+.1%})".replace("%", " %") if predicted else ""
-            parts.append(f"{kind}measured {in_units(measured)}{over}")
+            over = predicted and percent(measured / predicted - 1, sign=True, space=True)
+            parts.append(f"{kind}measured {size_of_gib(measured)}" + (f" ({over})" if over else ""))
     return f"memory: {', '.join(parts)}" if parts else ""
-
-
-def in_units(gib: float) -> str:
-    """A size in the largest binary unit of which it has one or more: `37.9 MiB`."""
-    size, unit = gib * 2**30, "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}" if unit != "B" else f"{size:.0f} B"
 
 
 def _per_parameter(trainable: dict[str, int]) -> str:

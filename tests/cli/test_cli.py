@@ -453,13 +453,18 @@ def test_force_or_enough_memory_gets_to_loading(cli, on, no_loading, words, memo
         (("tiny_lora_fp8", "--fit", "gpu", "--gpu", "H100", "--memory", "5"), "--gpu, --memory"),
         (("tiny_lora_fp8", "--fit", "gpus", "--gpu", "H100", "--gpus", "4"), "--gpus"),
         (("tiny_lora_fp8", "--fit", "batch", "--price", "2", "--tokens", "9"), "--tokens, --price"),
-        (("tiny_lora_fp8", "--score", "rows.csv"), "RECIPE"),
     ],
 )
 def test_options_of_an_estimate_that_would_change_nothing_are_refused(cli, words, idle) -> None:
     done = cli("estimate", *words)
     assert done.code == 2
     assert f"{idle} would change nothing" in done.err
+
+
+def test_the_scoreboard_says_where_it_is(cli) -> None:
+    done = cli("estimate", "--score", "rows.csv")
+    assert done.code == 2
+    assert "fix:   python -m tests.benchmarks.score rows.csv" in done.err
 
 
 def test_ctrl_c_while_the_command_line_is_imported(monkeypatch, capsys):

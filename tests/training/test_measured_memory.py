@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from finetune import load_recipe, train
 from finetune.errors import DataError
-from finetune.runs.receipt import Receipt, in_units, memory_line
+from finetune.runs.receipt import Receipt, memory_line
 from finetune.training.callbacks import GracefulStop
 from finetune.training.memory_meter import MemoryMeter
+from finetune.units import size_of_gib
 
 QUIET = Console(quiet=True)
 SMALL = [
@@ -256,4 +257,4 @@ def test_the_line_of_a_receipt(memory, line) -> None:
     [(0, "0 B"), (1000 / 2**30, "1000 B"), (2**-20, "1.0 KiB"), (1, "1.0 GiB"), (3072, "3.0 TiB")],
 )
 def test_sizes_in_sensible_units(gib, text) -> None:
-    assert in_units(gib) == text
+    assert size_of_gib(gib) == text

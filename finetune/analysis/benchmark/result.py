@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.analysis.benchmark.ratios import Ratio, speed_ratio
-from finetune.runs.receipt import in_units
+from finetune.units import size_of_gib
 
 
 @dataclass
@@ -283,8 +283,8 @@ class Benchmark(JupyterMixin):
             _ms(step) + within if step else "-",
             f"{facts['tokens_per_s']:,.0f}" if step else "-",
             f"{facts['mfu']:.1%}" if facts["mfu"] else "-",
-            "-" if row.allocated_gib is None else in_units(row.allocated_gib),
-            "-" if row.predicted_gib is None else in_units(row.predicted_gib),
+            "-" if row.allocated_gib is None else size_of_gib(row.allocated_gib),
+            "-" if row.predicted_gib is None else size_of_gib(row.predicted_gib),
             *ratios,
             row.precision or "-",
             row.state,

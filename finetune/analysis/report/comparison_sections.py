@@ -46,7 +46,7 @@ from finetune.analysis.report.run_facts import METRICS, REPORT, Tone, as_sentenc
 from finetune.analysis.report.series import envelope, said, series_of, smoothed, split, window_of
 from finetune.analysis.report.several import Member, final_loss, fold
 from finetune.runs.folder import Run, is_run
-from finetune.runs.receipt import in_units
+from finetune.units import size_of_gib
 
 LOSSES = {"train": ("Training loss", "loss"), "eval": ("Held-out loss", "eval_loss")}
 BUCKETS = 200
@@ -157,8 +157,8 @@ def _facts(found: Comparison, source: Source) -> tuple[Fact, ...]:
         facts.append(Fact("Speed", value, note))
     if memory := found.memory:
         note = words(
-            source.num(in_units(memory.a_gib), FILE, "memory.a_gib"), " against ",
-            source.num(in_units(memory.b_gib), FILE, "memory.b_gib"),
+            source.num(size_of_gib(memory.a_gib), FILE, "memory.a_gib"), " against ",
+            source.num(size_of_gib(memory.b_gib), FILE, "memory.b_gib"),
         )  # fmt: skip
         value = words(source.num(_ratio(memory.ratio), FILE, "memory.ratio"))
         facts.append(Fact("Peak memory", value, note))
@@ -373,8 +373,8 @@ def _cost(found: Comparison, source: Source) -> Section | None:
         rows.append(
             (
                 "peak memory of a step",
-                source.num(in_units(m.a_gib), FILE, "memory.a_gib"),
-                source.num(in_units(m.b_gib), FILE, "memory.b_gib"),
+                source.num(size_of_gib(m.a_gib), FILE, "memory.a_gib"),
+                source.num(size_of_gib(m.b_gib), FILE, "memory.b_gib"),
                 source.num(_ratio(m.ratio), FILE, "memory.ratio"),
                 MISSING,
             )

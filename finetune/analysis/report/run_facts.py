@@ -21,7 +21,7 @@ from finetune.analysis.report.content import (
 )
 from finetune.analysis.report.series import series_of, split
 from finetune.runs.folder import Run
-from finetune.runs.receipt import in_units
+from finetune.units import size_of_gib
 
 METRICS, RECEIPT, REPORT, CONFIG = "metrics.jsonl", "receipt.json", "report.json", "config.yaml"
 Tone = Literal["good", "bad", "plain"]
@@ -198,15 +198,15 @@ def memory_fact(run: Run, source: Source) -> Fact:
     measured: Any = m.get("measured_gib")
     predicted: Any = m.get("predicted_gib")
     if is_number(measured):
-        value = source.num(in_units(measured), RECEIPT, "memory.measured_gib")
+        value = source.num(size_of_gib(measured), RECEIPT, "memory.measured_gib")
     else:
         peak: Any = run.report.get("peak_memory_gib")
         value = source.num(
-            in_units(peak) if is_number(peak) else MISSING, REPORT, "peak_memory_gib"
+            size_of_gib(peak) if is_number(peak) else MISSING, REPORT, "peak_memory_gib"
         )
     note = Words(())
     if is_number(predicted) and predicted:
-        told = in_units(predicted)
+        told = size_of_gib(predicted)
         if is_number(measured):
             told = signed(measured / predicted - 1, 1).replace("+0.0%", "as predicted")
             told = told if told == "as predicted" else f"{told} of the prediction"

@@ -38,7 +38,8 @@ from finetune.analysis.report.run_facts import (
     verdict_of,
 )
 from finetune.runs.folder import Run
-from finetune.runs.receipt import LayerReceipt, Receipt, group_layers, in_units
+from finetune.runs.receipt import LayerReceipt, Receipt, group_layers
+from finetune.units import size_of_gib
 
 SHOWN_ANSWERS = 6
 """Evaluations of which answers are shown: the first, the last, and some between."""
@@ -165,7 +166,7 @@ def memory(run: Run, source: Source) -> Section | None:
         ("reserved by the allocator", "reserved_gib", ""),
     ):
         if is_number(m.get(key)):
-            size = source.num(in_units(m[key]), RECEIPT, f"memory.{key}")
+            size = source.num(size_of_gib(m[key]), RECEIPT, f"memory.{key}")
             note = source.words(str(m.get(why) or ""), RECEIPT, f"memory.{why}")
             rows.append((told, size, note or ""))
             values.append(m[key])
