@@ -1,4 +1,4 @@
-"""Around optimizers whose state is stored in few bits: building, stepping and reading them.
+"""Optimizers whose state is stored in few bits: building and stepping them.
 
 torchao compiles its update with `torch.compile`. On a GPU that is what makes it fast; on a CPU it
 needs a C++ compiler and 20 to 40 seconds before the first step, for nothing: there the update runs
@@ -13,11 +13,10 @@ run in the same process would get 32 bits for a weight that happens to lie where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen
@@ -67,11 +66,6 @@ def forget_overrides() -> None:
     GlobalOptimManager.get_instance().initialize()
 
 
-def is_torchao(optimizer: Optimizer) -> bool:
-    """Whether it is one of torchao's low-bit optimizers."""
-    return type(optimizer).__module__.startswith("torchao.optim.")
-
-
 def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
     """Run the update of a torchao optimizer without `torch.compile`.
 
@@ -96,45 +90,3 @@ def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
         after()
 
     return undo
-
-
-def evidence(state: dict[str, Any]) -> Iterator[Tensor]:
-    """Tensors of a parameter's optimizer state of which some are not 0 once a gradient was not.
-
-    Codes and lookup tables say nothing: zero is some code between others. So of torchao's moments
-    the first is read, which has an exact zero, and of bitsandbytes' the scales.
-
-    Args:
-        state: `optimizer.state[parameter]`.
-    """
-    quantised = "absmax1" in state
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or value.dim() == 0 or key.startswith("qmap"):
-            continue
-        local = _local(value)
-        if type(local).__module__.startswith("torchao.optim."):
-            if key == "exp_avg":
-                yield local.dequantize()
-        elif not quantised or key.startswith("absmax"):
-            yield local
-
-
-def stored_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the moments and their scales, without lookup tables and step counters.
-
-    Of this process's shards, when sharded.
-    """
-    total = 0
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and not key.startswith("qmap"):
-                local = _local(value)
-                parts = [local]
-                if type(local).__module__.startswith("torchao.optim."):
-                    parts = [local.codes, local.scale]  # pyright: ignore
-                total += sum(x.numel() * x.element_size() for x in parts)
-    return total
-
-
-def _local(value: Tensor) -> Tensor:
-    return getattr(value, "_local_tensor", value)

@@ -32,6 +32,7 @@ from finetune.precision.holdings import held_weights, iter_weights, refuse_quant
 from finetune.precision.layers import iter_parameters
 from finetune.precision.lora import fused_adapters
 from finetune.precision.planner import plan
+from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.weights import before_sharding, share_scales
 from finetune.runs.receipt import Receipt
@@ -200,7 +201,7 @@ class Session:
         self._undo.append(guards.watch_owner(optimizer, self.conversions))
         if self.precision.compute == "fp16":
             compute_types.skip_like_any_other(optimizer)
-        if self.device.kind == "cpu" and low_bit.is_torchao(optimizer):
+        if self.device.kind == "cpu" and is_torchao(optimizer):
             self._undo.append(low_bit.step_uncompiled(optimizer))
 
     def _make_prepare_model(self, original: Any) -> Any:

@@ -24,6 +24,7 @@ from finetune.estimator.memory_bound import bound
 from finetune.hardware.device import GIB
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.precision.planner import plan
+from finetune.precision.proof.movement import evidence, stored_bytes
 from finetune.training import low_bit
 from finetune.training.model import sketch
 from finetune.training.trainer import RunReport, train
@@ -91,9 +92,9 @@ def test_bytes_per_parameter_of_a_large_weight(name, dtype) -> None:
     eager_step(optimizer)
     moments = OPTIMIZERS[name].moments
     assert moments is not None
-    assert low_bit.stored_bytes(optimizer) / weight.numel() == moments.bytes_per_parameter
+    assert stored_bytes(optimizer) / weight.numel() == moments.bytes_per_parameter
     held = state_bytes(OPTIMIZERS[name], tuple(weight.shape), weight.element_size())
-    assert low_bit.stored_bytes(optimizer) == held
+    assert stored_bytes(optimizer) == held
     assert weight.dtype == dtype
 
 
@@ -234,10 +235,7 @@ def test_state_is_evidence_of_a_gradient_and_only_then(name) -> None:
     dead.grad, alive.grad = torch.zeros(64, 64), torch.zeros(64, 64)
     alive.grad[3, 5] = 1e-6
     eager_step(optimizer)
-    seen = [
-        any(bool((t != 0).any()) for t in low_bit.evidence(optimizer.state[p]))
-        for p in (dead, alive)
-    ]
+    seen = [any(bool((t != 0).any()) for t in evidence(optimizer.state[p])) for p in (dead, alive)]
     assert seen == [False, True]
 
 

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from finetune.hardware.device import Device, this_device
-from finetune.precision.proof.fingerprint import fingerprint
+from finetune.precision.proof.movement import fingerprint
 from finetune.precision.proof.proof import Proof
 
 

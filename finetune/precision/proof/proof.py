@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -31,10 +31,9 @@ from finetune.precision.backends.base import in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof import autograd_watch
-from finetune.precision.proof.fingerprint import fingerprint
+from finetune.precision.proof.movement import fingerprint, stored_bytes, was_updated
 from finetune.precision.proof.witness import NOT_LINEAR, Witness
 from finetune.runs.receipt import LayerReceipt
-from finetune.training import low_bit
 
 EFFECTIVE_STEPS = 2
 
@@ -256,7 +255,7 @@ class Proof:
         self.trainable["in_optimizer"] = sum(
             p.numel() for p in self.model.parameters() if id(p) in self._owned
         )
-        self._state_bytes[id(optimizer)] = low_bit.stored_bytes(optimizer)
+        self._state_bytes[id(optimizer)] = stored_bytes(optimizer)
         self.trainable["optimizer_state_bytes"] = sum(self._state_bytes.values())
         moved = self._moved(trainable)
         if max(steps.values()) >= EFFECTIVE_STEPS:
@@ -292,7 +291,7 @@ class Proof:
         self, optimizer: Optimizer, trainable: dict[str, nn.Parameter], moved: dict[str, bool]
     ) -> None:
         still = [n for n, m in moved.items() if not m and id(trainable[n]) not in self._idle]
-        rounded = [n for n in still if _was_updated(trainable[n], optimizer)]
+        rounded = [n for n in still if was_updated(trainable[n], optimizer)]
         self.trainable["below_resolution"] = sum(trainable[n].numel() for n in rounded)
         dead = [name for name in still if name not in rounded]
         if dead:
@@ -337,11 +336,3 @@ def _why_still(dead: list[nn.Parameter]) -> str:
         return "no gradient reached them"
     who = "all" if zeros == len(dead) else f"{zeros}"
     return f"the gradients of {who} of them are zeros throughout"
-
-
-def _was_updated(parameter: Tensor, optimizer: Optimizer) -> bool:
-    """A weight that has a gradient or optimizer statistics: stepped, but by less than it holds."""
-    tensors = [*low_bit.evidence(optimizer.state.get(parameter, {}))]
-    if parameter.grad is not None:
-        tensors.append(getattr(parameter.grad, "_local_tensor", parameter.grad))
-    return any(bool((t != 0).any()) for t in tensors)
