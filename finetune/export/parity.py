@@ -87,7 +87,7 @@ def load_stock(
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import finetune.training.models  # noqa: F401  makes our own model types known
+    import finetune.storage.bdh  # noqa: F401  makes our own model types known
 
     kwargs: dict[str, Any] = {}
     if config.model.attention is not None:

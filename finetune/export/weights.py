@@ -138,7 +138,7 @@ def open_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> Checkpo
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import finetune.training.models  # noqa: F401  makes our own model types known
+    import finetune.storage.bdh  # noqa: F401  makes our own model types known
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-import finetune.training.models  # noqa: F401  makes our own model types known
+import finetune.storage.bdh  # noqa: F401  makes our own model types known
 from finetune.errors import ConfigError, ModelNotFoundError, PlanError
 from finetune.precision.layers import leave_out, resolve
 from finetune.precision.rescaling import release, requantise

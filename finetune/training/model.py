@@ -81,7 +81,7 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
-    import finetune.training.models  # noqa: F401  makes our own model types known
+    import finetune.storage.bdh  # noqa: F401  makes our own model types known
 
     source = locate(model)
     shipped = shipped_shape(source)
@@ -202,7 +202,7 @@ def load_model(model: ModelConfig, held: Sequence[LayerPlan] = ()) -> PreTrained
     """
     import torch
 
-    import finetune.training.models  # noqa: F401  makes our own model types known
+    import finetune.storage.bdh  # noqa: F401  makes our own model types known
 
     kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attention is not None:

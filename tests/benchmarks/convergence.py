@@ -141,9 +141,9 @@ def precision_of(recipe: str) -> PrecisionConfig:
 def code_of(model: str, recipe: str) -> str:
     """Fingerprint of our sources that a run depends on; none for Llama in BF16."""
     package = Path(finetune.__file__).parent
-    folders = ["models"] if model == "bdh" else []
-    folders += ["precision"] if precision_of(recipe).compute == "fp8" else []
-    files = [file for folder in folders for file in sorted((package / folder).glob("*.py"))]
+    files = [package / "storage/bdh.py"] if model == "bdh" else []
+    if precision_of(recipe).compute == "fp8":
+        files += sorted((package / "precision").rglob("*.py"))
     sources = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(sources).hexdigest()[:16]
 

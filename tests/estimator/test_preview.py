@@ -44,7 +44,7 @@ def real_model(values: dict, dtype: str = "bfloat16", device: str = "meta"):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import finetune.training.models  # noqa: F401
+    import finetune.storage.bdh  # noqa: F401
 
     values = dict(values)
     shape = AutoConfig.for_model(values.pop("model_type"), **values)

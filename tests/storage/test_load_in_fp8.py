@@ -435,7 +435,7 @@ def test_a_model_of_other_sizes(folder, tmp_path):
 
 
 def test_a_model_without_linear_layers(tmp_path):
-    from finetune.training.models import BdhConfig, BdhForCausalLM
+    from finetune.storage.bdh import BdhConfig, BdhForCausalLM
 
     BdhForCausalLM(BdhConfig()).save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="no linear layer to store"):

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ModelNotFoundError
+from finetune.storage import bdh
+from finetune.storage.bdh import BdhBlock, BdhConfig, BdhForCausalLM, BdhModel
 from finetune.training.model import load_model, load_shape, load_tokenizer, sketch
-from finetune.training.models import BdhBlock, BdhConfig, BdhForCausalLM, BdhModel, bdh
 from tests.conftest import batch
 
 VOCABULARY = 96

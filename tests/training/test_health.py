@@ -275,7 +275,7 @@ def test_scales_in_force_are_found(backend, make_llama, setup_backend, tmp_path)
 @pytest.mark.parametrize("scaling", ["tensorwise", "delayed"])
 def test_parameters_that_multiply(scaling) -> None:
     """A BDH: two levels share three matrices, one of them a stack of one for each head."""
-    from finetune.training.models.bdh import BdhConfig, BdhForCausalLM
+    from finetune.storage.bdh import BdhConfig, BdhForCausalLM
 
     torch.manual_seed(0)
     config = BdhConfig(

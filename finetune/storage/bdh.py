@@ -1,19 +1,41 @@
-"""Linear attention, strictly causal and rotary, as BDH has it.
+"""BDH, the Dragon Hatchling (Kosowski et al. 2025, arXiv 2509.26507), in its GPU form.
 
-Token t reads the earlier tokens' values by plain inner products, without softmax and without scale:
+Importing this module makes it known to the `Auto` classes of Transformers:
 
-    a_t = sum over tau < t of <R_t q_t, R_tau k_tau> v_tau
+    import finetune.storage.bdh
+    model = AutoModelForCausalLM.from_pretrained("runs/bdh_tiny_full_bf16/.../model")
 
-R_t is the rotary turn of position t. The sum is linear in what is remembered: it is R_t q_t
-applied to a state of N x D numbers, which grows by the outer product of R_tau k_tau and v_tau at
-each token. For training it is computed in parallel instead, with the [T, T] table of inner
-products.
+Written from the paper's equations; levels hand on D numbers, as in the authors' released code. A
+language model of n neurons that see each other through a narrow stream of D numbers per token. All
+levels share three matrices. With x_t the stream of token t (D numbers of unit variance), LN a
+LayerNorm without gain or bias, R_t the rotary turn of position t, and h the head, a slice of
+N = n / heads neurons, one level is
 
-The inner products are sums of N terms that nothing keeps small: past what float16 holds, so there
-they are computed in float32. They are never below bfloat16, as no operand is a parameter.
+    s_t    = relu(x_t E)                          n     sparse activity of the neurons
+    a_t,h  = sum over tau < t of <R_t s_t,h, R_tau s_tau,h> x_tau
+                                                  D     what the past says, by head
+    g_t,h  = relu(LN(a_t,h) V_h)                  N     neurons that this answer excites
+    y_t    = (s_t * g_t) G                        D     only neurons excited by both write
+    x_t   <- LN(x_t + LN(y_t))                    D
 
-Limits: time and memory grow with T^2. Rotary pairs are neurons i and i + N/2 of a head: the
-published pairs (2i, 2i + 1), permuted.
+with E = `encoder` [D, n], V = `encoder_v` [heads, D, N] and G = `decoder` [n, D]. There is no
+`nn.Linear` in a level: it multiplies by plain parameters, all of them named in
+`BdhBlock.fp8_matmuls`, so that what swaps linear layers for FP8 ones finds nothing to swap. The
+embedding and the output head are the usual ones.
+
+The attention is linear: no softmax, no scale, no projection of its own (query and key are the
+activity itself, the value is the stream), and a token never reads itself (tau < t, not <=). Its sum
+is R_t s_t applied to a state of N x D numbers, which grows by the outer product of R_tau s_tau and
+x_tau at each token. Here it is computed in parallel, with the [T, T] table of inner products;
+`tests/training/test_bdh.py` has the paper's token-by-token form, and the two agree.
+
+Precision: matmuls run in the type of autocast, or of the weights, and LayerNorm in float32 always.
+The inner products are sums of N terms that nothing keeps small, past what float16 holds: there they
+are computed in float32. They are never below bfloat16, as no operand is a parameter.
+
+Limits: time and memory grow with T^2. The generation cache keeps the activities (T x n numbers a
+level), which beyond T = D tokens is more than the state would be. Rotary pairs are neurons i and
+i + N/2 of a head: the published pairs (2i, 2i + 1), permuted.
 """
 
 from __future__ import annotations
@@ -24,7 +46,15 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -101,42 +131,6 @@ def visible_tokens(position_ids: Tensor, seen: int, attention_mask: Tensor | Non
     return visible
 
 
-# ------------------------------------------------------------------------------------------
-# BDH, the Dragon Hatchling (Kosowski et al. 2025, arXiv 2509.26507), in its GPU form.
-#
-# Written from the paper's equations; levels hand on D numbers, as in the authors' released code.
-#
-# A language model of n neurons that see each other through a narrow stream of D numbers per token.
-# All levels share three matrices. With x_t the stream of token t (D numbers of unit variance), LN a
-# LayerNorm without gain or bias, R_t the rotary turn of position t, and h the head, a slice of N =
-# n / heads neurons, one level is
-#
-#     s_t    = relu(x_t E)                          n     sparse activity of the neurons
-#     a_t,h  = sum over tau < t of <R_t s_t,h, R_tau s_tau,h> x_tau
-#                                                   D     what the past says, by head
-#     g_t,h  = relu(LN(a_t,h) V_h)                  N     neurons that this answer excites
-#     y_t    = (s_t * g_t) G                        D     only neurons excited by both write
-#     x_t   <- LN(x_t + LN(y_t))                    D
-#
-# with E = `encoder` [D, n], V = `encoder_v` [heads, D, N] and G = `decoder` [n, D]. The attention
-# has
-# no softmax, no scale and no projection of its own: query and key are the activity itself, the
-# value
-# is the stream, and a token never reads itself (tau < t, not <=): see `linear_attention.py`.
-# `tests/training/test_bdh.py` holds the paper's token-by-token form, and the two agree.
-#
-# There is no `nn.Linear` in a level: it multiplies by plain parameters, all of them named in
-# `BdhBlock.fp8_matmuls`, so that what swaps linear layers for FP8 ones finds nothing to swap. The
-# embedding and the output head are the usual ones.
-#
-# Precision: matmuls run in the type of autocast, or of the weights (the attention under float16 in
-# float32). LayerNorm runs in float32 always.
-#
-# Limits: the generation cache keeps the activities (T x n numbers a level), which beyond T = D
-# tokens
-# is more than the state would be.
-
-
 @strict
 class BdhConfig(PreTrainedConfig):
     """Shape of a BDH: 3 · num_neurons · hidden_size shared parameters, embedding and head beside.
@@ -181,7 +175,7 @@ class BdhConfig(PreTrainedConfig):
             )
 
 
-def normalise(x: Tensor, eps: float) -> Tensor:
+def normalize(x: Tensor, eps: float) -> Tensor:
     """x [..., D] to mean 0 and variance 1 over D, computed in float32, in the type of `x`."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
@@ -228,7 +222,7 @@ class BdhBlock(GradientCheckpointingLayer):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, level)
         read = attend(query, key, value, visible)  # [B, H, T, D]
-        read = normalise(read.transpose(0, 1).flatten(1, 2), self.eps)  # [H, B·T, D]
+        read = normalize(read.transpose(0, 1).flatten(1, 2), self.eps)  # [H, B·T, D]
         excited = F.relu(read @ self.encoder_v)  # [H, B·T, N]
         both = active * excited.transpose(0, 1).unflatten(0, rows)
         both = F.dropout(both, self.dropout, self.training)
@@ -236,7 +230,7 @@ class BdhBlock(GradientCheckpointingLayer):
         # A token with nothing to read writes exactly 0, where LayerNorm's slope is eps^-1/2: its
         # gradient, which changes nothing, was 60 to 150 times all others and would set their scale.
         written = written.masked_fill(~visible.any(-1).mT, 0)
-        return normalise(x + normalise(written, self.eps), self.eps)
+        return normalize(x + normalize(written, self.eps), self.eps)
 
 
 class BdhPreTrainedModel(PreTrainedModel):
@@ -305,7 +299,7 @@ class BdhModel(BdhPreTrainedModel):
         visible = visible_tokens(position_ids, seen, attention_mask)
         head_size = config.num_neurons // config.num_attention_heads
         cos, sin = rotary_table(position_ids, head_size, config.rope_theta)
-        x = normalise(embedded, config.layer_norm_eps)
+        x = normalize(embedded, config.layer_norm_eps)
         streams = (x,)
         for level in range(config.num_hidden_layers):
             x = self.block(x, visible, cos, sin, past_key_values=past_key_values, level=level)
@@ -369,3 +363,8 @@ class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+
+AutoConfig.register(BdhConfig.model_type, BdhConfig, exist_ok=True)
+AutoModel.register(BdhConfig, BdhModel, exist_ok=True)
+AutoModelForCausalLM.register(BdhConfig, BdhForCausalLM, exist_ok=True)
