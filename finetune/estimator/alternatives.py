@@ -17,6 +17,7 @@ from finetune.estimator.measure import Measured, changed, measure_fast
 from finetune.estimator.place import Place
 from finetune.estimator.speed.efficiency import shared
 from finetune.estimator.speed.roofline import Interval
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Pace, spread
 
 PLAIN: dict[str, Any] = {"compute": "bf16", "backend": "auto"}
@@ -168,20 +169,20 @@ def _beside(
 def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
     """Why FP8 is faster or is not, part by part, in plain words."""
     words = []
-    before, after = plain.classes.get("linears", 0.0), fp8.classes.get("linears", 0.0)
+    before, after = plain.classes.get(StepPart.LINEARS, 0.0), fp8.classes.get(StepPart.LINEARS, 0.0)
     if before and after:
         words.append(
             f"products of linear layers are {before / plain.seconds:.0%} of the BF16 step; FP8 "
             f"makes them {before / after:.2f} times as fast"
         )
-    casts = fp8.share("FP8 casts")
+    casts = fp8.share(StepPart.FP8_CASTS)
     if casts > 0.01:
-        gained, cost = before - after, fp8.classes["FP8 casts"]
+        gained, cost = before - after, fp8.classes[StepPart.FP8_CASTS]
         of_it = "more than" if cost > gained else f"{cost / gained:.0%} of what"
         words.append(f"casts to FP8 take {casts:.0%} of the step, {of_it} the products gain")
-    if (adapters := fp8.share("adapters")) > 0.03:
+    if (adapters := fp8.share(StepPart.ADAPTERS)) > 0.03:
         words.append(f"{adapters:.0%} of the step is adapter traffic, whatever the rank")
-    sent = [p.classes.get("communication", 0.0) for p in (fp8, plain)]
+    sent = [p.classes.get(StepPart.COMMUNICATION, 0.0) for p in (fp8, plain)]
     if sent[1] - sent[0] > 0.03 * fp8.seconds:
         words.append(
             f"GPUs wait {sent[0] / fp8.seconds:.0%} of the step for each other, and "
@@ -189,12 +190,15 @@ def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
         )
     rest = {
         name: fp8.share(name)
-        for name in ("attention", "pointwise", "head and loss", "optimizer", "dequantisation")
+        for name in (
+            *(StepPart.ATTENTION, StepPart.POINTWISE, StepPart.HEAD, StepPart.OPTIMIZER),
+            StepPart.DEQUANTIZE,
+        )
         if fp8.share(name) > 0.05
     }
     if rest:
         shown = ", ".join(f"{name} {share:.0%}" for name, share in rest.items())
         words.append(f"what FP8 leaves as it is: {shown}")
-    if (waiting := fp8.share("waiting for launches")) > 0.05:
+    if (waiting := fp8.share(StepPart.WAITING)) > 0.05:
         words.append(f"the GPU waits for the host {waiting:.0%} of the step: too few tokens in one")
     return tuple(words)

@@ -38,6 +38,7 @@ from finetune.estimator.measure import FEW, FirstLayers, Measured, rehearse_firs
 from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.memory.sharded import shares_model
 from finetune.estimator.place import Place
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.training.model import sketch
 from finetune.training.preflight import check_settings
@@ -338,7 +339,8 @@ def _for_speed(measured: Measured, place: Place) -> Iterable[Change]:
         if times > 1 and times % factor == 0:
             why = "larger micro-batches, fewer of them: a step keeps its tokens"
             yield Change("micro-batch", with_rows(rows * factor, times // factor), why)
-    chain = pace.share("pointwise") + pace.share("FP8 casts") + pace.share("waiting for launches")
+    chained = (StepPart.POINTWISE, StepPart.FP8_CASTS, StepPart.WAITING)
+    chain = sum(pace.share(part) for part in chained)
     if place.device.kind == "cuda" and not measured.compiled and chain > GAIN:
         why = "torch.compile joins chains of small kernels; the first step takes minutes"
         yield Change("compile", ("precision.compile=on",), why)

@@ -13,8 +13,8 @@ from rich.console import Console
 import finetune
 from finetune import load_recipe
 from finetune.analysis.diagnose.prediction import predict
-from finetune.analysis.diagnose.step_parts import CASTS, FP8_GEMM, HOST, PARTS
 from finetune.config.recipe import with_overrides
+from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.training import session
 from finetune.training.data import random_rows
 from tests.conftest import CPU, H100
@@ -81,7 +81,7 @@ def test_fp8_adapters_with_random_weights_and_checkpointing(tmp_path, monkeypatc
     assert all(group.recomputed for group in found.groups if group.is_low)
     assert 0 < facts.adapter_seconds < facts.seconds
     low = sum(group.seconds for group in found.groups if group.is_low)
-    assert low == pytest.approx(facts.parts[FP8_GEMM] + facts.parts[CASTS])
+    assert low == pytest.approx(facts.parts[StepPart.FP8_GEMM] + facts.parts[StepPart.CASTS])
     assert facts.speed_best is not None
     assert facts.speed_best == pytest.approx(1), "no FP8 units, nothing to gain"
     causes = {cause.name: cause for cause in found.causes}
@@ -102,8 +102,8 @@ def test_bf16_of_the_packaged_model_and_data() -> None:
     assert data["flop_share"]["bf16"] > 0.8
     assert not found.facts.ran_fp8
     assert all(not group.snr_db for group in found.groups)
-    assert found.shares[FP8_GEMM] == found.shares[CASTS] == 0
-    assert 0 < found.shares[HOST] < 1
+    assert found.shares[StepPart.FP8_GEMM] == found.shares[StepPart.CASTS] == 0
+    assert 0 < found.shares[StepPart.HOST] < 1
     assert 0 < found.padding < 1
     assert found.facts.adapter_seconds == found.facts.recompute_seconds == 0
     (cause,) = [cause for cause in found.causes if cause.name == "no FP8"]
@@ -126,8 +126,8 @@ def test_the_prediction_of_a_known_gpu_is_in_the_same_parts() -> None:
     assert fp8 is not None
     assert not why_not
     assert sum(fp8.parts.values()) == pytest.approx(fp8.seconds)
-    assert fp8.parts.keys() <= set(PARTS)
-    assert fp8.parts[FP8_GEMM] > 0
+    assert fp8.parts.keys() <= set(PROFILED_PARTS)
+    assert fp8.parts[StepPart.FP8_GEMM] > 0
     assert fp8.speed is not None
     nothing, why_not = predict(load_recipe("tiny_lora_bf16", SMALL).config, CPU, 1, 64)
     assert nothing is None

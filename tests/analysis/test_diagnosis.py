@@ -13,29 +13,21 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from finetune.analysis.diagnose import causes_fp8, causes_rest
 from finetune.analysis.diagnose.causes import RULES, causes_of, verdict_of
 from finetune.analysis.diagnose.facts import EAGER_BYTES, FUSED_BYTES, Facts, payoff_of
+from finetune.analysis.diagnose.kernel_parts import part_of_kernel, part_of_operator
 from finetune.analysis.diagnose.layer_groups import Group, group_receipts, kind_of, with_times
 from finetune.analysis.diagnose.observer import WINDOW
-from finetune.analysis.diagnose.step_parts import (
-    ATTENTION,
-    CASTS,
-    COMMUNICATION,
-    FP8_GEMM,
-    GEMM,
-    HOST,
-    OPTIMIZER,
-    OTHER,
-    PARTS,
-    POINTWISE,
-    part_of_kernel,
-    part_of_operator,
-)
 from finetune.analysis.diagnose.timeline import Slice, Trace, _alone, read_trace
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator.speed.efficiency import efficiency_of
+from finetune.estimator.speed.step_parts import PROFILED_PARTS
 from finetune.hardware.gpus import named_gpu
 from finetune.runs.receipt import LayerReceipt
 from tests.conftest import A100, CPU, H100
+
+(FP8_GEMM, GEMM, CASTS, ATTENTION, POINTWISE, OPTIMIZER, COMMUNICATION, HOST, OTHER) = (
+    PROFILED_PARTS
+)
 
 # -------------------------------------------------------------------------------------------- names
 
@@ -342,7 +334,9 @@ def group(kind="q_proj", shape=(4096, 4096), role="base", *, tokens=8192, **more
 
 
 def facts(run: RunConfig | None = None, device=H100, groups=(), **more) -> Facts:
-    parts = dict.fromkeys(PARTS, 0.0) | {FP8_GEMM: 0.4, POINTWISE: 0.1} | more.pop("parts", {})
+    parts = (
+        dict.fromkeys(PROFILED_PARTS, 0.0) | {FP8_GEMM: 0.4, POINTWISE: 0.1} | more.pop("parts", {})
+    )
     held = groups or (group(gemm_seconds=0.4, bf16_seconds=0.7),)
     values = {"payoff": payoff_of(named_gpu("H100")) if device is H100 else None} | more
     return Facts(run or config(), device, tuple(held), parts, **values)

@@ -23,14 +23,13 @@ from finetune.estimator.speed.kernels import (
     traffic,
 )
 from finetune.estimator.speed.roofline import (
-    WAITING,
     kernel_time,
     product_seconds,
     shape_share,
     speed_ratio,
     step_time,
 )
-from finetune.estimator.speed.step_parts import classes_of
+from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace.trace import Op, Operand, Recorder
 from finetune.hardware.gpus import named_gpu
 from tests.benchmarks.score.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
@@ -349,7 +348,7 @@ def test_the_host_is_waited_for_when_shapes_are_small():
     small = write_step(QWEN["0.5B"], Setting(1, 32))
     eager = step_time(small.micro, named_gpu("H100"))
     assert eager.seconds >= eager.host_seconds
-    assert eager.by_class[WAITING] > 0.5 * eager.seconds
+    assert eager.by_class[StepPart.WAITING] > 0.5 * eager.seconds
     assert eager.bound["pointwise"] == "launch"
     native = step_time(small.micro, named_gpu("H100"), launched_by=host("native"))
     assert native.seconds < 0.6 * eager.seconds

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from finetune.analysis.diagnose.cause import Cause, larger_batch, percent
 from finetune.analysis.diagnose.facts import Facts
 from finetune.analysis.diagnose.layer_groups import Group
-from finetune.analysis.diagnose.step_parts import CASTS
 from finetune.config.schema import FROZEN_SCALINGS
+from finetune.estimator.speed.step_parts import StepPart
 
 CASTS_MATTER = 0.05
 
@@ -85,7 +85,7 @@ def casts_not_compiled(facts: Facts) -> Cause | None:
     """Casts run as many small kernels although the compiler would fuse them."""
     p = facts.config.precision
     eager = p.backend == "torchao" or p.frozen == "fp8"
-    share = facts.share(facts.parts.get(CASTS, 0.0))
+    share = facts.share(facts.parts.get(StepPart.CASTS, 0.0))
     if facts.emulated or not facts.ran_fp8 or facts.is_compiled or not eager:
         return None
     if share < CASTS_MATTER or facts.device.kind != "cuda":
@@ -101,7 +101,7 @@ def casts_not_compiled(facts: Facts) -> Cause | None:
 
 def casts(facts: Facts) -> Cause | None:
     """Casts take much of the step, fused as they are."""
-    share = facts.share(facts.parts.get(CASTS, 0.0))
+    share = facts.share(facts.parts.get(StepPart.CASTS, 0.0))
     if facts.emulated or share < CASTS_MATTER or casts_not_compiled(facts):
         return None
     p, change = facts.config.precision, tuple[str, ...]()

@@ -10,14 +10,8 @@ import re
 
 from finetune.analysis.diagnose.cause import Cause, larger_batch, percent
 from finetune.analysis.diagnose.facts import Facts
-from finetune.analysis.diagnose.step_parts import (
-    ATTENTION,
-    COMMUNICATION,
-    HOST,
-    OPTIMIZER,
-    POINTWISE,
-)
 from finetune.config.optimizers import chosen
+from finetune.estimator.speed.step_parts import StepPart
 
 ADAPTERS_MATTER = RECOMPUTE_MATTERS = 0.03
 OPTIMIZER_MATTERS = HEAD_MATTERS = COMMUNICATION_MATTERS = 0.05
@@ -73,7 +67,7 @@ def recompute(facts: Facts) -> Cause | None:
 
 def attention(facts: Facts) -> Cause | None:
     """Attention runs in BF16 whatever the layers do."""
-    share = facts.share(facts.parts.get(ATTENTION, 0.0))
+    share = facts.share(facts.parts.get(StepPart.ATTENTION, 0.0))
     if share < ATTENTION_MATTERS:
         return None
     rows = int(facts.config.train.get("per_device_train_batch_size", 8))
@@ -114,7 +108,7 @@ def head(facts: Facts) -> Cause | None:
 
 def optimizer(facts: Facts) -> Cause | None:
     """The update takes as long in FP8 as in BF16."""
-    share = facts.share(facts.parts.get(OPTIMIZER, 0.0))
+    share = facts.share(facts.parts.get(StepPart.OPTIMIZER, 0.0))
     if share < OPTIMIZER_MATTERS:
         return None
     change, hint = tuple[str, ...](), ""
@@ -136,7 +130,7 @@ def optimizer(facts: Facts) -> Cause | None:
 
 def host(facts: Facts) -> Cause | None:
     """The device waits for Python."""
-    share = facts.share(facts.parts.get(HOST, 0.0))
+    share = facts.share(facts.parts.get(StepPart.HOST, 0.0))
     if share < HOST_MATTERS:
         return None
     on_gpu = facts.device.kind == "cuda"
@@ -157,7 +151,7 @@ def host(facts: Facts) -> Cause | None:
 
 def pointwise(facts: Facts) -> Cause | None:
     """Norms, activations, rotary embeddings and the loss are bound by memory."""
-    share = facts.share(facts.parts.get(POINTWISE, 0.0))
+    share = facts.share(facts.parts.get(StepPart.ELEMENTWISE, 0.0))
     if share < POINTWISE_MATTERS:
         return None
     change = tuple[str, ...]()
@@ -175,7 +169,7 @@ def pointwise(facts: Facts) -> Cause | None:
 
 def communication(facts: Facts) -> Cause | None:
     """GPUs wait for each other."""
-    share = facts.share(facts.parts.get(COMMUNICATION, 0.0))
+    share = facts.share(facts.parts.get(StepPart.COMMUNICATION, 0.0))
     if share < COMMUNICATION_MATTERS:
         return None
     steps = int(facts.config.train.get("gradient_accumulation_steps", 1))

@@ -32,13 +32,13 @@ from finetune.analysis.diagnose.observer import Observer
 from finetune.analysis.diagnose.prediction import predict
 from finetune.analysis.diagnose.products import with_bf16_times
 from finetune.analysis.diagnose.result import Diagnosis
-from finetune.analysis.diagnose.step_parts import GEMM, HOST
 from finetune.analysis.diagnose.timeline import Trace, read_trace
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.errors import ConfigError
 from finetune.estimator.gate import check_room
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import Device, this_device
 from finetune.hardware.gpus import find_gpu
 from finetune.precision.convert import Conversion
@@ -266,7 +266,7 @@ def _adapter_seconds(groups: list[Group], trace: Trace) -> float:
     elementwise = (
         piece.seconds
         for piece in trace.slices
-        if piece.owner in names | around and piece.part not in (GEMM, HOST)
+        if piece.owner in names | around and piece.part not in (StepPart.GEMM, StepPart.HOST)
     )
     products = sum(group.gemm_seconds for group in groups if group.role == "adapter")
     return products + sum(elementwise) / trace.steps

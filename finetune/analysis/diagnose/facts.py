@@ -26,10 +26,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.analysis.diagnose.layer_groups import Group
-from finetune.analysis.diagnose.step_parts import CASTS, FP8_GEMM, Part
 from finetune.config.schema import RunConfig
 from finetune.estimator.speed.efficiency import efficiency_of
 from finetune.estimator.speed.roofline import half_peak
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import Gpu
 
@@ -101,7 +101,7 @@ class Facts:
     config: RunConfig
     device: Device
     groups: tuple[Group, ...]
-    parts: dict[Part, float]
+    parts: dict[StepPart, float]
     recompute_seconds: float = 0.0
     adapter_seconds: float = 0.0
     micro_batches: int = 1
@@ -149,7 +149,7 @@ class Facts:
     @property
     def fp8_seconds(self) -> float:
         """FP8 products and casts of one step."""
-        return self.parts.get(FP8_GEMM, 0.0) + self.parts.get(CASTS, 0.0)
+        return self.parts.get(StepPart.FP8_GEMM, 0.0) + self.parts.get(StepPart.CASTS, 0.0)
 
     @property
     def bf16_seconds(self) -> float | None:

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.analysis.diagnose.step_parts import ATTENTION, CASTS, FP8_GEMM, GEMM
 from finetune.analysis.diagnose.timeline import Slice, Trace
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.precision.proof import witness
 from finetune.runs.receipt import LayerReceipt
 from finetune.training.health.tallies import Tallies
@@ -40,10 +40,10 @@ class Group:
         role: base, adapter, router, head, or other.
         layers: their names.
         shape: (N, K); (0, 0) of what is no layer.
-        fprop, dgrad, wgrad: precision that ran, `none` where the GEMM did not.
+        fprop, dgrad, wgrad: precision that ran, `none` where the StepPart.GEMM did not.
         reason: why.
         tokens: M of a product, the mean over calls; 0 of what is no layer.
-        calls: GEMM -> calls in the observed micro-step.
+        calls: StepPart.GEMM -> calls in the observed micro-step.
         flops: of the observed micro-step.
         share: of that micro-step's matmul FLOPs, 0 to 1.
         snr_db: operand (x, w, g) -> mean over layers in dB, of those that are quantised.
@@ -74,13 +74,13 @@ class Group:
 
     @property
     def ran(self) -> dict[str, str]:
-        """GEMM -> precision, of those that ran."""
+        """StepPart.GEMM -> precision, of those that ran."""
         found = {gemm: str(getattr(self, gemm)) for gemm in GEMMS}
         return {gemm: precision for gemm, precision in found.items() if precision != "none"}
 
     @property
     def is_low(self) -> bool:
-        """Whether some GEMM ran in FP8 or FP4."""
+        """Whether some StepPart.GEMM ran in FP8 or FP4."""
         return not LOW.isdisjoint(self.ran.values())
 
     @property
@@ -157,11 +157,11 @@ def with_times(groups: Sequence[Group], trace: Trace) -> list[Group]:
     gemm, casts = [0.0] * len(groups), [0.0] * len(groups)
     kernels: list[dict[str, float]] = [{} for _ in groups]
     for piece in trace.slices:
-        if piece.part not in (FP8_GEMM, GEMM, CASTS, ATTENTION):
+        if piece.part not in (StepPart.FP8_GEMM, StepPart.GEMM, StepPart.CASTS, StepPart.ATTENTION):
             continue
         for index, share in _shares(piece, groups, by_layer):
             seconds = share * piece.seconds / trace.steps
-            times = casts if piece.part == CASTS else gemm
+            times = casts if piece.part == StepPart.CASTS else gemm
             times[index] += seconds
             kernels[index][piece.name] = kernels[index].get(piece.name, 0.0) + seconds
     return [
@@ -185,7 +185,7 @@ def _shares(
     piece: Slice, groups: Sequence[Group], by_layer: dict[str, int]
 ) -> list[tuple[int, float]]:
     """(group, share of the slice) of what a slice belongs to; empty where it is nobody's."""
-    if piece.part == ATTENTION:
+    if piece.part == StepPart.ATTENTION:
         nobody = [
             by_layer[name] for name in (witness.ATTENTION, witness.BATCHED) if name in by_layer
         ]
@@ -197,12 +197,12 @@ def _shares(
     if total:
         return [(i, groups[i].flops / total) for i in alike]
     rest = [by_layer[name] for name in (witness.OTHER, witness.BATCHED) if name in by_layer]
-    return [(index, 1.0) for index in rest[:1]] if piece.part != CASTS else []
+    return [(index, 1.0) for index in rest[:1]] if piece.part != StepPart.CASTS else []
 
 
 def _multiplies(group: Group, piece: Slice) -> bool:
     low = {precision in LOW for precision in group.ran.values()}
-    if not piece.sizes or (piece.part == FP8_GEMM) not in low:
+    if not piece.sizes or (piece.part == StepPart.FP8_GEMM) not in low:
         return False
     if group.role == "head":  # multiplied in pieces of the tokens
         return set(group.shape) <= set(piece.sizes)

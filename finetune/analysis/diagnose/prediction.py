@@ -8,17 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.analysis.diagnose.step_parts import (
-    ATTENTION,
-    CASTS,
-    COMMUNICATION,
-    FP8_GEMM,
-    GEMM,
-    HOST,
-    OPTIMIZER,
-    POINTWISE,
-    Part,
-)
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.alternatives import twin_of
@@ -26,21 +15,9 @@ from finetune.estimator.measure import changed, measure_fast
 from finetune.estimator.place import Place
 from finetune.estimator.speed.calibration import load_calibration
 from finetune.estimator.speed.roofline import Interval
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import find_gpu
-
-_PARTS: dict[str, Part] = {
-    "adapters": GEMM,
-    "head and loss": GEMM,
-    "attention": ATTENTION,
-    "FP8 casts": CASTS,
-    "dequantisation": CASTS,
-    "pointwise": POINTWISE,
-    "embedding": POINTWISE,
-    "optimizer": OPTIMIZER,
-    "communication": COMMUNICATION,
-    "waiting for launches": HOST,
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +33,7 @@ class Prediction:
     """
 
     seconds: float
-    parts: dict[Part, float]
+    parts: dict[StepPart, float]
     speed: Interval | None
     why: tuple[str, ...]
     calibrated: bool
@@ -88,10 +65,10 @@ def predict(
         return None, f"nothing is predicted: {error.why or error.what}"
     if measured.pace is None:
         return None, f"nothing is predicted for {device.name}"
-    products = FP8_GEMM if measured.config.precision.compute == "fp8" else GEMM
-    parts: dict[Part, float] = {}
+    fp8 = measured.config.precision.compute == "fp8"
+    parts: dict[StepPart, float] = {}
     for name, seconds in measured.pace.classes.items():
-        part = products if name == "linears" else _PARTS.get(name, "other")
+        part = StepPart(name).profiled(fp8=fp8)
         parts[part] = parts.get(part, 0.0) + seconds
     speed = beside.speed if beside is not None else None
     why = beside.why if beside is not None else ()

@@ -17,7 +17,7 @@ from finetune.analysis.diagnose.cause import Cause, percent
 from finetune.analysis.diagnose.facts import Facts
 from finetune.analysis.diagnose.layer_groups import GEMMS, Group
 from finetune.analysis.diagnose.prediction import Prediction
-from finetune.analysis.diagnose.step_parts import PARTS, Part
+from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.runs.receipt import Receipt
 
 
@@ -59,9 +59,9 @@ class Diagnosis(JupyterMixin):
         return self.facts.groups
 
     @property
-    def shares(self) -> dict[Part, float]:
+    def shares(self) -> dict[StepPart, float]:
         """Part -> its share of the step's time; they add up to one."""
-        return {part: self.facts.share(self.facts.parts[part]) for part in PARTS}
+        return {part: self.facts.share(self.facts.parts[part]) for part in PROFILED_PARTS}
 
     def to_json(self) -> str:
         """Everything, in seconds and shares from 0 to 1."""
@@ -234,7 +234,7 @@ def _times(found: Diagnosis) -> Table:
     expected = found.prediction
     if expected is not None:
         table.add_column("predicted", justify="right")
-    for part in PARTS:
+    for part in PROFILED_PARTS:
         seconds = found.facts.parts[part]
         share = expected.parts.get(part, 0.0) / expected.seconds if expected else 0.0
         if seconds or share:

@@ -25,27 +25,17 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
-from finetune.analysis.diagnose.observer import PREFIX, WINDOW
-from finetune.analysis.diagnose.step_parts import (
-    ATTENTION,
-    CASTS,
-    COMMUNICATION,
-    FP8_GEMM,
-    GEMM,
-    HOST,
-    OPTIMIZER,
-    OTHER,
-    PARTS,
-    POINTWISE,
-    Part,
+from finetune.analysis.diagnose.kernel_parts import (
     is_gemm,
     multiplies_fp8,
     part_of_kernel,
     part_of_operator,
 )
+from finetune.analysis.diagnose.observer import PREFIX, WINDOW
+from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 
 BACKWARD_NODE = "autograd::engine::evaluate_function"
-_LATER = {COMMUNICATION: 1, OTHER: 2}
+_LATER = {StepPart.COMMUNICATION: 1, StepPart.OTHER: 2}
 """Of kernels at the same time the one with the lowest number counts; 0, if it is not here."""
 
 
@@ -63,7 +53,7 @@ class Slice:
     """
 
     name: str
-    part: Part
+    part: StepPart
     seconds: float
     owner: str = ""
     phase: str = ""
@@ -86,18 +76,18 @@ class Trace:
     step_seconds: float
     on_gpu: bool
 
-    def parts(self) -> dict[Part, float]:
+    def parts(self) -> dict[StepPart, float]:
         """Part -> seconds of one step; they add up to `step_seconds`."""
-        found: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        found: dict[StepPart, float] = dict.fromkeys(PROFILED_PARTS, 0.0)
         for piece in self.slices:
             found[piece.part] += piece.seconds / self.steps
         if self.on_gpu:
-            found[HOST] += max(0.0, self.step_seconds - sum(found.values()))
+            found[StepPart.HOST] += max(0.0, self.step_seconds - sum(found.values()))
         return found
 
     def seconds(self, *, phase: str) -> float:
         """Of one step that a phase takes, without waiting."""
-        found = (p.seconds for p in self.slices if p.phase == phase and p.part != HOST)
+        found = (p.seconds for p in self.slices if p.phase == phase and p.part != StepPart.HOST)
         return sum(found) / self.steps
 
 
@@ -105,7 +95,7 @@ class Trace:
 class _Context:
     owner: str = ""
     phase: str = ""
-    part: Part | None = None
+    part: StepPart | None = None
     sizes: tuple[int, ...] = ()
 
 
@@ -177,16 +167,16 @@ def _descend(event: Any, above: _Context, forward: Mapping[tuple[int, int], _Con
         _, phase, owner = name.split("|", 2)
         return _Context(owner, phase)
     if name.startswith("Optimizer."):
-        return replace(above, phase=OPTIMIZER, part=OPTIMIZER)
+        return replace(above, phase=StepPart.OPTIMIZER, part=StepPart.OPTIMIZER)
     if name.startswith(BACKWARD_NODE):
         made = forward.get((event.fwd_thread, event.sequence_nr), _Context())
         return _Context(made.owner, "backward")
     if multiplies_fp8(name):
-        return replace(above, part=FP8_GEMM, sizes=_sizes(event))
+        return replace(above, part=StepPart.FP8_GEMM, sizes=_sizes(event))
     if is_gemm(name) and not above.sizes:
         return replace(above, sizes=_sizes(event))
-    if above.part is None and part_of_operator(name) == ATTENTION and not is_gemm(name):
-        return replace(above, part=ATTENTION)
+    if above.part is None and part_of_operator(name) == StepPart.ATTENTION and not is_gemm(name):
+        return replace(above, part=StepPart.ATTENTION)
     return above
 
 
@@ -214,11 +204,11 @@ def _operators(
         here, own = contexts[id(event)], event.self_cpu_time_total * 1e-6
         is_low = here.owner in low
         part = part_of_operator(event.name, low=is_low, batched=batched)
-        if part != HOST:
-            part = FP8_GEMM if part == GEMM and low.get(here.owner) else part
+        if part != StepPart.HOST:
+            part = StepPart.FP8_GEMM if part == StepPart.GEMM and low.get(here.owner) else part
             part = here.part or part
         elif "CompiledFxGraph" in event.name:  # its kernels are no operators on a CPU
-            part = CASTS if is_low else POINTWISE
+            part = StepPart.CASTS if is_low else StepPart.ELEMENTWISE
         slices.append(Slice(event.name, part, own, here.owner, here.phase, here.sizes))
     return slices
 
@@ -238,7 +228,7 @@ def _kernels(
         is_low = here.owner in low
         launched_by = launcher.name if launcher is not None else ""
         part = part_of_kernel(event.name, launched_by, low=is_low, batched=batched)
-        if here.part is not None and part != COMMUNICATION:
+        if here.part is not None and part != StepPart.COMMUNICATION:
             part = here.part
         found.append(Slice(event.name, part, 0.0, here.owner, here.phase, here.sizes))
     spans = [(event.time_range.start, event.time_range.end) for event in kernels]

@@ -33,7 +33,7 @@ from finetune.estimator.speed.kernels import (
     is_backward_attention,
     product_of,
 )
-from finetune.estimator.speed.step_parts import classes_of
+from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.hardware.gpus import Gpu
 
 if TYPE_CHECKING:
@@ -163,9 +163,6 @@ def _bandwidth(gpu: Gpu, launch: Launch, moved: float, shares: Efficiency) -> fl
 # ten.
 
 
-WAITING = "waiting for launches"
-COMMUNICATION = "communication"
-
 _NINE_IN_TEN = 1.645
 
 
@@ -264,7 +261,7 @@ def step_time(
         cls = _class(ops, launch, classes)
         bound: Bound = "launch" if waited > kernel.seconds else kernel.bound
         by_class[cls] += kernel.seconds
-        by_class[WAITING] += waited
+        by_class[StepPart.WAITING] += waited
         by_bound[cls][bound] += kernel.seconds
         key = (_label(ops, launch), cls)
         rows[key][0] += 1
@@ -274,7 +271,7 @@ def step_time(
         useful += 0.0 if op.phase == "recompute" else kernel.flops
         count += 1
     if communication_s:
-        by_class[COMMUNICATION] += communication_s
+        by_class[StepPart.COMMUNICATION] += communication_s
     seconds = ends + communication_s
     return StepTime(
         seconds=seconds,

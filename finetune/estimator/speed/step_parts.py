@@ -1,13 +1,8 @@
-"""What part of a step an operator belongs to, in words that a user has for it.
+"""`StepPart`: the parts of a training step that time is spent in, predicted and profiled.
 
-    linears         products of the layers
-    adapters        products with a dimension that is the rank of an adapter, and what else the
-                    linear that carries one does in forward
-    attention
-    FP8 casts       what makes the operands of FP8 products: maxima, scales, casts, transposes
-    head and loss   the last linear, over the vocabulary, and the loss
-    pointwise       norms, activations, rotary embeddings, residual sums, their backward
-    embedding, dequantisation, optimizer
+The estimator knows the module and the operands of every operator, and so tells apart the first
+group of parts; a profile knows kernels and the layers whose precision the receipt has, and so tells
+apart the second (`finetune.analysis.diagnose`). `StepPart.profiled` leads from one to the other.
 
 A rank shows in forward: a linear that multiplies by `[N, K]` and, in the same module or in parts
 named `lora_...`, by `[r, K]` and `[N, r]`. Backward has no modules, so products with that rank are
@@ -22,19 +17,76 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from finetune.estimator.speed.kernels import base_name, dtype_name, kind_of, product_of, words
 
-LINEARS = "linears"
-ADAPTERS = "adapters"
-ATTENTION = "attention"
-HEAD = "head and loss"
-CASTS = "FP8 casts"
-POINTWISE = "pointwise"
-OPTIMIZER = "optimizer"
-DEQUANTISE = "dequantisation"
-EMBEDDING = "embedding"
+
+class StepPart(StrEnum):
+    """Part of a step; the value is its name in tables and JSON.
+
+    The parts that a profile tells apart are in their display order.
+    """
+
+    LINEARS = "linears"
+    """Products of the layers."""
+    ADAPTERS = "adapters"
+    """Products with the rank of an adapter, and in forward all that its linear does besides."""
+    HEAD = "head and loss"
+    """The last linear, over the vocabulary, and the loss."""
+    FP8_CASTS = "FP8 casts"
+    """What makes the operands of FP8 products: maxima, scales, casts, transposes."""
+    DEQUANTIZE = "dequantisation"
+    POINTWISE = "pointwise"
+    """Norms, activations, rotary embeddings, residual sums, their backward."""
+    EMBEDDING = "embedding"
+    WAITING = "waiting for launches"
+
+    FP8_GEMM = "FP8 GEMMs"
+    """Products of FP8 operands, emulated ones too."""
+    GEMM = "other GEMMs"
+    """Products in high precision: head, adapters, layers that FP8 leaves alone."""
+    CASTS = "casts"
+    """FP8 casts and the dequantization of stored weights."""
+    ATTENTION = "attention"
+    """Fused attention; scores and weighted sums of the unfused one."""
+    ELEMENTWISE = "elementwise, norms"
+    """Pointwise parts and the loss."""
+    OPTIMIZER = "optimizer"
+    """Gradient norm, clipping, update."""
+    COMMUNICATION = "communication"
+    """Only where no computation hides it."""
+    HOST = "host"
+    """On a GPU, time in which it waits; on a CPU, Python, views and allocations."""
+    OTHER = "other"
+    """Copies between host and device, fills."""
+
+    def profiled(self, *, fp8: bool) -> StepPart:
+        """The part that a profile shows this one as.
+
+        Of adapters and of the head what is elementwise counts with the products, where most of
+        their time is on a GPU.
+
+        Args:
+            fp8: the linear layers run in FP8.
+        """
+        if self is StepPart.LINEARS:
+            return StepPart.FP8_GEMM if fp8 else StepPart.GEMM
+        return _PROFILED_AS.get(self, self)
+
+
+_PROFILED_AS = {
+    StepPart.ADAPTERS: StepPart.GEMM,
+    StepPart.HEAD: StepPart.GEMM,
+    StepPart.FP8_CASTS: StepPart.CASTS,
+    StepPart.DEQUANTIZE: StepPart.CASTS,
+    StepPart.POINTWISE: StepPart.ELEMENTWISE,
+    StepPart.EMBEDDING: StepPart.ELEMENTWISE,
+    StepPart.WAITING: StepPart.HOST,
+}
+PROFILED_PARTS = tuple(part for part in StepPart if part not in {*_PROFILED_AS, StepPart.LINEARS})
+"""The parts that a profile tells apart, in display order."""
 
 _ADAPTER = re.compile(r"\.(lora_|adapter|vera_|hada_|lokr_|oft_|boft_)")
 _IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
@@ -51,42 +103,48 @@ _SMALL = 2**16
 _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 
 
-def classes_of(ops: Sequence[Op]) -> list[str]:
-    """The class of every operator of a tape."""
+def classes_of(ops: Sequence[Op]) -> list[StepPart]:
+    """The part of every operator of a tape."""
     casts = _casts(ops)
     carriers, ranks = _adapters(ops)
     vocabulary, head = _head(ops)
     return [
-        CASTS if casts[index] else _class(op, carriers, ranks, vocabulary, head)
+        StepPart.FP8_CASTS if casts[index] else _class(op, carriers, ranks, vocabulary, head)
         for index, op in enumerate(ops)
     ]
 
 
-def _class(op: Op, carriers: set[str], ranks: set[int], vocabulary: int, head: set[int]) -> str:
+def _class(
+    op: Op, carriers: set[str], ranks: set[int], vocabulary: int, head: set[int]
+) -> StepPart:
     kind, name = kind_of(op), base_name(op)
     if kind == "optimizer":
-        return OPTIMIZER
+        return StepPart.OPTIMIZER
     if kind == "attention":
-        return ATTENTION
+        return StepPart.ATTENTION
     if kind == "dequantise":
-        return DEQUANTISE
+        return StepPart.DEQUANTIZE
     # in backward a product's module is that of a tensor it reads: its rank says more
     by_rank = kind == "gemm" and op.phase == "backward" and ranks
     if _ADAPTER.search(op.module) and not by_rank:
-        return ADAPTERS
+        return StepPart.ADAPTERS
     if name.startswith("embedding"):
-        return EMBEDDING
+        return StepPart.EMBEDDING
     if name in _LOSS or any(
         vocabulary and vocabulary in operand.shape for operand in (*op.outputs, *op.inputs)
     ):
-        return HEAD
+        return StepPart.HEAD
     if kind == "gemm":
         product = product_of(op)
         if product and {product.m, product.n, product.k} & ranks:
-            return ADAPTERS
-        return HEAD if any(operand.storage in head for operand in op.inputs) else LINEARS
+            return StepPart.ADAPTERS
+        return (
+            StepPart.HEAD
+            if any(operand.storage in head for operand in op.inputs)
+            else StepPart.LINEARS
+        )
     adapts = op.phase in ("forward", "recompute") and op.module in carriers
-    return ADAPTERS if adapts else POINTWISE
+    return StepPart.ADAPTERS if adapts else StepPart.POINTWISE
 
 
 def _casts(ops: Sequence[Op]) -> list[bool]:

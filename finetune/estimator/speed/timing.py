@@ -22,7 +22,8 @@ from finetune.estimator.speed.calibration import (
     load_calibration,
 )
 from finetune.estimator.speed.efficiency import Efficiency, Host, efficiency_of, host
-from finetune.estimator.speed.roofline import COMMUNICATION, Bound, Interval, StepTime, step_time
+from finetune.estimator.speed.roofline import Bound, Interval, StepTime, step_time
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import Op
 from finetune.hardware.gpus import Gpu
@@ -108,7 +109,7 @@ def pace(
         classes[name] = classes.get(name, 0.0) + value
     if exposed is not None:
         forward = timed([op for op in whole if op.phase == "forward"]).seconds
-        classes[COMMUNICATION] = exposed(forward, batch.seconds - forward)
+        classes[StepPart.COMMUNICATION] = exposed(forward, batch.seconds - forward)
     seconds = sum(classes.values())
     return Pace(
         seconds=seconds,

@@ -24,33 +24,9 @@ four bits, `t` BF16, `h` FP16, `s` float32 (`nvjet_qqtst` multiplies FP8 to BF16
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from finetune.estimator.speed.kernels import words
-
-Part = Literal[
-    "FP8 GEMMs",
-    "other GEMMs",
-    "casts",
-    "attention",
-    "elementwise, norms",
-    "optimizer",
-    "communication",
-    "host",
-    "other",
-]
-FP8_GEMM: Part = "FP8 GEMMs"
-GEMM: Part = "other GEMMs"
-CASTS: Part = "casts"
-ATTENTION: Part = "attention"
-POINTWISE: Part = "elementwise, norms"
-OPTIMIZER: Part = "optimizer"
-COMMUNICATION: Part = "communication"
-HOST: Part = "host"
-OTHER: Part = "other"
-PARTS: tuple[Part, ...] = (
-    *(FP8_GEMM, GEMM, CASTS, ATTENTION, POINTWISE, OPTIMIZER, COMMUNICATION, HOST, OTHER),
-)
+from finetune.estimator.speed.step_parts import StepPart
 
 _FP8_OPS = words("scaled_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm")
 _GEMM_OPS = words(
@@ -104,7 +80,7 @@ def multiplies_fp8(name: str) -> bool:
     return operator(name) in _FP8_OPS
 
 
-def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> Part:
+def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> StepPart:
     """The part of an operator's own time.
 
     Args:
@@ -115,27 +91,27 @@ def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> 
     """
     bare = operator(name)
     if not bare or bare in _HOST_OPS:
-        return HOST
+        return StepPart.HOST
     if bare in _FP8_OPS:
-        return FP8_GEMM
+        return StepPart.FP8_GEMM
     if bare in _GEMM_OPS:
-        return GEMM
+        return StepPart.GEMM
     if bare in _BATCHED_OPS:
-        return GEMM if batched else CASTS if low else ATTENTION
+        return StepPart.GEMM if batched else StepPart.CASTS if low else StepPart.ATTENTION
     if _COMMUNICATION.search(name) or name.startswith("c10d"):
-        return COMMUNICATION
+        return StepPart.COMMUNICATION
     if _ATTENTION.search(bare):
-        return ATTENTION
+        return StepPart.ATTENTION
     if _OPTIMIZER.search(bare):
-        return OPTIMIZER
+        return StepPart.OPTIMIZER
     if low or "dequant" in bare:
-        return CASTS
-    return POINTWISE
+        return StepPart.CASTS
+    return StepPart.ELEMENTWISE
 
 
 def part_of_kernel(
     kernel: str, launched_by: str, *, low: bool = False, batched: bool = False
-) -> Part:
+) -> StepPart:
     """The part of a GPU kernel.
 
     Args:
@@ -145,31 +121,35 @@ def part_of_kernel(
         batched: batched products are those of layers, not of attention.
     """
     if kernel.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memset")):
-        return OTHER
+        return StepPart.OTHER
     if _COMMUNICATION.search(kernel):
-        return COMMUNICATION
+        return StepPart.COMMUNICATION
     if _TRITON.match(kernel):
         return _part_of_triton(kernel)
     bare = operator(launched_by)
     if bare in _FP8_OPS | _GEMM_OPS | _BATCHED_OPS:
         part = part_of_operator(launched_by, low=low, batched=batched)
         # A product of high operands may be preceded by a copy that makes them contiguous.
-        return CASTS if low and not _GEMM_NAME.search(kernel) and part == GEMM else part
+        return (
+            StepPart.CASTS
+            if low and not _GEMM_NAME.search(kernel) and part == StepPart.GEMM
+            else part
+        )
     if _ATTENTION.search(kernel) or _ATTENTION.search(bare):
-        return ATTENTION
+        return StepPart.ATTENTION
     if _CASTING.search(kernel) and not _is_fp8_gemm(kernel):
-        return CASTS
+        return StepPart.CASTS
     if _GEMM_NAME.search(kernel) and "elementwise" not in kernel:
-        return FP8_GEMM if names_fp8_gemm(kernel) else GEMM
+        return StepPart.FP8_GEMM if names_fp8_gemm(kernel) else StepPart.GEMM
     if _OPTIMIZER.search(kernel) or _OPTIMIZER.search(bare):
-        return OPTIMIZER
+        return StepPart.OPTIMIZER
     if kernel.startswith("Memcpy"):
-        return CASTS if low else POINTWISE
-    return CASTS if low or "dequant" in bare else POINTWISE
+        return StepPart.CASTS if low else StepPart.ELEMENTWISE
+    return StepPart.CASTS if low or "dequant" in bare else StepPart.ELEMENTWISE
 
 
 def names_fp8_gemm(kernel: str) -> bool:
-    """Whether the name of a GEMM kernel says that its operands are FP8 (or FP4)."""
+    """Whether the name of a StepPart.GEMM kernel says that its operands are FP8 (or FP4)."""
     letters = _NVJET.search(kernel)
     if letters is not None:
         return letters[1] in "qo" and letters[2] in "qo"
@@ -180,9 +160,9 @@ def _is_fp8_gemm(kernel: str) -> bool:
     return bool(_GEMM_NAME.search(kernel)) and names_fp8_gemm(kernel)
 
 
-def _part_of_triton(kernel: str) -> Part:
+def _part_of_triton(kernel: str) -> StepPart:
     if "_tem_" in kernel or kernel.startswith("triton_tem"):
-        return FP8_GEMM if "scaled_mm" in kernel else GEMM
+        return StepPart.FP8_GEMM if "scaled_mm" in kernel else StepPart.GEMM
     if _FUSED_CAST.search(kernel) and not _MORE_THAN_A_CAST.search(kernel):
-        return CASTS
-    return POINTWISE
+        return StepPart.CASTS
+    return StepPart.ELEMENTWISE
