@@ -37,6 +37,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
+    def _changed(self, *names: str) -> list[str]:
+        """Those of `names` whose value is not the default."""
+        fields = type(self).model_fields
+        return [name for name in names if getattr(self, name) != fields[name].default]
+
 
 class ModelConfig(Section):
     """Which model, and how its weights are held between steps."""
@@ -201,7 +206,7 @@ class PrecisionConfig(Section):
 
     @property
     def low(self) -> Literal["fp8", "fp4"]:
-        """What the GEMMs asked for as `fp8` really multiply: FP4 with nvfp4 scaling."""
+        """Precision of the GEMMs requested as `fp8`: FP4 with nvfp4 scaling."""
         return "fp4" if self.scaling == "nvfp4" else "fp8"
 
     @property
@@ -212,7 +217,7 @@ class PrecisionConfig(Section):
 
     @property
     def pow2_scales(self) -> bool:
-        """Whether scales are powers of two: as given, or as usual for the scaling."""
+        """True when scales are powers of two: as given, or as usual for the scaling."""
         if self.power_of_two_scales is None:
             return self.scaling in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
         return self.power_of_two_scales
@@ -227,13 +232,11 @@ class PrecisionConfig(Section):
     def _known_limits(self) -> PrecisionConfig:
         self._refuse_foreign("delayed", DELAYED_ONLY, "which has no amax history")
         self._refuse_foreign("nvfp4", NVFP4_ONLY, "which does neither")
-        for name in ("loss_scale_init", "loss_scale_growth_interval"):
-            default = PrecisionConfig.model_fields[name].default
-            if self.compute != "fp16" and getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} belongs to fp16 and compute is {self.compute!r}, which needs no loss "
-                    f"scaling; set compute=fp16 or leave {name} out"
-                )
+        for name in self._changed(*FP16_ONLY) if self.compute != "fp16" else ():
+            raise ValueError(
+                f"{name} belongs to fp16 and compute is {self.compute!r}, which needs no loss "
+                f"scaling; set compute=fp16 or leave {name} out"
+            )
         if self.scaling == "nvfp4" and self.format is not None:
             raise ValueError(
                 "nvfp4 scaling has one format, E2M1 with E4M3 block scales; leave format out"
@@ -254,12 +257,11 @@ class PrecisionConfig(Section):
                 f"the scales of {self.scaling} are {kind} by definition; leave power_of_two_scales "
                 "out"
             )
-        for name in FP8_ONLY if self.compute != "fp8" else ():
-            if getattr(self, name) != PrecisionConfig.model_fields[name].default:
-                raise ValueError(
-                    f"{name} belongs to FP8 compute and compute is {self.compute!r}; set "
-                    f"compute=fp8 or leave {name} out"
-                )
+        for name in self._changed(*FP8_ONLY) if self.compute != "fp8" else ():
+            raise ValueError(
+                f"{name} belongs to FP8 compute and compute is {self.compute!r}; set "
+                f"compute=fp8 or leave {name} out"
+            )
         if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
             raise ValueError(
                 "fprop, dgrad and wgrad are all kept in high precision, so nothing would run in "
@@ -293,15 +295,15 @@ class PrecisionConfig(Section):
 
     def _refuse_foreign(self, scaling: str, names: tuple[str, ...], why: str) -> None:
         """A setting of another scaling rule would be ignored silently."""
-        for name in names if self.scaling != scaling else ():
-            if getattr(self, name) != PrecisionConfig.model_fields[name].default:
-                raise ValueError(
-                    f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}; "
-                    f"set scaling={scaling} or leave {name} out"
-                )
+        for name in self._changed(*names) if self.scaling != scaling else ():
+            raise ValueError(
+                f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}; "
+                f"set scaling={scaling} or leave {name} out"
+            )
 
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
+FP16_ONLY = ("loss_scale_init", "loss_scale_growth_interval")
 FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", "saved_input")
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
@@ -412,15 +414,12 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _nothing_idle(self) -> EvalConfig:
-        for name in () if self.tasks else ("data", "limit", "shots", "batch_size", "chat_template"):
-            if getattr(self, name) != EvalConfig.model_fields[name].default:
-                raise ValueError(
-                    f"{name} is about tasks, and none is named; set eval.tasks, or leave {name} out"
-                )
-        if (
-            not self.samples
-            and self.max_new_tokens != EvalConfig.model_fields["max_new_tokens"].default
-        ):
+        of_tasks = ("data", "limit", "shots", "batch_size", "chat_template")
+        for name in () if self.tasks else self._changed(*of_tasks):
+            raise ValueError(
+                f"{name} is about tasks, and none is named; set eval.tasks, or leave {name} out"
+            )
+        if not self.samples and self._changed("max_new_tokens"):
             raise ValueError(
                 "max_new_tokens is about samples, and samples=false; leave one of them out"
             )
@@ -439,19 +438,18 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _hold_a_frozen_base_in_fp8(cls, values: Any) -> Any:
-        """Adapters mean that the base does not train: in FP8 it is held so, where it can be."""
+    def _store_a_frozen_base_in_fp8(cls, values: Any) -> Any:
+        """With adapters the base does not train: in an FP8 run it is stored in FP8, where it can."""
         precision = values.get("precision") if isinstance(values, dict) else None
         if not isinstance(precision, dict) or not values.get("lora"):
             return values
-        scaling = precision.get("scaling", PrecisionConfig.model_fields["scaling"].default)
-        held = (
+        stored = (
             precision.get("compute") == "fp8"
             and precision.get("frozen") is None
             and precision.get("format") in (None, "e4m3")
-            and scaling in FROZEN_SCALINGS
+            and precision.get("scaling", "tensorwise") in FROZEN_SCALINGS
         )
-        return values | {"precision": precision | {"frozen": "fp8"}} if held else values
+        return values | {"precision": precision | {"frozen": "fp8"}} if stored else values
 
     @property
     def method(self) -> Literal["full", "lora"]:

@@ -258,13 +258,12 @@ def _torchao_lacks(precision: PrecisionConfig) -> tuple[str, str]:
     return "", ""
 
 
-def auto_order(precision: PrecisionConfig) -> tuple[str, ...]:
-    """Backends that `auto` tries, best first.
+AUTO_ORDER = ("te", "torchao", "emulated")
+"""Backends that `auto` tries, best first.
 
-    Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for
-    that and comes second. The emulation never precedes hardware.
-    """
-    return ("te", "torchao", "emulated")
+Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for that
+and comes second. The emulation never precedes hardware.
+"""
 
 
 @dataclass(frozen=True)
@@ -318,7 +317,7 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
     """
     if precision.compute != "fp8":
         return Resolution(precision, precision, f"{precision.compute} was asked")
-    names = auto_order(precision) if precision.backend == "auto" else (precision.backend,)
+    names = AUTO_ORDER if precision.backend == "auto" else (precision.backend,)
     refused = []
     for name in names:
         verdict = backend_verdict(name, precision, device)

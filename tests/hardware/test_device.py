@@ -11,7 +11,7 @@ import pytest
 from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError
-from finetune.hardware.device import Device, auto_order, backend_verdict, resolve, this_device
+from finetune.hardware.device import AUTO_ORDER, Device, backend_verdict, resolve, this_device
 from tests import te_stand_in
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 
@@ -222,7 +222,7 @@ def test_auto_does_not_emulate_silently_on_an_fp8_gpu(no_te):
 
 
 def test_emulation_comes_after_every_engine():
-    assert auto_order(fp8())[-1] == "emulated"
+    assert AUTO_ORDER[-1] == "emulated"
 
 
 def test_torchao_by_name_may_emulate_itself():
