@@ -230,8 +230,15 @@ class PrecisionConfig(Section):
 
     @model_validator(mode="after")
     def _known_limits(self) -> PrecisionConfig:
-        self._refuse_foreign("delayed", DELAYED_ONLY, "which has no amax history")
-        self._refuse_foreign("nvfp4", NVFP4_ONLY, "which does neither")
+        for scaling, names, why in (
+            ("delayed", DELAYED_ONLY, "which has no amax history"),
+            ("nvfp4", NVFP4_ONLY, "which does neither"),
+        ):  # a setting of another scaling rule would be ignored silently
+            for name in self._changed(*names) if self.scaling != scaling else ():
+                raise ValueError(
+                    f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}; "
+                    f"set scaling={scaling} or leave {name} out"
+                )
         for name in self._changed(*FP16_ONLY) if self.compute != "fp16" else ():
             raise ValueError(
                 f"{name} belongs to fp16 and compute is {self.compute!r}, which needs no loss "
@@ -241,12 +248,9 @@ class PrecisionConfig(Section):
             raise ValueError(
                 "nvfp4 scaling has one format, E2M1 with E4M3 block scales; leave format out"
             )
-        idle = {
-            "hadamard": "wgrad" in self.gemms_kept_high,
-            "stochastic_rounding": {"dgrad", "wgrad"} <= self.gemms_kept_high,
-        }
-        for name, acts_on_nothing in idle.items() if self.scaling == "nvfp4" else ():
-            if acts_on_nothing and not getattr(self, name):
+        serves = {"hadamard": {"wgrad"}, "stochastic_rounding": {"dgrad", "wgrad"}}
+        for name in self._changed(*NVFP4_ONLY):
+            if serves[name] <= self.gemms_kept_high:
                 raise ValueError(
                     f"{name}=false acts on nothing: the GEMMs that it is about are kept in high "
                     f"precision; leave {name} out, or take them out of high_gemms"
@@ -291,14 +295,6 @@ class PrecisionConfig(Section):
             raise ValueError(
                 "frozen=fp8, and both GEMMs of a frozen layer are kept in high precision; take one "
                 "out of high_gemms, or set frozen=bf16"
-            )
-
-    def _refuse_foreign(self, scaling: str, names: tuple[str, ...], why: str) -> None:
-        """A setting of another scaling rule would be ignored silently."""
-        for name in self._changed(*names) if self.scaling != scaling else ():
-            raise ValueError(
-                f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}; "
-                f"set scaling={scaling} or leave {name} out"
             )
 
 
@@ -439,7 +435,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _store_a_frozen_base_in_fp8(cls, values: Any) -> Any:
-        """With adapters the base does not train: in an FP8 run it is stored in FP8, where it can."""
+        """Store the base in FP8 where an FP8 run does not train it and the scaling allows."""
         precision = values.get("precision") if isinstance(values, dict) else None
         if not isinstance(precision, dict) or not values.get("lora"):
             return values
