@@ -10,7 +10,6 @@ reverting: the high-precision weight is gone, and the layer dequantises what it 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,14 +17,15 @@ import torch
 from torch import nn
 
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, reduce_as_plain
+from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
-from finetune.precision.forced import ForcedMixin, forced_class
+from finetune.precision.forced import DTYPES, ForcedMixin
 from finetune.precision.holdings import iter_weights
-from finetune.precision.lora import fused_class, iter_fusable, seat_class
-from finetune.precision.parameters import ParameterMixin, parameter_class, seats
+from finetune.precision.lora import AdaptedMixin, FusedMixin, iter_fusable
+from finetune.precision.parameters import ParameterMixin, seats
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.rescaling import store
+from finetune.precision.swap import Swapped, swap, unswap
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -54,7 +54,7 @@ class Conversion:
         self.fused: list[nn.Module] = []
         self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-        self._changed: list[tuple[nn.Module, type[nn.Module], list[str]]] = []
+        self._swapped: list[nn.Module] = []
         self._checkpointed: list[tuple[nn.Module, Any]] = []
         self.compiled: list[nn.Module] = []
         self._applied = False
@@ -78,19 +78,17 @@ class Conversion:
             assert engine is not None
             if layer.held:
                 store(module, layer.held)
-            attributes = {"fp8_backend": engine, **engine.attributes(module, layer)}
-            self._swap(module, engine.layer_class(module), attributes)
+            facts = engine.attributes(module, layer)
+            self._swap(module, engine.mixin, fp8_backend=engine, **facts)
         if self.backend is not None:
             for owner, layers in self.plan.fp8_parameters.items():
                 module = modules[owner]
-                attributes = seats(self.backend, module, layers)
-                self._swap(module, parameter_class(type(module)), attributes)
+                self._swap(module, ParameterMixin, **seats(self.backend, module, layers))
         for name, compute in self.plan.forced.items():
-            module = self.model.get_submodule(name)
-            self._swap(module, forced_class(type(module), compute), {})
+            self._swap(self.model.get_submodule(name), ForcedMixin, fp8_dtype=DTYPES[compute])
         if self.plan.precision.fused_adapters:
             self._fuse_adapters()
-        self._swap(self.model, _root_class(type(self.model)), {ATTRIBUTE: self})
+        self._swap(self.model, RootMixin, **{ATTRIBUTE: self})
         self._applied = True
         self.check()
         if self._parameters() != kept:
@@ -108,16 +106,13 @@ class Conversion:
 
     def _fuse_adapters(self) -> None:
         for name, module in list(iter_fusable(self.model)):
-            base = module.base_layer
-            self._swap(base, seat_class(type(base)), {})
-            self._swap(module, fused_class(type(module)), {"fp8_name": name, "fp8_listeners": []})
+            self._swap(module.base_layer, AdaptedMixin)
+            self._swap(module, FusedMixin, fp8_name=name, fp8_listeners=[])
             self.fused.append(module)
 
-    def _swap(self, module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
-        self._changed.append((module, type(module), list(attributes)))
-        module.__class__ = cls
-        # Past nn.Module.__setattr__: an engine that is a module must not become a child.
-        module.__dict__.update(attributes)
+    def _swap(self, module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
+        self._swapped.append(module)
+        swap(module, mixin, **facts)
 
     def check(self) -> None:
         """Raise `ConversionError` unless exactly the planned layers are FP8 layers."""
@@ -144,17 +139,13 @@ class Conversion:
 
     def revert(self) -> None:
         """Give back the plain model. Harmless when already reverted."""
-        for module, original, attributes in reversed(self._changed):
-            # FSDP2 puts a class of its own in front of ours, which then stays and does nothing.
-            if {"fp8_original", "fp8_root_of"} & vars(type(module)).keys():
-                module.__class__ = original
-            for name in attributes:
-                module.__dict__.pop(name, None)
+        for module in self._swapped:
+            unswap(module)
         for module, function in self._checkpointed:
             module.__dict__["_gradient_checkpointing_func"] = function
         for module in self.compiled:
             module._compiled_call_impl = None
-        self._changed, self._checkpointed, self.compiled, self.fused = [], [], [], []
+        self._swapped, self._checkpointed, self.compiled, self.fused = [], [], [], []
         self.around.clear()
         self._applied = False
 
@@ -208,20 +199,15 @@ class Conversion:
             module.__dict__["_gradient_checkpointing_func"] = wrapped
 
 
-@functools.cache
-def _root_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of a converted root, under the same name: checkpoints record it."""
+class RootMixin(Swapped):
+    """In front of a converted model's own class: each of its calls is a step's beginning."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    keeps_name = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         conversion = self.__dict__.get(ATTRIBUTE)
-        if conversion is None:
-            return original.__call__(self, *args, **kwargs)
-        with conversion.call():
-            return original.__call__(self, *args, **kwargs)
-
-    facts = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    members = {"__call__": call, "__reduce_ex__": reduce_as_plain, "fp8_root_of": original}
-    return type(original.__name__, (original,), members | facts)
+        with contextlib.nullcontext() if conversion is None else conversion.call():
+            return super().__call__(*args, **kwargs)
 
 
 def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
@@ -290,11 +276,11 @@ def revert(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
-    layers = [m for m in model.modules() if isinstance(m, Fp8Mixin | ParameterMixin)]
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, Fp8Mixin | ParameterMixin)]
     classes = [type(module) for module in layers]
     try:
         for module, cls in zip(layers, classes, strict=True):
-            module.__class__ = cls.fp8_original
+            module.__class__ = cls.plain_class
         yield
     finally:
         for module, cls in zip(layers, classes, strict=True):

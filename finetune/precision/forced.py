@@ -10,24 +10,21 @@ their own type.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finetune.config.schema import Compute
-from finetune.precision.backends.base import reduce_as_plain
 from finetune.precision.layers import is_conv1d
+from finetune.precision.swap import Swapped
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class ForcedMixin:
+class ForcedMixin(Swapped):
     """In front of a module's own class: computes in `fp8_dtype`, with autocast off."""
 
-    fp8_original: ClassVar[type[nn.Module]]
-    fp8_dtype: ClassVar[torch.dtype]
+    fp8_dtype: torch.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         dtype = self.fp8_dtype
@@ -39,22 +36,11 @@ class ForcedMixin:
             if isinstance(self, nn.Linear) or is_conv1d(type(self)):  # pyright: ignore
                 weight: Any = self.weight
                 weight = weight if isinstance(self, nn.Linear) else weight.t()
-                bias = None if self.bias is None else self.bias.to(dtype)  # pyright: ignore
+                bias: Any = None if self.bias is None else self.bias.to(dtype)
                 y = nn.functional.linear(x.to(dtype), weight.to(dtype), bias)
             else:
                 x = x.to(dtype) if x.is_floating_point() else x  # token ids stay
                 args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
-                y = self.fp8_original.forward(self, *args, **kwargs)  # pyright: ignore
+                y = self.plain_class.forward(self, *args, **kwargs)
                 y = y.to(dtype)
         return y.to(around) if dtype not in (torch.float32, around) else y
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_as_plain(self, protocol)
-
-
-@functools.cache
-def forced_class(original: type[nn.Module], compute: Compute) -> type[nn.Module]:
-    """The class of a module of class `original` that computes in `compute`."""
-    facts = {"fp8_original": original, "fp8_dtype": DTYPES[compute]}
-    name = f"{compute.upper()}{original.__name__}"
-    return type(name, (ForcedMixin, original), {"__module__": __name__, **facts})

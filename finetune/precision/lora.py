@@ -25,21 +25,21 @@ themselves are not called, since nobody calls these modules.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.backends.base import Fp8Mixin, compute_dtype, reduce_as_plain
+from finetune.precision.backends.base import Fp8Mixin, compute_dtype
 from finetune.precision.backends.frozen import Arithmetic, FrozenMixin, dgrad, fprop, operand
 from finetune.precision.forced import ForcedMixin
 from finetune.precision.formats import decode_bits
 from finetune.precision.layers import is_conv1d, linear_shape
+from finetune.precision.swap import Swapped
 from finetune.precision.weights import StoredMixin, refuse_merge
 
 
@@ -161,21 +161,19 @@ class AdaptedLinear(torch.autograd.Function):
         return dx, None, None, None, None, None, da, db, None, None, None
 
 
-class SeatMixin:
+class AdaptedMixin(Swapped):
     """In front of a frozen base layer's class: it can be called with its adapter."""
 
-    seat_original: ClassVar[type[nn.Module]]
-    seat_transposed: ClassVar[bool]
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def forward(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
         if adapter is None:
-            return self.seat_original.forward(self, input)  # pyright: ignore[reportArgumentType]
+            return super().forward(input)
         dtype = compute_dtype(input)
         rows = input.reshape(-1, input.shape[-1]).to(dtype)
         values = x_inverse = kept = inverse = how = None
-        w: Tensor = self.weight.t() if self.seat_transposed else self.weight
+        w: Tensor = self.weight.t() if self.transposed_weight else self.weight
         if isinstance(self, StoredMixin):
             inverse = self.weight_scale
             how = Arithmetic(self.stored_tile, high=frozenset({"fprop", "dgrad"}))
@@ -191,16 +189,13 @@ class SeatMixin:
         y = y if self.bias is None else y + self.bias.to(dtype)
         return y.reshape(*input.shape[:-1], y.shape[-1])
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_as_plain(self, protocol)
-
 
 # A compiled layer must not depend on its name: each decoder layer would be a graph of its own, and
 # those past `torch._dynamo.config.recompile_limit` none.
 _UNHEARD = ("", "")
 
 
-class FusedMixin:
+class FusedMixin(Swapped):
     """In front of PEFT's LoRA layer: in training its adapter goes into the call of the base.
 
     Attributes:
@@ -208,7 +203,6 @@ class FusedMixin:
         fp8_listeners: who is told of the adapter's GEMMs.
     """
 
-    fp8_original: ClassVar[type[nn.Module]]
     fp8_name: str
     fp8_listeners: list[Listener]
     base_layer: nn.Module
@@ -217,7 +211,7 @@ class FusedMixin:
         this: Any = self
         active = [name for name in this.active_adapters if name in this.lora_A]
         if args or kwargs or not this.training or why_not_fused(this, active):
-            return self.fp8_original.forward(this, x, *args, **kwargs)
+            return self.plain_class.forward(this, x, *args, **kwargs)
         (name,) = active
         names = _UNHEARD
         if self.fp8_listeners:
@@ -236,10 +230,7 @@ class FusedMixin:
     def merge(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.base_layer, StoredMixin):
             raise refuse_merge(self.fp8_name)
-        self.fp8_original.merge(self, *args, **kwargs)  # pyright: ignore
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_as_plain(self, protocol)
+        self.plain_class.merge(self, *args, **kwargs)
 
 
 def why_not_fused(layer: Any, active: list[str]) -> str:
@@ -249,7 +240,7 @@ def why_not_fused(layer: Any, active: list[str]) -> str:
         layer: PEFT's LoRA layer.
         active: names of its active adapters.
     """
-    if not isinstance(layer.base_layer, SeatMixin):  # switched off for a while
+    if not isinstance(layer.base_layer, AdaptedMixin):  # switched off for a while
         return "the base layer is not its own"
     if layer.base_layer.weight.requires_grad:
         return "the base trains"
@@ -302,22 +293,3 @@ def _plain_forward(cls: type[nn.Module]) -> bool:
 
 
 _OTHERS = (Fp8Mixin, ForcedMixin, StoredMixin)
-
-
-@functools.cache
-def seat_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of a base layer of class `original` that can be called with its adapter."""
-    facts = {
-        "seat_original": original,
-        "seat_transposed": is_conv1d(original),
-        "fp8_original": getattr(original, "fp8_original", original),
-    }
-    members = {"__module__": __name__, **facts}
-    return type(f"Adapted{original.__name__}", (SeatMixin, original), members)
-
-
-@functools.cache
-def fused_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of PEFT's LoRA layer with the fused forward."""
-    members = {"__module__": __name__, "fp8_original": original}
-    return type(f"Fused{original.__name__}", (FusedMixin, original), members)

@@ -27,7 +27,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import Backend, compute_dtype, reduce_as_plain
+from finetune.precision.backends.base import Backend, compute_dtype
 from finetune.precision.contractions import Linear, contract, gathered, grouped, products, read
 from finetune.precision.planner import LayerPlan, alignment
+from finetune.precision.swap import Swapped
 
 PLAIN = (nn.Parameter, FakeTensor)
 """Types of a parameter that has memory of its own, or is said to (rehearsals)."""
@@ -226,14 +227,13 @@ def _refused(name: str, func: Any, why: str) -> ConversionError:
     )
 
 
-class ParameterMixin:
+class ParameterMixin(Swapped):
     """In front of a module's own class: training multiplies by its planned parameters in FP8."""
 
     fp8_backend: Backend
     fp8_seats: list[Seat]
     fp8_observers: list[Observer]
-    fp8_original: ClassVar[type[nn.Module]]
-    training: bool
+    keeps_name = True
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,20 +241,9 @@ class ParameterMixin:
             return type(self).forward(self, *args, **kwargs)
         reverted = "fp8_seats" not in self.__dict__  # and FSDP2's class has stayed in front
         if reverted or (not self.training and self.fp8_backend.precision.eval == "high"):
-            return self.fp8_original.forward(self, *args, **kwargs)  # pyright: ignore
+            return self.plain_class.forward(self, *args, **kwargs)
         with ParameterMode(self):
-            return self.fp8_original.forward(self, *args, **kwargs)  # pyright: ignore
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_as_plain(self, protocol)
-
-
-@functools.cache
-def parameter_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of a converted owner, under the same name: FSDP wraps layers by it."""
-    facts = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    members: dict[str, Any] = {"fp8_original": original}
-    return type(original.__name__, (ParameterMixin, original), members | facts)
+            return self.plain_class.forward(self, *args, **kwargs)
 
 
 def seats(backend: Backend, module: nn.Module, layers: list[LayerPlan]) -> dict[str, Any]:

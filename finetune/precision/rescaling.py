@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from finetune.precision.swap import unswap
 from finetune.precision.weights import (
     Fp8Bits,
     Granularity,
@@ -76,7 +77,7 @@ def recast(module: StoredMixin, tile: Tile) -> None:
 
     bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)
     new = quantise_slabs(slabs, bits, tile)
-    module.weight = Fp8Bits(bits.t().contiguous() if module.stored_transposed else bits)
+    module.weight = Fp8Bits(bits.t().contiguous() if module.transposed_weight else bits)
     module.weight_scale, module.stored_tile = new, tile
 
 
@@ -112,8 +113,8 @@ def release(module: nn.Module, dtype: torch.dtype | None = None) -> None:
         raise TypeError(f"{type(module).__name__} holds no FP8 codes")
     dtype = dtype or module.compute_dtype
     w = module.dequantise(dtype)
-    w = w.t().contiguous() if module.stored_transposed else w
+    w = w.t().contiguous() if module.transposed_weight else w
     plain: Any = module
-    plain.__class__ = module.stored_original
-    del plain.weight_scale, plain.stored_tile, plain.compute_dtype
+    unswap(module, to=module.plain_class.swapped_from)
+    del plain.weight_scale
     plain.weight = torch.nn.Parameter(w, requires_grad=False)

@@ -16,10 +16,9 @@ change: the high-precision one is gone, and nothing brings it back.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +38,7 @@ from finetune.precision.formats import (
     widen,
 )
 from finetune.precision.layers import is_conv1d
+from finetune.precision.swap import Swapped, swap
 
 
 class DequantisedLinear(torch.autograd.Function):
@@ -119,7 +119,7 @@ def refuse_training() -> StorageNotComputeError:
     )
 
 
-class StoredMixin:
+class StoredMixin(Swapped):
     """In front of a linear layer's own class: the weight is FP8 codes, dequantised to be used.
 
     Attributes:
@@ -135,14 +135,13 @@ class StoredMixin:
     weight_scale: Tensor
     stored_tile: Tile
     compute_dtype: torch.dtype
-    stored_original: ClassVar[type[nn.Module]]
-    stored_transposed: ClassVar[bool] = False
     stored_raw: bool = False
+    in_copies = True
 
     @property
     def bits(self) -> Tensor:
         """The codes as [N, K], uint8."""
-        return self.weight.t() if self.stored_transposed else self.weight
+        return self.weight.t() if self.transposed_weight else self.weight
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802
@@ -152,7 +151,7 @@ class StoredMixin:
     def dequantize(self) -> Tensor:
         """The weight in the layout of the layer's class, in the type of the model."""
         w = self.dequantise()
-        return w.t() if self.stored_transposed else w
+        return w.t() if self.transposed_weight else w
 
     def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight [N, K] in `dtype`, else in the type of the model."""
@@ -173,7 +172,7 @@ class StoredMixin:
         before, bits = self.weight_scale, cast("Any", self.weight)
         bits.__dict__["moving"] = True  # where FSDP2 has put its own parameter, it says nothing
         try:
-            result = super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
+            result = super()._apply(fn, recurse)
         finally:
             bits.__dict__.pop("moving", None)
         if self.weight_scale.dtype is not torch.float32:  # model.to(dtype) is not about scales
@@ -181,7 +180,7 @@ class StoredMixin:
         return result
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # pyright: ignore
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         bits = destination[prefix + "weight"]
         if not self.stored_raw:
             destination[prefix + "weight"] = bits.detach().view(E4M3.dtype)
@@ -196,39 +195,12 @@ class StoredMixin:
             errors = rest[-1]
             errors.append(f"{prefix}weight holds FP8 codes, and {given.dtype} was given")
             return
-        super()._load_from_state_dict(state_dict, prefix, meta, strict, missing, *rest)  # pyright: ignore
+        super()._load_from_state_dict(state_dict, prefix, meta, strict, missing, *rest)
 
     def extra_repr(self) -> str:
         rows, columns = self.stored_tile
-        held = super().extra_repr()  # pyright: ignore[reportAttributeAccessIssue]
+        held = super().extra_repr()
         return f"{held}, held in {E4M3.name}, scale of {rows}x{columns}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        cls: Any = type(self)
-        return (*constructor(cls), self.__dict__)
-
-
-def constructor(cls: type[nn.Module]) -> tuple[Any, tuple[type[nn.Module]]]:
-    """How to make an empty module of a plain or stored class again: a function and its argument."""
-    if issubclass(cls, StoredMixin):
-        return _new_stored, (cls.stored_original,)
-    return _new, (cls,)
-
-
-def _new(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
-
-
-def _new_stored(original: type[nn.Module]) -> nn.Module:
-    return _new(stored_class(original))
-
-
-@functools.cache
-def stored_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of a stored layer: a subclass of the one it had."""
-    facts = {"stored_original": original, "stored_transposed": is_conv1d(original)}
-    module = {"__module__": StoredMixin.__module__}
-    return type(f"Fp8{original.__name__}", (StoredMixin, original), module | facts)
 
 
 def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype) -> None:
@@ -241,12 +213,10 @@ def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: tor
         tile: what shares a scale.
         dtype: type of the model.
     """
-    cls = stored_class(type(module))
-    bits = bits.t() if cls.stored_transposed else bits  # pyright: ignore[reportAttributeAccessIssue]
+    bits = bits.t() if is_conv1d(type(module)) else bits
     module.weight = Fp8Bits(bits.contiguous())
     module.register_buffer("weight_scale", inverse)
-    module.__dict__.update(stored_tile=tile, compute_dtype=dtype)
-    module.__class__ = cls
+    swap(module, StoredMixin, stored_tile=tile, compute_dtype=dtype)
 
 
 @torch.no_grad()

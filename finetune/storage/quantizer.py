@@ -137,11 +137,11 @@ class QuantiseWeight(ConversionOps):
             value = value[0] if isinstance(value, list) else value
             if self.quantiser.param_needs_quantization(model, name):
                 module: Any = model.get_submodule(name.removesuffix(".weight"))
-                w = value.t() if module.stored_transposed else value
+                w = value.t() if module.transposed_weight else value
                 if tuple(w.shape) != tuple(module.bits.shape):  # is reported by its caller
                     raise ValueError(f"{name} is {tuple(value.shape)} in the checkpoint")
                 bits, inverse = quantise_weight(w, module.stored_tile)
-                bits = bits.t().contiguous() if module.stored_transposed else bits
+                bits = bits.t().contiguous() if module.transposed_weight else bits
                 result[name] = Fp8Bits(bits)
                 result[name.removesuffix(".weight") + SCALE] = inverse
             else:

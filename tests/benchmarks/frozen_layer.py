@@ -42,6 +42,7 @@ from torchao.float8.float8_linear import Float8Linear
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.backends.torchao import TorchaoBackend
+from finetune.precision.swap import swap
 from finetune.precision.weights import hold
 
 TORCHAO = "torchao"
@@ -70,9 +71,7 @@ def bf16_kept(n: int, k: int, scaling: Any, emulate: bool) -> nn.Module:
 
 
 def _converted(layer: nn.Module, engine: Any) -> nn.Module:
-    attributes = {"fp8_backend": engine, **engine.attributes(layer, None)}
-    layer.__class__ = engine.layer_class(layer)
-    layer.__dict__.update(attributes)
+    swap(layer, engine.mixin, fp8_backend=engine, **engine.attributes(layer, None))
     return layer.train()
 
 

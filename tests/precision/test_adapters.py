@@ -15,7 +15,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.convert import apply, disabled
 from finetune.precision.formats import E4M3
-from finetune.precision.lora import FusedMixin, SeatMixin
+from finetune.precision.lora import AdaptedMixin, FusedMixin
 from finetune.precision.planner import plan
 from tests.conftest import batch
 
@@ -265,7 +265,7 @@ def test_adapters_run_as_peft_has_them_in_evaluation_and_when_switched_off(make_
         gradients(model)
     revert(model)
     classes = {type(m) for m in model.modules()}
-    assert not any(issubclass(c, FusedMixin | SeatMixin | FrozenMixin) for c in classes)
+    assert not any(issubclass(c, FusedMixin | AdaptedMixin | FrozenMixin) for c in classes)
 
 
 def test_hooks_on_the_base_layer_run_around_base_and_adapter(make_llama):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from finetune.precision.swap import Swapped, swap
 from finetune.precision.weights import hold
 from finetune.storage import nf4
 from finetune.storage.held_layers import held_layers
@@ -52,7 +53,7 @@ _library.define("dequantise(Tensor packed, int[] shape, ScalarType dtype) -> Ten
 _library.impl("dequantise", _dequantise, "Meta")
 
 
-class FourBitMixin:
+class FourBitMixin(Swapped):
     """In front of `bitsandbytes.nn.Linear4bit`: its matmul, of tensors without memory."""
 
     in_features: int
@@ -92,4 +93,4 @@ def hold_base(model: nn.Module, storage: str | None) -> None:
         shaped: Any = module
         packed = nf4.stored_bytes(math.prod(shaped.weight.shape)) + TABLES
         shaped.weight = nn.Parameter(torch.empty(packed, dtype=torch.uint8), requires_grad=False)
-        shaped.__class__ = type(f"FourBit{type(module).__name__}", (FourBitMixin, type(module)), {})
+        swap(module, FourBitMixin)

@@ -1,10 +1,4 @@
-"""What an FP8 engine is to the converter: a class to swap in, and a few moments of a step.
-
-A converted layer stays the *same object*: only its `__class__` changes, to a subclass of what it
-was, as FSDP2's `fully_shard` does. Everything that refers to the layer keeps referring to it: the
-parent, PEFT's `base_layer`, hooks, the parameters in the optimizer, ties, and names in the state
-dict. Reverting puts the old class back.
-"""
+"""An FP8 engine to the converter: a mixin to swap in (`swap`), and a few moments of a step."""
 
 from __future__ import annotations
 
@@ -19,9 +13,8 @@ from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.precision.layers import is_conv1d
 from finetune.precision.planner import LayerPlan
-from finetune.precision.weights import constructor
+from finetune.precision.swap import Swapped
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -35,31 +28,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def reduce_as_plain(self: Any, protocol: Any) -> Any:
-    """Pickle and deepcopy a converted module as the plain one it was: copies are not converted."""
-    ours = ("_finetune_conversion", "config", "linear_mm_config")
-    state = {
-        k: v
-        for k, v in self.__dict__.items()
-        if not k.startswith(("fp8_", "scaling_type_")) and (k not in ours or k == "config")
-    }
-    if isinstance(self, Fp8Mixin):
-        state.pop("config", None)  # torchao's; a model's own `config` stays
-    original = vars(type(self)).get("fp8_root_of", type(self))
-    original = getattr(original, "fp8_original", original)
-    return (*constructor(original), state)
-
-
-class Fp8Mixin:
+class Fp8Mixin(Swapped):
     """In front of a linear layer's own class: training runs in FP8, evaluation as before.
 
     Evaluation and generation stay in high precision unless `precision.eval=fp8`.
     """
 
     fp8_backend: Backend
-    fp8_original: ClassVar[type[nn.Module]]
-    fp8_transposed: ClassVar[bool] = False
-    training: bool
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -68,12 +43,9 @@ class Fp8Mixin:
             return type(self).forward(self, input)
         high = not self.training and self.fp8_backend.precision.eval == "high"
         if high or input.numel() == 0:  # an expert without tokens has nothing to scale
-            return self.fp8_original.forward(self, input)  # pyright: ignore[reportArgumentType]
-        weight = self.weight.t() if self.fp8_transposed else self.weight
+            return self.plain_class.forward(self, input)
+        weight = self.weight.t() if self.transposed_weight else self.weight
         return self.fp8_linear(input, weight, self.bias)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_as_plain(self, protocol)
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""
@@ -113,10 +85,6 @@ class Backend:
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.precision = precision
-
-    def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        """The class a converted `module` will have: a subclass of the one it has."""
-        return _swapped_class(self.mixin, type(module), is_conv1d(type(module)))
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         """Attributes, besides `fp8_backend`, that the converted module needs."""
@@ -162,12 +130,3 @@ class Backend:
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `state_tensors` gave."""
-
-
-@functools.cache
-def _swapped_class(
-    mixin: type[Fp8Mixin], original: type[nn.Module], transposed: bool
-) -> type[nn.Module]:
-    name = f"{mixin.__name__.removesuffix('Mixin')}{original.__name__}"
-    facts = {"fp8_original": original, "fp8_transposed": transposed}
-    return type(name, (mixin, original), {"__module__": mixin.__module__, **facts})

@@ -131,6 +131,11 @@ class TorchaoMixin(Fp8Mixin):
     config: Float8LinearConfig
     linear_mm_config: LinearMMConfig
 
+    @classmethod
+    def bases(cls, original: type[nn.Module]) -> tuple[type, ...]:
+        # To torchao's own tools a converted `nn.Linear` is still one of its layers.
+        return cls, Float8Linear if original is nn.Linear else original
+
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         dtype = compute_dtype(x)
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -154,11 +159,6 @@ class TorchaoBackend(Backend):
         super().__init__(precision)
         self.config = ao_config(precision, emulate=emulate)
 
-    def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        if type(module) is nn.Linear:
-            return TorchaoLinear
-        return super().layer_class(module)
-
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         with torch.device("meta"):
             model = Float8Linear(1, 1, bias=False, config=self.config)
@@ -178,9 +178,3 @@ class TorchaoBackend(Backend):
             "round_scales_to_power_of_2": config.round_scales_to_power_of_2,
             "emulate": config.emulate,
         }
-
-
-class TorchaoLinear(TorchaoMixin, Float8Linear):
-    """The class of a converted `nn.Linear`: still a `Float8Linear` to torchao's own tools."""
-
-    fp8_original = nn.Linear

@@ -1,0 +1,121 @@
+"""A module in another class: a mixin in front of the one it has, and back.
+
+The module stays the *same object*: only its `__class__` changes, to a subclass of what it was, as
+FSDP2's `fully_shard` does it. Everything that refers to the module keeps referring to it: the
+parent, PEFT's `base_layer`, hooks, the parameters in the optimizer, ties, and names in the state
+dict. What a mixin needs to know of one module is handed over as *facts*, attributes that go with
+the swap. Swaps stack: a stored layer multiplies in FP8 and is called with its adapter.
+
+Copies (pickle, deepcopy) are made of the plain module: a converted one refers to engines and
+hooks of this process. Storage is not undone that way, since its weight exists in codes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from finetune.precision.layers import is_conv1d
+
+if TYPE_CHECKING:
+    Module = nn.Module
+else:  # a mixin stands in front of a module's class and must not bring a second one
+    Module = object
+
+
+class Swapped(Module):
+    """Base of the mixins; `swap` fills in the attributes.
+
+    Attributes:
+        swapped_by: the mixin of the outermost swap.
+        swapped_from: the class in front of which it stands.
+        swapped_facts: names of the attributes that came with this swap.
+        plain_class: the class without any swap but those that copies keep.
+        transposed_weight: the weight is [K, N], as in GPT-2's `Conv1D`.
+        in_copies: copies of a module keep this swap.
+        keeps_name: the class has the name of the one in front of which it stands: FSDP wraps layers
+            by it, and checkpoints record it.
+    """
+
+    swapped_by: ClassVar[type[Swapped]]
+    swapped_from: ClassVar[type[nn.Module]]
+    swapped_facts: ClassVar[tuple[str, ...]]
+    plain_class: ClassVar[Any]
+    transposed_weight: ClassVar[bool]
+    in_copies: ClassVar[bool] = False
+    keeps_name: ClassVar[bool] = False
+
+    @classmethod
+    def bases(cls, original: type[nn.Module]) -> tuple[type, ...]:
+        """The bases of the class of a swapped module whose class is `original`."""
+        return cls, original
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        swaps = [cls for cls in type(self).__mro__ if "swapped_from" in vars(cls)]
+        mixins = [(cls.swapped_by, cls.swapped_facts) for cls in swaps]
+        kept = tuple((mixin, facts) for mixin, facts in mixins if mixin.in_copies)
+        dropped = {name for mixin, facts in mixins if not mixin.in_copies for name in facts}
+        state = {name: value for name, value in self.__dict__.items() if name not in dropped}
+        return _empty, (swaps[-1].swapped_from, kept), state
+
+
+def swap(module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
+    """Put a mixin in front of the class of a module.
+
+    Args:
+        module: any module.
+        mixin: what it shall do differently.
+        facts: attributes the mixin needs of this module.
+    """
+    cls: Any = swapped_class(mixin, type(module), tuple(facts))
+    module.__class__ = cls
+    # Past nn.Module.__setattr__: an engine that is a module must not become a child.
+    module.__dict__.update(facts)
+
+
+def unswap(module: nn.Module, *, to: type[nn.Module] | None = None) -> None:
+    """Give a module its plain class back, or the one named, without the facts of its swaps.
+
+    FSDP2 puts a class of its own in front of ours, which then stays; without its facts it does
+    what the plain one does.
+    """
+    cls: Any = type(module)
+    to = to or getattr(cls, "plain_class", cls)
+    for swapped in cls.__mro__[: cls.__mro__.index(to)]:
+        for name in vars(swapped).get("swapped_facts", ()):
+            module.__dict__.pop(name, None)
+    if "swapped_from" in vars(cls):
+        module.__class__ = to  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def swapped_class(
+    mixin: type[Swapped], original: type[nn.Module], facts: tuple[str, ...]
+) -> type[nn.Module]:
+    """The class of a module of class `original` behind a mixin, one for all such modules."""
+    members: dict[str, Any] = {
+        "swapped_by": mixin,
+        "swapped_from": original,
+        "swapped_facts": facts,
+        "plain_class": getattr(original, "plain_class", original),
+        "transposed_weight": is_conv1d(original),
+        "__module__": mixin.__module__,
+    }
+    name = f"{mixin.__name__.removesuffix('Mixin')}{original.__name__}"
+    if mixin.keeps_name:
+        name = original.__name__
+        members |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    made: Any = type(name, mixin.bases(original), members)
+    if mixin.in_copies:
+        made.plain_class = made
+    return made
+
+
+def _empty(original: type[nn.Module], kept: tuple[tuple[Any, tuple[str, ...]], ...]) -> nn.Module:
+    """A module without attributes, of a class with these swaps, outermost first."""
+    cls = original
+    for mixin, facts in reversed(kept):
+        cls = swapped_class(mixin, cls, facts)
+    return cls.__new__(cls)
