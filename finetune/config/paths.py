@@ -5,3 +5,15 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 ASSETS = PACKAGE / "assets"
 """Data alone: shapes of models, tables of GPUs, the packaged model, rows and tasks."""
+SHAPES = ASSETS / "shapes"
+
+
+def shipped_shape(name: str) -> Path | None:
+    """The `config.json` of a hub model's shape, for the models of our recipes."""
+    path = SHAPES / f"{name.replace('/', '--')}.json"
+    return path if path.is_file() else None
+
+
+def shipped_shapes() -> list[str]:
+    """Hub models whose shape is packaged, sorted."""
+    return sorted(path.stem.replace("--", "/") for path in SHAPES.glob("*.json"))

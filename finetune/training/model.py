@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.paths import ASSETS
+from finetune.config.paths import ASSETS, shipped_shape
 from finetune.config.schema import BUILTIN, LoraSection, ModelConfig, RunConfig
 from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, nearest
 from finetune.storage import nf4
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from finetune.precision.planner import LayerPlan
     from finetune.precision.weights import Granularity
 
-SHAPES = ASSETS / "shapes"
 TINY_LLAMA = ASSETS / "tiny_llama"
 
 
@@ -60,17 +59,6 @@ def locate(model: ModelConfig) -> str:
             "meta-llama/Llama-3.2-1B-Instruct",
         )
     return str(path) if looks_local else name
-
-
-def shipped_shape(name: str) -> Path | None:
-    """The `config.json` of a hub model's shape, for the models of our recipes."""
-    path = SHAPES / f"{name.replace('/', '--')}.json"
-    return path if path.is_file() else None
-
-
-def shapes() -> list[str]:
-    """Hub models whose shape is packaged, sorted."""
-    return sorted(path.stem.replace("--", "/") for path in SHAPES.glob("*.json"))
 
 
 def load_shape(model: ModelConfig) -> PretrainedConfig:

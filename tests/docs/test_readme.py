@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from finetune.config.paths import shipped_shape
 from finetune.config.recipe import list_recipes
 from finetune.config.schema import (
     DataConfig,
@@ -23,7 +24,6 @@ from finetune.config.schema import (
     Section,
 )
 from finetune.hardware.device import Device, backend_verdict, engine_verdict, least_capability
-from finetune.training.model import shipped_shape
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

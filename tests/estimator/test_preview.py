@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from finetune.config.recipe import list_recipes, load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-from finetune.estimator.closed_form.activations import Trained, layer_bytes
-from finetune.estimator.closed_form.decoder import FAMILIES, Decoder, decoder_of, shape_at_hand
+from finetune.estimator.closed_form.activations import TrainingMode, layer_bytes
+from finetune.estimator.closed_form.decoder import FAMILIES, Decoder, decoder_of, find_decoder
 from finetune.estimator.closed_form.preview import Preview, preview, preview_of
 from finetune.hardware.gpus import named_gpu
 
@@ -57,7 +57,7 @@ def run_config(*, lora: dict | None = None, name: str = "builtin:tiny_llama", **
     return RunConfig.model_validate(values | ({"lora": lora} if lora else {}))
 
 
-LLAMA_8B = shape_at_hand(load_recipe("llama_8b_lora_fp8", check_train=False).config.model)
+LLAMA_8B = find_decoder(load_recipe("llama_8b_lora_fp8", check_train=False).config.model)
 
 
 def llama_8b(**sections) -> Preview:
@@ -225,7 +225,7 @@ def test_what_a_layer_keeps_is_what_is_alive(family, dtype, lora, precision) -> 
     decoder = decoder_of(values)
     assert decoder is not None
     fused = precision.get("fused_adapters", True)
-    how = Trained(
+    how = TrainingMode(
         full=not lora,
         adapted=frozenset(x.path for x in decoder.linears if x.name in lora),
         rank=8,
@@ -246,9 +246,11 @@ def test_what_a_layer_keeps_is_what_is_alive(family, dtype, lora, precision) -> 
 def test_layers_that_are_written_out_keep_a_table() -> None:
     decoder = decoder_of(values_of("gemma2"))
     assert decoder is not None
-    short, long = (layer_bytes(decoder, Trained(True, eager=True), n) for n in (64, 128))
+    short, long = (layer_bytes(decoder, TrainingMode(True, eager=True), n) for n in (64, 128))
     assert long - short == 64 * decoder.heads * 8
-    assert layer_bytes(decoder, Trained(True), 64) == layer_bytes(decoder, Trained(True), 128)
+    assert layer_bytes(decoder, TrainingMode(True), 64) == layer_bytes(
+        decoder, TrainingMode(True), 128
+    )
 
 
 # --------------------------------------------------------------------------------------- properties

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from finetune.config.paths import shipped_shape, shipped_shapes
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, ModelNotFoundError, nearest
 from finetune.training.data import MASKING
-from finetune.training.model import locate, shapes, shipped_shape
+from finetune.training.model import locate
 
 KEYS = ("batch", "length")
 EXAMPLE = '--grid "batch=1,2,4 length=512,2048"'
@@ -226,5 +227,5 @@ def check_shape(config: RunConfig) -> None:
             where="model.name",
             why="a benchmark asks no hub: it needs the model's config.json alone",
             fix="a local folder with its config.json (model.name=./folder), or one of "
-            f"{', '.join(shapes())}",
+            f"{', '.join(shipped_shapes())}",
         )

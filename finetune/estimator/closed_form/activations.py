@@ -1,6 +1,6 @@
-"""What one decoder layer keeps for its backward, in bytes for each token, from first principles.
+"""Activations that one decoder layer keeps for its backward, in bytes for each token.
 
-An operator keeps what its derivative needs, under autocast in the type in which it computes:
+An operator keeps what its derivative needs, under autocast in the dtype in which it computes:
 
     norm        its input in float32; if its weight trains, also the normalised input
     linear      its input, if its weight or an adapter of it trains; siblings that read one tensor
@@ -31,16 +31,18 @@ HALF, FLOAT, CODE = 2.0, 4.0, 1.0
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingMode:
     """What trains and how, as far as it decides what is kept.
 
     Attributes:
         full: all weights train.
         adapted: paths of the linear layers with an adapter.
-        rank: of the adapters.
-        stream: bytes of a number in the stream between layers: that of the model's type.
+        rank: rank of the adapters.
+        added: elements of adapters and of copies that train in the place of frozen weights.
+        head: the head's weight trains.
+        stream: bytes of a number in the stream between layers: that of the model's dtype.
         fused: adapters run in one function with their base.
-        codes: of its input an adapter keeps FP8 codes.
+        codes: adapters keep FP8 codes of their input.
         dropout: adapters draw a mask.
         expanded: keys and values are repeated for all query heads before attention.
         eager: attention is written out, not one kernel.
@@ -50,6 +52,8 @@ class Trained:
     full: bool
     adapted: frozenset[str] = frozenset()
     rank: int = 0
+    added: int = 0
+    head: bool = False
     stream: float = HALF
     fused: bool = True
     codes: bool = False
@@ -59,40 +63,40 @@ class Trained:
     compute: float = HALF
 
 
-def layer_bytes(decoder: Decoder, how: Trained, length: int) -> float:
-    """Kept by one layer for each token.
+def layer_bytes(decoder: Decoder, mode: TrainingMode, length: int) -> float:
+    """Bytes that one layer keeps for each token.
 
     Args:
         decoder: its shape.
-        how: what trains.
+        mode: what trains.
         length: tokens of a sequence; only attention that is written out depends on it.
     """
     match decoder.family:
         case "bdh":
-            return _bdh(decoder, how, length)
+            return _bdh(decoder, mode, length)
         case "gpt2":
-            return _gpt2(decoder, how, length)
+            return _gpt2(decoder, mode, length)
         case _:
-            return _llama_like(decoder, how, length)
+            return _llama_like(decoder, mode, length)
 
 
-def _llama_like(decoder: Decoder, how: Trained, length: int) -> float:
+def _llama_like(decoder: Decoder, mode: TrainingMode, length: int) -> float:
     d, i = decoder.hidden, decoder.inner
     norms = 0.0
     for n, times in _norms(decoder):
         # Gemma multiplies in float32 by 1 + weight, others in the type of the stream
         gemma = decoder.family.startswith("gemma")
-        weighted = FLOAT if gemma else how.stream
-        norms += times * (FLOAT * (3 if gemma else 1) + n * (FLOAT + weighted * how.full))
-    attention = _attention(decoder, how, length)
+        weighted = FLOAT if gemma else mode.stream
+        norms += times * (FLOAT * (3 if gemma else 1) + n * (FLOAT + weighted * mode.full))
+    attention = _attention(decoder, mode, length)
     if decoder.experts:
         # of each expert: gate and up, act(gate), the result to be weighted; and if it trains its
         # input and the product; beside them what the router reads
-        of_each = 3 * i + d + (i + d) * how.full
-        inner = (decoder.active * of_each + d) * how.compute + 8 * decoder.experts
+        of_each = 3 * i + d + (i + d) * mode.full
+        inner = (decoder.active * of_each + d) * mode.compute + 8 * decoder.experts
     else:
-        inner = 3 * i * how.compute
-    return norms + attention + inner + _inputs(decoder, how)
+        inner = 3 * i * mode.compute
+    return norms + attention + inner + _inputs(decoder, mode)
 
 
 def _norms(decoder: Decoder) -> list[tuple[int, int]]:
@@ -104,42 +108,42 @@ def _norms(decoder: Decoder) -> list[tuple[int, int]]:
     return norms
 
 
-def _attention(decoder: Decoder, how: Trained, length: int) -> float:
+def _attention(decoder: Decoder, mode: TrainingMode, length: int) -> float:
     q, kv = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
-    entering = (q + 2 * (q if how.expanded or how.eager else kv)) * how.compute
-    if not how.eager:
-        return entering + q * how.compute + FLOAT * decoder.heads
-    capped = how.compute if decoder.family == "gemma2" else 0.0
-    return entering + decoder.heads * length * (FLOAT + how.compute + capped)
+    entering = (q + 2 * (q if mode.expanded or mode.eager else kv)) * mode.compute
+    if not mode.eager:
+        return entering + q * mode.compute + FLOAT * decoder.heads
+    capped = mode.compute if decoder.family == "gemma2" else 0.0
+    return entering + decoder.heads * length * (FLOAT + mode.compute + capped)
 
 
-def _gpt2(decoder: Decoder, how: Trained, length: int) -> float:
+def _gpt2(decoder: Decoder, mode: TrainingMode, length: int) -> float:
     d, i = decoder.hidden, decoder.inner
     norms = 2 * (d + 2) * FLOAT
-    attention = _attention(decoder, how, length)
+    attention = _attention(decoder, mode, length)
     # gelu_new is written out: x, x³ and tanh in float32, for which autocast asks of `pow`
-    inner = i * (3 * FLOAT + how.compute)
-    return norms + attention + inner + decoder.dropouts * d + _inputs(decoder, how)
+    inner = i * (3 * FLOAT + mode.compute)
+    return norms + attention + inner + decoder.dropouts * d + _inputs(decoder, mode)
 
 
-def _bdh(decoder: Decoder, how: Trained, length: int) -> float:
+def _bdh(decoder: Decoder, mode: TrainingMode, length: int) -> float:
     d, n, heads = decoder.hidden, decoder.inner, decoder.heads
-    neurons = 4 * n * how.compute  # active, turned, excited, both
-    scores = heads * length * how.compute
-    read = heads * d * (FLOAT + 2 * how.compute)  # also the stream, repeated for each head
+    neurons = 4 * n * mode.compute  # active, turned, excited, both
+    scores = heads * length * mode.compute
+    read = heads * d * (FLOAT + 2 * mode.compute)  # also the stream, repeated for each head
     norms = 2 * d * FLOAT
-    return neurons + scores + read + norms + d * how.compute + decoder.dropouts * n
+    return neurons + scores + read + norms + d * mode.compute + decoder.dropouts * n
 
 
 # -------------------------------------------------------------------------- inputs of linear layers
 
 
-def _inputs(decoder: Decoder, how: Trained) -> float:
+def _inputs(decoder: Decoder, mode: TrainingMode) -> float:
     """Inputs that are kept for the sake of weights or adapters that train."""
     siblings: dict[str, list[Linear]] = defaultdict(list)
     for linear in decoder.linears:
         siblings[_reads(linear)].append(linear)
-    return sum(_shared_input(source, linears, how) for source, linears in siblings.items())
+    return sum(_shared_input(source, linears, mode) for source, linears in siblings.items())
 
 
 def _reads(linear: Linear) -> str:
@@ -151,18 +155,18 @@ def _reads(linear: Linear) -> str:
     return "attention" if "attn" in linear.path else "product"
 
 
-def _shared_input(source: str, linears: list[Linear], how: Trained) -> float:
+def _shared_input(source: str, linears: list[Linear], mode: TrainingMode) -> float:
     k = linears[0].k
-    float_input = source.endswith("norm") and how.stream > how.compute
-    once = 0.0 if source == "attention" and not how.eager else k * how.compute
-    if how.full:
-        return len(linears) * k * how.compute if float_input else once
-    adapters = sum(linear.path in how.adapted for linear in linears)
+    float_input = source.endswith("norm") and mode.stream > mode.compute
+    once = 0.0 if source == "attention" and not mode.eager else k * mode.compute
+    if mode.full:
+        return len(linears) * k * mode.compute if float_input else once
+    adapters = sum(linear.path in mode.adapted for linear in linears)
     if not adapters:
         return 0.0
-    own = adapters * how.rank * how.compute
-    if how.codes:
+    own = adapters * mode.rank * mode.compute
+    if mode.codes:
         return own + k * CODE + FLOAT
-    if how.fused:
-        return own + (adapters * k * how.compute if float_input else once)
-    return own + adapters * k * (how.compute + CODE * how.dropout)
+    if mode.fused:
+        return own + (adapters * k * mode.compute if float_input else once)
+    return own + adapters * k * (mode.compute + CODE * mode.dropout)

@@ -1,9 +1,8 @@
 """The shape of a decoder from its `config.json`, without torch: matrices, vectors, counts.
 
-A table of how each family builds its layers, of what is needed to count: which matrices there are
-(`Linear`), what they read, and which other weights stand beside them. Families are those below; of
-others nothing is known here, and nothing is guessed (`None`). Values that a file leaves out are the
-defaults of the family's class in Transformers, of those fields that differ between families.
+A table of how each family builds its layers: which matrices there are (`Linear`), what they read,
+and which other weights stand beside them. Other families than these are not guessed at (`None`).
+Values that a file leaves out are the defaults of the family's class in Transformers.
 
 `tests/estimator/test_preview.py` holds the counts to be those of the models that Transformers
 builds.
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finetune.config.paths import ASSETS
+from finetune.config.paths import ASSETS, shipped_shape
 from finetune.config.schema import BUILTIN, ModelConfig
 
 LLAMA_LIKE = (
@@ -46,6 +45,11 @@ class Linear(NamedTuple):
         """The last part of its path, such as `q_proj`."""
         return self.path.rpartition(".")[2]
 
+    @property
+    def numel(self) -> int:
+        """Elements of its weight."""
+        return self.n * self.k
+
 
 class Weight(NamedTuple):
     """A weight tensor and how often the model has one like it."""
@@ -53,30 +57,26 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     count: int
     kind: Kind
-
-    @property
-    def numel(self) -> int:
-        """Elements of all of them."""
-        return math.prod(self.shape) * self.count
+    path: str = ""  # of the linear layer that it belongs to
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a decoder is made of. All layers are alike.
+    """The parts of a decoder, whose layers are all alike.
 
     Attributes:
         family: `model_type`.
-        hidden: width of the stream.
-        layers: that are applied, one after another.
+        hidden: width of the residual stream.
+        layers: number of layers that are applied.
         heads, kv_heads, head_dim: of attention (`bdh`: neurons of a head).
         inner: width inside of the feed-forward part (`bdh`: neurons; MoE: of one expert).
-        vocabulary: tokens known.
-        linears: of one layer.
+        vocabulary: number of tokens.
+        linears: linear layers of one decoder layer.
         vectors: lengths of the norms' weights of one layer.
         experts, active: experts of one layer and how many see a token; 0 where there are none.
-        positions: rows of a table of learnt positions.
+        positions: rows of a table of learned positions.
         tied: head and embedding are one matrix.
-        prefix: of the layers' names, up to the number.
+        prefix: names of the layers up to the number.
         dropouts: masks of the width of the stream that one layer draws in training.
     """
 
@@ -97,11 +97,6 @@ class Decoder:
     prefix: str = "model.layers."
     dropouts: int = 0
 
-    @property
-    def shared_levels(self) -> bool:
-        """All levels use the same weights."""
-        return self.family == "bdh"
-
     def weights(self) -> Iterator[Weight]:
         """All weight tensors, biases among the vectors."""
         d, n = self.hidden, self.layers
@@ -116,9 +111,9 @@ class Decoder:
                 yield Weight(shape, 1, "experts")
             return
         for linear in self.linears:
-            yield Weight((linear.n, linear.k), n, "linear")
+            yield Weight((linear.n, linear.k), n, "linear", linear.path)
             if linear.bias:
-                yield Weight((linear.n,), n, "vector")
+                yield Weight((linear.n,), n, "vector", linear.path)
         if self.experts:
             yield Weight((self.experts, d), n, "experts")  # the router, which is no nn.Linear
             yield Weight((self.experts, 2 * self.inner, d), n, "experts")
@@ -131,7 +126,7 @@ class Decoder:
     @property
     def parameters(self) -> int:
         """Elements of all weights."""
-        return sum(weight.numel for weight in self.weights())
+        return sum(math.prod(weight.shape) * weight.count for weight in self.weights())
 
     @property
     def multiplied(self) -> int:
@@ -139,26 +134,24 @@ class Decoder:
         if self.family == "bdh":
             return 3 * self.inner * self.hidden * self.layers
         of_experts = 3 * self.active * self.inner * self.hidden + self.experts * self.hidden
-        dense = sum(linear.n * linear.k for linear in self.linears)
+        dense = sum(linear.numel for linear in self.linears)
         return (dense + (of_experts if self.experts else 0)) * self.layers
 
 
 # --------------------------------------------------------------------------------- from config.json
 
 
-def shape_at_hand(model: ModelConfig) -> Decoder | None:
+def find_decoder(model: ModelConfig) -> Decoder | None:
     """The shape of a recipe's model, from the package or a local folder; never from the hub.
 
-    None where it is not at hand or of a family that is not known here.
+    None where it is in neither, or of a family that is not known here.
     """
-    name = model.name
-    if name.startswith(BUILTIN):
-        path = ASSETS / name.removeprefix(BUILTIN) / "config.json"
-    else:
-        path = Path(name).expanduser() / "config.json"
-        if not path.is_file():
-            path = ASSETS / "shapes" / f"{name.replace('/', '--')}.json"
-    if not path.is_file():
+    path = Path(model.name).expanduser() / "config.json"
+    if model.name.startswith(BUILTIN):
+        path = ASSETS / model.name.removeprefix(BUILTIN) / "config.json"
+    elif not path.is_file():
+        path = shipped_shape(model.name)
+    if path is None or not path.is_file():
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -168,9 +161,9 @@ def shape_at_hand(model: ModelConfig) -> Decoder | None:
 
 
 def decoder_of(values: dict[str, Any]) -> Decoder | None:
-    """The shape that the values of a `config.json` describe; None where the family is not known.
+    """The shape that the values of a `config.json` describe.
 
-    Also where a value that counts is missing or of a wrong type.
+    None where the family is not known, or a value that counts is missing or of a wrong type.
     """
     family = _TEXT_OF.get(str(values.get("model_type")), str(values.get("model_type")))
     if isinstance(values.get("text_config"), dict):
@@ -202,7 +195,7 @@ def _llama_like(family: str, values: dict[str, Any]) -> Decoder | None:
         inner, experts = int(values["moe_intermediate_size"]), int(values["num_experts"])
     q, kv = heads * head_dim, kv_heads * head_dim
     biased = bool(values.get("attention_bias", False))
-    b = biased or family == "qwen2"
+    b = biased or family == "qwen2"  # whose q, k and v have biases whatever the file says
     linears = [
         Linear("self_attn.q_proj", q, d, b),
         Linear("self_attn.k_proj", kv, d, b),

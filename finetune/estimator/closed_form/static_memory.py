@@ -1,185 +1,201 @@
-"""What a run holds from step to step, in closed form: weights, gradients, states of the optimizer.
+"""Memory that a run holds from step to step: weights, gradients, states of the optimizer.
 
-The same sum as `finetune.estimator.memory_bound.bound` makes over a model on the meta device, here
-over a shape
-without torch; `tests/estimator/test_preview.py` holds the two to be equal for every recipe.
-Adapters are
-float32, as PEFT makes them over a base in 16 bits. A frozen base is held as the recipe says: plain,
-as FP8 codes (`precision.frozen`, `model.storage`) or in four bits.
+Nothing that a run does can take less. `static_memory` is the one sum over parameter tensors: of a
+model on the meta device (`bound`) or of a shape without torch
+(`parameters_of`), which `tests/estimator/test_preview.py` holds to be equal for every recipe.
 
-Not in it: layers that `precision.map` or `keep` leave high in a base that is held in FP8.
+    weights      as stored: plain, FP8 codes and their scales, or four bits (`model.storage`,
+                 `precision.frozen`); FP8 codes beside the plain ones with `precision.fp8_params`
+    gradients    of what trains, in its own dtype
+    optimizer    moments as the optimizer stores them (`finetune.config.optimizers.state_bytes`);
+                 0 for a paged one, whose states the GPU can do without
+
+Adapters are float32, as PEFT makes them over a base in 16 bits. Master weights are none but the
+parameters themselves: `model.dtype: float32`.
+
+Limits of the shape: layers that `precision.map` or `keep` leave high in a base stored in FP8 count
+as stored in FP8.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from finetune.config.optimizers import chosen, state_bytes
+from finetune.config.optimizers import Optimizer, state_bytes
 from finetune.config.schema import LoraSection, RunConfig
-from finetune.estimator.closed_form.activations import FLOAT, HALF
-from finetune.estimator.closed_form.decoder import Decoder, Linear, Weight
+from finetune.estimator.closed_form.decoder import Decoder
 from finetune.storage.sizes import fp8_bytes, nf4_bytes
 
+GIB = 2**30
+FLOAT32 = 4
 
-class Trainee(NamedTuple):
-    """Tensors that train, and the bytes of one of their elements."""
 
-    weight: Weight
-    element: int
+class Parameters(NamedTuple):
+    """Parameter tensors that are alike.
+
+    Attributes:
+        shape: of one of them.
+        itemsize: bytes of an element, of its gradient too.
+        trains: they get a gradient and optimizer states.
+        count: number of them.
+        embedding: they are weights of an `nn.Embedding`, which some optimizers treat apart.
+        stored: bytes of one as stored, where that is not `itemsize` for each element.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    trains: bool
+    count: int = 1
+    embedding: bool = False
+    stored: float | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Of all of them."""
-        return self.weight.numel * self.element
+    def numel(self) -> int:
+        """Elements of all of them."""
+        return math.prod(self.shape) * self.count
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes of all of them as stored."""
+        return self.numel * self.itemsize if self.stored is None else self.count * self.stored
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes on one GPU, if not said otherwise.
+class StaticMemory:
+    """Bytes on one GPU, and counts of the whole model.
 
     Attributes:
-        weights, gradients, optimizer: the three parts.
-        parameters: elements of all weights, adapters included, of the whole model.
-        trained: tensors that train, of the whole model.
-        added: elements of adapters and of copies that train in the place of frozen weights.
-        adapted: paths of the linear layers with adapters.
-        layer: of one decoder layer's linear weights, whole.
-        shards: GPUs that share one copy of everything.
+        weights, gradients, optimizer: bytes of the three parts.
+        largest: bytes of the largest tensor that trains.
+        parameters, trainable: elements.
     """
 
     weights: float
     gradients: float
     optimizer: float
+    largest: float
     parameters: int
-    trained: tuple[Trainee, ...]
-    added: int
-    adapted: frozenset[str]
-    layer: float
-    shards: int
+    trainable: int
 
     @property
-    def trainable(self) -> int:
-        """Elements that train, of the whole model."""
-        return sum(trainee.weight.numel for trainee in self.trained)
+    def total(self) -> float:
+        """Bytes of all three parts."""
+        return self.weights + self.gradients + self.optimizer
 
-    @property
-    def largest(self) -> float:
-        """The largest tensor that trains."""
-        sizes = (math.prod(t.weight.shape) * t.element for t in self.trained)
-        return max(sizes, default=0.0) / self.shards
-
-
-def element_bytes(config: RunConfig) -> int:
-    """Bytes of an element of `model.dtype`."""
-    return int(FLOAT if config.model.dtype == "float32" else HALF)
+    def __str__(self) -> str:
+        return (
+            f"{self.total / GIB:.1f} GiB without activations (weights {self.weights / GIB:.1f}, "
+            f"gradients {self.gradients / GIB:.1f}, optimizer {self.optimizer / GIB:.1f})"
+        )
 
 
-def held(decoder: Decoder, config: RunConfig, shards: int = 1) -> Held:
-    """What a run of this shape holds.
+def static_memory(
+    parameters: Iterable[Parameters], optimizer: Optimizer, shards: int = 1
+) -> StaticMemory:
+    """Weights, gradients and optimizer states of these parameters.
 
     Args:
-        decoder: shape of its model.
-        config: of the run.
-        shards: GPUs that share one copy of everything.
-
-    Raises:
-        ConfigError: there is no such optimizer.
+        parameters: all of a model.
+        optimizer: the run's.
+        shards: GPUs that share one copy of everything (FSDP).
     """
-    lora, element, facts = config.lora, element_bytes(config), chosen(config.train)
-    adapted = dict(_adapted(decoder, lora)) if lora else {}
-    if lora is None:
-        trained = tuple(Trainee(weight, element) for weight in decoder.weights())
-        new: list[Trainee] = []
-    else:
-        new = list(_added(decoder, lora, adapted, element))
-        trained = (*new, *_biases(decoder, lora, adapted, element))
-    plain = sum(weight.numel for weight in decoder.weights()) * element
-    of_layer, saving = 0.0, 0.0
-    for linear in decoder.linears:
-        size, layers = _as_held(linear, decoder, config, element)
-        of_layer += size
-        saving += layers * (linear.n * linear.k * element - size)
+    every = list(parameters)
+    training = [p for p in every if p.trains and p.count]
     states = sum(
-        w.count * state_bytes(facts, w.shape, size, embedding=w.kind == "embedding")
-        for w, size in trained
+        p.count * state_bytes(optimizer, p.shape, p.itemsize, embedding=p.embedding)
+        for p in training
     )
-    added = sum(trainee.weight.numel for trainee in new)
-    return Held(
-        weights=(plain - saving + sum(trainee.nbytes for trainee in new)) / shards,
-        gradients=sum(trainee.nbytes for trainee in trained) / shards,
-        optimizer=0.0 if facts.paged else states / shards,
-        parameters=decoder.parameters + added,
-        trained=trained,
-        added=added,
-        adapted=frozenset(adapted),
-        layer=of_layer,
-        shards=shards,
+    sizes = (math.prod(p.shape) * p.itemsize for p in training)
+    return StaticMemory(
+        weights=sum(p.stored_bytes for p in every) / shards,
+        gradients=sum(p.numel * p.itemsize for p in training) / shards,
+        optimizer=0.0 if optimizer.paged else states / shards,
+        largest=max(sizes, default=0) / shards,
+        parameters=sum(p.numel for p in every),
+        trainable=sum(p.numel for p in training),
     )
 
 
-def _as_held(
-    linear: Linear, decoder: Decoder, config: RunConfig, element: int
-) -> tuple[float, int]:
-    """Bytes of one linear weight as it is held, and in how many layers it is."""
-    precision, numel = config.precision, linear.n * linear.k
+# -------------------------------------------------------------------------------------- of a shape
+
+
+def parameters_of(decoder: Decoder, config: RunConfig) -> Iterator[Parameters]:
+    """Parameters of a run's model, with those that its adapters add."""
+    lora, itemsize = config.lora, itemsize_of(config)
+    adapted = adapted_linears(decoder, lora) if lora else {}
+    for weight in decoder.weights():
+        shape, count = weight.shape, weight.count
+        row = Parameters(shape, itemsize, lora is None, count, weight.kind == "embedding")
+        if weight.kind == "linear":
+            stored, layers = stored_linear(shape[0], shape[1], decoder, config)
+            yield row._replace(count=layers, stored=stored)
+            yield row._replace(count=count - layers)
+        elif weight.path and lora and lora.bias != "none":  # a bias of the base
+            trained = count if lora.bias == "all" else adapted.get(weight.path, 0)
+            yield row._replace(count=trained, trains=True)
+            yield row._replace(count=count - trained)
+        else:
+            yield row
+    yield from added_parameters(decoder, config)
+
+
+def added_parameters(decoder: Decoder, config: RunConfig) -> Iterator[Parameters]:
+    """Adapters, and copies of modules that train in full beside them (`lora.modules_to_save`)."""
+    lora = config.lora
+    if lora is None:
+        return
+    adapted = adapted_linears(decoder, lora)
+    for linear in decoder.linears:
+        if count := adapted.get(linear.path):
+            yield Parameters((lora.r, linear.k), FLOAT32, True, count)  # A
+            yield Parameters((linear.n, lora.r), FLOAT32, True, count)  # B
+            if lora.use_dora:
+                yield Parameters((linear.n,), FLOAT32, True, count)  # magnitudes
+    for name in lora.modules_to_save:
+        if name in ("lm_head", "embed_tokens", "wte"):
+            shape = decoder.vocabulary, decoder.hidden
+            yield Parameters(shape, itemsize_of(config), True, embedding=name != "lm_head")
+
+
+def itemsize_of(config: RunConfig) -> int:
+    """Bytes of an element of `model.dtype`."""
+    return FLOAT32 if config.model.dtype == "float32" else 2
+
+
+def stored_linear(n: int, k: int, decoder: Decoder, config: RunConfig) -> tuple[float, int]:
+    """Bytes of one linear weight [n, k] as stored, and in how many decoder layers it is so."""
+    precision, numel, itemsize = config.precision, n * k, itemsize_of(config)
     inner = max(0, decoder.layers - precision.first_n - precision.last_n)
     if config.model.storage == "nf4":
         return nf4_bytes(numel), decoder.layers
     if config.model.storage == "fp8":
-        return fp8_bytes(linear.n, linear.k), decoder.layers
+        return fp8_bytes(n, k), decoder.layers
     if precision.compute == "fp8" and precision.frozen == "fp8" and config.lora:
         scales = None if precision.scaling == "rowwise" else 1
-        return fp8_bytes(linear.n, linear.k, scales), inner
+        return fp8_bytes(n, k, scales), inner
     if precision.fp8_params and not config.lora:  # codes beside the optimizer's master
-        return numel * (element + 1), inner
-    return numel * element, decoder.layers
+        return numel * (itemsize + 1), inner
+    return numel * itemsize, decoder.layers
 
 
-def _adapted(decoder: Decoder, lora: LoraSection) -> Iterator[tuple[str, int]]:
-    """Path of a layer's linear, and in how many decoder layers PEFT adapts it."""
+def adapted_linears(decoder: Decoder, lora: LoraSection) -> dict[str, int]:
+    """Path of a layer's linear -> in how many decoder layers PEFT adapts it, where in any."""
+    found: dict[str, int] = {}
     for linear in decoder.linears:
-        layers = range(decoder.layers)
+        names = [f"{decoder.prefix}{i}.{linear.path}" for i in range(decoder.layers)]
         if lora.target_modules != "all-linear":
-            full = (f"{decoder.prefix}{place}.{linear.path}" for place in layers)
-            layers = [name for name in full if _is_target(name, lora.target_modules)]
-        if layers:
-            yield linear.path, len(layers)
+            names = [name for name in names if _is_target(name, lora.target_modules)]
+        if names:
+            found[linear.path] = len(names)
+    return found
 
 
 def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
-    """As PEFT matches: a pattern is for the whole name, words of a list for its end."""
+    """As PEFT matches: a pattern is for the whole name, an item of a list for its end."""
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
-    return any(name == word or name.endswith("." + word) for word in targets)
-
-
-def _added(
-    decoder: Decoder, lora: LoraSection, adapted: dict[str, int], element: int
-) -> Iterator[Trainee]:
-    """Adapters, and copies of modules that train in full beside them."""
-    adapter = int(FLOAT)
-    for linear in decoder.linears:
-        count = adapted.get(linear.path, 0)
-        if count:
-            yield Trainee(Weight((lora.r, linear.k), count, "linear"), adapter)
-            yield Trainee(Weight((linear.n, lora.r), count, "linear"), adapter)
-            if lora.use_dora:
-                yield Trainee(Weight((linear.n,), count, "vector"), adapter)
-    for name in lora.modules_to_save:
-        if name in ("lm_head", "embed_tokens", "wte"):
-            kind = "head" if name == "lm_head" else "embedding"
-            yield Trainee(Weight((decoder.vocabulary, decoder.hidden), 1, kind), element)
-
-
-def _biases(
-    decoder: Decoder, lora: LoraSection, adapted: dict[str, int], element: int
-) -> Iterator[Trainee]:
-    """Biases of the base that train: `lora.bias`."""
-    for linear in decoder.linears if lora.bias != "none" else ():
-        count = decoder.layers if lora.bias == "all" else adapted.get(linear.path, 0)
-        if linear.bias and count:
-            yield Trainee(Weight((linear.n,), count, "vector"), element)
+    return any(name == target or name.endswith("." + target) for target in targets)

@@ -1,12 +1,12 @@
-"""How much a step computes and moves, from a shape, and how long a GPU takes for it: closed form.
+"""FLOPs and bytes of a step, from a shape, and the time that a GPU takes for them: closed form.
 
 Matmuls cost 2 FLOPs for each weight and token: forward, again where checkpointing recomputes, the
 gradient of the input, and that of the weight where it trains. TRL's head is multiplied once more in
 backward, in the place of logits kept. Causal attention does half of its table.
 
-Time is that work over the GPU's peak times what large GEMMs reach of it (0.70 in BF16, 0.67 in
-FP8), attention at half of peak, and what moves beside over 0.85 of the bandwidth: what layers keep,
-once in each pass and once more; casts to FP8; and weights, gradients and states of the optimizer.
+Time is FLOPs over the GPU's peak times the share of it that large GEMMs reach, and bytes over the
+bandwidth times the share of it that pointwise kernels reach: what layers keep, once in each pass
+and once more; casts to FP8; and weights, gradients and states of the optimizer.
 
 Not in it: communication, launch gaps, waves that do not fill the GPU, data. So small models and
 several GPUs are slower than this says.
@@ -17,23 +17,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.estimator.closed_form.activations import Trained
+from finetune.estimator.closed_form.activations import TrainingMode
 from finetune.estimator.closed_form.decoder import Decoder
-from finetune.estimator.closed_form.static_memory import Held
+from finetune.estimator.closed_form.static_memory import StaticMemory
 
 if TYPE_CHECKING:
     from finetune.hardware.gpus import Gpu, Peak
 
 BF16_REACHED, FP8_REACHED, ATTENTION_REACHED, BANDWIDTH_REACHED = 0.70, 0.67, 0.50, 0.85
+"""Shares of a GPU's peaks that are reached: by large GEMMs in either precision, by fused attention
+and by pointwise kernels. From published speeds on Hopper; `finetune/assets/efficiency.yaml` has
+them by GPU and shape."""
 
 
 @dataclass(frozen=True)
-class Effort:
-    """Of one GPU.
+class StepWork:
+    """Work of one GPU in a step.
 
     Attributes:
-        linear, head, attention: FLOPs of one micro-step, by where.
-        moved: bytes of one micro-step, beside the matmuls' own.
+        linear, head, attention: FLOPs of one micro-batch, by where.
+        moved: bytes of one micro-batch that pointwise kernels move.
         optimized: bytes that the optimizer's step moves.
         low: precision of the decoder's linear layers.
     """
@@ -45,10 +48,10 @@ class Effort:
     optimized: float
     low: Peak
 
-    def seconds(self, gpu: Gpu, micro_steps: int = 1) -> float:
-        """Time of one optimizer step of `micro_steps` micro-steps.
+    def seconds(self, gpu: Gpu, micro_batches: int = 1) -> float:
+        """Time of one optimizer step of `micro_batches`.
 
-        What the GPU has no units for takes the time of its 16 bits.
+        A precision that the GPU has no units for takes the time of its 16 bits.
         """
         high = gpu.tflops.get("bf16") or gpu.tflops["fp16"]
         low, reached = high, BF16_REACHED
@@ -57,65 +60,63 @@ class Effort:
         matmuls = self.linear / (low * reached) + self.head / (high * BF16_REACHED)
         matmuls += self.attention / (high * ATTENTION_REACHED)
         pace = gpu.gb_s * 1e9 * BANDWIDTH_REACHED
-        return micro_steps * (matmuls / 1e12 + self.moved / pace) + self.optimized / pace
+        return micro_batches * (matmuls / 1e12 + self.moved / pace) + self.optimized / pace
 
 
-def effort(
+def step_work(
     decoder: Decoder,
-    how: Trained,
-    holds: Held,
+    mode: TrainingMode,
+    static: StaticMemory,
     *,
     rows: int,
     length: int,
     forwards: int,
     kept: float,
     low: Peak,
-) -> Effort:
-    """What one GPU does in a step.
+) -> StepWork:
+    """Work of one GPU in a step.
 
     Args:
         decoder: shape of the model.
-        how: what trains.
-        holds: what is held.
+        mode: what trains.
+        static: weights, gradients and states of this GPU.
         rows, length: of a micro-batch.
         forwards: 2 where checkpointing recomputes the layers, else 1.
         kept: bytes that one layer keeps for the micro-batch.
         low: precision of the decoder's linear layers.
     """
     tokens = rows * length
-    linear = 2.0 * decoder.multiplied * (forwards + 1 + how.full)
-    linear += 2.0 * holds.added * (forwards + 2)
-    head_trains = how.full or any(t.weight.kind == "head" for t in holds.trained)
-    head = 2.0 * decoder.vocabulary * decoder.hidden * (3 + head_trains)
+    linear = 2.0 * decoder.multiplied * (forwards + 1 + mode.full)
+    linear += 2.0 * mode.added * (forwards + 2)
+    head = 2.0 * decoder.vocabulary * decoder.hidden * (3 + mode.head)
     if decoder.family == "bdh":
         table = 2.0 * length * (decoder.inner + decoder.heads * decoder.hidden)
         attention = table * (forwards + 2)
-    else:
+    else:  # the backward of fused attention multiplies 5 times where its forward does twice
         attention = 2.0 * length * decoder.heads * decoder.head_dim * (forwards + 2.5)
     moved = (2 + forwards) * decoder.layers * kept
     if low != "bf16":
-        moved += _cast_traffic(decoder, how, tokens, forwards)
-    trained = sum(trainee.nbytes for trainee in holds.trained) / holds.shards
-    return Effort(
+        moved += _cast_traffic(decoder, mode, tokens, forwards)
+    return StepWork(
         linear=linear * tokens,
         head=head * tokens,
         attention=attention * decoder.layers * tokens,
         moved=moved,
-        optimized=3 * trained + 2 * holds.optimizer,
+        optimized=3 * static.gradients + 2 * static.optimizer,
         low=low,
     )
 
 
-def _cast_traffic(decoder: Decoder, how: Trained, tokens: int, forwards: int) -> float:
-    """Bytes that casting to FP8 moves in one micro-step.
+def _cast_traffic(decoder: Decoder, mode: TrainingMode, tokens: int, forwards: int) -> float:
+    """Bytes that casting to FP8 moves in one micro-batch.
 
     An operand is read twice, for its amax and for its codes, and written once: 5 bytes a number;
     for the weight gradient and dgrad of a weight that trains its codes are also transposed, 2 more.
     """
-    turned = 2.0 if how.full else 0.0
+    transposed = 2.0 if mode.full else 0.0
     inputs = sum(x.k for x in decoder.linears)
     gradients = sum(x.n for x in decoder.linears)
-    numbers = tokens * (inputs * (5 * forwards + turned) + gradients * (5 + turned))
-    if how.full:
-        numbers += sum(x.n * x.k for x in decoder.linears) * (5 * forwards + turned)
+    numbers = tokens * (inputs * (5 * forwards + transposed) + gradients * (5 + transposed))
+    if mode.full:
+        numbers += sum(x.numel for x in decoder.linears) * (5 * forwards + transposed)
     return numbers * decoder.layers
