@@ -1,10 +1,18 @@
-"""Which micro-batches and lengths are measured, smallest first.
+"""The points of a benchmark, smallest first, and what is measured at each.
 
     batch=1,2,4 length=512,2048
 
 is six points. What is left out is the first recipe's own. Points go by their tokens, so that what
 fits is measured before what may not, and once a recipe did not fit, points that are at least as
 large in both directions are not tried: their activations are no smaller.
+
+At a point a recipe trains as it always does (optimizer, accumulation, checkpointing, attention,
+packing, fused kernels), without what does not belong to a step's speed or memory: weights are
+random, rows are synthetic and of one length, nothing is evaluated, saved or logged, and the
+learning rate is constant, so that the proof is complete after two steps. Rows of exactly `length`
+tokens fill a packed row each, so a step has batch x length x accumulation tokens either way, all
+of them with a loss; packed rows of real data hold several texts, which attention that knows their
+borders computes faster.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from finetune.config.paths import shipped_shape, shipped_shapes
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
@@ -21,7 +29,24 @@ from finetune.training.data import MASKING
 from finetune.training.model import locate
 
 KEYS = ("batch", "length")
-EXAMPLE = '--grid "batch=1,2,4 length=512,2048"'
+WARM_UP = 5
+"""Steps before the clock starts: the witnessed one, the second which completes the proof and
+compiles, the third whose tensors are counted on a CPU, and two for what autotunes."""
+_REPLACED: dict[str, Any] = {
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "logging_strategy": "no",
+}
+_LEFT_OUT = (
+    *("num_train_epochs", "warmup_ratio", "eval_steps", "save_steps", "save_total_limit"),
+    *("load_best_model_at_end", "logging_steps", "resume_from_checkpoint", *MASKING),
+    *("neftune_noise_alpha", "per_device_eval_batch_size"),
+    *("lr_scheduler_kwargs", "eval_on_start", "metric_for_best_model", "logging_first_step"),
+)
+"""Keys of the train section that are about other rows, evaluation or checkpoints."""
 
 
 class Point(NamedTuple):
@@ -32,11 +57,11 @@ class Point(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.batch * self.length
 
     def contains(self, other: Point) -> bool:
-        """Whether it is at least as large in both directions."""
+        """Tell if it is at least as large in both directions."""
         return self.batch >= other.batch and self.length >= other.length
 
 
@@ -48,7 +73,7 @@ class Grid:
     length: tuple[int, ...] = ()
 
     def points(self, config: RunConfig) -> list[Point]:
-        """All combinations, those of fewest tokens first, short rows before long ones."""
+        """List all combinations, those of fewest tokens first, short rows before long ones."""
         own = own_point(config)
         batches, lengths = self.batch or (own.batch,), self.length or (own.length,)
         found = {Point(b, n) for b in batches for n in lengths}
@@ -56,7 +81,7 @@ class Grid:
 
 
 def own_point(config: RunConfig) -> Point:
-    """What a recipe trains with, TRL's defaults included."""
+    """Give the point a recipe trains with, TRL's defaults included."""
     batch = config.train.get("per_device_train_batch_size", 8)
     return Point(int(batch), int(config.train.get("max_length") or 1024))
 
@@ -92,46 +117,11 @@ def _refused(text: str, what: str) -> ConfigError:
         what,
         where=f"--grid {text!r}",
         why="a grid is batch= and length=, each with whole numbers between commas",
-        fix=EXAMPLE,
+        fix='--grid "batch=1,2,4 length=512,2048"',
     )
 
 
-# ------------------------------------------------------------------------------------------
-# One point: a recipe, or a step of a ladder, at a micro-batch and a length.
-#
-# What is measured is the recipe's own training, with what does not belong to a step's speed or
-# memory
-# set aside: weights are random, rows are synthetic and of one length, nothing is evaluated, saved
-# or
-# logged, the learning rate is constant (so that the proof is complete after two steps). What
-# belongs
-# to it stays: optimizer, accumulation, checkpointing, attention, packing, fused kernels. Rows of
-# exactly `length` tokens fill a packed row each, so a step has batch x length x accumulation tokens
-# either way, all of them with a loss; packed rows of real data hold several texts, which attention
-# that knows their borders computes faster.
-
-
-How = Literal["finetune", "stock", "shipped"]
-WARM_UP = 5
-"""Steps before the clock starts: the witnessed one, the second which completes the proof and
-compiles, the third whose tensors are counted on a CPU, and two for what autotunes."""
-_SET_ASIDE: dict[str, Any] = {
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "report_to": "none",
-    "logging_strategy": "no",
-}
-_LEFT_OUT = (
-    *("num_train_epochs", "warmup_ratio", "eval_steps", "save_steps", "save_total_limit"),
-    *("load_best_model_at_end", "logging_steps", "resume_from_checkpoint", *MASKING),
-    *("neftune_noise_alpha", "per_device_eval_batch_size"),
-    *("lr_scheduler_kwargs", "eval_on_start", "metric_for_best_model", "logging_first_step"),
-)
-"""Keys of the train section that are about other rows, evaluation or checkpoints."""
-
-_NOTHING = EvalConfig(at_start=False, samples=False)
+# -------------------------------------------------------------------------------------------- jobs
 
 
 @dataclass(frozen=True)
@@ -139,25 +129,20 @@ class Job:
     """What one process measures.
 
     Attributes:
-        label: of its row.
-        config: complete, at its point (`at_point`).
-        how: `finetune`, a run of this toolkit; `stock`, TRL and PEFT without it; `shipped`,
-            accelerate's own FP8 by torchao.
-        liger: `wanted`, its kernels take part where they can; `needed`, there is no point without.
-        steps: on the clock.
-        round: from 0.
-        foretell: also predict memory and time, before it trains.
-        force: train although the prediction is far beyond the device.
-        note: what the row says of itself.
+        label: name of its row.
+        config: the recipe at its point (`at_point`).
+        steps: timed steps.
+        round: number of the process at this point, from 0.
+        forecast: whether to predict memory and time before it trains.
+        force: whether to train although the prediction is far beyond the device.
+        note: remark for its row.
     """
 
     label: str
     config: RunConfig
-    how: How = "finetune"
-    liger: Literal["", "wanted", "needed"] = ""
     steps: int = 10
     round: int = 0
-    foretell: bool = True
+    forecast: bool = True
     force: bool = False
     note: str = ""
 
@@ -169,29 +154,29 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of an optimizer step."""
+        """Tokens of an optimizer step."""
         return self.point.tokens * int(self.config.train.get("gradient_accumulation_steps", 1))
 
     def to_json(self) -> str:
-        """One line."""
+        """Write the job as one line."""
         data = {k: v for k, v in asdict(self).items() if k != "config"}
         return json.dumps(data | {"config": self.config.model_dump(mode="json")})
 
     @classmethod
-    def from_json(cls, line: str) -> Job:
+    def from_json(cls, line: str) -> Self:
         """Read `to_json()`."""
         data = json.loads(line)
         return cls(**data | {"config": RunConfig.model_validate(data["config"])})
 
 
 def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
-    """A recipe's configuration, to be measured at a point.
+    """Give a recipe's configuration at a point, with as many timed steps.
 
     Raises:
         ConfigError: rows of that length would be padded.
-        ModelNotFoundError: the shape of the model is not at hand.
+        ModelNotFoundError: the shape of the model is not packaged, and no local folder has it.
     """
-    check_shape(config)
+    _check_shape(config)
     multiple = int(config.train.get("pad_to_multiple_of") or 1)
     if point.length % multiple:
         up = -(-point.length // multiple) * multiple
@@ -201,23 +186,20 @@ def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
             why="padding is computed and is no token: tokens/s would say too little",
             fix=f"length={up}, or ~train.pad_to_multiple_of",
         )
-    train = {k: v for k, v in config.train.items() if k not in _LEFT_OUT} | _SET_ASIDE
+    train = {k: v for k, v in config.train.items() if k not in _LEFT_OUT} | _REPLACED
     train |= {
         "max_steps": WARM_UP + steps,
         "per_device_train_batch_size": point.batch,
         "max_length": point.length,
     }
+    nothing = EvalConfig(at_start=False, samples=False).model_dump()
     data = config.model_dump()
     data["model"] = {**data["model"], "weights": "random"}
-    return RunConfig.model_validate(data | {"train": train, "eval": _NOTHING.model_dump()})
+    return RunConfig.model_validate(data | {"train": train, "eval": nothing})
 
 
-def check_shape(config: RunConfig) -> None:
-    """Refuse a model whose architecture only the hub knows.
-
-    Raises:
-        ModelNotFoundError: with the models whose shapes are packaged.
-    """
+def _check_shape(config: RunConfig) -> None:
+    """Refuse a model whose architecture only the hub knows."""
     source = locate(config.model.model_copy(update={"weights": "random"}))
     if config.model.name.startswith(BUILTIN) or Path(source).is_dir():
         return
