@@ -15,6 +15,7 @@ from rich.console import Console
 from finetune.cli.options import INTERRUPTED, MISUSE, AsJson, Overrides
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
+from finetune.runs.folder import make_folder
 
 NOTHING_MEASURED = 1
 
@@ -34,12 +35,7 @@ def benchmark(
         int | None,
         typer.Option(help="Processes for each point; 3 where something is compared, else 1."),
     ] = None,
-    ladder: Annotated[
-        str | None, typer.Option(help="lora or full: step by step from stock libraries to here.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="A ladder's step, or part of several names.")
-    ] = None,
+    ladder: Annotated[str | None, typer.Option(hidden=True)] = None,
     all_points: Annotated[
         bool, typer.Option("--all", help="Also what is larger than one that did not fit.")
     ] = False,
@@ -51,6 +47,15 @@ def benchmark(
     """Measure speed and memory: random weights, synthetic tokens, each point a process."""
     if as_json and as_csv:
         raise ConfigError("--json and --csv were both asked for", fix="leave one of them out")
+    if ladder is not None:
+        raise ConfigError(
+            "benchmark has no ladders any more",
+            where=f"--ladder {ladder}",
+            why="their steps are other libraries' training, written by hand, and are no part of "
+            "the package",
+            fix="in a clone of the repository: "
+            f"python -m tests.benchmarks.ladder {ladder} {recipe} [--only STEP]",
+        )
     from finetune.analysis.benchmark.benchmark import benchmark as measure
 
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -61,8 +66,6 @@ def benchmark(
         grid=grid,
         steps=steps,
         rounds=rounds,
-        ladder=ladder,
-        only=only or (),
         out=out,
         force=force,
         all_points=all_points,
@@ -209,14 +212,7 @@ def diagnose(
     """Say what runs in which precision, where the time goes, and why FP8 is or is not faster."""
     checked = load_recipe(recipe, overrides or ())
     if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the folder {str(out)!r} cannot be made: {error.strerror}",
-                where=f"--out {out}",
-                fix="choose another folder with --out",
-            ) from None
+        make_folder(out, out)
     from finetune.analysis.diagnose.diagnose import diagnose as look
 
     main_process = int(os.environ.get("RANK", "0")) == 0

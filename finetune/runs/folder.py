@@ -60,6 +60,33 @@ def write_start(folder: Path) -> None:
     (folder / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
+def make_folder(folder: Path, out: Path | str) -> Path:
+    """Make a folder of results, if it is not there; returns it.
+
+    Raises:
+        ConfigError: it cannot be made below `out`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {str(folder)!r} cannot be made: {error.strerror}",
+            where=f"--out {out}",
+            fix="choose another folder with --out",
+        ) from None
+    return folder
+
+
+def new_folder(inside: Path, out: Path | str) -> Path:
+    """Make `inside/<time>-<short id>/`.
+
+    Raises:
+        ConfigError: it cannot be made below `out`.
+    """
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    return make_folder(inside / stamp, out)
+
+
 @dataclass(frozen=True)
 class Run:
     """A run folder. Each file is read when it is first asked for, and once."""
@@ -166,7 +193,7 @@ class Run:
     @property
     def precision(self) -> str:
         """`FP8 te/delayed`, `BF16`: as the rows of metrics say it."""
-        if label := _last(self._tail, "precision"):
+        if label := _last(self.tail, "precision"):
             return str(label)
         ran = self.receipt.get("precision") or {}
         if ran.get("ran") in ("fp8", "fp4"):
@@ -187,7 +214,7 @@ class Run:
     @cached_property
     def last_step(self) -> int:
         """The last step that was logged."""
-        return int(_last(self._tail, "step") or 0)
+        return int(_last(self.tail, "step") or 0)
 
     @cached_property
     def planned_steps(self) -> int | None:
@@ -198,7 +225,7 @@ class Run:
             return int(steps)
         if self.state == "finished":
             return self.last_step
-        row = next((r for r in reversed(self._tail) if r.get("epoch")), None)
+        row = next((r for r in reversed(self.tail) if r.get("epoch")), None)
         epochs = float(train.get("num_train_epochs") or 3)  # the default of Transformers
         return round(row["step"] / row["epoch"] * epochs) if row else None
 
@@ -219,16 +246,16 @@ class Run:
             "proven": self.proven,
             "step": self.last_step,
             "steps": self.planned_steps,
-            "loss": finite(self.report.get("final_loss") or _last(self._tail, "loss")),
-            "eval_loss": finite(self.report.get("eval_loss") or _last(self._tail, "eval_loss")),
+            "loss": finite(self.report.get("final_loss") or _last(self.tail, "loss")),
+            "eval_loss": finite(self.report.get("eval_loss") or _last(self.tail, "eval_loss")),
             "tokens_per_s": finite(
-                self.report.get("tokens_per_s") or _last(self._tail, "tokens_per_s")
+                self.report.get("tokens_per_s") or _last(self.tail, "tokens_per_s")
             ),
             "memory_gib": finite(memory or self.report.get("peak_memory_gib")),
         }
 
     @cached_property
-    def _tail(self) -> list[dict[str, Any]]:
+    def tail(self) -> list[dict[str, Any]]:
         """The last rows of `metrics.jsonl`, without reading a long one."""
         file = self.folder / "metrics.jsonl"
         try:

@@ -21,7 +21,6 @@ import finetune
 from finetune import load_recipe
 from finetune.analysis.benchmark import benchmark
 from finetune.analysis.benchmark import point as points
-from finetune.analysis.benchmark.clock import StepClock
 from finetune.analysis.benchmark.grid import (
     WARM_UP,
     Grid,
@@ -31,8 +30,8 @@ from finetune.analysis.benchmark.grid import (
     own_point,
     parse_grid,
 )
-from finetune.analysis.benchmark.ratios import speed_ratio, student
 from finetune.analysis.benchmark.result import Benchmark, Row
+from finetune.analysis.statistics import Ratio, student
 from finetune.cli.app import main
 from finetune.errors import ConfigError, ModelNotFoundError, RecipeNotFoundError
 from finetune.hardware.gpus import find_gpu
@@ -51,10 +50,15 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 def run_here(job: Job, log) -> list[dict]:
     """Measure a job in this process, as its own would."""
+    return in_this_process(Job, points.measure_point, job)
+
+
+def in_this_process(kind, measure, job: Job) -> list[dict]:
+    """The lines that a process would print."""
     from accelerate.state import AcceleratorState, GradientState
 
     lines: list[dict] = []
-    points.measure_point(Job.from_json(job.to_json()), lines.append)
+    measure(kind.from_json(job.to_json()), lines.append)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return json.loads(json.dumps(lines))
@@ -72,7 +76,7 @@ class Pretended:
             raise KeyboardInterrupt
         self.jobs.append(job)
         lines: list[dict] = []
-        if job.foretell:
+        if job.forecast:
             lines.append({"kind": "forecast", "allocated_gib": 1.0, "step_seconds": 0.001})
         if not self.fits(job):
             failed = {"kind": "failed", "error": "out of memory", "out_of_memory": True}
@@ -131,7 +135,7 @@ def test_what_a_grid_leaves_out_is_the_recipes_own() -> None:
 
 def test_a_job_survives_its_way_into_a_process() -> None:
     config = at_point(load_recipe(FP8).config, Point(2, 64), 5)
-    job = Job("a", config, "stock", "wanted", 5, 2, False, True, "a note")
+    job = Job("a", config, 5, 2, False, True, "a note")
     assert Job.from_json(job.to_json()) == job
     assert (job.point, job.tokens) == ((2, 64), 128)
 
@@ -173,24 +177,32 @@ def test_a_model_of_the_hub_needs_its_shape_here(tmp_path) -> None:
 # ------------------------------------------------------------------------------------------ ratios
 
 
+def speed_ratio(reference: list[list[float]], other: list[list[float]]) -> Ratio | None:
+    """The ratio of two rows that took so many seconds, a list for each round."""
+    rows = [Row("reference", 1, 1, 1, rounds=reference), Row("other", 1, 1, 1, rounds=other)]
+    return Benchmark(rows).ratio(rows[1], "reference")
+
+
 @pytest.mark.parametrize(
     ("freedom", "table"),
     [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042)],
 )
 def test_students_table(freedom, table) -> None:
-    assert student(freedom) == pytest.approx(table, rel=2e-3)
+    low, high = student([-1.0, 1.0] * freedom, 0.95, n=freedom + 1)
+    spread = math.sqrt(2 * freedom / (2 * freedom - 1))
+    assert (high, -low) == pytest.approx([table * spread / math.sqrt(freedom + 1)] * 2, rel=2e-4)
 
 
 def test_a_ratio_of_known_rounds() -> None:
     slow, fast = [[2.0, 2.0, 9.0], [4.0] * 3], [[1.0] * 3, [2.0] * 3]
-    ratio = speed_ratio(slow, fast)
-    assert ratio == pytest.approx((2.0, 2.0, 2.0))  # paired: a clock at half speed meets both
+    ratio = speed_ratio(slow, fast)  # paired: a clock at half speed meets both
+    assert (ratio.value, *ratio.interval) == pytest.approx((2.0, 2.0, 2.0))
     ratio = speed_ratio([[2.0], [2.0]], [[1.0], [2.0]])
-    assert ratio is not None
     assert ratio.value == pytest.approx(math.sqrt(2))
-    assert math.log(ratio.high / ratio.value) == pytest.approx(student(1) * math.log(2) / 2)
+    half = 12.7062 * math.log(2) / 2  # t(0.975, 1), spread ln(2) / sqrt(2)
+    assert math.log(ratio.interval[1] / ratio.value) == pytest.approx(half, rel=1e-5)
     one = speed_ratio([[3.0]], [[2.0]])
-    assert one == (1.5, None, None)
+    assert one == (1.5, None)
     assert str(one) == "1.50x"
     assert speed_ratio([], [[1.0]]) is None
 
@@ -201,8 +213,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(rounds) -> None:
     held = 0
     for _ in range(600):
         noise = np.exp(draw.normal(0, 0.03, (2, rounds, 1)) + draw.normal(0, 0.01, (2, rounds, 5)))
-        ratio = speed_ratio((1.3 * noise[0]).tolist(), noise[1].tolist())
-        held += ratio.low <= 1.3 <= ratio.high
+        low, high = speed_ratio((1.3 * noise[0]).tolist(), noise[1].tolist()).interval
+        held += low <= 1.3 <= high
     assert 0.92 < held / 600 < 0.98
 
 
@@ -215,10 +227,11 @@ def test_rounds_alternate_and_points_go_by_size() -> None:
     order = [(j.point, j.round, j.label) for j in run.jobs]
     sizes = [(1, 16), (2, 16), (1, 64), (2, 64)]
     assert order == [(p, r, name) for p in sizes for r in (0, 1) for name in (FP8, BF16)]
-    assert [j.foretell for j in run.jobs] == [j.round == 0 for j in run.jobs]
+    assert [j.forecast for j in run.jobs] == [j.round == 0 for j in run.jobs]
     assert [(r.label, r.key) for r in found.rows] == [(n, p) for p in sizes for n in (FP8, BF16)]
     row = found.rows[1]
-    assert found.ratio(row, FP8) == pytest.approx((2 / 3,) * 3)
+    ratio = found.ratio(row, FP8)
+    assert (ratio.value, *ratio.interval) == pytest.approx((2 / 3,) * 3)
     assert found.predicted_ratio(row, FP8) == 1.0
     assert row.facts()["gib_over_predicted"] == pytest.approx(1.1)
     assert row.facts()["tokens_per_s"] == pytest.approx(16 / 0.003)
@@ -271,7 +284,7 @@ def test_a_recipe_beside_itself_has_rows_of_its_own() -> None:
     other = load_recipe(FP8, ["precision.scaling=tensorwise"])
     found = finetune.benchmark(FP8, vs=[other], rounds=1, run=Pretended())
     assert [r.label for r in found.rows] == [FP8, f"{FP8}#2"]
-    assert found.ratio(found.rows[1], FP8) == (1.0, None, None)
+    assert found.ratio(found.rows[1], FP8) == (1.0, None)
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
@@ -334,42 +347,6 @@ def test_quartiles_are_those_of_all_rounds() -> None:
     assert Row("a", 1, 1, 1).facts()["step_seconds"] is None
 
 
-# ---------------------------------------------------------------------------------------- the clock
-
-
-def test_steps_are_timed_from_end_to_end(monkeypatch) -> None:
-    clock = StepClock("cpu")
-    now = iter([0.0, 5.0, 7.0, 10.0])
-    monkeypatch.setattr("finetune.analysis.benchmark.clock.time.perf_counter", lambda: next(now))
-    for _ in range(4):
-        clock.on_step_end(None, None, None)
-    assert clock.seconds(warm_up=2) == [2.0, 3.0]
-
-
-def test_on_a_gpu_events_tell_and_nothing_waits(monkeypatch) -> None:
-    waited, made = [], []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-            self.at = len(made)
-            made.append(self)
-
-        def record(self):
-            assert not waited
-
-        def elapsed_time(self, other):
-            assert waited
-            return 1e3 * (other.at - self.at)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
-    clock = StepClock("cuda")
-    for _ in range(5):
-        clock.on_step_end(None, None, None)
-    assert clock.seconds(warm_up=2) == [1.0, 1.0, 1.0]
-
-
 # ------------------------------------------------------------------------------------------ a point
 
 
@@ -429,7 +406,7 @@ def test_what_a_full_memory_sounds_like(error, is_it, monkeypatch) -> None:
         raise error
 
     monkeypatch.setattr(points, "train_point", full)
-    job = Job("a", at_point(load_recipe(BF16).config, Point(1, 16), 1), foretell=False)
+    job = Job("a", at_point(load_recipe(BF16).config, Point(1, 16), 1), forecast=False)
     lines: list[dict] = []
     if is_it:
         points.measure_point(job, lines.append)
@@ -445,7 +422,7 @@ def test_other_errors_are_not_taken_for_a_full_memory(monkeypatch) -> None:
         raise RuntimeError("shapes do not match")
 
     monkeypatch.setattr(points, "make_trainer", broken)
-    job = Job("a", at_point(load_recipe(BF16).config, Point(1, 16), 1), foretell=False)
+    job = Job("a", at_point(load_recipe(BF16).config, Point(1, 16), 1), forecast=False)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         points.measure_point(job, print)
 
@@ -489,10 +466,10 @@ def test_utilisation_is_what_the_peaks_would_take_over_what_it_took() -> None:
     [(H100, 0, 90.0, True), (H100, 0, 101.0, False), (CPU, 8.0, 7.9, True), (CPU, 8.0, 8.1, False)],
 )
 def test_what_is_predicted_far_too_large_is_left_out(device, free, needed, tried, monkeypatch):
-    foretold = {"allocated_gib": needed, "needed_gib": needed}
+    expected = {"allocated_gib": needed, "needed_gib": needed}
     monkeypatch.setattr(points, "this_device", lambda: device)
     monkeypatch.setattr(points, "available_gib", lambda _: free)
-    monkeypatch.setattr(points, "foretell", lambda *_: foretold)
+    monkeypatch.setattr(points, "forecast", lambda *_: expected)
     monkeypatch.setattr(points, "train_point", lambda *_: {"seconds": [1.0]})
     config = at_point(load_recipe(BF16).config, Point(1, 16), 1)
     for force in (False, True):
@@ -604,12 +581,7 @@ def test_ctrl_c_on_the_command_line(cli) -> None:
         (["tiny_lora_fp8", "--grid", "length=40"], "padded to 48"),
         (["tiny_lora_fp8", "--json", "--csv"], "both"),
         (["tiny_lora_fp8", "--steps", "0"], "--steps 1 or more"),
-        (["tiny_lora_fp8", "--ladder", "lroa"], "did you mean 'lora'"),
-        (["tiny_lora_fp8", "--ladder", "full"], "~lora"),
-        (["tiny_full_fp8", "--ladder", "lora"], "lora.r=16"),
-        (["tiny_lora_fp8", "--ladder", "lora", "--only", "fusd"], "did you mean 'fused'"),
-        (["tiny_lora_fp8", "--only", "fused"], "would change nothing"),
-        (["tiny_lora_fp8", "--ladder", "lora", "--vs", "tiny_lora_bf16"], "leave one of them out"),
+        (["tiny_lora_fp8", "--ladder", "lora"], "tests.benchmarks.ladder lora tiny_lora_fp8"),
         (["tiny_lora_fp8", "--out", "file"], "cannot be made"),
         (["tiny_lora_fp8", "model.name=some/model"], "not packaged"),
     ],

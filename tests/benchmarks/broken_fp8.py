@@ -32,7 +32,7 @@ from rich.console import Console
 
 from finetune.analysis.compare import compare
 from finetune.analysis.compare import jobs as running
-from finetune.analysis.compare.result import Comparison, describe
+from finetune.analysis.compare.result import Comparison
 from finetune.errors import RunFailedError
 from finetune.logging import quiet_libraries
 
@@ -150,11 +150,11 @@ def main() -> None:
             except RunFailedError as error:
                 console.print(f"stopped: {error}")
                 continue
-            console.print(describe(found))
+            console.print(found)
             if found.verdict == "refused" and found.folder is not None:
                 console.rule(f"{how}, with --allow")
                 again = compare.judge_again(found.folder, margin=None, confidence=None, allow=True)
-                console.print(describe(again))
+                console.print(again)
 
 
 if __name__ == "__main__":

@@ -80,8 +80,9 @@ def simulate_speeds(
             process = 0.01 * random.standard_normal() if seeds > 1 else 0.0
             centred = series[50:] - float(numpy.median(series))
             runs.append((math.log(ratio) + process + centred - others).tolist())
-        _, (low, high) = speed_ratio(runs, CONFIDENCE)
-        covered += low <= ratio <= high
+        interval = speed_ratio(runs, CONFIDENCE).interval
+        assert interval is not None
+        covered += interval[0] <= ratio <= interval[1]
     return covered
 
 

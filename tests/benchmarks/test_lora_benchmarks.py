@@ -8,16 +8,15 @@ import statistics
 import pytest
 import torch
 
-import finetune
 from finetune import load_recipe
-from finetune.analysis.benchmark.ladders import STEPS, steps_of
 from finetune.analysis.benchmark.result import Benchmark, Row
 from finetune.training.model import TINY_LLAMA
-from tests.analysis.test_benchmark import run_here
+from tests.analysis.test_benchmark import in_this_process
 from tests.benchmarks import convergence, dx_error, lora_loss
 from tests.benchmarks.convergence import once
 from tests.benchmarks.frozen_layer import TORCHAO, contenders, measure
 from tests.benchmarks.frozen_layer import table as layer_table
+from tests.benchmarks.ladder import STEPS, StepJob, climb, main, measure_step, steps_of
 
 
 @pytest.mark.parametrize("kind", dx_error.SYNTHETIC)
@@ -74,6 +73,11 @@ def test_adapters_learn_over_both_bases(monkeypatch, tmp_path) -> None:
 # ---------------------------------------------------------------------------------------- ladders
 
 
+def run_here(job: StepJob, log) -> list[dict]:
+    """Measure a step in this process, as its own would."""
+    return in_this_process(StepJob, measure_step, job)
+
+
 def one_layer(folder, monkeypatch) -> str:
     """A local folder with the shape of a Llama of one layer; compiling takes no back end here."""
     shape = json.loads((TINY_LLAMA / "config.json").read_text())
@@ -86,8 +90,8 @@ def one_layer(folder, monkeypatch) -> str:
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about its own environment
 def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:
-    found = finetune.benchmark(
-        "tiny_lora_fp8", ladder="lora", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
+    found = climb(
+        "lora", "tiny_lora_fp8", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
         overrides=[one_layer(tmp_path, monkeypatch), "lora.r=16"], grid="batch=1 length=64",
         only=["shipped", "flags", "FP8 weight", "head"],
     )  # fmt: skip
@@ -110,8 +114,8 @@ def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_accelerates_own_conversion_trains_a_part(tmp_path, monkeypatch) -> None:
-    found = finetune.benchmark(
-        "tiny_full_fp8", ladder="full", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
+    found = climb(
+        "full", "tiny_full_fp8", steps=1, rounds=1, run=run_here, out=tmp_path / "out",
         overrides=[one_layer(tmp_path, monkeypatch)], grid="batch=1 length=64",
         only=["shipped", "Transformer Engine"],
     )  # fmt: skip
@@ -165,6 +169,21 @@ def test_references_run_first_and_names_choose_steps() -> None:
     assert [s.name for s in full[:2]] == list(references)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["full", "tiny_lora_fp8"], "~lora"),
+        (["lora", "tiny_full_fp8"], "lora.r=16"),
+        (["lora", "tiny_lora_fp8", "--only", "fusd"], "did you mean 'fused'"),
+        (["lroa", "tiny_lora_fp8"], "invalid choice"),
+    ],
+)
+def test_mistakes_end_a_ladder(words, said, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert (ended.value.code, said in capsys.readouterr().err) == (2, True)
+
+
 def test_what_did_not_run_is_no_reference() -> None:
     rows = [
         Row("stock", 1, 16, 16, error="out of memory"),
@@ -173,7 +192,7 @@ def test_what_did_not_run_is_no_reference() -> None:
     ]
     found = Benchmark(rows, references=("stock", "fused"))
     assert found.ratio(rows[2], "stock") is None
-    assert found.ratio(rows[2], "fused") == (2.0, None, None)
+    assert found.ratio(rows[2], "fused") == (2.0, None)
     text = found.to_markdown()
     assert "| FP8 dgrad | 1000 (1000 to 1000) | 16 | 1.0 GiB | - |  |  | 2.00x | 0.50x |" in text
     assert "| out of memory |" in text

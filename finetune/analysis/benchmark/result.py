@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -21,30 +22,30 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from finetune.analysis.benchmark.ratios import Ratio, speed_ratio
-from finetune.units import size_of_gib
+from finetune.analysis.statistics import Ratio, speed_ratio
+from finetune.units import count, size_of_gib
 
 
 @dataclass
 class Row:
-    """One point of one recipe, or of one step of a ladder.
+    """One point of one recipe.
 
     Attributes:
-        label: the recipe's name, or the step's.
+        label: name of the recipe.
         batch, length: rows of a micro-batch, tokens of a row.
-        tokens: of an optimizer step.
-        precision, backend, scaling, compile: as they ran (from the receipt).
-        proven: status of the receipt; of what is not this toolkit's, what could be seen.
-        fp8_share: of matmul FLOPs that ran in FP8.
+        tokens: tokens of an optimizer step.
+        precision, backend, scaling, compile: as executed, from the receipt.
+        proven: status of the receipt; without one, what could be seen of the run.
+        fp8_share: share of matmul FLOPs that ran in FP8.
         rounds: seconds of each timed step, a list for each round (process).
-        tflop: of a step as the witness counted, 10^12, nothing computed twice.
-        peak_seconds: that those take at the GPU's peaks; None where they are not known.
-        allocated_gib, reserved_gib, memory: measured peaks, and how they were.
-        predicted_gib, predicted_reserved_gib, predicted_seconds: by the estimator.
+        tflop: 10^12 FLOPs of a step as the witness counted, nothing computed twice.
+        peak_seconds: seconds that those take at the GPU's peaks; None where they are not known.
+        allocated_gib, reserved_gib, memory: measured peaks, and how they were measured.
+        predicted_gib, predicted_reserved_gib, predicted_seconds: predictions of the estimator.
         prediction: why something is not predicted.
-        error: why there is no measurement, or not all rounds of it.
-        out_of_memory: it did not fit.
-        note: what to know of this row.
+        error: why there is no measurement, or not all rounds of one.
+        out_of_memory: whether the point did not fit.
+        note: remark on this row.
     """
 
     label: str
@@ -73,12 +74,12 @@ class Row:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Of its point."""
+        """Micro-batch and length."""
         return self.batch, self.length
 
     @property
     def seconds(self) -> list[float]:
-        """Of all timed steps."""
+        """Seconds of all timed steps."""
         return [value for values in self.rounds for value in values]
 
     @property
@@ -96,7 +97,7 @@ class Row:
 
     @property
     def state(self) -> str:
-        """In a word or two: `proven`, `not proven`, `out of memory`, `skipped`, `failed`."""
+        """Outcome: `proven`, `not proven`, `out of memory`, `skipped`, `not run` or `failed`."""
         if not self.error:
             return self.proven.partition(":")[0]
         kind = self.error.partition(":")[0]
@@ -104,12 +105,12 @@ class Row:
 
     @property
     def explanation(self) -> str:
-        """What `state` leaves out."""
+        """Error or status where `state` is only a part of it."""
         said = self.error or self.proven
         return "" if said == self.state else said
 
     def facts(self) -> dict[str, Any]:
-        """What is computed from the row, beside it in the files."""
+        """Figures that are computed from the row, which stand beside it in the files."""
         step, quartiles = self.step, self.quartiles
         return {
             "step_seconds": step,
@@ -123,7 +124,7 @@ class Row:
         }
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take over a line that a point's process printed."""
+        """Take in a line that a point's process printed."""
         match line["kind"]:
             case "forecast":
                 self.predicted_gib = line.get("allocated_gib")
@@ -151,13 +152,13 @@ class Benchmark(JupyterMixin):
     Attributes:
         rows: in the order in which they were measured.
         references: labels that others are compared with, where they have the same point.
-        differences: what other recipes do otherwise than the first, besides their precision.
-        alike: what was set on all sides, so that they are a fair pair.
+        differences: conditions in which other recipes differ from the first, besides precision.
+        alike: settings that were made the same on all sides, so that they are a fair pair.
         environment: versions, device, threads.
-        command: what was typed, or called.
+        command: command line that was typed.
         started: local time, ISO 8601.
         interrupted: by Ctrl-C; the rows are those that were measured until then.
-        folder: of `benchmark.json` and `benchmark.csv`; None where nothing was written.
+        folder: folder of `benchmark.json` and `benchmark.csv`; None where nothing was written.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -171,17 +172,23 @@ class Benchmark(JupyterMixin):
     folder: Path | None = None
 
     def ratio(self, row: Row, reference: str) -> Ratio | None:
-        """How many times as fast a row is as the reference at the same point."""
+        """Give the speed of a row over that of the reference at the same point."""
         other = self._at(row, reference)
-        return speed_ratio(other.rounds, row.rounds) if other else None
+        rounds = zip(other.rounds, row.rounds, strict=False) if other else ()
+        logs = [
+            math.log(statistics.median(slow) / statistics.median(fast))
+            for slow, fast in rounds
+            if slow and fast
+        ]
+        return speed_ratio([[log] for log in logs]) if logs else None
 
     def predicted_ratio(self, row: Row, reference: str) -> float | None:
-        """The same, as the estimator predicts it."""
+        """Give the same ratio as the estimator predicts it."""
         other = self._at(row, reference)
         return _over(other.predicted_seconds, row.predicted_seconds) if other else None
 
     def memory_ratio(self, row: Row, reference: str) -> float | None:
-        """Measured peak over that of the reference."""
+        """Give the measured peak over that of the reference."""
         other = self._at(row, reference)
         return _over(row.allocated_gib, other.allocated_gib) if other else None
 
@@ -192,7 +199,7 @@ class Benchmark(JupyterMixin):
     # -------------------------------------------------------------------------------------- files
 
     def to_json(self) -> str:
-        """Everything, in seconds and GiB."""
+        """Give everything, in seconds and GiB."""
         data = {k: v for k, v in asdict(self).items() if k != "rows"}
         data["folder"] = str(self.folder) if self.folder else None
         rows = [asdict(r) | r.facts() | {"against": self._against(r)} for r in self.rows]
@@ -204,7 +211,7 @@ class Benchmark(JupyterMixin):
             if ratio := self.ratio(row, name):
                 found[name] = {
                     "speed": ratio.value,
-                    "interval": None if ratio.low is None else [ratio.low, ratio.high],
+                    "interval": ratio.interval and list(ratio.interval),
                     "predicted_speed": self.predicted_ratio(row, name),
                     "memory": self.memory_ratio(row, name),
                 }
@@ -221,7 +228,7 @@ class Benchmark(JupyterMixin):
         return cls(**own | {"rows": rows, "references": tuple(own["references"]), "folder": folder})
 
     def to_csv(self) -> str:
-        """A line for each row; ratios are against the first reference."""
+        """Give a line for each row; ratios are against the first reference."""
         out = io.StringIO()
         lines = [self._csv_line(row) for row in self.rows]
         names = list(lines[0]) if lines else [f.name for f in fields(Row)]
@@ -234,13 +241,14 @@ class Benchmark(JupyterMixin):
         plain = {k: v for k, v in asdict(row).items() if k != "rounds"}
         reference = self.references[0] if self.references else ""
         ratio = self.ratio(row, reference)
+        low, high = ratio.interval if ratio and ratio.interval else (None, None)
         return plain | {
             "rounds": len(row.rounds),
             "steps": len(row.seconds),
             **row.facts(),
             "speed": ratio and ratio.value,
-            "speed_low": ratio and ratio.low,
-            "speed_high": ratio and ratio.high,
+            "speed_low": low,
+            "speed_high": high,
             "predicted_speed": self.predicted_ratio(row, reference),
         }
 
@@ -255,16 +263,9 @@ class Benchmark(JupyterMixin):
     # ------------------------------------------------------------------------------------- display
 
     def cells(self) -> list[list[str]]:
-        """Head and rows of the table, as text."""
-        head = [
-            "",
-            "batch x length",
-            "ms a step (quartiles)",
-            "tokens/s",
-            "MFU",
-            "peak",
-            "predicted",
-        ]
+        """Give head and rows of the table, as text."""
+        head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "MFU"]
+        head += ["peak", "predicted"]
         for name in self.references:
             head += [f"over {name}", "memory"]
         rows = [self._cells_of(row) for row in self.rows]
@@ -295,7 +296,7 @@ class Benchmark(JupyterMixin):
         return [str(ratio) if ratio else "", f"{memory:.2f}x" if memory else ""]
 
     def notes(self) -> list[str]:
-        """Sentences below the table."""
+        """List the sentences below the table."""
         lines = [
             f"{row.label}, {row.batch} x {row.length}: {row.explanation}"
             for row in self.rows
@@ -306,11 +307,11 @@ class Benchmark(JupyterMixin):
             lines.append(f"{'; '.join(labels)}: {note}")
         first = self.references[0] if self.references else ""
         for row in self.rows:
-            told, measured = self.predicted_ratio(row, first), self.ratio(row, first)
-            if told and measured:
+            predicted, measured = self.predicted_ratio(row, first), self.ratio(row, first)
+            if predicted and measured:
                 lines.append(
                     f"{row.label}, {row.batch} x {row.length}: {measured} over {first}, predicted "
-                    f"{told:.2f}x"
+                    f"{predicted:.2f}x"
                 )
         if self.references and max((len(row.rounds) for row in self.rows), default=0) == 1:
             lines.append("one round has no interval: --rounds 3 measures one")
@@ -322,7 +323,7 @@ class Benchmark(JupyterMixin):
         return list(dict.fromkeys(lines))
 
     def to_markdown(self) -> str:
-        """The table and its notes."""
+        """Give the table and its notes."""
         head, *rows = [[cell.replace("|", "/") for cell in cells] for cells in self.cells()]
         lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
         return "\n".join(lines) + "".join(f"\n\n{note}" for note in self.notes()) + "\n"

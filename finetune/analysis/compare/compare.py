@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from finetune.analysis.compare.fairness import asked_differences
-from finetune.analysis.compare.jobs import Job, Watcher, places, plan_jobs, run_jobs
+from finetune.analysis.compare.fairness import requested_differences
+from finetune.analysis.compare.jobs import Watcher, cores, places, plan_jobs, run_jobs
 from finetune.analysis.compare.pairing import Pair, make_pair
-from finetune.analysis.compare.result import Comparison, Difference, PairOfRuns, Side
+from finetune.analysis.compare.result import (
+    Comparison,
+    Difference,
+    PairOfRuns,
+    Side,
+    as_text,
+    read_comparison,
+)
 from finetune.analysis.compare.verdict import judge, read_outcome
 from finetune.errors import ConfigError, UnfairPairError
+from finetune.runs.folder import new_folder
 
 if TYPE_CHECKING:
     from finetune.hardware.device import Device
 
 MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
+_REQUESTED = ("model.", "lora", "data.", "eval.", "precision.", "train.")
+"""Beginnings of `Difference.where` of what the recipes ask for differently."""
+_AGAIN = "the margin was chosen after the runs"
+_BEFORE = ("held-out rows are", "precision.compile=", _AGAIN)
+"""Beginnings of notes that judging does not make."""
 
 
 def compare(
@@ -59,7 +69,7 @@ def compare(
     Raises:
         UnfairPairError: they do not train the same, and `allow` was not given.
         RunFailedError: a run ended without a result.
-        FinetuneError: anything else that is the user's to mend.
+        FinetuneError: anything else that the user can correct.
         KeyboardInterrupt: Ctrl-C; the runs have saved where they were.
     """
     from finetune.hardware.device import this_device
@@ -67,10 +77,10 @@ def compare(
     device = this_device()
     console = console or Console(stderr=True, highlight=False)
     _check_numbers(margin, confidence)
-    at_once, threads = places(device.kind == "cuda", jobs, _cores())
+    at_once, threads = places(device.kind == "cuda", jobs, cores())
     pair = make_pair(a, b, overrides, seeds, device)
     differences = check_pair(pair, device, allow=allow, force=force)
-    folder = _new_folder(Path(out), pair)
+    folder = new_folder(Path(out) / "compare" / f"{pair.a.name}-vs-{pair.b.name}", out)
     found = Comparison(
         a=Side(recipe=pair.a.name, label=pair.labels[0]),
         b=Side(recipe=pair.b.name, label=pair.labels[1]),
@@ -97,7 +107,8 @@ def compare(
                 f"what there is lies in {folder}; another call starts anew", soft_wrap=True
             )
             raise
-    found.runs = _runs(planned, pair.seeds, folder)
+    where = {(job.side, job.seed): str(job.run_folder.relative_to(folder)) for job in planned}
+    found.runs = [PairOfRuns(seed=s, a=where["a", s], b=where["b", s]) for s in pair.seeds]
     return _judged(found)
 
 
@@ -109,8 +120,6 @@ def judge_again(
     Raises:
         ConfigError: there is no finished comparison in `folder`, or nothing can be written there.
     """
-    from finetune.analysis.compare.result import read_comparison
-
     found = read_comparison(folder)
     if len(found.runs) != len(found.seeds) or not found.runs:
         raise ConfigError(
@@ -121,26 +130,21 @@ def judge_again(
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence
     _check_numbers(margin, confidence)
-    notes = [note for note in found.notes if note.startswith(_SET_BEFORE)]
+    notes = [note for note in found.notes if note.startswith(_BEFORE)]
     if margin != found.margin and not any(note.startswith(_AGAIN) for note in notes):
         notes.append(f"{_AGAIN}; while they trained the margin was {found.margin:g}")
-    known = [d for d in found.differences if d.where.startswith(_OF_RECIPES)]
+    requested = [d for d in found.differences if d.where.startswith(_REQUESTED)]
     kept = found.model_copy(
         update={
             "margin": margin,
             "confidence": confidence,
             "allowed": found.allowed or allow,
-            "differences": known,
+            "differences": requested,
             "notes": notes,
             "losses": {}, "band": {}, "speed": None, "memory": None, "tasks": None,
         }
     )  # fmt: skip
     return _judged(kept)
-
-
-_OF_RECIPES = ("model.", "lora", "data.", "eval.", "precision.", "train.")
-_AGAIN = "the margin was chosen after the runs"
-_SET_BEFORE = ("held-out rows are", "precision.compile=", _AGAIN)
 
 
 def _judged(found: Comparison) -> Comparison:
@@ -166,7 +170,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
     """Refuse what cannot run here, and what would not be fair, before anything runs.
 
     Returns:
-        The differences, which `allow` insists on.
+        The differences that `allow` accepts.
 
     Raises:
         UnfairPairError: there are some, and `allow` is not set.
@@ -185,7 +189,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
             why="it starts the runs itself, each as one process",
             fix="call it without torchrun or accelerate launch",
         )
-    differences = asked_differences(pair.a.config, pair.b.config, on_cpu=device.kind == "cpu")
+    differences = requested_differences(pair.a.config, pair.b.config, on_cpu=device.kind == "cpu")
     if differences and not allow:
         raise _unfair(differences)
     for recipe in (pair.a, pair.b):
@@ -212,13 +216,9 @@ def _unfair(differences: Sequence[Difference]) -> UnfairPairError:
         + (f" (and {len(more)} more)" if more else ""),
         where="; ".join([f"{first.where}: {first.a}, {first.b}", *more]),
         why=first.why,
-        fix=f"give both the same: {first.where}={_shown(first.b)} on the command line sets both; "
+        fix=f"give both the same: {first.where}={as_text(first.b)} on the command line sets both; "
         "--allow insists, and the result then lists what differs",
     )
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _check_numbers(margin: float, confidence: float) -> None:
@@ -233,26 +233,3 @@ def _check_numbers(margin: float, confidence: float) -> None:
         raise ConfigError(
             f"a confidence of {confidence:g} is none", where="--confidence", fix="--confidence 0.95"
         )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
-
-
-def _new_folder(out: Path, pair: Pair) -> Path:
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    folder = out / "compare" / f"{pair.a.name}-vs-{pair.b.name}" / stamp
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {str(folder)!r} cannot be made: {error.strerror}",
-            where=f"--out {out}",
-            fix="choose another folder with --out",
-        ) from None
-    return folder
-
-
-def _runs(jobs: Sequence[Job], seeds: Sequence[int], folder: Path) -> list[PairOfRuns]:
-    where = {(job.side, job.seed): job.run_folder.relative_to(folder) for job in jobs}
-    return [PairOfRuns(seed=s, a=str(where["a", s]), b=str(where["b", s])) for s in seeds]

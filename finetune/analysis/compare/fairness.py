@@ -1,23 +1,23 @@
-"""Did both sides train the same thing? The conditions that a fair pair shares, checked twice.
+"""The conditions that a fair pair shares: did both sides train the same thing?
 
-*Before*: on the two configurations, where a difference costs nothing yet (`asked_differences`).
-Both `train` sections are made a `trl.SFTConfig` first, so that a default left out equals the same
-value written out. Every field of it belongs to a condition; one that nobody has sorted belongs to
-`other training settings`, so that a new release of TRL adds a condition and not a hole.
-
-*After*: on what really ran (`ran_differences`): the receipts' `conditions` and `environment`, the
-linear layers the proof saw, and the tokens of every step, which are equal only if both sides met
-the same rows in the same order.
+One list (`CONDITIONS`) is checked twice. *Before*, on the two configurations, where a difference
+costs nothing yet (`requested_differences`): both `train` sections are made a `trl.SFTConfig` first,
+so that a default left out equals the same value written out. Every field of it belongs to a
+condition; one that nobody has sorted belongs to `other training settings`, so that a new release of
+TRL adds a condition and not a hole. *After*, on what was executed (`executed_differences`): the
+receipts' `conditions` and `environment`, the linear layers the proof saw, and the tokens of every
+step, which are equal only if both sides met the same rows in the same order.
 
 The precision section is the point of the comparison and may differ, with three exceptions that are
 not precision: `compile` and `fused_adapters` are about kernels, `health_every` is about watching.
-How an FP8 run holds its frozen base (`precision.frozen`) is part of its precision; `model.storage`
+How an FP8 run stores its frozen base (`precision.frozen`) is part of its precision; `model.storage`
 is not: a base in NF4 is another model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,65 +25,111 @@ from finetune.analysis.compare.result import Difference
 from finetune.analysis.statistics import Step
 from finetune.config.schema import RunConfig
 
-WHY = {
-    "trainable parameters": "fewer of them are less work, less memory and another optimum",
-    "model": "another model, or other weights, has another loss and another speed",
-    "storage of the base": "weights held in few bits are another model, and pay for dequantising; "
-    "that is no matter of compute precision",
-    "adapters": "rank, scale and targets decide what can be learnt and what it costs",
-    "optimizer": "another update from the same gradient ends elsewhere and takes another time",
-    "tokens per step": "larger batches use a device better, and take other steps",
-    "length of the run": "losses after another number of steps say nothing of precision",
-    "data and its order": "the order of rows alone moves a final loss by more than the margin",
-    "checkpointing": "a forward that runs twice costs up to a third of the speed, and saves memory",
-    "attention": "attention kernels differ in speed by more than FP8 gains",
-    "compile": "compiled layers are faster whatever they multiply in",
-    "fused kernels": "a fused loss or layer is faster, and smaller, whatever it multiplies in",
-    "processes and sharding": "more devices are faster; sharding communicates and saves memory",
-    "evaluation": "held-out losses of other rows or batches cannot be compared",
-    "watching": "what is logged at some steps takes time in them",
-    "libraries": "another version of a kernel has another speed",
-    "device": "another device has another speed",
-    "steps": "both sides of a pair step over the same tokens, or they did not train the same",
-    "other training settings": "it may change what is learnt or what it costs",
-}
-"""Condition -> why a difference in it makes the pair unfair."""
 
-FIELDS: dict[str, tuple[str, ...]] = {
-    "optimizer": (
-        "optim", "optim_args", "optim_target_modules", "learning_rate", "lr_scheduler_type",
-        "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
-        "adam_epsilon", "max_grad_norm",
-    ),
-    "tokens per step": (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing",
-        "packing_strategy", "padding_free", "pad_to_multiple_of", "truncation_mode",
-        "auto_find_batch_size", "average_tokens_across_devices",
-    ),
-    "length of the run": ("max_steps", "num_train_epochs", "resume_from_checkpoint"),
-    "data and its order": (
-        "seed", "data_seed", "train_sampling_strategy", "length_column_name", "shuffle_dataset",
-        "dataloader_drop_last", "dataloader_in_order", "dataset_text_field", "dataset_kwargs",
-        "completion_only_loss", "assistant_only_loss", "chat_template_path", "eos_token",
-        "pad_token", "ignore_data_skip", "accelerator_config",
-    ),
-    "checkpointing": (
-        "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
-        "activation_checkpointing_kwargs", "activation_offloading",
-    ),
-    "compile": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    "fused kernels": ("use_liger_kernel", "liger_kernel_config", "loss_type"),
-    "processes and sharding": (
-        "fsdp", "fsdp_config", "deepspeed", "parallelism_config", "ddp_find_unused_parameters",
-        "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend",
-    ),
-    "evaluation": (
-        "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_packing",
-        "per_device_eval_batch_size", "eval_accumulation_steps",
-    ),
-    "watching": ("logging_steps", "logging_strategy", "logging_first_step"),
-}  # fmt: skip
-"""Condition -> fields of `trl.SFTConfig`."""
+@dataclass(frozen=True)
+class Condition:
+    """One thing that both sides of a fair pair share.
+
+    Attributes:
+        name: as the report and the receipts' `conditions` call it.
+        why: why a difference in it makes the pair unfair.
+        settings: configuration keys of the condition; plain names are fields of `trl.SFTConfig`,
+            `model.` and `data.` stand for all other keys of the section.
+        receipt: key of `receipt.json`, and how it is read, for what is not under `conditions`.
+    """
+
+    name: str
+    why: str
+    settings: tuple[str, ...] = ()
+    receipt: tuple[str, Callable[[dict[str, Any]], Any]] | None = None
+
+
+def _shapes(receipt: dict[str, Any]) -> dict[str, Any]:
+    layers = (layer for layer in receipt.get("layers", ()) if layer["role"] != "other")
+    return {layer["name"]: layer["shape"] for layer in layers}
+
+
+def _device(receipt: dict[str, Any]) -> dict[str, Any]:
+    device = receipt["environment"]["device"]
+    return {key: device.get(key) for key in ("kind", "name", "capability")}
+
+
+def _stored(receipt: dict[str, Any]) -> dict[str, int]:
+    """Layers in few bits that their precision did not ask for: NF4, or FP8 in a BF16 run."""
+    precision = receipt["precision"]
+    stored = precision.get("storage", {})
+    return {k: n for k, n in stored.items() if not (k == "fp8" and precision["asked"] == "fp8")}
+
+
+CONDITIONS = (
+    Condition(
+        "trainable parameters", "fewer of them are less work, less memory and another optimum",
+        receipt=("trainable.in_optimizer", lambda r: r["trainable"]["in_optimizer"])),
+    Condition(
+        "model", "another model, or other weights, has another loss and another speed",
+        ("model.",), ("layers", _shapes)),
+    Condition(
+        "storage of the base", "weights held in few bits are another model, and pay for "
+        "dequantising; that is no matter of compute precision",
+        ("model.storage",), ("precision.storage", _stored)),
+    Condition(
+        "adapters", "rank, scale and targets decide what can be learnt and what it costs",
+        ("lora",)),
+    Condition(
+        "optimizer", "another update from the same gradient ends elsewhere and takes another time",
+        ("optim", "optim_args", "optim_target_modules", "learning_rate", "lr_scheduler_type",
+         "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
+         "adam_epsilon", "max_grad_norm")),
+    Condition(
+        "tokens per step", "larger batches use a device better, and take other steps",
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing",
+         "packing_strategy", "padding_free", "pad_to_multiple_of", "truncation_mode",
+         "auto_find_batch_size", "average_tokens_across_devices")),
+    Condition(
+        "length of the run", "losses after another number of steps say nothing of precision",
+        ("max_steps", "num_train_epochs", "resume_from_checkpoint")),
+    Condition(
+        "data and its order", "the order of rows alone moves a final loss by more than the margin",
+        ("data.", "seed", "data_seed", "train_sampling_strategy", "length_column_name",
+         "shuffle_dataset", "dataloader_drop_last", "dataloader_in_order", "dataset_text_field",
+         "dataset_kwargs", "completion_only_loss", "assistant_only_loss", "chat_template_path",
+         "eos_token", "pad_token", "ignore_data_skip", "accelerator_config"),
+        ("environment.seed", lambda r: r["environment"]["seed"])),
+    Condition(
+        "checkpointing", "a forward that runs twice costs up to a third of the speed, and saves "
+        "memory",
+        ("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
+         "activation_checkpointing_kwargs", "activation_offloading")),
+    Condition(
+        "attention", "attention kernels differ in speed by more than FP8 gains",
+        ("model.attention",)),
+    Condition(
+        "compile", "compiled layers are faster whatever they multiply in",
+        ("precision.compile", "torch_compile", "torch_compile_backend", "torch_compile_mode")),
+    Condition(
+        "fused kernels", "a fused loss or layer is faster, and smaller, whatever it multiplies in",
+        ("precision.fused_adapters", "use_liger_kernel", "liger_kernel_config", "loss_type")),
+    Condition(
+        "processes and sharding", "more devices are faster; sharding communicates and saves memory",
+        ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "ddp_find_unused_parameters",
+         "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
+        ("environment.processes", lambda r: r["environment"]["processes"])),
+    Condition(
+        "evaluation", "held-out losses of other rows or batches cannot be compared",
+        ("eval.", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_packing",
+         "per_device_eval_batch_size", "eval_accumulation_steps")),
+    Condition(
+        "watching", "what is logged at some steps takes time in them",
+        ("precision.health_every", "logging_steps", "logging_strategy", "logging_first_step")),
+    Condition(
+        "libraries", "another version of a kernel has another speed",
+        receipt=("environment.versions", lambda r: r["environment"]["versions"])),
+    Condition(
+        "device", "another device has another speed", receipt=("environment.device", _device)),
+    Condition(
+        "steps", "both sides of a pair step over the same tokens, or they did not train the same"),
+    Condition("other training settings", "it may change what is learnt or what it costs"),
+)  # fmt: skip
 
 FREE = frozenset(
     ("output_dir", "bf16", "fp16", "tf32", "run_name", "project", "report_to", "ddp_timeout",
@@ -96,126 +142,104 @@ FREE = frozenset(
 )  # fmt: skip
 """Fields that move neither a loss nor a step's time: names, logs, checkpoints; and precision."""
 
-_CONDITION = {name: condition for condition, names in FIELDS.items() for name in names}
+_OF_SETTING = {setting: condition for condition in CONDITIONS for setting in condition.settings}
+_BY_NAME = {condition.name: condition for condition in CONDITIONS}
+_OTHER = _BY_NAME["other training settings"]
 
 
 # ------------------------------------------------------------------------------------ before a run
 
 
-def asked_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[Difference]:
-    """What two configurations ask for differently that a fair pair shares.
+def requested_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[Difference]:
+    """List what two configurations ask for differently that a fair pair shares.
 
     Args:
         a, b: with `precision.compile` settled (`finetune.analysis.compare.pairing`).
         on_cpu: whether they will train on a CPU.
 
+    Returns:
+        Differences in the order of `CONDITIONS`.
+
     Raises:
         FinetuneError: one of them cannot be made a training at all.
     """
+    first, second = dict(_settings(a, on_cpu=on_cpu)), dict(_settings(b, on_cpu=on_cpu))
     found = []
-    for (where, condition, x), (_, _, y) in zip(
-        _asked(a, on_cpu=on_cpu), _asked(b, on_cpu=on_cpu), strict=True
-    ):
-        if x != y:
-            found.append(Difference(condition=condition, where=where, a=x, b=y, why=WHY[condition]))
-    return sorted(found, key=lambda d: list(WHY).index(d.condition))
+    for where in first:
+        if first[where] != second[where]:
+            section, _, name = where.partition(".")
+            known = (name if section == "train" else where, f"{section}.")
+            condition = next((_OF_SETTING[key] for key in known if key in _OF_SETTING), _OTHER)
+            found.append(_difference(condition, where, first[where], second[where]))
+    return sorted(found, key=lambda d: CONDITIONS.index(_BY_NAME[d.condition]))
 
 
-def _asked(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, str, Any]]:
-    """(dotted setting, condition, value), always the same settings in the same order."""
+def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted setting, value), the same settings in the same order for any configuration."""
     from finetune.config.sft import sft_config
 
-    for name, value in config.model.model_dump(mode="json").items():
-        special = {"storage": "storage of the base", "attention": "attention"}
-        yield f"model.{name}", special.get(name, "model"), value
-    yield "lora", "adapters", config.lora and config.lora.model_dump(mode="json")
-    for name, value in config.data.model_dump(mode="json").items():
-        if name != "prompts":
-            yield f"data.{name}", "data and its order", value
-    for name, value in config.eval.model_dump(mode="json").items():
-        yield f"eval.{name}", "evaluation", value
-    precision = config.precision
-    yield "precision.compile", "compile", precision.compile
-    yield "precision.fused_adapters", "fused kernels", precision.fused_adapters
-    yield "precision.health_every", "watching", precision.health_every
+    for section in ("model", "data", "eval"):
+        for name, value in getattr(config, section).model_dump(mode="json").items():
+            if name != "prompts":
+                yield f"{section}.{name}", value
+    yield "lora", config.lora and config.lora.model_dump(mode="json")
+    for name in ("compile", "fused_adapters", "health_every"):
+        yield f"precision.{name}", getattr(config.precision, name)
     optimizer = config.train.get("optim")  # ours are taken out of the SFTConfig
     args = sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
     args |= {"resume_from_checkpoint": config.train.get("resume_from_checkpoint")}
     args |= {"optim": optimizer or args["optim"]}
+    plain = (bool, int, float, str, dict, list, type(None))
     for name in sorted(args.keys() - FREE):
         if not name.startswith("_"):
-            condition = _CONDITION.get(name, "other training settings")
-            yield f"train.{name}", condition, _plain(args[name])
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | dict | list | None) else str(value)
+            value = args[name]
+            yield f"train.{name}", value if isinstance(value, plain) else str(value)
 
 
 # -------------------------------------------------------------------------------------- after them
 
 
-def ran_differences(
+def executed_differences(
     a: dict[str, Any],
     b: dict[str, Any],
     steps_a: Sequence[Step] = (),
     steps_b: Sequence[Step] = (),
 ) -> list[Difference]:
-    """What two finished runs of one seed did differently that a fair pair shares.
+    """List what two finished runs of one seed did differently that a fair pair shares.
 
     Args:
         a, b: their `receipt.json`.
         steps_a, steps_b: their `steps.jsonl`.
     """
-    conditions = dict.fromkeys((*a.get("conditions", {}), *b.get("conditions", {})))
-    found = [
-        _difference(name, "receipt.json: conditions", a["conditions"].get(name), x)
-        for name in conditions
-        if a.setdefault("conditions", {}).get(name) != (x := b.get("conditions", {}).get(name))
-    ]
-    for condition, where, read in _RECEIPT:
-        if read(a) != read(b):
-            found.append(_difference(condition, f"receipt.json: {where}", read(a), read(b)))
-    for step, (x, y) in enumerate(zip(steps_a, steps_b, strict=False), 1):
-        if x.tokens != y.tokens:
-            found.append(_difference("steps", f"steps.jsonl: line {step}", x.tokens, y.tokens))
+    first, second = a.get("conditions", {}), b.get("conditions", {})
+    found = []
+    for name in dict.fromkeys((*first, *second)):
+        if (x := first.get(name)) != (y := second.get(name)):
+            condition = _BY_NAME.get(name) or replace(_OTHER, name=name)
+            found.append(_difference(condition, "receipt.json: conditions", *_unequal(x, y)))
+    for condition in CONDITIONS:
+        if condition.receipt is not None:
+            where, read = condition.receipt
+            if (x := read(a)) != (y := read(b)):
+                found.append(_difference(condition, f"receipt.json: {where}", *_unequal(x, y)))
+    stepped = _BY_NAME["steps"]
+    for line, (one, other) in enumerate(zip(steps_a, steps_b, strict=False), 1):
+        if one.tokens != other.tokens:
+            where = f"steps.jsonl: line {line}"
+            found.append(_difference(stepped, where, one.tokens, other.tokens))
             break
     if len(steps_a) != len(steps_b):
-        found.append(_difference("steps", "steps.jsonl: lines", len(steps_a), len(steps_b)))
+        found.append(_difference(stepped, "steps.jsonl: lines", len(steps_a), len(steps_b)))
     return found
 
 
-def _difference(condition: str, where: str, a: Any, b: Any) -> Difference:
-    """With the parts that are equal left out."""
+def _unequal(a: Any, b: Any) -> tuple[Any, Any]:
+    """Leave the equal parts of two mappings out; other values stay."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = [key for key in dict.fromkeys((*a, *b)) if a.get(key) != b.get(key)]
-        a, b = {key: a.get(key) for key in keys}, {key: b.get(key) for key in keys}
-    why = WHY.get(condition, WHY["other training settings"])
-    return Difference(condition=condition, where=where, a=a, b=b, why=why)
+        return {key: a.get(key) for key in keys}, {key: b.get(key) for key in keys}
+    return a, b
 
 
-def _shapes(receipt: dict[str, Any]) -> dict[str, Any]:
-    layers = (layer for layer in receipt.get("layers", ()) if layer["role"] != "other")
-    return {layer["name"]: layer["shape"] for layer in layers}
-
-
-_RECEIPT: tuple[tuple[str, str, Callable[[dict[str, Any]], Any]], ...] = (
-    ("libraries", "environment.versions", lambda r: r["environment"]["versions"]),
-    ("device", "environment.device", lambda r: _device(r["environment"]["device"])),
-    ("processes and sharding", "environment.processes", lambda r: r["environment"]["processes"]),
-    ("data and its order", "environment.seed", lambda r: r["environment"]["seed"]),
-    ("trainable parameters", "trainable.in_optimizer", lambda r: r["trainable"]["in_optimizer"]),
-    ("model", "layers", _shapes),
-    ("storage of the base", "precision.storage", lambda r: _held(r["precision"])),
-)
-"""Condition, what of the receipt, and how to read it."""
-
-
-def _device(device: dict[str, Any]) -> dict[str, Any]:
-    return {key: device.get(key) for key in ("kind", "name", "capability")}
-
-
-def _held(precision: dict[str, Any]) -> dict[str, int]:
-    """Layers held in few bits that their precision did not ask to be: NF4, or FP8 in a BF16 run."""
-    held = precision.get("storage", {})
-    return {k: n for k, n in held.items() if not (k == "fp8" and precision["asked"] == "fp8")}
+def _difference(condition: Condition, where: str, a: Any, b: Any) -> Difference:
+    return Difference(condition=condition.name, where=where, a=a, b=b, why=condition.why)

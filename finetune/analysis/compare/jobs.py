@@ -3,7 +3,7 @@
 Precision is process-wide (patches of Accelerate, compiled kernels, the allocator's peaks), so two
 runs in one process would see each other. `python -m finetune run` trains each, from a complete copy
 of its recipe in the comparison's folder, so that a recipe edited meanwhile changes nothing and
-every other command works on the runs.
+every other command works on the runs. Their progress is read where they write it.
 
 In what order matters for speed. On a GPU they run one at a time, in ABBA order: a machine that gets
 slower over the hours does so for both sides. On a CPU with two cores or more two runs are under way
@@ -17,7 +17,6 @@ does when it runs alone; a second Ctrl-C stops them at once.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -25,17 +24,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 import finetune
 from finetune.analysis.compare.pairing import Pair
-from finetune.config.yaml import parse_yaml, read_text
 from finetune.errors import ConfigError, RunFailedError
+from finetune.runs.folder import Run
 
 POLL = 0.2  # seconds
 INTERRUPTED = 130
@@ -47,14 +45,15 @@ class Job:
 
     Attributes:
         side: `a` or `b`.
-        label: what to call the side.
+        label: short name of the side.
         seed: `train.seed`.
-        recipe: the complete recipe to run.
+        recipe: file of the complete recipe.
         out: folder in which it makes its run folder.
         log: file that gets what it prints.
-        options: of `finetune run`.
+        steps: optimizer steps; None where its epochs decide.
+        options: further options of `finetune run`.
         program: what Python runs.
-        process: once it was started.
+        process: the process, once it was started.
     """
 
     side: str
@@ -63,9 +62,10 @@ class Job:
     recipe: Path
     out: Path
     log: Path
+    steps: int | None = None
     options: tuple[str, ...] = ()
     program: tuple[str, ...] = ("-m", "finetune")
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] = field(init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def run_folder(self) -> Path:
-        """The same, of a run that ended well.
+        """The run folder of a run that ended well.
 
         Raises:
             RunFailedError: there is none all the same.
@@ -90,21 +90,15 @@ class Job:
             raise RunFailedError("a run left no run folder", where=f"{self.name}: {self.log}")
         return folder
 
-    @property
-    def arguments(self) -> list[str]:
-        """Of `python -m finetune`."""
-        run = ["run", str(self.recipe), f"train.seed={self.seed}", "--out", str(self.out)]
-        return [*run, "--json", *self.options]
-
     def start(self, threads: int | None) -> None:
         """Start the process."""
-        command = [sys.executable, *self.program, *self.arguments]
-        environment = os.environ | {"PYTHONPATH": _with_package(os.environ.get("PYTHONPATH", ""))}
+        run = ["run", str(self.recipe), f"train.seed={self.seed}", "--out", str(self.out)]
+        environment = os.environ | {"PYTHONPATH": import_path()}
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, *self.program, *run, "--json", *self.options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -113,33 +107,44 @@ class Job:
             )
 
 
-def _with_package(paths: str) -> str:
-    """`PYTHONPATH` by which the child imports this very package, wherever it starts."""
-    home = str(Path(finetune.__file__).parent.parent)
-    return os.pathsep.join(dict.fromkeys([home, *filter(None, paths.split(os.pathsep))]))
+def import_path() -> str:
+    """Give the `PYTHONPATH` by which a child imports this very package, wherever it starts."""
+    package = str(Path(finetune.__file__).parent.parent)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([package, *filter(None, paths)]))
 
 
 def plan_jobs(pair: Pair, folder: Path, *, force: bool = False) -> list[Job]:
-    """The runs in ABBA order, with their recipes written into `folder`."""
+    """List the runs in ABBA order, with their recipes written into `folder`.
+
+    Seeds 42, 43 and 44 run as a42 b42 b43 a43 a44 b44.
+    """
     options = ("--force",) if force else ()
+    recipes = {"a": pair.a, "b": pair.b}
+    files = {side: folder / side / f"{recipe.name}.yaml" for side, recipe in recipes.items()}
+    for side, file in files.items():
+        file.parent.mkdir(parents=True)
+        file.write_text(recipes[side].to_yaml(), encoding="utf-8")
     jobs = []
-    recipes = {}
-    for side, recipe in (("a", pair.a), ("b", pair.b)):
-        own = folder / side
-        own.mkdir(parents=True)
-        recipes[side] = own / f"{recipe.name}.yaml"
-        recipes[side].write_text(recipe.to_yaml(), encoding="utf-8")
     for turn, seed in enumerate(pair.seeds):
-        for side in ("a", "b") if turn % 2 == 0 else ("b", "a"):
+        for side in "ab" if turn % 2 == 0 else "ba":
             out = folder / side / f"seed-{seed}"
-            log = folder / side / f"seed-{seed}.log"
-            label = pair.labels["ab".index(side)]
-            jobs.append(Job(side, label, seed, recipes[side], out, log, options))
+            steps = int(recipes[side].config.train.get("max_steps", -1))
+            job = Job(
+                side, pair.labels["ab".index(side)], seed, files[side], out,
+                out.with_suffix(".log"), steps if steps > 0 else None, options,
+            )  # fmt: skip
+            jobs.append(job)
     return jobs
 
 
+def cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def places(on_gpu: bool, jobs: int | None, cores: int) -> tuple[int, int | None]:
-    """How many runs at once, and threads for each (None: as torch chooses).
+    """Give the number of runs at once, and threads for each (None: as torch chooses).
 
     Raises:
         ConfigError: more at once than the machine can keep apart.
@@ -176,8 +181,8 @@ def run_jobs(
     """Run all of them, in order.
 
     Args:
-        jobs: of `plan_jobs`.
-        at_once, threads: of `places`.
+        jobs: from `plan_jobs`.
+        at_once, threads: from `places`.
         watch: called again and again with the runs that are under way.
         done: called with each that ended well.
 
@@ -194,7 +199,7 @@ def run_jobs(
                     running[-1].start(threads)
                 watch(running)
                 time.sleep(POLL)
-                for job in [job for job in running if _process(job).poll() is not None]:
+                for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     _check_end(job)
                     done(job)
@@ -203,44 +208,35 @@ def run_jobs(
             raise
 
 
-def _process(job: Job) -> subprocess.Popen[bytes]:
-    assert job.process is not None
-    return job.process
-
-
 def _check_end(job: Job) -> None:
-    code = _process(job).returncode
-    if code == INTERRUPTED:  # stopped by somebody else, and saved
+    if job.process.returncode == INTERRUPTED:  # by somebody else, and saved
         raise KeyboardInterrupt
-    if code:
+    if job.process.returncode:
         raise _failure(job)
 
 
 def _stop(running: Sequence[Job]) -> None:
     """Ask the runs to finish their step and save; insist when asked a second time."""
     for _ in range(2):
-        _signal(running, signal.SIGTERM)  # SIGINT is ignored by what a shell started behind `&`
+        for job in running:
+            if job.process.poll() is None:
+                # SIGINT is ignored by what a shell started behind `&`.
+                job.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(KeyboardInterrupt):
             for job in running:
-                _process(job).wait()
+                job.process.wait()
             return
     for job in running:
         try:
-            _process(job).wait(timeout=10)
+            job.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            _process(job).kill()
-            _process(job).wait()
-
-
-def _signal(running: Sequence[Job], number: int) -> None:
-    for job in running:
-        if _process(job).poll() is None:
-            _process(job).send_signal(number)
+            job.process.kill()
+            job.process.wait()
 
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM stops the runs too, which would go on alone otherwise."""
+    """Let SIGTERM stop the runs too, which would go on alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -252,10 +248,18 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 
 def _failure(job: Job) -> RunFailedError:
-    """The run's own error, with where it happened."""
-    code = _process(job).returncode
-    with job.log.open(encoding="utf-8", errors="replace") as file:
-        parts, lines = _error_in(file)
+    """Make the run's own error, with where it happened.
+
+    The last `error:` of its log with `where:`, `why:` and `fix:`, as the command line prints them.
+    """
+    lines = [x.rstrip() for x in job.log.read_text("utf-8", errors="replace").splitlines()]
+    parts: dict[str, str] = {}
+    for line in lines:
+        label, colon, text = line.strip().partition(":")
+        if line.startswith("error:"):
+            parts = {"error": text.strip()}
+        elif parts and colon and line.startswith("  ") and label in ("where", "why", "fix"):
+            parts[label] = text.strip()
     where = f"{job.name}: {job.log}"
     if parts:
         return RunFailedError(
@@ -264,6 +268,7 @@ def _failure(job: Job) -> RunFailedError:
             why=parts.get("why", ""),
             fix=parts.get("fix", ""),
         )
+    code = job.process.returncode
     how = f"by signal {-code}" if code < 0 else f"with code {code}"
     memory = "; signal 9 is what the system sends when memory is out" if code == -9 else ""
     return RunFailedError(
@@ -274,27 +279,8 @@ def _failure(job: Job) -> RunFailedError:
     )
 
 
-def _error_in(file: IO[str]) -> tuple[dict[str, str], list[str]]:
-    """The last `error:` with its `where:`, `why:` and `fix:`, as the command line prints them."""
-    parts: dict[str, str] = {}
-    lines = [line.rstrip() for line in file]
-    for line in lines:
-        label, colon, text = line.strip().partition(":")
-        if line.startswith("error:"):
-            parts = {"error": text.strip()}
-        elif parts and colon and line.startswith("  ") and label in ("where", "why", "fix"):
-            parts[label] = text.strip()
-    return parts, lines
-
-
-# ------------------------------------------------------------------------------------------
-# What is shown while the runs of a comparison train: a line for each.
-#
-# The runs are other processes, so their progress is read where they write it: `metrics.jsonl`.
-
-
 class Watcher:
-    """Follows runs on a terminal, or prints a line when one ends.
+    """Shows how far runs are on a terminal, and prints a line when one ends.
 
     Attributes:
         finished: runs that ended well, in the order in which they did.
@@ -304,9 +290,7 @@ class Watcher:
         self.console, self.jobs = console, jobs
         self.finished: list[Job] = []
         self._bars: Progress | None = None
-        self._tasks: dict[int, TaskID] = {}
-        self._read: dict[int, int] = {}
-        self._last: dict[int, dict[str, Any]] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Watcher:
         if self.console.is_terminal:
@@ -330,52 +314,29 @@ class Watcher:
 
     def look(self, running: Sequence[Job]) -> None:
         """Show how far the runs are."""
-        for job in running if self._bars is not None else ():
-            self._show(job)
-
-    def _show(self, job: Job) -> None:
-        assert self._bars is not None
-        key, folder = id(job), job.folder
-        if key not in self._tasks:
-            self._tasks[key] = self._bars.add_task(job.name, total=None, facts="starting")
-        row = self._newest(key, folder / "metrics.jsonl") if folder is not None else None
-        if row is not None and "loss" in row:
-            facts = f"step {row['step']}  loss {row['loss']:.4f}"
-            self._bars.update(
-                self._tasks[key], completed=row["step"], total=_steps(job), facts=facts
-            )
-
-    def _newest(self, key: int, file: Path) -> dict[str, Any] | None:
-        """The last whole line that was written, reading only what is new."""
-        if not file.is_file():
-            return None
-        with file.open("rb") as lines:
-            lines.seek(self._read.get(key, 0))
-            new = lines.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read[key] = self._read.get(key, 0) + len(whole)
-        rows = [json.loads(line) for line in whole.splitlines()]
-        with_loss = [row for row in rows if "loss" in row]
-        if with_loss:
-            self._last[key] = with_loss[-1]
-        return self._last.get(key)
+        if self._bars is None:
+            return
+        for job in running:
+            if job.name not in self._tasks:
+                self._tasks[job.name] = self._bars.add_task(job.name, total=None, facts="starting")
+            folder = job.folder
+            rows = Run(folder).tail if folder is not None else []
+            row = next((row for row in reversed(rows) if "loss" in row), None)
+            if row is not None:
+                facts = f"step {row['step']}  loss {row['loss']:.4f}"
+                self._bars.update(
+                    self._tasks[job.name], completed=row["step"], total=job.steps, facts=facts
+                )
 
     def finish(self, job: Job) -> None:
-        """Show what a run came to."""
+        """Print the end of a run."""
         self.finished.append(job)
-        report = json.loads((job.run_folder / "report.json").read_text("utf-8"))
+        report = Run(job.run_folder).report
         facts = [f"loss {report['first_loss']:.3f} -> {report['final_loss']:.3f}"]
         if report["eval_loss"] is not None:
             facts.append(f"held-out {report['eval_loss']:.4f}")
         facts.append(f"{report['seconds']:.0f} s, {report['status']}")
         line = f"[{len(self.finished)}/{len(self.jobs)}] {job.name}: {', '.join(facts)}"
-        if self._bars is not None and id(job) in self._tasks:
-            self._bars.remove_task(self._tasks.pop(id(job)))
+        if self._bars is not None and job.name in self._tasks:
+            self._bars.remove_task(self._tasks.pop(job.name))
         self.console.print(line, highlight=False, soft_wrap=True)
-
-
-def _steps(job: Job) -> float | None:
-    """`max_steps` of a run; None where its epochs decide."""
-    train = parse_yaml(read_text(job.recipe), str(job.recipe))[0].get("train") or {}
-    steps = int(train.get("max_steps", -1))
-    return steps if steps > 0 else None

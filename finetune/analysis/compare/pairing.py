@@ -1,4 +1,4 @@
-"""Which two runs are compared: the twin of a recipe, and what both sides are set to alike.
+"""The two sides of a comparison: the twin of a recipe, and what both are set to alike.
 
 Twins share a name but for its end: `x_fp8` and `x_bf16`. The reference is the side that computes in
 BF16; of two others, the second.
@@ -43,9 +43,9 @@ class Pair:
     Attributes:
         a, b: the side in question and the reference; they run as they stand here, but for
             `train.seed`.
-        labels: what to call them, different.
-        seeds: of the pairs of runs.
-        notes: what was set on both sides.
+        labels: short names of the two, different.
+        seeds: one for each pair of runs.
+        notes: settings that were made the same on both sides.
     """
 
     a: Recipe
@@ -56,7 +56,7 @@ class Pair:
 
 
 def twin_of(name: str) -> str:
-    """The recipe that differs from `name` in precision alone, by its name.
+    """Find the recipe that differs from `name` in precision alone, by its name.
 
     Raises:
         RecipeNotFoundError: no such recipe, or it has no twin.
@@ -97,7 +97,7 @@ def make_pair(
         overrides: `section.key=value`, `~section.key`: for both sides; behind `a.` or `b.`, for
             the first or the second recipe alone.
         seeds: how many, counted up from the recipe's own, or which.
-        device: on which they will run.
+        device: the device they will run on.
 
     Raises:
         FinetuneError: a recipe or an override that cannot be read, no twin, or no seeds.
@@ -125,14 +125,13 @@ def make_pair(
     a, b = sides
     if a.config.precision.compute == "bf16" != b.config.precision.compute:
         a, b = b, a
-    (config_a, config_b), said = settle_compile((a.config, b.config), device)
-    notes = [said] if said else []
+    (config_a, config_b), note = settle_compile((a.config, b.config), device)
+    notes = [note] if note else []
     chosen = _seeds(seeds, int(a.config.train.get("seed", FIRST_SEED)))
     alike = ["train.logging_strategy=steps", "train.logging_steps=1"]
-    if all(_splits(config) and config.data.seed is None for config in (config_a, config_b)):
-        held = chosen[0]
-        alike.append(f"data.seed={held}")
-        notes.append(f"held-out rows are the same for all seeds (data.seed={held})")
+    if all(_draws_held_out_rows(config) for config in (config_a, config_b)):
+        alike.append(f"data.seed={chosen[0]}")
+        notes.append(f"held-out rows are the same for all seeds (data.seed={chosen[0]})")
     a, b = (
         Recipe(recipe.name, recipe.source, with_overrides(config, alike))
         for recipe, config in ((a, config_a), (b, config_b))
@@ -140,9 +139,11 @@ def make_pair(
     return Pair(a, b, _labels(a, b), chosen, tuple(notes))
 
 
-def _splits(config: RunConfig) -> bool:
+def _draws_held_out_rows(config: RunConfig) -> bool:
+    """Tell if held-out rows would be drawn by the run's own seed."""
     data = config.data
-    return not data.eval_path and not data.eval_split and data.eval_fraction > 0
+    drawn = not data.eval_path and not data.eval_split and data.eval_fraction > 0
+    return drawn and data.seed is None
 
 
 def _seeds(seeds: Sequence[int] | int, first: int) -> tuple[int, ...]:
@@ -171,30 +172,30 @@ def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[R
     """Give all sides the same `precision.compile` where they leave it to `auto`.
 
     Args:
-        configs: that are compared.
-        device: on which they will run.
+        configs: the sides that are compared.
+        device: the device they will run on.
 
     Returns:
-        They, in their order, and what to say of it; empty where nothing had to be set.
+        The sides in their order, and a note; empty where nothing had to be set.
     """
-    asked = [config.precision.compile for config in configs]
-    explicit = [value for value in asked if value != "auto"]
-    if len(configs) < 2 or "auto" not in asked:
+    requested = [config.precision.compile for config in configs]
+    explicit = [value for value in requested if value != "auto"]
+    if len(configs) < 2 or "auto" not in requested:
         return list(configs), ""
     if not explicit and not any(_auto_compiles(config, device) for config in configs):
         return list(configs), ""  # none compiles: `auto` may stay as it is written
-    settled = [f"precision.compile={explicit[0] if explicit else 'on'}"]
+    setting = f"precision.compile={explicit[0] if explicit else 'on'}"
     sides = "both sides" if len(configs) == 2 else "all sides"
     return [
-        with_overrides(config, settled) if value == "auto" else config
-        for config, value in zip(configs, asked, strict=True)
-    ], f"{settled[0]} on {sides}, so that compiling is not FP8's gain"
+        with_overrides(config, [setting]) if value == "auto" else config
+        for config, value in zip(configs, requested, strict=True)
+    ], f"{setting} on {sides}, so that compiling is not FP8's gain"
 
 
 def _auto_compiles(config: RunConfig, device: Device) -> bool:
-    """Whether `auto` compiles this run here: torchao, or frozen weights in FP8, on a GPU."""
+    """Tell if `auto` compiles this run here: torchao, or frozen weights in FP8, on a GPU."""
     if device.kind != "cuda" or config.precision.compute != "fp8":
         return False
     precision = resolve(config.precision, device).precision
-    held = precision.compute == "fp8" and precision.frozen == "fp8" and config.lora is not None
-    return held or precision.backend == "torchao"
+    frozen = precision.compute == "fp8" and precision.frozen == "fp8" and config.lora is not None
+    return frozen or precision.backend == "torchao"

@@ -1,4 +1,4 @@
-"""What a comparison found, as `comparison.json` holds it. Knows no torch.
+"""The result of a comparison, as `comparison.json` holds it and a terminal shows it.
 
 `a` is the run in question (FP8), `b` the reference (BF16); a gap is `a / b - 1`, so a positive gap
 of losses says that `a` ended higher. A speed ratio above 1 says that `a` is faster, a memory ratio
@@ -13,6 +13,7 @@ that the folder can be moved.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,14 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import ConfigError
+from finetune.runs.folder import COMPARISON, Run
 
-FILE = "comparison.json"
+NAMES = {"train": "training loss", "eval": "held-out loss"}
+STYLES = {
+    "equivalent": "bold green", "not equivalent": "bold red", "undecided": "bold yellow",
+    "refused": "bold red",
+}  # fmt: skip
+SHOWN_CHARACTERS = 200
 EMULATED = "FP8 was emulated: its speed says nothing of FP8 hardware"
 """The note of a comparison whose FP8 no hardware ran."""
 Verdict = Literal["equivalent", "not equivalent", "undecided"]
@@ -64,7 +71,7 @@ class Difference(_Part):
 
 
 class LossGap(_Part):
-    """Final losses per seed (nats per token), their gap, and what can be said of it.
+    """Final losses per seed (nats per token), their gap, its intervals and the verdict.
 
     Attributes:
         a, b: one loss a seed, in the order of `seeds`.
@@ -112,17 +119,17 @@ class Comparison(JupyterMixin, _Part):
     """Everything that `compare` found.
 
     Attributes:
-        folder: where it lies; not stored.
+        folder: folder of the comparison; not stored.
         margin: relative gap of losses below which the two count as the same, 0.01 for 1 %.
-        confidence: of every `interval`.
-        differences: fairness conditions that differ; with `allowed`, they were insisted on.
-        notes: what was set on both sides to make them comparable, and what to know of the figures.
+        confidence: confidence of every `interval`.
+        differences: fairness conditions that differ; with `allowed`, the user accepted them.
+        notes: settings that were made the same on both sides, and remarks on the figures.
         losses: `train` (mean over the last part of the steps) and `eval` (held-out, at the end).
         band: relative spread, (max - min) / mean, of the final losses of `b` over the seeds.
         speed, memory: None where there is none to give, and `notes` says why.
         tasks: task -> its scores, where `eval.tasks` is set.
-        verdict: of the whole: the worst of `losses`; `refused` where the pair is not fair.
-        reasons: of the verdict, in plain words.
+        verdict: the worst of `losses`; `refused` where the pair is not fair.
+        reasons: reasons of the verdict, in plain words.
     """
 
     kind: Literal["comparison"] = "comparison"
@@ -144,43 +151,149 @@ class Comparison(JupyterMixin, _Part):
     reasons: list[str] = Field(default_factory=list)
     folder: Path | None = Field(default=None, exclude=True)
 
-    def __rich__(self) -> RenderableType:
-        return describe(self)
-
     @property
     def emulated(self) -> bool:
-        """Whether the speeds are those of an emulation, which no claim can rest on."""
+        """True where the speeds are those of an emulation, which no claim can rest on."""
         return EMULATED in self.notes
 
     def to_json(self) -> str:
-        """The comparison as indented JSON."""
+        """Give the comparison as indented JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
 
     def save(self, folder: Path) -> Path:
         """Write `comparison.json` so that a reader never sees half a file; returns its path."""
-        file = folder / FILE
+        file = folder / COMPARISON
         partial = file.with_suffix(".partial")
         partial.write_text(self.to_json() + "\n", encoding="utf-8")
         partial.replace(file)
         self.folder = folder
         return file
 
+    def headline(self) -> str:
+        """Give the verdict in one sentence."""
+        a, b, n = self.a.label, self.b.label, len(self.seeds)
+        margin, seeds = percent(self.margin, sign=False), f"{n} seed{'' if n == 1 else 's'}"
+        match self.verdict:
+            case "equivalent":
+                return f"equivalent: {a} ends where {b} ends, within {margin}, over {seeds}"
+            case "not equivalent":
+                end = f"{a} does not end where {b} ends"
+                return f"not equivalent: {end}, within {margin}, over {seeds}"
+            case "undecided":
+                do = "does" if n == 1 else "do"
+                end = f"show whether {a} ends where {b} ends"
+                return f"undecided: {seeds} {do} not {end}, within {margin}"
+            case _:
+                return f"refused: {a} and {b} cannot be compared"
+
+    def __rich__(self) -> RenderableType:
+        """Verdict, differences, losses, speed, memory, tasks, samples, notes."""
+        return Group(*self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        yield Text(self.headline(), style=STYLES[self.verdict])
+        yield from (Text(f"  {reason}") for reason in self.reasons)
+        if self.differences:
+            title = "not the same on both sides" + (", allowed" if self.allowed else "")
+            yield Text("")
+            yield Text(f"! {title}:", style="bold red")
+        for d in self.differences:
+            a, b = (_shortened(as_text(value)) for value in (d.a, d.b))
+            yield Text(f"  {d.condition} ({d.where}): {a} and {b}")
+            yield Text(f"    {d.why}", style="dim")
+        if self.losses:
+            yield Text("")
+            yield self._loss_table()
+        ratios = list(self._ratios()) if self.losses else []
+        for lines in (ratios, self._task_table(), self._samples()):
+            if lines:
+                yield Text("")
+                yield from lines
+        if self.notes:
+            yield Text("")
+            yield from (Text(f"  {note}", style="dim") for note in self.notes)
+
+    def _loss_table(self) -> Table:
+        """Losses by seed and over them; `seeds` is the band that the seeds of b span."""
+        level = f"{self.confidence:.0%}".replace("%", " %")
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("final loss")
+        for title in (self.a.label, self.b.label, "gap", f"{level} interval", "seeds"):
+            table.add_column(title, justify="right")
+        table.add_column("verdict")
+        for name, gap in self.losses.items():
+            for seed, a, b in zip(self.seeds, gap.a, gap.b, strict=True):
+                row = (f"{a:.4f}", f"{b:.4f}", percent(a / b - 1), "", "", "")
+                table.add_row(f"  seed {seed}", *row, style="dim")
+            low_high = gap.interval
+            table.add_row(
+                NAMES[name],
+                *(f"{sum(side) / len(side):.4f}" for side in (gap.a, gap.b)),
+                percent(gap.gap),
+                f"{low_high[0] * 100:+.2f} to {percent(low_high[1])}" if low_high else "-",
+                percent(self.band[name], sign=False, digits=1) if name in self.band else "-",
+                Text(gap.verdict, style=STYLES[gap.verdict]),
+            )
+        return table
+
+    def _ratios(self) -> Iterator[Text]:
+        a, b = self.a.label, self.b.label
+        if (s := self.speed) is not None:
+            between = f" ({s.interval[0]:.3f} to {s.interval[1]:.3f})" if s.interval else ""
+            yield Text(
+                f"speed: {a} at {s.ratio:.3f} times {b}{between}; "
+                f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s"
+                + (", emulated" if self.emulated else "")
+            )
+        if (m := self.memory) is not None:
+            yield Text(
+                f"peak memory: {a} at {m.ratio:.3f} times {b}; {m.a_gib:.3f} and {m.b_gib:.3f} GiB"
+            )
+
+    def _task_table(self) -> list[Table]:
+        if not self.tasks:
+            return []
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("task")
+        for title in (self.a.label, self.b.label, "difference"):
+            table.add_column(title, justify="right")
+        for task, scores in self.tasks.items():
+            for s in scores:
+                error = f" ± {s.a_stderr:.4f}" if s.a_stderr is not None else ""
+                difference = f"{s.a - s.b:+.4f}"
+                table.add_row(f"{task} {s.metric}", f"{s.a:.4f}{error}", f"{s.b:.4f}", difference)
+        return [table]
+
+    def _samples(self) -> list[Text]:
+        """What both sides of the first seed answered at the end, one above the other."""
+        if not self.runs or self.folder is None or self.verdict == "refused":
+            return []
+        first = self.runs[0]
+        a, b = (_answers(Run(self.folder / run)) for run in (first.a, first.b))
+        width = max(len(self.a.label), len(self.b.label))
+        lines = [Text(f"samples, seed {first.seed}", style="bold")]
+        for prompt in (prompt for prompt in a if prompt in b):
+            lines.append(Text("> ", style="dim") + Text(prompt, style="italic"))
+            for label, answer in ((self.a.label, a[prompt]), (self.b.label, b[prompt])):
+                lines.append(Text(f"  {label:{width}s}  ", style="dim") + Text(answer))
+        return lines if len(lines) > 1 else []
+
 
 def read_comparison(path: Path | str) -> Comparison:
-    """The comparison in `path`, a `comparison.json` or the folder that holds one.
+    """Read the comparison in `path`, a `comparison.json` or the folder that holds one.
 
     Raises:
         ConfigError: there is none, or it is not one.
     """
     file = Path(path)
     if file.is_dir():
-        file = file / FILE
+        file = file / COMPARISON
     where = str(file.resolve())
     if not file.is_file():
         raise ConfigError(
             f"{str(path)!r} holds no comparison",
             where=where,
-            why=f"{FILE} is written when all runs of a comparison have ended",
+            why=f"{COMPARISON} is written when all runs of a comparison have ended",
             fix="compare the recipes: python -m finetune compare tiny_full_fp8",
         )
     try:
@@ -191,57 +304,6 @@ def read_comparison(path: Path | str) -> Comparison:
     return found
 
 
-# ------------------------------------------------------------------------------------------
-# A comparison in plain words, for the terminal: the verdict first, then what it rests on.
-
-
-NAMES = {"train": "training loss", "eval": "held-out loss"}
-STYLES = {
-    "equivalent": "bold green", "not equivalent": "bold red", "undecided": "bold yellow",
-    "refused": "bold red",
-}  # fmt: skip
-SHOWN_CHARACTERS = 200
-
-
-def describe(found: Comparison) -> RenderableType:
-    """Verdict, differences, losses, speed, memory, tasks, samples, notes."""
-    parts: list[RenderableType] = [Text(headline(found), style=STYLES[found.verdict])]
-    parts += [Text(f"  {reason}") for reason in found.reasons]
-    if found.differences:
-        title = "not the same on both sides" + (", allowed" if found.allowed else "")
-        parts += [Text(""), Text(f"! {title}:", style="bold red")]
-        for d in found.differences:
-            parts.append(Text(f"  {d.condition} ({d.where}): {_short(d.a)} and {_short(d.b)}"))
-            parts.append(Text(f"    {d.why}", style="dim"))
-    if found.losses:
-        parts += [Text(""), _losses(found), *_ratios(found)]
-    if found.tasks:
-        parts += [Text(""), _tasks(found)]
-    parts += _samples(found)
-    if found.notes:
-        parts.append(Text(""))
-        parts += [Text(f"  {note}", style="dim") for note in found.notes]
-    return Group(*parts)
-
-
-def headline(found: Comparison) -> str:
-    """The verdict in one sentence."""
-    a, b, n = found.a.label, found.b.label, len(found.seeds)
-    margin, seeds = percent(found.margin, sign=False), _count(n, "seed")
-    match found.verdict:
-        case "equivalent":
-            return f"equivalent: {a} ends where {b} ends, within {margin}, over {seeds}"
-        case "not equivalent":
-            return f"not equivalent: {a} does not end where {b} ends, within {margin}, over {seeds}"
-        case "undecided":
-            do = "does" if n == 1 else "do"
-            return (
-                f"undecided: {seeds} {do} not show whether {a} ends where {b} ends, within {margin}"
-            )
-        case _:
-            return f"refused: {a} and {b} cannot be compared"
-
-
 def percent(share: float, *, sign: bool = True, digits: int | None = None) -> str:
     """`+0.26 %`; without a sign, and with no more digits than it has or is given: `1 %`."""
     if sign:
@@ -249,97 +311,15 @@ def percent(share: float, *, sign: bool = True, digits: int | None = None) -> st
     return f"{share * 100:g} %" if digits is None else f"{share * 100:.{digits}f} %"
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
+def as_text(value: object) -> str:
+    """Give text as it is, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _losses(found: Comparison) -> Table:
-    """Losses by seed and over them; `seeds` is the band that the seeds of b span."""
-    level = f"{found.confidence:.0%}".replace("%", " %")
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("final loss")
-    for title in (found.a.label, found.b.label, "gap", f"{level} interval", "seeds"):
-        table.add_column(title, justify="right")
-    table.add_column("verdict")
-    for name, gap in found.losses.items():
-        for seed, a, b in zip(found.seeds, gap.a, gap.b, strict=True):
-            row = (f"{a:.4f}", f"{b:.4f}", percent(a / b - 1), "", "", "")
-            table.add_row(f"  seed {seed}", *row, style="dim")
-        means = (f"{sum(side) / len(side):.4f}" for side in (gap.a, gap.b))
-        table.add_row(
-            NAMES[name],
-            *means,
-            percent(gap.gap),
-            _as_percents(gap.interval),
-            percent(found.band[name], sign=False, digits=1) if name in found.band else "-",
-            Text(gap.verdict, style=STYLES[gap.verdict]),
-        )
-    return table
-
-
-def _as_percents(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval[0] * 100:+.2f} to {percent(interval[1])}"
-
-
-def _ratios(found: Comparison) -> list[Text]:
-    lines = []
-    if (s := found.speed) is not None:
-        between = f" ({s.interval[0]:.3f} to {s.interval[1]:.3f})" if s.interval else ""
-        lines.append(
-            Text(
-                f"speed: {found.a.label} at {s.ratio:.3f} times {found.b.label}{between}; "
-                f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s"
-                + (", emulated" if found.emulated else "")
-            )
-        )
-    if (m := found.memory) is not None:
-        lines.append(
-            Text(
-                f"peak memory: {found.a.label} at {m.ratio:.3f} times {found.b.label}; "
-                f"{m.a_gib:.3f} and {m.b_gib:.3f} GiB"
-            )
-        )
-    return [Text(""), *lines] if lines else []
-
-
-def _tasks(found: Comparison) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("task")
-    for title in (found.a.label, found.b.label, "difference"):
-        table.add_column(title, justify="right")
-    for task, scores in (found.tasks or {}).items():
-        for s in scores:
-            error = f" ± {s.a_stderr:.4f}" if s.a_stderr is not None else ""
-            table.add_row(
-                f"{task} {s.metric}", f"{s.a:.4f}{error}", f"{s.b:.4f}", f"{s.a - s.b:+.4f}"
-            )
-    return table
-
-
-def _samples(found: Comparison) -> list[RenderableType]:
-    """What both sides of the first seed answered at the end, one above the other."""
-    if not found.runs or found.folder is None or found.verdict == "refused":
-        return []
-    first = found.runs[0]
-    a, b = (_answers(found.folder / run) for run in (first.a, first.b))
-    lines: list[RenderableType] = []
-    width = max(len(found.a.label), len(found.b.label))
-    for prompt in a:
-        if prompt in b:
-            lines.append(Text("> ", style="dim") + Text(prompt, style="italic"))
-            for label, said in ((found.a.label, a[prompt]), (found.b.label, b[prompt])):
-                lines.append(Text(f"  {label:{width}s}  ", style="dim") + Text(said))
-    return [Text(""), Text(f"samples, seed {first.seed}", style="bold"), *lines] if lines else []
-
-
-def _answers(run: Path) -> dict[str, str]:
-    file = run / "report.json"
-    if not file.is_file():
-        return {}
-    samples = json.loads(file.read_text("utf-8")).get("samples") or []
-    return {s["prompt"]: s["answer"][:SHOWN_CHARACTERS] for s in samples}
-
-
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def _answers(run: Run) -> dict[str, str]:
+    samples = run.report.get("samples") or []
+    return {s["prompt"]: s["answer"][:SHOWN_CHARACTERS] for s in samples}

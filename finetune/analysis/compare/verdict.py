@@ -1,4 +1,4 @@
-"""From finished pairs of runs to the figures and the verdict.
+"""The verdict of finished pairs of runs, and the figures it rests on.
 
 The final training loss of a run is the mean over the last tenth of its steps, ten at least: one
 step's loss is that of eight rows or so. It is what the run's own forward says, in FP8 with the
@@ -13,7 +13,6 @@ be judged again from what lies on disk.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from finetune.analysis import statistics
-from finetune.analysis.compare.fairness import ran_differences
+from finetune.analysis.compare.fairness import executed_differences
 from finetune.analysis.compare.result import (
     EMULATED,
     NAMES,
@@ -37,94 +36,95 @@ from finetune.analysis.compare.result import (
 )
 from finetune.analysis.statistics import SECTIONS, Step, step_ratios, warm_up_steps
 from finetune.errors import ConfigError, RunFailedError
+from finetune.runs.folder import Run
 
 LAST_SHARE, LAST_LEAST = 0.1, 10
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
 RECEIPT = ("status", "precision", "trainable", "environment", "memory", "conditions")
-"""What of a receipt is read here and by `finetune.analysis.compare.fairness`."""
+"""Keys of a receipt that are read here and by `finetune.analysis.compare.fairness`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run left behind.
+    """The figures of one finished run.
 
     Attributes:
-        folder: the run folder.
-        receipt: `receipt.json`.
+        run: the run folder.
         train: mean training loss of the last steps, nats per token; `train_steps`, how many.
         eval: last held-out loss; None without held-out rows.
-        steps: `steps.jsonl`.
+        steps: rows of `steps.jsonl`.
         tasks: task -> metric -> score.
     """
 
-    folder: Path
-    receipt: dict[str, Any]
+    run: Run
     train: float
     train_steps: int
     eval: float | None
     steps: list[Step]
     tasks: dict[str, dict[str, Any]]
 
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """`receipt.json`."""
+        return self.run.receipt
+
 
 def read_outcome(folder: Path) -> Outcome:
-    """What a finished run left behind.
+    """Read the figures of a finished run.
 
     Raises:
-        ConfigError: a file of it is missing or cannot be read.
+        ConfigError: a file of the run is missing or cannot be read.
         RunFailedError: it logged no loss.
     """
-    try:
-        receipt = json.loads((folder / "receipt.json").read_text("utf-8"))
-        metrics = _lines(folder / "metrics.jsonl")
-        steps = [Step(r["step"], r["seconds"], r["tokens"]) for r in _lines(folder / "steps.jsonl")]
-    except (OSError, ValueError, KeyError) as error:
+    run = Run(folder)
+    if unread := [name for name, rows in _files(run) if not rows]:
         raise ConfigError(
             "a run of the comparison cannot be read",
             where=str(folder),
-            why=f"{type(error).__name__}: {error}",
+            why=f"{' and '.join(unread)} is missing, or holds nothing whole",
             fix="compare again",
-        ) from None
-    if missing := [key for key in RECEIPT if key not in receipt]:
+        )
+    if missing := [key for key in RECEIPT if key not in run.receipt]:
         raise ConfigError(
             f"the receipt of a run has no {', '.join(missing)}",
             where=str(folder / "receipt.json"),
             why="another version wrote it, or training ended before it began",
             fix="compare again",
         )
-    losses = [row["loss"] for row in metrics if "loss" in row]
+    losses = [row["loss"] for row in run.rows if "loss" in row]
     if not losses:
         raise RunFailedError("a run logged no loss", where=str(folder / "metrics.jsonl"))
     last = min(len(losses), max(LAST_LEAST, round(len(losses) * LAST_SHARE)))
-    held_out = [row["eval_loss"] for row in metrics if "eval_loss" in row]
-    tasks = [row["tasks"] for row in metrics if "tasks" in row]
+    held_out = [row["eval_loss"] for row in run.rows if "eval_loss" in row]
+    tasks = [row["tasks"] for row in run.rows if "tasks" in row]
     return Outcome(
-        folder=folder,
-        receipt=receipt,
+        run=run,
         train=math.fsum(losses[-last:]) / last,
         train_steps=last,
         eval=held_out[-1] if held_out else None,
-        steps=steps,
+        steps=[Step(row["step"], row["seconds"], row["tokens"]) for row in run.steps],
         tasks=tasks[-1] if tasks else {},
     )
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+def _files(run: Run) -> list[tuple[str, object]]:
+    files = {"receipt.json": run.receipt, "metrics.jsonl": run.rows, "steps.jsonl": run.steps}
+    return list(files.items())
 
 
 Pairs = Sequence[tuple[Outcome, Outcome]]
 
 
 def judge(found: Comparison, pairs: Pairs) -> Comparison:
-    """Fill in what the runs of a comparison say: differences, figures, verdict, reasons.
+    """Fill in what follows from the runs of a comparison: differences, figures, verdict, reasons.
 
     Args:
         found: the comparison with its sides, seeds, runs, margin and confidence.
         pairs: for each seed the outcome of a and of b.
     """
-    differences = [*found.differences, *_ran(pairs, found.differences)]
+    differences = [*found.differences, *_executed(pairs, found.differences)]
     unproven = [
-        f"{o.folder.name}: {o.receipt['status']}"
+        f"{o.run.name}: {o.receipt['status']}"
         for pair in pairs
         for o in pair
         if o.receipt["status"] != "proven"
@@ -136,12 +136,12 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     held_out = [outcome.eval is not None for pair in pairs for outcome in pair]
     if any(held_out) and not all(held_out):
         refused.append(f"{held_out.count(False)} of {len(held_out)} runs logged no held-out loss")
-    broken = _broken(found, pairs)
-    refused += broken[1]
+    broken_a, broken_b = _broken(found, pairs)
+    refused += broken_b
     if refused:
         return found.model_copy(update={"verdict": "refused", "reasons": refused})
-    if broken[0]:
-        return found.model_copy(update={"verdict": "not equivalent", "reasons": broken[0]})
+    if broken_a:
+        return found.model_copy(update={"verdict": "not equivalent", "reasons": broken_a})
     losses = {"train": _gap(found, [(a.train, b.train) for a, b in pairs])}
     if all(held_out):
         losses["eval"] = _gap(found, [(a.eval, b.eval) for a, b in pairs])
@@ -161,25 +161,24 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
 
 
 def _broken(found: Comparison, pairs: Pairs) -> tuple[list[str], list[str]]:
-    """Final losses of a, and of b, that have no ratio: NaN, infinite, or zero."""
-    said: tuple[list[str], list[str]] = ([], [])
+    """List final losses of a, and of b, that have no ratio: NaN, infinite, or zero."""
+    broken: tuple[list[str], list[str]] = ([], [])
     labels = (found.a.label, found.b.label)
     for seed, pair in zip(found.seeds, pairs, strict=True):
-        for lines, label, outcome in zip(said, labels, pair, strict=True):
+        for lines, label, outcome in zip(broken, labels, pair, strict=True):
             for name, loss in (("train", outcome.train), ("eval", outcome.eval)):
                 if loss is not None and not (math.isfinite(loss) and loss > 0):
                     lines.append(f"{NAMES[name]}: {label}, seed {seed}, ends at {loss:g}")
-    return said
+    return broken
 
 
-def _ran(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
+def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
     """Differences that the runs show and the recipes did not, each condition once."""
     seen = {d.condition for d in known}
-    found = []
+    found: list[Difference] = []
     for a, b in pairs:
-        for difference in ran_differences(a.receipt, b.receipt, a.steps, b.steps):
-            if difference.condition not in seen:
-                found.append(difference)
+        new = executed_differences(a.receipt, b.receipt, a.steps, b.steps)
+        found += [difference for difference in new if difference.condition not in seen]
         seen |= {d.condition for d in found}
     return found
 
@@ -223,7 +222,7 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
             f"no speed: after {warm_up} steps of warm-up fewer than {SECTIONS} are left"
         )
         return None
-    ratio, interval = statistics.speed_ratio(ratios, found.confidence)
+    ratio = statistics.speed_ratio(ratios, found.confidence)
     unit = "pairs of runs" if len(pairs) > 1 else "sections of one pair's steps"
     found.notes.append(
         f"speed: medians over steps, the first {warm_up} left out (witness, proof, compiling); "
@@ -233,8 +232,8 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
     if any("emulation" in reason for reason in engines):
         found.notes.append(EMULATED)
     return SpeedRatio(
-        ratio=ratio,
-        interval=interval,
+        ratio=ratio.value,
+        interval=ratio.interval,
         a_tokens_per_s=_tokens_per_s([a for a, _ in pairs], warm_up),
         b_tokens_per_s=_tokens_per_s([b for _, b in pairs], warm_up),
     )

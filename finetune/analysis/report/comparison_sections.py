@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.analysis.compare.result import EMULATED, FILE, Comparison, LossGap
+from finetune.analysis.compare.result import EMULATED, Comparison, LossGap
 from finetune.analysis.report.content import (
     MISSING,
     Block,
@@ -45,6 +45,7 @@ from finetune.analysis.report.content import (
 from finetune.analysis.report.run_facts import METRICS, REPORT, Tone, as_sentence
 from finetune.analysis.report.series import envelope, said, series_of, smoothed, split, window_of
 from finetune.analysis.report.several import Member, final_loss, fold
+from finetune.runs.folder import COMPARISON as FILE
 from finetune.runs.folder import Run, is_run
 from finetune.units import size_of_gib
 

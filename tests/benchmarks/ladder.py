@@ -1,0 +1,342 @@
+"""Two ladders: from what libraries do by themselves to what finetune does, a step at a time.
+
+    python -m tests.benchmarks.ladder lora tiny_lora_fp8 lora.r=16 --grid "batch=1 length=64"
+    python -m tests.benchmarks.ladder full llama_8b_full_fp8 --only stock --only "BF16, compiled"
+
+prints a benchmark (`python -m finetune benchmark`) whose rows are the steps of a ladder. Each step
+is the recipe that was asked for, its model, adapters, optimizer and batch, trained in another way.
+`stock` is TRL and PEFT in BF16, `shipped` is accelerate's own FP8; the others are precisions of
+finetune. Layers run eagerly unless a step's name says `compiled`: each under `torch.compile`, which
+fuses casts. Liger's kernels take part in finetune's steps wherever they can, and the row says where
+they could not.
+
+LoRA: what a frozen base costs, from accelerate's conversion, which multiplies three times and
+converts adapters of some ranks, to a base stored in FP8 alone with FP8 forward and input gradient
+(scales folded into it). Full: what each fusion and each scaling of FP8 brings over stock BF16.
+Steps that cannot be taken here, or at all, are rows that say why: nothing is filled in.
+
+*Shipped* is `trl.SFTTrainer` with accelerate's own FP8: `Accelerator(mixed_precision="fp8")` with
+torchao. TRL has no argument for it (its `bf16` default overrides what is asked of accelerate,
+FP8_FINDINGS.md), so the trainer's arguments for the accelerator are overridden, which is the
+shortest way that is open. Nothing proves such a run. What can be seen from outside is whether the
+weights that shall train have moved when it is over, and that is what its row says: accelerate wraps
+the weights of converted layers in new parameters when the optimizer has the old ones, so that they
+never train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from rich.console import Console
+from torch import nn
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from finetune.analysis.benchmark import benchmark, point
+from finetune.analysis.benchmark.grid import Grid, Job
+from finetune.analysis.benchmark.result import Benchmark
+from finetune.config.recipe import load_recipe
+from finetune.config.schema import RunConfig
+from finetune.errors import ConfigError, FinetuneError
+from finetune.hardware.device import Device, this_device
+from finetune.hardware.requirements import has_liger
+from finetune.precision.proof.movement import fingerprint
+from finetune.precision.proof.proof import Proof
+from finetune.runs.folder import new_folder
+from finetune.training.memory_meter import MemoryMeter
+from finetune.training.session import Session
+
+How = Literal["finetune", "stock", "shipped"]
+Liger = Literal["", "wanted", "needed"]
+FP8 = {"compute": "fp8", "backend": "torchao", "emulation": "allow", "compile": "off"}
+ROWS = FP8 | {"frozen": "fp8", "scaling": "rowwise"}
+BF16 = {"compute": "bf16", "compile": "off"}
+ON = {"compile": "on"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A way to train a recipe.
+
+    Attributes:
+        name: name of its row.
+        precision: the `precision` section; of `stock` and `shipped`, what is nearest.
+        how: whose training it is.
+        liger: as in `StepJob`.
+        train: changes of the `train` section.
+    """
+
+    name: str
+    precision: dict[str, Any] = field(default_factory=lambda: dict(BF16))
+    how: How = "finetune"
+    liger: Liger = "wanted"
+    train: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, config: RunConfig) -> RunConfig:
+        """The recipe trained this way."""
+        model = config.model.model_copy(update={"storage": None})
+        train = config.train | self.train
+        train.pop("use_liger_kernel", None)
+        data = config.model_dump() | {"precision": self.precision, "train": train}
+        return RunConfig.model_validate(data | {"model": model.model_dump()})
+
+
+LORA = (
+    Step("stock", BF16 | {"fused_adapters": False}, how="stock", liger=""),
+    Step("fused"),
+    Step("shipped", how="shipped", liger=""),
+    Step(
+        "flags kept",
+        FP8 | {"frozen": "bf16", "scaling": "tensorwise", "fused_adapters": False},
+        liger="",
+    ),
+    Step("fused, compiled", BF16 | ON),
+    Step("FP8 weight", ROWS | {"high_gemms": ("dgrad",)}),
+    Step("FP8 weight, compiled", ROWS | {"high_gemms": ("dgrad",)} | ON),
+    Step("FP8 dgrad", ROWS),
+    Step("FP8 dgrad, compiled", ROWS | ON),
+    Step("FP8 dgrad per tensor, compiled", FP8 | {"frozen": "fp8", "scaling": "tensorwise"} | ON),
+    Step("FP8 dgrad, x kept in BF16, compiled", ROWS | {"saved_input": "high"} | ON),
+    Step("FP8 dgrad and head, compiled", ROWS | ON | {"map": {"output": "fp8"}}),
+)
+_PLAIN, _FUSED = {"optim": "adamw_torch"}, {"optim": "adamw_torch_fused"}
+TENSORWISE = FP8 | {"scaling": "tensorwise"}
+FULL = (
+    Step("stock", how="stock", liger="", train=_PLAIN),
+    Step("fused optimizer", how="stock", liger="", train=_FUSED),
+    Step("fused kernels", how="stock", liger="needed", train=_FUSED),
+    Step("BF16, compiled", BF16 | ON, train=_FUSED),
+    Step("FP8 tensorwise", TENSORWISE, train=_FUSED),
+    Step("FP8 tensorwise, compiled", TENSORWISE | ON, train=_FUSED),
+    Step("FP8 rowwise, compiled", FP8 | {"scaling": "rowwise"} | ON, train=_FUSED),
+    Step("FP8 delayed, Transformer Engine", FP8 | {"backend": "te", "scaling": "delayed"},
+         train=_FUSED),
+    Step("FP8 weights held, emulated", TENSORWISE | {"backend": "emulated", "fp8_params": True},
+         train=_FUSED),
+    Step("shipped", how="shipped", liger="", train=_FUSED),
+)  # fmt: skip
+STEPS: dict[str, tuple[Step, ...]] = {"lora": LORA, "full": FULL}
+REFERENCES: dict[str, tuple[str, ...]] = {
+    "lora": ("stock", "fused"),
+    "full": ("stock", "fused kernels"),
+}
+"""Steps that the other rows of the same benchmark are compared with."""
+
+
+def steps_of(
+    ladder: str, config: RunConfig, only: Sequence[str] = ()
+) -> tuple[list[Step], tuple[str, ...]]:
+    """The steps to take, and the names of those that others are compared with, which come first.
+
+    Args:
+        ladder: `lora` or `full`.
+        config: the recipe that is trained.
+        only: names, or parts of several; left out, all steps.
+
+    Raises:
+        ConfigError: no such step, or a recipe of the other method.
+    """
+    if config.method != ladder:
+        raise ConfigError(
+            f"the {ladder} ladder was asked of a {config.method} recipe",
+            where=f"ladder {ladder}",
+            fix="ladder lora, or ~lora to train all weights"
+            if config.lora
+            else "ladder full, or lora.r=16 for adapters",
+        )
+    steps, references = STEPS[ladder], REFERENCES[ladder]
+    names = [step.name for step in steps]
+    for part in only:
+        if not any(part in name for name in names):
+            close = difflib.get_close_matches(part, names, n=1, cutoff=0.3)
+            raise ConfigError(
+                f"no step of the ladder has {part!r} in its name"
+                + (f"; did you mean {close[0]!r}?" if close else ""),
+                where="--only",
+                fix=f"steps are: {'; '.join(names)}",
+            )
+    chosen = [step for step in steps if not only or _is_named(step.name, only, names)]
+    first = [s for s in steps if s.name in references]
+    return [*first, *(s for s in chosen if s not in first)], references
+
+
+def _is_named(name: str, only: Sequence[str], names: Sequence[str]) -> bool:
+    """One of `only` is the name, or part of it and no other step's whole name."""
+    return any(part == name or (part in name and part not in names) for part in only)
+
+
+@dataclass(frozen=True)
+class StepJob(Job):
+    """A point of a ladder's step.
+
+    Attributes:
+        how: `finetune`, a run of finetune; `stock`, TRL and PEFT without it; `shipped`,
+            accelerate's own FP8 by torchao.
+        liger: `wanted`, its kernels take part where they can; `needed`, there is no point without.
+    """
+
+    how: How = "finetune"
+    liger: Liger = ""
+
+
+def climb(
+    ladder: str,
+    recipe: str,
+    *,
+    overrides: Sequence[str] = (),
+    only: Sequence[str] = (),
+    grid: Grid | str | None = None,
+    steps: int = benchmark.STEPS,
+    rounds: int = benchmark.ROUNDS,
+    out: Path | str = "runs/benchmark",
+    force: bool = False,
+    say: benchmark.Say | None = None,
+    run: benchmark.Run | None = None,
+) -> Benchmark:
+    """Measure the steps of a ladder with a recipe; arguments as those of `finetune.benchmark`."""
+    benchmark.check_start(steps, rounds)
+    loaded = load_recipe(recipe, overrides)
+    taken, references = steps_of(ladder, loaded.config, only)
+    jobs = [
+        StepJob(s.name, s.of(loaded.config), steps, force=force, how=s.how, liger=s.liger)
+        for s in taken
+    ]
+    points = benchmark.points_of(grid, loaded)
+    benchmark.check_points(jobs, points)
+    result = Benchmark(references=references)
+    folder = new_folder(Path(out) / f"{loaded.name}-{ladder}-ladder", Path(out))
+    run = run or functools.partial(
+        benchmark.run_apart, program=("tests.benchmarks.ladder", "--point")
+    )
+    benchmark.Runner(result, rounds, folder, run, say).measure(jobs, points)
+    return result
+
+
+# ------------------------------------------------------------------------------- a step, at a point
+
+
+def measure_step(job: StepJob, emit: point.Emit) -> None:
+    """Predict, train and measure a step at a point."""
+    if job.liger:
+        verdict = has_liger(this_device())
+        if verdict:
+            train = {**job.config.train, "use_liger_kernel": True}
+            job = dataclasses.replace(job, config=job.config.model_copy(update={"train": train}))
+        elif job.liger == "needed":
+            emit({"kind": "failed", "error": f"not run: {verdict.reason}"})
+            return
+        else:
+            job = dataclasses.replace(job, note=f"without Liger: {verdict.reason}")
+    if job.how == "shipped":
+        if job.forecast:
+            emit({"kind": "forecast", "why": "accelerate's own conversion is not modelled"})
+        job = dataclasses.replace(job, forecast=False)
+    point.measure_point(job, emit, point.train_point if job.how == "finetune" else train_stock)
+
+
+def train_stock(job: Job, device: Device) -> dict[str, Any]:
+    """Train without a session of finetune, and tell which weights moved."""
+    shipped = isinstance(job, StepJob) and job.how == "shipped"
+    movement = Movement()
+    measured = point.train_steps(
+        job,
+        device,
+        MemoryMeter(cast(Session, NoSession(device))),
+        callbacks=[movement],
+        kind=Shipped if shipped else None,
+    )
+    label = "FP8, as shipped" if shipped else "BF16, stock"
+    return measured | {"precision": label, "proven": movement.status}
+
+
+class Shipped(SFTTrainer):
+    """`SFTTrainer` under accelerate's FP8, by torchao; emulated by torchao where there is none."""
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        from accelerate.utils import AORecipeKwargs
+
+        args = super()._build_accelerator_args(**kwargs)
+        recipe = AORecipeKwargs()
+        assert recipe.config is not None  # its own default
+        hardware = bool(this_device().has_fp8)
+        recipe.config = dataclasses.replace(recipe.config, emulate=not hardware)
+        handlers = [*(args.get("kwargs_handlers") or ()), recipe]
+        return args | {"mixed_precision": "fp8", "kwargs_handlers": handlers}
+
+
+@dataclass
+class NoSession:
+    """Attributes of a session that a `MemoryMeter` reads, where there is none."""
+
+    device: Device
+    compiled: str = "off"
+    training: tuple[Proof | None, None] = (None, None)
+
+
+class Movement(TrainerCallback):
+    """Tells which trainable weights differ after training from before its first step."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        self.moved = self.total = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._before:
+            self._before = {name: fingerprint(p) for name, p in _trainable(kwargs["model"])}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, p in _trainable(kwargs["model"]):
+            self.total += p.numel()
+            self.moved += p.numel() if fingerprint(p) != self._before.get(name) else 0
+
+    @property
+    def status(self) -> str:
+        """Status for the row: not proven, and how much of what shall train has moved."""
+        share = self.moved / self.total if self.total else 0.0
+        if share == 0:
+            return "not proven: it trains nothing, no trainable weight has moved"
+        return f"not proven: stock libraries; {share:.1%} of the trainable weights moved"
+
+
+def _trainable(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, getattr(parameter.data, "_tensor", parameter.data)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Climb a ladder and print its table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("ladder", choices=list(STEPS))
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--only", action="append", default=[], help="a step, or part of several")
+    parser.add_argument("--grid", help='"batch=1,2,4 length=512,2048"; the recipe\'s own')
+    parser.add_argument("--steps", type=int, default=benchmark.STEPS)
+    parser.add_argument("--rounds", type=int, default=benchmark.ROUNDS)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
+    parser.add_argument("--force", action="store_true")
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    options = vars(parser.parse_intermixed_args(words))
+    try:
+        found = climb(**options, say=progress.print)
+    except FinetuneError as error:
+        parser.error(str(error))
+    Console(highlight=False, width=max(120, Console().width)).print(found)
+    print(f"rows: {found.folder}/benchmark.json and .csv")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--point"]:  # the process of one point: a job on its stdin
+        point.serve(lambda line, emit: measure_step(StepJob.from_json(line), emit))
+    else:
+        main()
