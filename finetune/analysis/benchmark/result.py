@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.analysis.statistics import Ratio, speed_ratio
-from finetune.units import count, size_of_gib
+from finetune.units import size_of_gib
 
 
 @dataclass
