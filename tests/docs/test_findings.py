@@ -74,7 +74,8 @@ def check_pytest(words: list[str]) -> None:
 
 def check_module(module: str, words: list[str]) -> None:
     """The file is there, and names the options."""
-    file = ROOT / (module.replace(".", "/") + ".py")
+    path = ROOT / module.replace(".", "/")
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     assert file.is_file(), f"{module} is not there"
     text = file.read_text(encoding="utf-8")
     for word in words:
