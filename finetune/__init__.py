@@ -22,7 +22,7 @@ _HOME = {
     "compare": "analysis.compare.compare",
     "disabled": "precision.convert",
     "estimate": "estimator.estimate",
-    "find_runs": "runs.folder",
+    "find_runs": "runs.lookup",
     "list_recipes": "config.recipe",
     "load_in_fp8": "storage.loading",
     "load_recipe": "config.recipe",

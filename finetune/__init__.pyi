@@ -17,7 +17,7 @@ from finetune.precision.convert import disabled as disabled
 from finetune.precision.convert import revert as revert
 from finetune.precision.layers import register_parameter_matmuls as register_parameter_matmuls
 from finetune.precision.planner import plan as plan
-from finetune.runs.folder import find_runs as find_runs
+from finetune.runs.lookup import find_runs as find_runs
 from finetune.storage.loading import load_in_fp8 as load_in_fp8
 from finetune.training.health.monitor import HealthMonitor as HealthMonitor
 from finetune.training.hook import get_receipt as get_receipt

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.cli.options import AsJson
-from finetune.runs.folder import COMPARISON, find_comparisons, find_runs
+from finetune.runs.folder import COMPARISON
+from finetune.runs.lookup import find_comparisons, find_runs
 from finetune.units import size_of_gib
 
 DEFAULT_OUT = Path("runs")

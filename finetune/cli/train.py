@@ -25,7 +25,8 @@ from finetune.cli.options import (
 )
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
-from finetune.runs.folder import Run, find_run
+from finetune.runs.folder import Run
+from finetune.runs.lookup import find_run
 
 
 def run(

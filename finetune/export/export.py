@@ -30,7 +30,7 @@ from finetune.export.parity import Observation, Parity, batches_of, load_stock
 from finetune.export.weights import Checkpoint, open_checkpoint, weights_folder
 from finetune.hardware.device import version
 from finetune.hardware.requirements import require
-from finetune.runs.folder import read_run
+from finetune.runs.lookup import read_run
 from finetune.training.model import locate
 
 ADAPTER_CONFIG = "adapter_config.json"

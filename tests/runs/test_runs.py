@@ -13,7 +13,8 @@ import pytest
 
 from finetune import find_runs
 from finetune.errors import ConfigError
-from finetune.runs.folder import QUIET, Run, find_comparisons, read_run, write_start
+from finetune.runs.folder import QUIET, Run, write_start
+from finetune.runs.lookup import find_comparisons, read_run
 from tests.run_folders import make_comparison, make_run
 
 

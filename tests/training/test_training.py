@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from finetune import load_recipe, train
 from finetune.config.recipe import list_recipes
-from finetune.runs.folder import read_run
+from finetune.runs.lookup import read_run
 from finetune.training.model import TINY_LLAMA
 
 QUIET = Console(quiet=True)

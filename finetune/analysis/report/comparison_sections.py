@@ -46,7 +46,8 @@ from finetune.analysis.report.run_facts import METRICS, REPORT, Tone, as_sentenc
 from finetune.analysis.report.series import envelope, said, series_of, smoothed, split, window_of
 from finetune.analysis.report.several import Member, final_loss, fold
 from finetune.runs.folder import COMPARISON as FILE
-from finetune.runs.folder import Run, is_run
+from finetune.runs.folder import Run
+from finetune.runs.lookup import is_run
 from finetune.units import size_of_gib
 
 LOSSES = {"train": ("Training loss", "loss"), "eval": ("Held-out loss", "eval_loss")}

@@ -24,15 +24,8 @@ from finetune.analysis.report.figures import DARK, LIGHT, variables
 from finetune.analysis.report.run_sections import run_page
 from finetune.analysis.report.several import names_of, several_page
 from finetune.errors import ConfigError
-from finetune.runs.folder import (
-    COMPARISON,
-    LAST,
-    Run,
-    find_comparisons,
-    find_run,
-    find_runs,
-    read_run,
-)
+from finetune.runs.folder import COMPARISON, Run
+from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
 
 ASSETS = Path(__file__).parent
 SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}

@@ -1,0 +1,152 @@
+"""Lookup of runs and comparisons on disk, for a user who names one. Imports no torch.
+
+Runs are found as `ls --runs` shows them: those inside a comparison that has ended belong to it, and
+are named by their folders.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune.errors import ConfigError, nearest
+from finetune.runs.folder import COMPARISON, Run
+
+DEPTH = 3
+"""Folders below the folder of runs in which runs are looked for."""
+COMPARED = ("compare", 6)
+"""Where comparisons lie, and how far below are the runs of one that has not ended."""
+LAST = "last"
+SHOWN = 3
+_WRITTEN = ("run.json", "receipt.json", "metrics.jsonl")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is one of a run."""
+    return (folder / "config.yaml").is_file() and any((folder / f).is_file() for f in _WRITTEN)
+
+
+def find_runs(out: Path | str = "runs") -> list[Run]:
+    """All runs below a folder, newest first; those of comparisons that ended belong to these.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    found = [Run(folder) for folder in _folders(Path(out)) if is_run(folder)]
+    return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
+
+
+def find_comparisons(out: Path | str = "runs") -> list[Path]:
+    """All folders below a folder that hold a comparison, newest first.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    found = [folder for folder in _folders(Path(out)) if (folder / COMPARISON).is_file()]
+    return sorted(found, key=lambda f: (f / COMPARISON).stat().st_mtime, reverse=True)
+
+
+def _folders(out: Path) -> Iterator[Path]:
+    """Folders of runs and of comparisons, nothing below either."""
+    out = out.expanduser()
+    if not out.is_dir():
+        raise ConfigError(
+            f"there is no folder of runs {str(out)!r}",
+            where=str(out.resolve()),
+            fix="`python -m finetune RECIPE` makes runs/; another one is given by --out",
+        )
+    yield from _walk(out, DEPTH)
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder) or (folder / COMPARISON).is_file():
+        yield folder
+        return
+    if folder.name == COMPARED[0]:
+        depth = COMPARED[1]
+    if depth:
+        try:
+            with os.scandir(folder) as entries:
+                below = sorted(e.path for e in entries if e.is_dir() and e.name[0] != ".")
+        except PermissionError:
+            return  # another user's folder holds none of our runs
+        for path in below:
+            yield from _walk(Path(path), depth - 1)
+
+
+def read_run(folder: Path | str) -> Run:
+    """The run in a folder.
+
+    Raises:
+        ConfigError: it is no run folder; names the nearest run.
+    """
+    folder = Path(folder).expanduser()
+    if not is_run(folder):
+        raise _no_run(folder)
+    return Run(folder)
+
+
+def _no_run(folder: Path) -> ConfigError:
+    why = "there is no such folder"
+    near = next((p for p in folder.parents if p.is_dir()), Path())
+    near = Path("runs") if near in (Path(), near.parent) else near
+    if folder.is_dir():
+        why = "a run folder holds config.yaml and metrics.jsonl or receipt.json"
+        near = folder
+    runs = find_runs(near) if near.is_dir() else []
+    return ConfigError(
+        f"{str(folder)!r} is no run folder",
+        where=str(folder.resolve()),
+        why=why,
+        fix=_nearest_run(folder, runs)
+        or "give the folder that the run printed at its end, runs/<recipe>/<time>-<id>",
+    )
+
+
+def _nearest_run(folder: Path, runs: list[Run]) -> str:
+    if not runs:
+        return ""
+    if folder.is_dir():
+        return f"the newest run in it is {runs[0].folder}"
+    known = [str(run.folder) for run in runs]
+    close = difflib.get_close_matches(str(folder), known, n=1, cutoff=0.5)
+    return f"the nearest run is {close[0]}" if close else f"the newest run is {known[0]}"
+
+
+def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:
+    """Run folders under `out`, of a recipe or of all, newest first."""
+    runs = find_runs(out) if out.is_dir() else []
+    return [run.folder for run in runs if recipe in (None, run.folder.parent.name)]
+
+
+def find_run(name: str, out: Path | str = "runs") -> Path:
+    """The run folder that a user means.
+
+    Args:
+        name: a run folder, `last`, or a recipe's name.
+        out: folder of runs.
+
+    Raises:
+        ConfigError: there is none; names the nearest, or the newest ones.
+    """
+    folder, out = Path(name).expanduser(), Path(out).expanduser()
+    if (folder / "config.yaml").is_file():
+        return folder
+    runs = newest_runs(out) if name == LAST else newest_runs(out, name)
+    if runs and len(Path(name).parts) == 1:
+        return runs[0]
+    inside = newest_runs(folder.parent, folder.name) if folder.is_dir() else []
+    recipes = sorted({run.parent.name for run in newest_runs(out)})
+    hint = nearest(name, [LAST, *recipes])
+    newest = ", ".join(map(str, (inside or newest_runs(out))[:SHOWN]))
+    what = "there is no run yet" if name == LAST else f"there is no run {name!r}"
+    raise ConfigError(
+        what + (f"; {hint}" if hint and name != LAST else ""),
+        where=str((out if name == LAST else folder).resolve()),
+        why="a run folder holds config.yaml" if folder.is_dir() else "",
+        fix=f"the newest: {newest}"
+        if newest
+        else "train one: python -m finetune tiny_lora_fp8; --out says where runs lie",
+    )
