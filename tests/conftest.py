@@ -187,3 +187,14 @@ def batch(rows: int = 2, length: int = 32, vocab: int = 272, seed: int = 1) -> d
     """Token ids [rows, length] and labels."""
     ids = torch.randint(1, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def slow_but(quick, values):
+    """Cases of a parametrized test, all of them slow but those named in `quick`.
+
+    For cross products whose every value goes the same way through the code: `pytest` proves one of
+    them, `pytest -m slow` the rest.
+    """
+    return [
+        pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values
+    ]

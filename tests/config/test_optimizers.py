@@ -28,7 +28,7 @@ from finetune.precision.proof.movement import evidence, stored_bytes
 from finetune.training import low_bit
 from finetune.training.model import sketch
 from finetune.training.trainer import RunReport, train
-from tests.conftest import A100, APPLE, CPU, H100, batch
+from tests.conftest import A100, APPLE, CPU, H100, batch, slow_but
 
 KNOWN = [x for x in OPTIMIZERS.values() if x.moments is not None]
 ON_CPU = [x.name for x in KNOWN if not x.not_on_cpu]
@@ -67,7 +67,7 @@ def test_the_readme_has_the_table() -> None:
     assert markdown_table() in readme, f"README's table should be:\n{markdown_table()}"
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", slow_but(["adamw_torch", "adamw_8bit", "adafactor"], ON_CPU))
 def test_it_steps_on_a_cpu_and_holds_the_bytes_of_the_table(name, tmp_path) -> None:
     """Three steps in emulated FP8; state measured on the tensors equals the closed form."""
     override = f"train.optim={name}"
@@ -137,14 +137,14 @@ def plain(tmp_path_factory) -> RunReport:
     return run(out, "train.optim=adamw_torch_fused", "train.max_steps=15")
 
 
-@pytest.mark.parametrize("name", LOW_BIT_ADAMW)
+@pytest.mark.parametrize("name", slow_but(["adamw_8bit"], LOW_BIT_ADAMW))
 def test_the_loss_falls_as_with_plain_moments(name, plain, tmp_path) -> None:
     report = run(tmp_path, f"train.optim={name}", "train.max_steps=15")
     assert report.final_loss < 0.55 * report.first_loss
     assert report.final_loss == pytest.approx(plain.final_loss, rel=0.08)
 
 
-@pytest.mark.parametrize("name", LOW_BIT_ADAMW)
+@pytest.mark.parametrize("name", slow_but(["adamw_torch_4bit"], LOW_BIT_ADAMW))
 def test_resuming_with_quantised_state_is_bit_identical(name, tmp_path) -> None:
     settings = [f"train.optim={name}", "train.save_strategy=steps", "train.save_steps=2"]
     settings.append("train.max_steps=5")
@@ -158,7 +158,10 @@ def test_resuming_with_quantised_state_is_bit_identical(name, tmp_path) -> None:
     assert resumed.receipt.status == "proven"
 
 
-@pytest.mark.parametrize("name", ["adamw_torch_fused", *LOW_BIT_ADAMW, "adafactor"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["adamw_torch_8bit"], ["adamw_torch_fused", *LOW_BIT_ADAMW, "adafactor"]),
+)
 def test_it_steps_in_float32_compute_too(name, tmp_path) -> None:
     settings = ("precision.compute=fp32", f"train.optim={name}")
     report = run(tmp_path, *settings, recipe="tiny_full_bf16")
@@ -167,6 +170,7 @@ def test_it_steps_in_float32_compute_too(name, tmp_path) -> None:
     assert report.receipt.flop_share == {"fp32": pytest.approx(1.0)}
 
 
+@pytest.mark.slow
 def test_rounding_by_chance_acts(tmp_path) -> None:
     """At a learning rate below what BF16 holds, some weights move all the same."""
     settings = ["model.dtype=bfloat16", "train.optim=adamw_torch_8bit", "train.learning_rate=1e-6"]
