@@ -245,9 +245,7 @@ class PrecisionConfig(Section):
                 f"scaling; set compute=fp16 or leave {name} out"
             )
         if self.scaling == "nvfp4" and self.format is not None:
-            raise ValueError(
-                "nvfp4 scaling has one format, E2M1 with E4M3 block scales; leave format out"
-            )
+            raise ValueError("nvfp4 has one format, E2M1 with E4M3 block scales; leave format out")
         serves = {"hadamard": {"wgrad"}, "stochastic_rounding": {"dgrad", "wgrad"}}
         for name in self._changed(*NVFP4_ONLY):
             if serves[name] <= self.gemms_kept_high:
@@ -258,8 +256,7 @@ class PrecisionConfig(Section):
         if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
             kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
             raise ValueError(
-                f"the scales of {self.scaling} are {kind} by definition; leave power_of_two_scales "
-                "out"
+                f"scales of {self.scaling} are {kind} by definition; leave power_of_two_scales out"
             )
         for name in self._changed(*FP8_ONLY) if self.compute != "fp8" else ():
             raise ValueError(
@@ -357,8 +354,7 @@ class DataConfig(Section):
             raise ValueError(f"exactly one of data.path and data.name is needed; {given}")
         if self.seed is not None and (self.eval_path or self.eval_split or not self.eval_fraction):
             raise ValueError(
-                "seed draws the rows that eval_fraction holds out, and here it draws none; leave "
-                "seed out"
+                "seed draws the rows that eval_fraction holds out: none here; leave seed out"
             )
         return self
 
