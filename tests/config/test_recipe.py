@@ -362,7 +362,7 @@ def test_a_wrong_override_is_quoted(load, override, said):
         pytest.param(
             BASE.replace("compute: bf16", "compute: fp8\n  scaling: nvfp4\n  format: e4m3"),
             "r.yaml:3",
-            ["nvfp4 scaling has one format"],
+            ["nvfp4 has one format"],
             id="format-of-another-scaling",
         ),
         pytest.param(
