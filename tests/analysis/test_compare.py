@@ -36,7 +36,7 @@ from finetune.analysis.compare.pairing import make_pair, twin_of
 from finetune.analysis.compare.result import Comparison, Side, read_comparison
 from finetune.analysis.compare.verdict import judge, read_outcome
 from finetune.analysis.report import report as writer
-from finetune.analysis.report.comparison_sections import comparison_page
+from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.content import Source
 from finetune.analysis.statistics import (
     Step,

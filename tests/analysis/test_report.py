@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -14,14 +15,13 @@ import pytest
 
 import finetune
 from finetune.analysis.compare.result import EMULATED, read_comparison
-from finetune.analysis.report.comparison_sections import comparison_page
-from finetune.analysis.report.content import Num, Plot, Series, Source, escape_md, words
+from finetune.analysis.report.comparison_page import comparison_page
+from finetune.analysis.report.content import Num, Plot, RunSource, Series, Source, escape_md, words
+from finetune.analysis.report.curves import curve, envelope, smoothed, window_of
 from finetune.analysis.report.figures import DARK, LIGHT, style, to_svg
-from finetune.analysis.report.run_facts import speed_fact
-from finetune.analysis.report.series import envelope, smoothed, split, window_of
+from finetune.analysis.report.run_page import speed_fact
 from finetune.cli.app import main
 from finetune.errors import ConfigError
-from finetune.runs.folder import Run
 from tests.run_folders import GROUPS, make_comparison, make_run
 
 TRAP = "<script>alert(1)</script> **bold** | [link](http://example.com) `code`"
@@ -136,9 +136,9 @@ def test_speeds_of_an_emulation_say_so(tmp_path):
     assert "emulated, no claim" in str(page.facts)
     (cost,) = (section for section in page.sections if section.title == "Speed and memory")
     assert EMULATED in str(cost)
-    a, b = (Run(folder / run) for run in (found.runs[0].a, found.runs[0].b))
-    assert "not the speed of FP8" in str(speed_fact(a, Source(a.folder, folder)))
-    assert "not the speed of FP8" not in str(speed_fact(b, Source(b.folder, folder)))
+    a, b = (RunSource(folder / run, folder) for run in (found.runs[0].a, found.runs[0].b))
+    assert "not the speed of FP8" in str(speed_fact(a))
+    assert "not the speed of FP8" not in str(speed_fact(b))
 
 
 def _spoil(run: Path, **precision: str) -> None:
@@ -249,7 +249,8 @@ def test_smoothing_is_a_mean_and_splitting_tells_what_is_not_finite():
     assert window_of(200) == 5
     assert smoothed(y, 5)[2:-2] == pytest.approx(y[2:-2])
     assert smoothed(y, 1) is y
-    x, finite, broken = split(np.arange(3.0), np.asarray([1.0, np.nan, np.inf]))
+    values = (1.0, math.nan, math.inf)
+    x, finite, broken = curve([{"step": i, "loss": v} for i, v in enumerate(values)], "loss")
     assert (x.tolist(), finite.tolist(), broken) == ([0.0], [1.0], (1.0, 2.0))
 
 

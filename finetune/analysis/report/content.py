@@ -1,4 +1,4 @@
-"""What a report says, before it is set in HTML or Markdown.
+"""The elements of a page, before it is set in HTML or Markdown.
 
 The one rule of a report lives here: a number is a `Num`, made with the file it was read from and
 its key there, and every renderer turns it into a link. Text of models and data sets is untrusted:
@@ -11,13 +11,19 @@ import html
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+from finetune import units
+from finetune.runs.folder import Run
+
+METRICS, RECEIPT, REPORT, CONFIG = "metrics.jsonl", "receipt.json", "report.json", "config.yaml"
 MISSING = "–"
+Tone = Literal["good", "bad", "plain"]
 Size = Literal["wide", "half", "third"]
 
 
@@ -83,18 +89,13 @@ def escape_md(text: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder whose files a page links to.
-
-    Attributes:
-        folder: a run folder, or one of a comparison.
-        base: the folder that the page lies in.
-    """
+    """A folder whose files a page links to, and the folder `base` that the page lies in."""
 
     folder: Path
     base: Path
 
     def href(self, file: str = "") -> str:
-        """The way from the page to a file, percent-encoded."""
+        """Relative path from the page to a file, percent-encoded."""
         target = os.path.relpath(self.folder.resolve() / file, self.base.resolve())
         return quote(Path(target).as_posix())
 
@@ -107,15 +108,28 @@ class Source:
         return Words((self.num(text, file, key),)) if text else Words(())
 
 
+@dataclass(frozen=True)
+class RunSource(Source):
+    """A run folder whose files a page links to; `label` is the run's name on the page."""
+
+    label: str = ""
+
+    @cached_property
+    def run(self) -> Run:
+        """The run in the folder."""
+        return Run(self.folder)
+
+
 Cell = str | Num | Words
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under heads; `numeric` columns are set to the right.
+    """Rows of cells under heads.
 
     Attributes:
-        shares: column that holds shares of a whole, drawn as bars: column -> one value a row, 0..1.
+        numeric: columns that are set to the right.
+        shares: columns drawn as bars, with one share of a whole (0 to 1) for each row.
     """
 
     head: tuple[str, ...]
@@ -131,7 +145,7 @@ class Series:
     """A line of a plot, or a band between `low` and `high`.
 
     Attributes:
-        colour: `c1` to `c8`, `ink` or `muted`: a variable of the page's theme.
+        color: `c1` to `c8`, `ink` or `muted`: a variable of the page's theme.
         dash: `solid`, `dashed`, `dotted`, `dashdot`, `long`.
         marker: drawn at each point, a shape's letter of matplotlib.
         weight: `faint` lines are pale, behind what is read.
@@ -142,7 +156,7 @@ class Series:
     y: Sequence[float] = ()
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    colour: str = "c1"
+    color: str = "c1"
     dash: str = "solid"
     marker: str = ""
     weight: Literal["normal", "thin", "faint"] = "normal"
@@ -256,7 +270,7 @@ class Row:
 
     @property
     def size(self) -> Size:
-        """Of its plots."""
+        """Size of its plots."""
         return self.plots[0].size
 
 
@@ -273,7 +287,7 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """Its id on the page."""
+        """Id on the page."""
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
@@ -293,7 +307,7 @@ class Page:
     title: str
     about: Words
     verdict: str
-    tone: Literal["good", "bad", "plain"]
+    tone: Tone
     lead: Words
     loud: tuple[Words, ...]
     facts: tuple[Fact, ...]
@@ -311,7 +325,7 @@ class Page:
         return found
 
 
-# ------------------------------------------------------------------------------------- in figures
+# ---------------------------------------------------------------------------------------- numbers
 
 
 def is_number(value: Any) -> bool:
@@ -319,35 +333,18 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def fixed(value: Any, digits: int = 4) -> str:
+def figure(value: Any, form: Callable[..., str], *options: Any) -> str:
+    """Write a number with a function of `finetune.units`; what is missing as a dash."""
+    return form(value, *options) if is_number(value) else MISSING
+
+
+def fixed(value: Any) -> str:
     """`1.3657`; what is not finite as it is, what is missing as a dash."""
     if is_number(value):
-        return f"{value:.{digits}f}"
+        return f"{value:.4f}"
     return MISSING if value is None else str(value)
 
 
-def grouped(value: Any) -> str:
-    """`3,303`."""
-    return f"{value:,.0f}" if is_number(value) else MISSING
-
-
-def percent(value: Any, digits: int = 1) -> str:
-    """0.63 as `63.0%`."""
-    return f"{value:.{digits}%}" if is_number(value) else MISSING
-
-
-def signed(value: Any, digits: int = 2) -> str:
-    """0.004 as `+0.40%`, with a minus that is one."""
-    return f"{value:+.{digits}%}".replace("-", "\u2212") if is_number(value) else MISSING
-
-
-def duration(seconds: Any) -> str:
-    """`6 s`, `4 min 10 s`, `2 h 05 min`."""
-    if not is_number(seconds):
-        return MISSING
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+def signed(share: float, digits: int = 2) -> str:
+    """0.004 as `+0.40%`, with a true minus sign."""
+    return units.percent(share, digits, sign=True).replace("-", "\u2212")

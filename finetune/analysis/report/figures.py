@@ -1,9 +1,14 @@
-"""The colours of a page, light and dark.
+"""Plots as SVG that follows the page's theme, and as PNG; and the two themes.
 
 One accent carries the page; `c1` to `c8` tell series apart, each beside a dash pattern of its own,
-so that no plot depends on colour alone. Every text colour has a contrast of at least 4.5 to its
+so that no plot depends on color alone. Every text color has a contrast of at least 4.5 to its
 background, and every line one of 3 (WCAG 2.2), in both themes; `tests/analysis/test_report.py`
 computes it.
+
+Matplotlib knows no CSS. So each plot is drawn in the colors of the light theme, and in the SVG
+every one of them is then replaced by the variable it stands for (`var(--c1)`): one drawing serves
+light, dark and print. Text stays text (`svg.fonttype: none`), in the page's own font. Ids get the
+plot's name in front, since a page holds many plots; metadata, which names web addresses, goes.
 """
 
 from __future__ import annotations
@@ -55,35 +60,21 @@ DARK = {
     "c7": "#6cc4ee",
     "c8": "#c7a998",
 }
-COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
+COLORS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
 
 
 class Look(TypedDict):
     """How a series is told from others."""
 
-    colour: str
+    color: str
     dash: str
 
 
 def style(number: int) -> Look:
-    """Colour and dash of the series with this number; 40 of them differ."""
-    turn = number + number // len(COLOURS)
-    return {"colour": COLOURS[number % len(COLOURS)], "dash": PATTERNS[turn % len(PATTERNS)]}
-
-
-def variables(colours: dict[str, str]) -> str:
-    """CSS custom properties."""
-    return "".join(f"--{name}:{value};" for name, value in colours.items())
-
-
-# ------------------------------------------------------------------------------------------
-# Plots as SVG that follows the page's theme, and as PNG.
-#
-# Matplotlib knows no CSS. So each plot is drawn in the colours of the light theme, and in the SVG
-# every one of them is then replaced by the variable it stands for (`var(--c1)`): one drawing serves
-# light, dark and print. Text stays text (`svg.fonttype: none`), in the page's own font. Ids get the
-# plot's name in front, since a page holds many plots; metadata, which names web addresses, goes.
+    """Color and dash of the series with this number; 40 of them differ."""
+    turn = number + number // len(COLORS)
+    return {"color": COLORS[number % len(COLORS)], "dash": PATTERNS[turn % len(PATTERNS)]}
 
 
 DASHES: dict[str, Any] = {
@@ -219,10 +210,10 @@ def _percent(value: float, _: int) -> str:
 
 
 def _draw(axes: Axes, series: Series, number: int) -> None:
-    colour = LIGHT[series.colour]
+    color = LIGHT[series.color]
     if len(series.low):
         band = axes.fill_between(
-            series.x, series.low, series.high, color=colour, alpha=0.18, linewidth=0,
+            series.x, series.low, series.high, color=color, alpha=0.18, linewidth=0,
             label=series.label,
         )  # fmt: skip
         band.set_gid(f"series-{number}")
@@ -230,7 +221,7 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
     (line,) = axes.plot(
         series.x,
         series.y,
-        color=colour,
+        color=color,
         linestyle="none" if series.dash == "none" else DASHES[series.dash],
         linewidth={"normal": 1.8, "thin": 1.0, "faint": 0.9}[series.weight],
         alpha=0.4 if series.weight == "faint" else 1.0,
@@ -313,4 +304,4 @@ def _themed(svg: str, plot: Plot | Forest, name: str) -> str:
     )
 
 
-_VARIABLES = {colour: f"var(--{name})" for name, colour in LIGHT.items()}
+_VARIABLES = {color: f"var(--{name})" for name, color in LIGHT.items()}

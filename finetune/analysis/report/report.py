@@ -18,11 +18,20 @@ from typing import Any
 
 from finetune import __version__
 from finetune.analysis.compare.result import read_comparison
-from finetune.analysis.report.comparison_sections import comparison_page
-from finetune.analysis.report.content import Forest, Page, Plot, Source
-from finetune.analysis.report.figures import DARK, LIGHT, variables
-from finetune.analysis.report.run_sections import run_page
-from finetune.analysis.report.several import names_of, several_page
+from finetune.analysis.report.comparison_page import comparison_page
+from finetune.analysis.report.content import (
+    Forest,
+    Num,
+    Page,
+    Plot,
+    RunSource,
+    Source,
+    Words,
+    escape_md,
+)
+from finetune.analysis.report.figures import DARK, FOREST_ROW, LIGHT, to_png, to_svg
+from finetune.analysis.report.run_page import run_page
+from finetune.analysis.report.several_page import names_of, several_page
 from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON, Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
@@ -36,14 +45,7 @@ PHONE = (340, 250)
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was written. In a notebook it shows itself.
-
-    Attributes:
-        folder: where it lies.
-        html, markdown: the two pages.
-        pictures: of the plots.
-        verdict: the headline.
-    """
+    """A report that was written: two pages and pictures of the plots. A notebook shows it."""
 
     folder: Path
     html: Path
@@ -141,14 +143,12 @@ def _page(compared: Sequence[Path], runs: Sequence[Run], base: Path) -> Page:
     if compared:
         return comparison_page(read_comparison(compared[0]), Source(compared[0], base))
     if len(runs) == 1:
-        return run_page(runs[0], Source(runs[0].folder, base))
-    sources = [Source(run.folder, base) for run in runs]
-    return several_page(list(zip(names_of(runs), runs, sources, strict=True)))
+        return run_page(RunSource(runs[0].folder, base))
+    names = zip(names_of(runs), runs, strict=True)
+    return several_page([RunSource(run.folder, base, name) for name, run in names])
 
 
 def _write(page: Page, base: Path) -> Report:
-    from finetune.analysis.report.figures import to_png
-
     pictures = []
     for plot in page.plots:
         picture = base / f"{plot.name}.png"
@@ -167,7 +167,10 @@ def as_html(page: Page) -> str:
     """The page as one HTML file."""
     script = (ASSETS / "page.js").read_text("utf-8").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    themes = {"light": variables(LIGHT), "dark": variables(DARK)}
+    themes = {
+        theme: "".join(f"--{name}:{value};" for name, value in colors.items())
+        for theme, colors in (("light", LIGHT), ("dark", DARK))
+    }
     return _template("page.html.j2", escape=True).render(
         page=page,
         draw=_drawn,
@@ -182,7 +185,6 @@ def as_html(page: Page) -> str:
 
 def as_markdown(page: Page) -> str:
     """The page as Markdown; its plots are the pictures beside it."""
-    from finetune.analysis.report.content import Num, Words, escape_md
 
     def md(cell: str | Num | Words) -> str:
         return escape_md(cell) if isinstance(cell, str) else cell.md
@@ -208,8 +210,6 @@ def _template(name: str, *, escape: bool) -> Any:
 
 def _drawn(plot: Plot | Forest) -> list[tuple[str, str]]:
     """The drawings of a plot: (class, svg)."""
-    from finetune.analysis.report.figures import FOREST_ROW, to_svg
-
     (width, height), (phone, low) = SIZES[plot.size], PHONE
     if plot.size == "third":
         return [("any", to_svg(plot, width, height))]
