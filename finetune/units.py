@@ -12,6 +12,8 @@ MIB = 2**20
 GIB = 2**30
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+MEMORY = ("MiB", "GiB")
+"""Units that memory of a GPU is shown in."""
 _BYTES = {unit: 1024**power for power, unit in enumerate(BINARY)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from finetune.cli.options import AsJson, Overrides
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from finetune.estimator.search import Choices, Largest
 
 
 class Fit(enum.StrEnum):
@@ -59,13 +62,6 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Say what memory and time a recipe will take, on a GPU that need not be here."""
-    options = {
-        "RECIPE": recipe is not None, "--gpu": gpu is not None, "--memory": memory is not None,
-        "--gpus": gpus != 1, "--tokens": tokens is not None, "--price": price is not None,
-        "--alternatives": alternatives, "--advice": advice is not None, "--whole": whole,
-        "--calibrate": calibrate, "--fit": fit is not None,
-    }  # fmt: skip
-    given = [name for name, is_given in options.items() if is_given]
     if score is not None:
         raise ConfigError(
             "estimate has no scoreboard",
@@ -75,7 +71,12 @@ def estimate(
             fix=f"python -m tests.benchmarks.score {score} in a checkout of the repository",
         )
     if fit is not None:
-        _refuse(given, f"--fit {fit}", allowed=("RECIPE", "--fit", "--calibrate", *_ACTS_ON[fit]))
+        given = {
+            "--gpu": gpu is not None, "--memory": memory is not None, "--gpus": gpus != 1,
+            "--tokens": tokens is not None, "--price": price is not None,
+            "--alternatives": alternatives, "--advice": advice is not None, "--whole": whole,
+        }  # fmt: skip
+        _refuse_idle(fit, [name for name, is_given in given.items() if is_given])
     if calibrate:
         _calibrate()
         if recipe is None:
@@ -88,76 +89,67 @@ def estimate(
     from finetune.estimator import estimate as estimator
 
     if fit is not None:
-        _fit(fit, checked.config, gpu, memory, gpus, as_json=as_json)
-        return
-    result = estimator.estimate(
-        checked,
-        gpu=gpu,
-        memory_gib=memory,
-        gpus=gpus,
-        tokens=tokens,
-        price=price,
-        alternatives=alternatives,
-        advice=advice,
-        whole=whole,
-    )
+        result = _searched(fit, checked.config, gpu, memory, gpus)
+    else:
+        result = estimator.estimate(
+            checked,
+            gpu=gpu,
+            memory_gib=memory,
+            gpus=gpus,
+            tokens=tokens,
+            price=price,
+            alternatives=alternatives,
+            advice=advice,
+            whole=whole,
+        )
     if as_json:
-        print(result.to_json())
-        return
-    Console(highlight=False, soft_wrap=True).print(result)
+        print(json.dumps(result.facts(), indent=1))
+    else:
+        Console(highlight=False, soft_wrap=True).print(result)
 
 
 _ACTS_ON = {Fit.batch: ("--gpu", "--memory", "--gpus"), Fit.gpu: (), Fit.gpus: ("--gpu",)}
-"""What a search takes besides the recipe."""
+"""Options that a search takes besides the recipe."""
 
 
-def _refuse(given: list[str], what: str, *, allowed: tuple[str, ...]) -> None:
-    """Refuse what would be accepted and change nothing."""
-    idle = [name for name in given if name not in allowed]
+def _refuse_idle(fit: Fit, given: list[str]) -> None:
+    """Refuse options that would change nothing.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    idle = [name for name in given if name not in _ACTS_ON[fit]]
     if idle:
+        takes = ", ".join(("RECIPE", "--fit", "--calibrate", *_ACTS_ON[fit]))
         raise ConfigError(
             f"{', '.join(idle)} would change nothing",
-            where=what,
-            why=f"{what} takes {', '.join(allowed)} besides",
+            where=f"--fit {fit}",
+            why=f"--fit {fit} takes {takes} besides",
             fix=f"leave {'it' if len(idle) == 1 else 'them'} out",
         )
 
 
-def _fit(
-    what: Fit,
-    config: RunConfig,
-    gpu: str | None,
-    memory: float | None,
-    gpus: int,
-    *,
-    as_json: bool,
-) -> None:
-    from finetune.estimator.gpu_choice import cheapest_gpu, fewest_gpus
+def _searched(
+    fit: Fit, config: RunConfig, gpu: str | None, memory: float | None, gpus: int
+) -> Choices | Largest:
     from finetune.estimator.place import place_of
-    from finetune.estimator.search import largest
+    from finetune.estimator.search import cheapest_gpu, fewest_gpus, largest
 
-    if what is Fit.gpus and gpu is None:
+    if fit is Fit.batch:
+        return largest(config, place_of(gpu, memory_gib=memory, gpus=gpus))
+    if fit is Fit.gpu:
+        return cheapest_gpu(config)
+    if gpu is None:
         raise ConfigError(
             "--fit gpus needs to know which GPU",
             where="--fit gpus",
             fix="--gpu H100; --fit gpu looks for the GPU itself",
         )
-    match what:
-        case Fit.batch:
-            found = largest(config, place_of(gpu, memory_gib=memory, gpus=gpus))
-        case Fit.gpu:
-            found = cheapest_gpu(config)
-        case Fit.gpus:
-            found = fewest_gpus(config, str(gpu))
-    if as_json:
-        print(json.dumps(found.facts(), indent=1))
-    else:
-        Console(highlight=False, soft_wrap=True).print(found)
+    return fewest_gpus(config, gpu)
 
 
 def _calibrate() -> None:
-    from finetune.estimator.speed.calibrate import calibrate
-    from finetune.estimator.speed.calibration import save_calibration
+    from finetune.estimator.speed.calibration import calibrate, save_calibration
     from finetune.hardware.device import this_device
 
     found = calibrate(this_device())

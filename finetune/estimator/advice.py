@@ -1,21 +1,51 @@
-"""Advice on a run, in words and as data: what to change, what that frees and what it costs."""
+"""Advice on a run: what to change when it does not fit, and what makes it faster when it does.
+
+Every change that applies (`finetune.estimator.knobs`) is measured, not looked up: the run is
+rehearsed with it, and the change is offered only if the run is possible and takes less. So "frees
+11 GiB" and "12 % slower" are about this run at this place, and what two changes free in common is
+counted once when they are made together. Slower is in time for each token and device. Memory is
+that of a model's first layers (`measure_fast`): exact in what is allocated, a guess in fragments.
+
+*A set that fits* is found greedily (`_Advisor.together`). Kinds of changes are added, the cheapest
+first, until the run fits: first those that leave the training as it is, by what they cost in speed;
+then those that train in other numbers; then adapters; then more GPUs. Of a kind the strongest
+change is taken. Then whatever turned out not to be needed is taken back, the dearest first, and
+strong changes are replaced by milder ones that are enough. The set is small, not always smallest.
+
+    A full fine-tuning needs 30 GiB of 24. Fused AdamW (free) leaves 29, checkpointing (20 % slower)
+    25, micro-batches of 1 instead of 4 (8 % slower) 22: it fits. Taking back, the dearest first:
+    without checkpointing it would need 27, so that stays; micro-batches of 2 need 23.5, which is
+    milder and enough; without fused AdamW it would then need 24.5, so that stays, too.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finetune.estimator.knobs import Rank
+from finetune.config.recipe import with_overrides
+from finetune.config.schema import RunConfig
+from finetune.errors import FinetuneError
+from finetune.estimator.knobs import GAIN, RANKS, Change, Rank, changes, speedups
+from finetune.estimator.measure import FEW, FirstLayers, Measured, rehearse_first_layers
 from finetune.estimator.memory.footprint import Fit
+from finetune.estimator.memory.sharded import shares_model
+from finetune.estimator.place import Place
+from finetune.hardware.requirements import check_optimizer_here
+from finetune.training.model import sketch
+from finetune.training.preflight import check_settings
+from finetune.units import MEMORY, percent, size
 
+# A change in speed below this share is none.
 FREE = 0.01
-"""Of speed, below which a change costs nothing."""
+# A change that frees less than this share of what a run allocates frees nothing.
+LEAST = 0.002
 
 
 @dataclass(frozen=True)
@@ -24,10 +54,11 @@ class Advice:
 
     Attributes:
         change: as typed: overrides behind the recipe, `--gpus N`, a variable before the command.
-        frees: bytes of allocated; of fragments, where the change is about these. Negative: takes.
+        frees: bytes of allocated memory; of reserved, where the change is about fragments.
+            Negative: it takes more.
         slower: share by which each token takes longer; negative: faster; None: speed is not known.
         fit: of the run with it.
-        why: what it does, and what speaks against it.
+        why: its effect, and what speaks against it.
         rank: how much it touches what is trained.
     """
 
@@ -49,6 +80,31 @@ class Advice:
             "why": self.why,
         }
 
+    @property
+    def typed(self) -> str:
+        """The change in one line, quoted for a shell."""
+        return " ".join(
+            shlex.quote(word) if " " in word and not word.startswith("--") else word
+            for word in self.change
+        )
+
+    @property
+    def memory(self) -> str:
+        """`frees 3.0 GiB`."""
+        shown = size(abs(self.frees), MEMORY, whole_below="GiB")
+        return f"{'frees' if self.frees >= 0 else 'takes'} {shown}"
+
+    @property
+    def speed(self) -> str:
+        """`12% slower`."""
+        if self.slower is None:
+            return "?"
+        if abs(self.slower) < FREE:
+            return "as fast"
+        if self.slower > 0:
+            return f"{percent(self.slower, 0)} slower"
+        return f"{percent(1 / (1 + self.slower) - 1, 0)} faster"
+
 
 @dataclass(frozen=True)
 class Advised:
@@ -59,7 +115,7 @@ class Advised:
         each: single changes: first what trains the same, each rank from the cheapest in speed on.
         together: the cheapest set of changes found that makes the run fit; None where it fits as
             it is, or nothing does.
-        faster: what would make a run that fits faster.
+        faster: changes that would make a run that fits faster.
     """
 
     fit: Fit
@@ -80,60 +136,284 @@ class Advised:
         if self.fit == "fits":
             return _table("to make it faster", self.faster) if self.faster else Text()
         parts: list[RenderableType] = [_table("what to change", self.each)] if self.each else []
-        if self.together is not None:
-            parts.append(Text.assemble(("fits with ", "bold green"), _typed(self.together),
-                                       f" ({_cost(self.together)})"))  # fmt: skip
-        else:
-            parts.append(Text("no set of these changes makes it fit: a smaller model, or a GPU "
-                              "with more memory", "bold"))  # fmt: skip
-        return Group(*parts)
-
-
-def one_line(advices: Advised | Sequence[Advice]) -> str:
-    """Advice as the last line of an error: what makes the run fit first, then single changes."""
-    each = list(advices.each if isinstance(advices, Advised) else advices)
-    if isinstance(advices, Advised) and advices.together is not None:
-        each.insert(0, advices.together)
-    fitting = [advice for advice in each if advice.fit == "fits"]
-    shown = list({advice.change: advice for advice in fitting or each}.values())[:3]
-    if not shown:
-        return "a smaller model (`python -m finetune ls`), or a GPU with more memory"
-    lines = [f"{_typed(advice)} ({_cost(advice)})" for advice in shown]
-    return ("" if fitting else "nothing of this alone is enough: ") + "; or ".join(lines)
-
-
-def _cost(advice: Advice) -> str:
-    words = [_size(advice.frees)]
-    if advice.slower is not None:
-        words.append(_speed(advice.slower))
-    if advice.rank in ("otherwise", "adapters"):
-        words.append("trains otherwise")
-    return ", ".join(words)
-
-
-def _typed(advice: Advice) -> str:
-    return " ".join(shlex.quote(word) if " " in word and not word.startswith("--") else word
-                    for word in advice.change)  # fmt: skip
-
-
-def _size(frees: int) -> str:
-    mib = abs(frees) / 2**20
-    size = f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
-    return f"{'frees' if frees >= 0 else 'takes'} {size}"
-
-
-def _speed(slower: float) -> str:
-    if abs(slower) < FREE:
-        return "as fast"
-    return f"{slower:.0%} slower" if slower > 0 else f"{1 / (1 + slower) - 1:.0%} faster"
+        if (found := self.together) is None:
+            nothing = (
+                "no set of these changes makes it fit: a smaller model, or a GPU with more memory"
+            )
+            return Group(*parts, Text(nothing, "bold"))
+        cost = [found.memory, *([] if found.slower is None else [found.speed])]
+        cost += ["trains otherwise"] if found.rank in ("otherwise", "adapters") else []
+        line = Text.assemble(("fits with ", "bold green"), found.typed, f" ({', '.join(cost)})")
+        return Group(*parts, line)
 
 
 def _table(title: str, advices: Sequence[Advice]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in (title, "memory", "speed", "then it", "what that is"):
         table.add_column(column, justify="left", overflow="fold")
-    for advice in advices:
-        speed = "?" if advice.slower is None else _speed(advice.slower)
-        typed = "\n".join(advice.change)
-        table.add_row(typed, _size(advice.frees), speed, advice.fit, advice.why)
+    for one in advices:
+        table.add_row("\n".join(one.change), one.memory, one.speed, one.fit, one.why)
     return table
+
+
+def advise(measured: Measured, place: Place) -> Advised:
+    """Measure what to change about a run that does not fit or is tight, or could be faster.
+
+    Args:
+        measured: the run as it is.
+        place: where it was measured.
+    """
+    fit = measured.footprint.fit(place.memory_bytes)
+    advisor = _Advisor(measured, place)
+    if fit == "fits":
+        return Advised(fit, faster=tuple(advisor.faster()))
+    each = tuple(advisor.each())
+    return Advised(fit, each, advisor.together(each))
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """The `index`-th change of a kind that applies when its turn comes."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A run with changes."""
+
+    config: RunConfig
+    place: Place
+    made: tuple[Change, ...] = ()
+
+    @property
+    def expandable(self) -> bool:
+        """Whether the allocator has expandable segments."""
+        return any(change.environment for change in self.made)
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """All changes as typed; of two values for one key the later."""
+        before = tuple(change.environment for change in self.made if change.environment)
+        counts = [change.gpus for change in self.made if change.gpus is not None]
+        values = {item.partition("=")[0]: item for change in self.made for item in change.overrides}
+        return (*before, *(f"--gpus {count}" for count in counts[-1:]), *values.values())
+
+    def offered(self, kind: str | None = None) -> list[Change]:
+        """Changes that still apply, or those of one kind, from the mildest on."""
+        every = changes(self.config, self.place.device, self.place.count)
+        return [change for change in every if kind in (None, change.kind)]
+
+    def but(self, change: Change) -> _Variant:
+        """With one more change.
+
+        Raises:
+            ConfigError: it does not go with the others.
+        """
+        config, place = self.config, self.place
+        if change.overrides:
+            config = with_overrides(config, change.overrides)
+        if change.gpus is not None:
+            device = replace(place.device, count=change.gpus)
+            place = replace(place, device=device, count=change.gpus)
+        return _Variant(config, place, (*self.made, change))
+
+
+class _Advisor:
+    """Variants of one run, each measured once."""
+
+    def __init__(self, asked: Measured, place: Place) -> None:
+        self._asked = asked
+        self._start = _Variant(asked.config, place)
+        self._seen: dict[tuple[str, int], Measured | None] = {}
+        self._last: tuple[str, FirstLayers] | None = None
+        self._frees: dict[str, int] = {}  # kind -> most bytes that one change of it frees alone
+
+    # ----------------------------------------------------------------------------- one variant
+
+    def _measured(self, variant: _Variant) -> Measured | None:
+        """A variant's memory and time; None where it cannot run."""
+        key = (_key(variant.config), variant.place.count)
+        if key not in self._seen:
+            try:
+                self._seen[key] = self._rehearsed(variant)
+            except FinetuneError:
+                self._seen[key] = None
+        found = self._seen[key]
+        if found is None or not variant.expandable:
+            return found
+        return replace(found, footprint=found.footprint.in_expandable_segments())
+
+    def _rehearsed(self, variant: _Variant) -> Measured:
+        """The number of devices changes nothing in a rehearsal, but whether they share weights."""
+        config, place = variant.config, variant.place
+        check_optimizer_here(config.train, place.device)
+        check_settings(config, sketch(config, layers=FEW[1]))
+        shared = shares_model(config, place)
+        key = f"{shared} {_key(config, without=('fsdp', 'fsdp_config'))}"
+        if self._last is None or self._last[0] != key:
+            self._last = key, rehearse_first_layers(config, place)
+        return replace(self._last[1], config=config).at(place)
+
+    def _advice(self, variant: _Variant, why: str, rank: Rank) -> Advice | None:
+        """A variant beside the run as it is; None where it cannot run."""
+        found = self._measured(variant)
+        if found is None:
+            return None
+        after, before = found.footprint, self._asked.footprint
+        frees = before.allocated - after.allocated
+        if variant.expandable and len(variant.made) == 1:  # it frees fragments only
+            frees = before.reserved - after.reserved
+        fit = after.fit(variant.place.memory_bytes)
+        return Advice(variant.typed, frees, self._slower(variant), fit, why, rank)
+
+    def _alone(self, change: Change) -> Advice | None:
+        """One change to the run as it is; None where it cannot be made."""
+        try:
+            variant = self._start.but(change)
+        except FinetuneError:
+            return None
+        return self._advice(variant, change.why, change.rank)
+
+    def _slower(self, variant: _Variant) -> float | None:
+        """The share by which a token takes longer; None where that is not known."""
+        found, before = self._measured(variant), self._asked.pace
+        if found is None or found.pace is None or before is None:
+            return None
+        return before.tokens_per_s / found.pace.tokens_per_s - 1
+
+    def _fits(self, variant: _Variant) -> bool:
+        found = self._measured(variant)
+        return found is not None and found.footprint.fit(variant.place.memory_bytes) == "fits"
+
+    # -------------------------------------------------------------------------- single changes
+
+    def each(self) -> list[Advice]:
+        """Single changes that free something; of micro-batches the largest and the smallest."""
+        between = self._start.offered("micro-batch")[1:-1]
+        found: list[Advice] = []
+        for change in self._start.offered():
+            if change in between:
+                continue
+            advice = self._alone(change)
+            if advice is not None and advice.frees > LEAST * self._asked.footprint.allocated:
+                found.append(advice)
+                if change.overrides:
+                    most = max(advice.frees, self._frees.get(change.kind, 0))
+                    self._frees[change.kind] = most
+        return sorted(found, key=lambda a: (RANKS.index(a.rank), _price(a.slower), -a.frees))
+
+    def faster(self) -> list[Advice]:
+        """The one or two changes that make a run faster by more than a tenth, and fit."""
+        asked, pace = self._asked, self._asked.pace
+        if pace is None:
+            return []
+        device = self._start.place.device
+        found = []
+        for change in speedups(asked.config, device, pace.share, compiled=asked.compiled):
+            advice = self._alone(change)
+            if advice is None or advice.fit != "fits" or advice.slower is None:
+                continue
+            if 1 / (1 + advice.slower) - 1 > GAIN:
+                found.append(advice)
+        best: dict[str, Advice] = {}
+        for advice in sorted(found, key=lambda a: (_price(a.slower), -a.frees)):
+            best.setdefault(advice.why, advice)
+        return list(best.values())[:2]
+
+    # ---------------------------------------------------------------------------- sets of them
+
+    def together(self, each: Sequence[Advice]) -> Advice | None:
+        """The cheapest set of changes that fits, found as the module says; None where none does."""
+        picks: list[_Pick] = []
+        for kind in self._order(each):
+            added = self._strongest(picks, kind)
+            if added is None:
+                continue
+            picks.append(added)
+            if self._fits(self._composed(picks)):
+                break
+        else:
+            return None
+        variant = self._composed(self._without_waste(picks))
+        why = "; ".join(change.why for change in variant.made)
+        rank = RANKS[max(RANKS.index(change.rank) for change in variant.made)]
+        return self._advice(variant, why, rank)
+
+    def _order(self, each: Sequence[Advice]) -> list[str]:
+        """Kinds of changes, each once, in the order in which they are made."""
+        prices: dict[str, tuple[int, float]] = {}
+        costs = {advice.change: advice.slower for advice in each}
+        for number, change in enumerate(self._start.offered()):
+            cost = costs.get(self._start.but(change).typed) if change.overrides else 0.0
+            # What frees nothing alone comes last of its rank: after another change it may.
+            price = (RANKS.index(change.rank), 1e9 + number if cost is None else _price(cost))
+            prices[change.kind] = min(prices.get(change.kind, price), price)
+        return sorted(prices, key=lambda kind: prices[kind])
+
+    def _strongest(self, picks: list[_Pick], kind: str) -> _Pick | None:
+        """The strongest change of a kind that frees something after those made before it."""
+        variant = self._composed(picks)
+        count = len(variant.offered(kind))
+        if count and kind in self._frees and self._is_far(picks, kind):
+            return _Pick(kind, count - 1)
+        before = self._measured(variant)
+        for index in reversed(range(count)):
+            found = self._measured(self._composed([*picks, _Pick(kind, index)]))
+            if found is not None and (before is None or _need(found) < _need(before)):
+                return _Pick(kind, index)
+        return None
+
+    def _is_far(self, picks: list[_Pick], kind: str) -> bool:
+        """Whether twice what the changes free one by one would still not be enough."""
+        freed = sum(self._frees.get(name, 0) for name in (kind, *(pick.kind for pick in picks)))
+        asked = self._asked.footprint
+        return asked.allocated + asked.outside - 2 * freed > self._start.place.memory_bytes
+
+    def _composed(self, picks: Iterable[_Pick]) -> _Variant:
+        """The run with changes made one after the other, less those that no longer apply."""
+        variant = self._start
+        for pick in picks:
+            if alike := variant.offered(pick.kind):
+                variant = variant.but(alike[min(pick.index, len(alike) - 1)])
+        return variant
+
+    def _without_waste(self, picks: list[_Pick]) -> list[_Pick]:
+        """Changes that are needed, or make the run faster; milder ones where these are enough."""
+        for pick in sorted(picks, key=self._worth, reverse=True):
+            number = picks.index(pick)
+            before, after = picks[:number], picks[number + 1 :]
+            if self._fits(self._composed([*before, *after])):
+                if self._worth(pick) > (0, -FREE):
+                    picks = [*before, *after]
+            elif pick.index:
+                milder = (_Pick(pick.kind, index) for index in range(pick.index + 1))
+                sets = [[*before, other, *after] for other in milder]
+                fitting = [s for s in sets if self._fits(self._composed(s))]
+                picks = min(fitting, key=lambda s: _price(self._slower(self._composed(s))))
+        return picks
+
+    def _worth(self, pick: _Pick) -> tuple[int, float]:
+        """How dear a change is: by rank, then by what it alone costs in speed."""
+        alike = self._start.offered(pick.kind)
+        if not alike:  # applies only after another, so it is of that one's rank
+            return 1, 0.0
+        change = alike[min(pick.index, len(alike) - 1)]
+        slower = self._slower(self._start.but(change))
+        return RANKS.index(change.rank), FREE if slower is None else _price(slower)
+
+
+def _key(config: RunConfig, without: tuple[str, ...] = ()) -> str:
+    train = {k: v for k, v in config.train.items() if k not in without}
+    return config.model_copy(update={"train": train}).model_dump_json()
+
+
+def _price(slower: float | None) -> float:
+    """For sorting: in steps of a thousandth, so that noise of rounding orders nothing."""
+    return float("inf") if slower is None else round(slower, 3)
+
+
+def _need(measured: Measured) -> tuple[int, int]:
+    """For sorting by memory."""
+    return measured.footprint.allocated, measured.footprint.shown

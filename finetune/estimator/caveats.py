@@ -1,6 +1,6 @@
-"""What an estimate does not know, and in which direction the truth lies.
+"""Limits of an estimate, and in which direction the truth lies.
 
-Nothing is guessed silently: what a rehearsal cannot run is named.
+Nothing is guessed silently: whatever a rehearsal cannot run is named.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from finetune.estimator.measure import Measured
 from finetune.estimator.place import Place
 
 
-def limits(measured: Measured, place: Place) -> tuple[str, ...]:
+def caveats(measured: Measured, place: Place) -> tuple[str, ...]:
     """Sentences about one configuration at one place, those that apply."""
     config, train = measured.config, measured.config.train
     on_gpu, notes = place.device.kind == "cuda", []
@@ -60,11 +60,11 @@ def limits(measured: Measured, place: Place) -> tuple[str, ...]:
             "the longest row is taken to have train.max_length tokens: shorter ones take less "
             "memory and time, and lengths that change from batch to batch reserve more"
         )
-    return (*notes, *_several(measured, place))
+    return (*notes, *_of_several(measured, place))
 
 
-def _several(measured: Measured, place: Place) -> Iterator[str]:
-    """What is not known of several devices."""
+def _of_several(measured: Measured, place: Place) -> Iterator[str]:
+    """Sentences about several devices."""
     train = measured.config.train
     if place.count == 1:
         if train.get("fsdp"):

@@ -1,26 +1,26 @@
-"""What can be changed about a run that needs too much memory, as one types it. No torch.
+"""Changes to a run that may free memory or time, as one types them. No torch.
 
-Only what applies: a change that the run has already made, or that its device, method or storage
-rules out, is not offered. What each frees and costs is not known here; `finetune.estimator.advice`
-measures it, and whoever has nothing measured (`finetune.estimator.memory_bound`) can still name
-them.
+Only those that apply: a change that the run has already made, or that its device, method or storage
+rules out, is not offered. `finetune.estimator.advice` measures what each frees and costs; without a
+measurement (`finetune.estimator.memory_bound`) they can still be named.
 
 Three ranks, by how much a change touches what is trained:
 
     same        the same training: gradients equal up to rounding, or equal in expectation
-    otherwise   the same weights train, by other numbers: optimizer states in 8 bits, a base in four
+    otherwise   the same weights train in other numbers: optimizer states in 8 bits, a base in four
     adapters    something else trains: adapters instead of all weights
     devices     the same training on more GPUs
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from finetune.config.optimizers import chosen
 from finetune.config.schema import FROZEN_SCALINGS, RunConfig
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import Device
 
 Rank = Literal["same", "otherwise", "adapters", "devices"]
@@ -33,16 +33,20 @@ DEFAULTS: dict[str, Any] = {
     "gradient_checkpointing": True,
     "packing": False,
 }
-"""Of `trl.SFTConfig`, those that are asked for here; held to it by a test."""
+"""Defaults of `trl.SFTConfig` that changes depend on; a test compares them with the library's."""
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 SHARDED = ("train.fsdp=true", "train.fsdp_config={version: 2, reshard_after_forward: true}")
+# Tokens: shorter rows than this are not suggested.
 SHORTEST = 256
 LORA = ("lora.r=16", "lora.alpha=32")
+# Adapters need about ten times the learning rate of all weights; that of the shipped LoRA recipes.
 LORA_RATE = 2e-4
 FUSED = "adamw_torch_fused"
+# Compute capability from which the package flash-attn runs (its README: Ampere or newer).
 FLASH_CAPABILITY = (8, 0)
-"""Compute capability from which the package FlashAttention runs."""
+# A part of a step below this share, or a gain in speed, is not worth a line.
+GAIN = 0.10
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Change:
     """One thing to change.
 
     Attributes:
-        kind: what it is about; of two changes of one kind only one can be made.
+        kind: its subject; of two changes of one kind only one can be made.
         overrides: `section.key=value` as typed behind the recipe.
-        why: what it does, and what speaks against it.
+        why: its effect, and what speaks against it.
         rank: how much it touches what is trained.
         environment: a variable to be set before the command, or none.
         gpus: number of GPUs that it needs, None for as many as there are.
@@ -67,7 +71,7 @@ class Change:
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """All of it as typed: the variable before the command, what follows the recipe after it."""
+        """The variable before the command, then what follows the recipe."""
         count = () if self.gpus is None else (f"--gpus {self.gpus}",)
         return (*((self.environment,) if self.environment else ()), *count, *self.overrides)
 
@@ -92,12 +96,12 @@ def with_rows(rows: int, times: int) -> tuple[str, str]:
 
 
 def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, ...]:
-    """What would free memory, those that apply, roughly from the cheapest in speed to the dearest.
+    """Changes that may free memory, roughly from the cheapest in speed to the dearest.
 
     Args:
         config: the run.
-        device: that it would train on.
-        gpus: of them.
+        device: one of those that it would train on.
+        gpus: their number.
     """
     return (
         *_free_of_charge(config, device),
@@ -135,7 +139,7 @@ def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
 
 
 def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
-    """How a base that does not train is held."""
+    """Storages of a base that does not train."""
     precision, storage = config.precision, config.model.storage
     if config.lora is None or storage == "nf4":
         return
@@ -236,3 +240,38 @@ def _more_devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Chan
     for count in (2 * gpus, 4 * gpus, 8 * gpus):
         why = f"{count} GPUs share weights, gradients and states (FSDP2)"
         yield Change("devices", overrides, why, "devices", gpus=count)
+
+
+def speedups(
+    config: RunConfig, device: Device, share: Callable[[StepPart], float], *, compiled: bool
+) -> Iterator[Change]:
+    """Changes that may make a run faster.
+
+    Args:
+        config: the run.
+        device: one of those that it would train on.
+        share: from a part of the step to its share of the time.
+        compiled: decoder layers are compiled.
+    """
+    masked, (rows, times) = attends_by_mask(config, device), rows_of(config)
+    if masked and share(StepPart.ATTENTION) > GAIN:
+        yield Change(
+            "attention",
+            ("model.attention=flash_attention_2",),
+            f"attention under a mask takes {share(StepPart.ATTENTION):.0%} of the step; without "
+            "one it works on documents alone; needs the package flash-attn",
+        )
+    if setting(config, "gradient_checkpointing"):
+        why = "nothing is computed twice: there is room to keep the activations"
+        yield Change("checkpointing", ("train.gradient_checkpointing=false",), why)
+    if masked and rows > 1:
+        why = "packed rows of a micro-batch lie in one, under a mask as long as all of them"
+        yield Change("rows", with_rows(1, times * rows), why)
+    for factor in sorted({2, times}):
+        if times > 1 and times % factor == 0:
+            why = "larger micro-batches, fewer of them: a step keeps its tokens"
+            yield Change("micro-batch", with_rows(rows * factor, times // factor), why)
+    chains = sum(map(share, (StepPart.POINTWISE, StepPart.FP8_CASTS, StepPart.WAITING)))
+    if device.kind == "cuda" and not compiled and chains > GAIN:
+        why = "torch.compile joins chains of small kernels; the first step takes minutes"
+        yield Change("compile", ("precision.compile=on",), why)

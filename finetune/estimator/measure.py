@@ -21,8 +21,7 @@ from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.memory.sharded import held_by_one, shares_model
 from finetune.estimator.place import Place, resolve_there
 from finetune.estimator.speed import timing
-from finetune.estimator.speed.exchange import pace_of_one
-from finetune.estimator.speed.timing import Pace, compiles
+from finetune.estimator.speed.timing import Pace, compiles, pace_of_one
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.hardware.device import Resolution
 from finetune.training.model import load_shape

@@ -1,15 +1,24 @@
-"""What would fit: the largest micro-batch, and the longest rows.
+"""Searches: the largest micro-batch, the longest rows, the best GPU, the fewest GPUs.
 
-Memory grows with rows and with their length, so the largest that fits has a neighbour that does
-not, and both are measured: the answer is a pair of neighbours, never a formula's guess. The way
-there is short, because the sum is known to be nearly a polynomial: an activation is linear in
-tokens, a mask of packed rows quadratic. So two or three points foretell the answer, and the rest
-confirm it.
+Every point of a search is a rehearsal of the model's first layers (`measure_fast`). "Fits" means
+with margin; fragments are a guess here, so that a whole `estimate` of what was found can call it
+tight.
 
-Every point is a rehearsal of the model's first layers (`measure_fast`).
+*The largest n that fits.* Memory grows with rows and with their length, so the largest that fits
+has a neighbor that does not, and both are measured: the answer is a pair of neighbors, never a
+formula's guess. The way there is short, because memory is nearly a polynomial: an activation is
+linear in tokens, a mask of packed rows quadratic.
 
-"Fits" means with margin. Fragments are a guess here, so that a whole `estimate` of what was found
-can call it tight.
+    24 GiB, from 4 rows on. 4 rows need 8 GiB and fit; one point gives no slope: double. 8 rows need
+    12 GiB and fit. The line through both reaches 24 GiB at 20 rows: they need 25, as a mask bends
+    it. The parabola through the three says 19: fits. 19 and 20 are neighbors: done, 4 points.
+
+*GPUs.* They differ in memory and speed, and a rehearsal knows neither: one serves all GPUs of one
+compute capability, and one of several GPUs any number of them. The best GPU is found by looking at
+all of the table; the fewest by doubling.
+
+    70B on H100: 1, 2, 4 and 8 GPUs need 270, 141, 77 and 45 GiB each of 79.2: 4 are tight, 8 fit.
+    Two rehearsals, one of a GPU alone and one of several.
 """
 
 from __future__ import annotations
@@ -20,26 +29,38 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
-from finetune.estimator.knobs import rows_of, setting
+from finetune.errors import FinetuneError
+from finetune.estimator.knobs import SHARDED, rows_of, setting
 from finetune.estimator.measure import (
+    FirstLayers,
     Measured,
     check_sizes,
     measure_fast,
+    rehearse_first_layers,
 )
-from finetune.estimator.memory.footprint import Footprint
-from finetune.estimator.place import Place
-from finetune.training.model import load_shape
+from finetune.estimator.memory.footprint import Fit, Footprint
+from finetune.estimator.place import Place, place_of, resolve_there
+from finetune.hardware.gpus import Gpu, gpus_with_own
+from finetune.training.model import load_shape, sketch
+from finetune.training.preflight import check_storage
+from finetune.units import GIB, count
 
+# Tokens of a micro-batch, and GPUs, beyond which nothing is looked for.
 MOST_TOKENS = 2**20
-"""In a micro-batch; beyond it nothing is looked for."""
+MOST_GPUS = 64
+# Step between row lengths that are looked at, where the model can take many of it.
 LENGTHS = 128
-"""Step between row lengths that are looked at, where the model can take many of it."""
+# Points after which a polynomial is no longer trusted, and the middle is taken.
 BISECT_AFTER = 5
-"""Points after which a guess is no longer trusted, and the middle is taken."""
+_VERDICTS: tuple[Fit, ...] = ("fits", "tight", "does not fit")
+
+
+# --------------------------------------------------------------------- the largest n that fits
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ class Found:
         next: the next larger value, which does not fit; None where `value` is as far as it goes.
         measured: the run with `value`; None where nothing fits.
         points: values that were measured.
-        others: what was set besides, as typed.
+        others: settings besides, as typed.
     """
 
     setting: str
@@ -84,17 +105,15 @@ class Found:
         if self.measured is None:
             return Text(f"{self.setting}: not even the smallest fits", "bold red")
         pace = self.measured.pace
-        speed = f", {pace.tokens_per_s:,.0f} tokens/s" if pace else ""
+        speed = f", {count(pace.tokens_per_s)} tokens/s" if pace else ""
         end = f"{self.next} does not fit" if self.next else "nothing larger was looked at"
-        held = self.measured.footprint.shown / 2**30
-        return Text.assemble(
-            (" ".join(self.change), "bold green"), f" ({held:.1f} GiB{speed}; {end})"
-        )
+        shown = f"{self.measured.footprint.shown / GIB:.1f} GiB"
+        return Text.assemble((" ".join(self.change), "bold green"), f" ({shown}{speed}; {end})")
 
 
 @dataclass(frozen=True)
 class Largest:
-    """How far a run can be stretched at a place.
+    """The largest micro-batch and rows of a run at a place.
 
     Attributes:
         rows: of a micro-batch, at the run's length.
@@ -111,14 +130,12 @@ class Largest:
         return {name: found.facts() for name, found in vars(self).items()}
 
     def __rich__(self) -> RenderableType:
-        alone = () if self.length_of_one == self.length else (self.length_of_one.__rich__(),)
-        return Group(
-            Text("the largest that fits"), self.rows.__rich__(), self.length.__rich__(), *alone
-        )
+        alone = () if self.length_of_one == self.length else (self.length_of_one,)
+        return Group(Text("the largest that fits"), self.rows, self.length, *alone)
 
 
 def largest(config: RunConfig, place: Place) -> Largest:
-    """The largest micro-batch and the longest rows that fit.
+    """Find the largest micro-batch and the longest rows that fit.
 
     Raises:
         FinetuneError: what the run itself would raise.
@@ -130,7 +147,7 @@ def largest(config: RunConfig, place: Place) -> Largest:
 
 
 def largest_rows(config: RunConfig, place: Place) -> Found:
-    """The largest micro-batch that fits at the run's length.
+    """Find the largest micro-batch that fits at the run's length.
 
     Raises:
         FinetuneError: what the run itself would raise.
@@ -142,7 +159,7 @@ def largest_rows(config: RunConfig, place: Place) -> Found:
 
 
 def largest_length(config: RunConfig, place: Place, rows: int | None = None) -> Found:
-    """The longest rows that fit, in steps of 128 (16, for a model that takes less than 2048).
+    """Find the longest rows that fit, in steps of 128 (16, for a model of less than 2048).
 
     Args:
         config: the run.
@@ -177,11 +194,13 @@ def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, 
 
 
 def search(measure: Callable[[int], Measured], memory: int, *, start: int, most: int) -> Found:
-    """The largest n of 1 to `most` that fits into so many bytes, and the next, which does not.
+    """Find the largest n of 1 to `most` that fits into so many bytes, and the next, which does not.
+
+    See the module for an example.
 
     Args:
         measure: the run with n.
-        memory: of one device.
+        memory: bytes of one device.
         start: the first n to try.
         most: the largest.
     """
@@ -195,36 +214,221 @@ def search(measure: Callable[[int], Measured], memory: int, *, start: int, most:
             high = n
         if high - low <= 1:
             break
-        held = {n: found.footprint for n, found in seen.items()}
-        n = _guess(held, memory, low, high)
-        if n <= low or n >= high:  # at the end of what is open: ever further from there
+        n = _guess({n: found.footprint for n, found in seen.items()}, memory, low, high)
+        if n <= low or n >= high:  # at an end of the open interval: ever further from there
             n = low + 2**stuck if n <= low else high - 2**stuck
             stuck += 1
         n = min(max(n, low + 1), high - 1)
     return Found("", low, high if high <= most else None, seen.get(low), len(seen))
 
 
-def _guess(held: dict[int, Footprint], memory: int, low: int, high: int) -> int:
-    """Where the need should reach the memory.
+def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
+    """The n at which the need should reach the memory.
 
     What is allocated is a polynomial, put through the nearest points; what comes on top of it,
     fragments among others, is taken to be as at the nearest.
     """
-    if len(held) == 1:
+    if len(seen) == 1:
         return 2 * low if low else high // 2
-    if len(held) > BISECT_AFTER and high in held:
+    if len(seen) > BISECT_AFTER and high in seen:
         return (low + high) // 2
-    needs = {n: found.shown + found.margin for n, found in held.items()}
+    needs = {n: found.shown + found.margin for n, found in seen.items()}
     nearest = sorted(needs, key=lambda n: (abs(needs[n] - memory), n))[:3]
-    room = memory - needs[nearest[0]] + held[nearest[0]].allocated
-    (a, ya), (b, yb), *rest = [(n, held[n].allocated - room) for n in nearest]
+    room = memory - needs[nearest[0]] + seen[nearest[0]].allocated
+    (a, ya), (b, yb), *rest = [(n, seen[n].allocated - room) for n in nearest]
     slope = (yb - ya) / (b - a)
     if rest:
         c, yc = rest[0]
         bend = ((yc - yb) / (c - b) - slope) / (c - a)
-        # y(n) = ya + slope (n - a) + bend (n - a) (n - b), solved for its root above a.
+        # Newton's form, y(n) = ya + slope (n - a) + bend (n - a) (n - b): its upper root.
         p = slope - bend * (a + b)
         under = p * p - 4 * bend * (ya - slope * a + bend * a * b)
         if bend > 0 and under >= 0:
             return math.floor((-p + math.sqrt(under)) / (2 * bend))
     return math.floor(a - ya / slope) if slope > 0 else 2 * max(low, 1)
+
+
+# ------------------------------------------------------------------------------------------ GPUs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A run on one kind of GPU.
+
+    Attributes:
+        place: GPUs of one kind, so many of them.
+        measured: memory and time there; None where the run is impossible there.
+        change: settings that it takes besides, as typed.
+        why: the reason why it is impossible.
+    """
+
+    place: Place
+    measured: Measured | None
+    change: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def fit(self) -> Fit:
+        """Whether it fits; what is impossible does not."""
+        if self.measured is None:
+            return "does not fit"
+        return self.measured.footprint.fit(self.place.memory_bytes)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all GPUs together."""
+        pace = self.measured.pace if self.measured else None
+        return None if pace is None else pace.tokens_per_s * self.place.count
+
+    @property
+    def usd_per_million(self) -> float | None:
+        """Cost of a million tokens; None without a price."""
+        price = self.place.gpu.price_usd_per_hour if self.place.gpu else None
+        if price is None or self.tokens_per_s is None:
+            return None
+        return price * self.place.count / 3600 / self.tokens_per_s * 1e6
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "device": str(self.place),
+            "devices": self.place.count,
+            "memory_bytes": self.place.memory_bytes,
+            "fit": self.fit,
+            "change": list(self.change),
+            "allocated_bytes": self.measured.footprint.allocated if self.measured else None,
+            "shown_bytes": self.measured.footprint.shown if self.measured else None,
+            "tokens_per_s": self.tokens_per_s,
+            "usd_per_million_tokens": self.usd_per_million,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A run on several kinds or numbers of GPUs, the best first.
+
+    Attributes:
+        choices: those that fit, then those that are tight, then the others.
+        order: the meaning of the order.
+    """
+
+    choices: tuple[Choice, ...]
+    order: str
+
+    @property
+    def best(self) -> Choice | None:
+        """The first, if it fits."""
+        first = self.choices[0] if self.choices else None
+        return first if first is not None and first.fit == "fits" else None
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"order": self.order, "choices": [choice.facts() for choice in self.choices]}
+
+    def __rich__(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=self.order,
+                      title_justify="left")  # fmt: skip
+        priced = any(choice.usd_per_million is not None for choice in self.choices)
+        for name in ("GPU", "needs", "of", "", "tokens/s", *(["$ a million"] if priced else [])):
+            table.add_column(name, justify="left" if name in ("GPU", "") else "right")
+        for choice in self.choices:
+            if choice.measured is None:
+                table.add_row(str(choice.place), "-", "-", choice.why, style="dim")
+                continue
+            speed, cost = choice.tokens_per_s, choice.usd_per_million
+            table.add_row(
+                str(choice.place),
+                f"{choice.measured.footprint.shown / GIB:.1f}",
+                f"{choice.place.memory_bytes / GIB:.1f}",
+                choice.fit,
+                "?" if speed is None else count(speed),
+                *([f"{cost:.3f}" if cost is not None else ""] if priced else []),
+                style=None if choice.fit == "fits" else "dim",
+            )
+        return table
+
+
+def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> Choices:
+    """Look at a run on every GPU: those that fit first, by what a million tokens cost.
+
+    GPUs without a price come after those with one, the fastest first, and of equals the one with
+    less memory. An L4 at 0.8 an hour with 1,000 tokens/s (0.22 a million) comes before an H100 at
+    3.0 with 2,500 (0.33), and both before an H200 without a price.
+
+    Args:
+        config: the run.
+        gpus: lines of the table; all, if left out.
+    """
+    check_sizes(config)
+    seen: dict[Any, FirstLayers] = {}
+    found = []
+    for gpu in gpus_with_own() if gpus is None else gpus:
+        place = place_of(gpu)
+        try:
+            found.append(Choice(place, _on(place, config, seen)))
+        except FinetuneError as error:
+            found.append(Choice(place, None, why=error.what))
+    found.sort(key=_rank)
+    priced = any(choice.usd_per_million is not None for choice in found)
+    order = "the cheapest first" if priced else "those that fit, the fastest first; no prices known"
+    return Choices(tuple(found), order)
+
+
+def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Measured:
+    """The run on a GPU; one rehearsal for all of one capability that compute in one precision."""
+    resolution = resolve_there(config.precision, place)
+    device = place.device
+    key = (device.capability, device.is_rocm, resolution.precision.model_dump_json())
+    if key not in seen:
+        seen[key] = rehearse_first_layers(config, place)
+    return replace(seen[key], resolution=resolution).at(place)
+
+
+def _rank(choice: Choice) -> tuple[int, int, float, float]:
+    """For sorting: verdict, then cost where it is known, then speed, then memory."""
+    memory, cost, speed = choice.place.memory_bytes, choice.usd_per_million, choice.tokens_per_s
+    if choice.measured is None:
+        return len(_VERDICTS), 0, 0.0, memory
+    verdict = _VERDICTS.index(choice.fit)
+    if cost is not None:
+        return verdict, 0, cost, memory
+    return verdict, 1, -(speed or 0.0), memory
+
+
+def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
+    """Find the smallest number of GPUs (1, 2, 4, ..., 64) on which a run fits, sharded by FSDP2.
+
+    Returns:
+        The numbers tried: the one that fits first, then those too small, downwards.
+
+    Raises:
+        FinetuneError: what the run itself would raise on one GPU.
+    """
+    check_sizes(config)
+    place = place_of(gpu)
+    layers, typed = rehearse_first_layers(config, place), ()
+    change = () if config.train.get("fsdp") else SHARDED
+    tried: list[Choice] = []
+    while place.count <= MOST_GPUS and not (tried and tried[-1].fit == "fits"):
+        try:
+            if place.count == 2:  # from here on weights are gathered, by whatever number
+                layers = _sharded(config, place, change)
+            tried.append(Choice(place, layers.at(place), typed))
+        except FinetuneError as error:
+            tried.append(Choice(place, None, typed, error.why or error.what))
+            break
+        place = place_of(gpu, gpus=2 * place.count)
+        typed = (f"--gpus {place.count}", *change)
+    tried.reverse()
+    tried.sort(key=lambda choice: choice.fit != "fits")
+    fits = tried[0].fit == "fits"
+    order = "the smallest number that fits" if fits else "none of these numbers fits"
+    return Choices(tuple(tried), order)
+
+
+def _sharded(config: RunConfig, place: Place, change: tuple[str, ...]) -> FirstLayers:
+    """A rehearsal of one of several GPUs, whatever their number."""
+    shared = with_overrides(config, change) if change else config
+    check_storage(shared, sketch(shared, layers=1))
+    return rehearse_first_layers(shared, place)

@@ -11,13 +11,12 @@ from rich.console import Console
 
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
-from finetune.estimator import trials
-from finetune.estimator.advice import Advice, Advised, one_line
+from finetune.estimator import advice
+from finetune.estimator.advice import Advice, Advised, advise
 from finetune.estimator.knobs import DEFAULTS, RANKS, changes
 from finetune.estimator.measure import FirstLayers, Measured, measure
 from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.place import Place, place_of
-from finetune.estimator.trials import advise
 from tests.conftest import A100, CPU, H100
 
 LAYERS = 2
@@ -65,11 +64,11 @@ def seen(monkeypatch):
             _DONE[key] = _REAL(config, place)
         return _DONE[key]
 
-    monkeypatch.setattr(trials, "rehearse_first_layers", remembered)
+    monkeypatch.setattr(advice, "rehearse_first_layers", remembered)
     return asked
 
 
-_REAL, _DONE = trials.rehearse_first_layers, {}
+_REAL, _DONE = advice.rehearse_first_layers, {}
 
 
 def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
@@ -238,9 +237,7 @@ def test_advice_is_the_same_twice(run):
 def test_where_nothing_helps_it_says_so(run):
     _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=0.9))
     assert found.together is None
-    assert one_line(found).startswith("nothing of this alone is enough: ")
-    shown = _shown(found)
-    assert "no set of these changes makes it fit" in shown
+    assert "no set of these changes makes it fit" in _shown(found)
 
 
 def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
@@ -267,7 +264,7 @@ def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
     assert all("train.fsdp=true" in one.change for one in many)
     sharded = [config for config in seen if config.train.get("fsdp")]
     assert len(sharded) == 1
-    assert "'train.fsdp_config={version: 2, reshard_after_forward: true}'" in one_line(many)
+    assert "'train.fsdp_config={version: 2, reshard_after_forward: true}'" in many[0].typed
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -292,16 +289,13 @@ def test_advice_in_words_and_as_data(run):
     assert [fact["change"] for fact in facts["each"]] == [list(one.change) for one in found.each]
 
 
-def test_one_line_names_what_fits_first():
-    fits = Advice(("train.optim=adamw_8bit",), 3 * 2**30, 0.02, "fits", "why", "otherwise")
-    not_enough = Advice(("train.gradient_checkpointing=true",), 2**28, 0.3, "tight", "why")
-    together = Advice(("a=1", "b=2"), 5 * 2**30, None, "fits", "both")
-    assert one_line([not_enough, fits]) == (
-        "train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, trains otherwise)"
+def test_a_set_that_fits_is_shown_with_what_it_costs():
+    one = Advice(("train.optim=adamw_8bit",), 3 * 2**30, 0.02, "fits", "why", "otherwise")
+    assert "fits with train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, trains otherwise)" in (
+        _shown(Advised("tight", (), one))
     )
-    assert one_line([not_enough]).startswith("nothing of this alone is enough: train.grad")
-    assert one_line(Advised("tight", (not_enough,), together)) == "a=1 b=2 (frees 5.0 GiB)"
-    assert "smaller model" in one_line([])
+    both = Advice(("a=1", "b=2"), 5 * 2**30, None, "fits", "both")
+    assert "fits with a=1 b=2 (frees 5.0 GiB)" in _shown(Advised("tight", (one,), both))
 
 
 def test_expandable_segments_replace_fragments_only():

@@ -9,16 +9,15 @@ import pytest
 from finetune.errors import ConfigError
 from finetune.estimator.speed.calibration import (
     Calibration,
-    calibrated_efficiency,
-    calibrated_gpu,
-    calibrated_host,
+    calibrate,
+    calibrated_roofline,
     calibration_path,
     load_calibration,
     save_calibration,
 )
 from finetune.estimator.speed.efficiency import efficiency_of, host
 from finetune.estimator.speed.kernels import Product
-from finetune.estimator.speed.roofline import product_seconds, shape_share, step_time
+from finetune.estimator.speed.roofline import Roofline, shape_share
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import find_gpu, named_gpu
 from tests.benchmarks.score.setting import Setting, Shape
@@ -59,41 +58,41 @@ def test_a_file_that_is_no_calibration_is_an_error(tmp_path, monkeypatch):
 
 def test_shares_give_back_what_was_measured():
     gpu = named_gpu("H100")
-    shares = calibrated_efficiency(H100, gpu)
+    roofline = calibrated_roofline(H100, gpu, "eager")
+    shares = roofline.efficiency
     product = Product(1, 4096, 4096, 8192, "bf16")
     endless = product.flops / (600e12 * shape_share(product, gpu.sms, shares.shared.pipeline_k))
-    assert product_seconds(product, gpu, shares) == pytest.approx(endless)
+    assert roofline.product_seconds(product) == pytest.approx(endless)
     assert shares.shared.rowwise == pytest.approx(0.8)
     assert shares.shared.bandwidth == pytest.approx(2500 / gpu.gb_s)
     assert "measured" in shares.origin
-    assert calibrated_host(H100, host("eager"), gpu).forward == 2 * host("eager").forward
+    assert roofline.host.forward == 2 * host("eager").forward
 
 
 def test_a_slow_layer_slows_all_within_bounds():
-    gpu = named_gpu("H100")
+    def with_layer(layer: float) -> Roofline:
+        measured = H100.model_copy(update={"layer": layer, "launch_us": 4.5})
+        return calibrated_roofline(measured, named_gpu("H100"), "eager")
+
     step = write_step(SHAPE, Setting(4, 1024)).micro
-    plain = step_time(step, gpu, efficiency=calibrated_efficiency(H100, gpu)).seconds
-    slower = calibrated_efficiency(H100.model_copy(update={"layer": 1.5}), gpu)
-    assert step_time(step, gpu, efficiency=slower).seconds == pytest.approx(1.5 * plain, rel=0.1)
-    wild = calibrated_efficiency(H100.model_copy(update={"layer": 50.0}), gpu)
-    assert wild.gemm["bf16"] == pytest.approx(calibrated_efficiency(H100, gpu).gemm["bf16"] / 2)
+    plain, slower = (with_layer(layer).step_time(step).seconds for layer in (1.0, 1.5))
+    assert slower == pytest.approx(1.5 * plain, rel=0.1)
+    plain, wild = (with_layer(layer).efficiency.gemm["bf16"] for layer in (1.0, 50.0))
+    assert wild == pytest.approx(plain / 2)
 
 
 def test_a_precision_that_was_not_measured_keeps_the_tables_share():
     gpu = named_gpu("H100")
     only = H100.model_copy(update={"tflops": {"bf16": 600.0}})
-    shares = calibrated_efficiency(only, gpu)
+    shares = calibrated_roofline(only, gpu, "eager").efficiency
     assert shares.gemm["fp8"] == efficiency_of(gpu).gemm["fp8"]
     assert shares.shared.rowwise == efficiency_of(gpu).shared.rowwise
 
 
 def test_this_cpu_is_measured_and_predicted(monkeypatch, tmp_path):
     """Short measurements; the layer that was measured is predicted within its own factor."""
-    from finetune.estimator.speed.calibrate import calibrate
-
     device = this_device()
     found = calibrate(device, seconds=0.02)
-    gpu = find_gpu(device)
     assert found.seconds < 60
     assert found.device == device.name
     assert {"bf16", "fp32"} <= set(found.tflops)
@@ -102,8 +101,6 @@ def test_this_cpu_is_measured_and_predicted(monkeypatch, tmp_path):
     save_calibration(found)
     kept = load_calibration(device.name)
     assert kept == found
-    line, shares = calibrated_gpu(found, gpu), calibrated_efficiency(found, gpu)
     step = write_step(Shape(2, 256, 4, 4, 512, 1000), Setting(1, 64)).micro
-    pace = calibrated_host(found, host("eager"), gpu)
-    time = step_time(step, line, efficiency=shares, launched_by=pace)
-    assert 0 < time.seconds < 60
+    roofline = calibrated_roofline(found, find_gpu(device), "eager")
+    assert 0 < roofline.step_time(step).seconds < 60

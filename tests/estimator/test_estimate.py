@@ -20,7 +20,7 @@ from finetune.errors import (
     PrecisionError,
     RehearsalError,
 )
-from finetune.estimator.estimate import Estimate, describe, duration, estimate, size
+from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.measure import are_alike, changed, measure, measure_fast
 from finetune.estimator.memory.footprint import Footprint, footprint
 from finetune.estimator.place import place_of, resolve_there
@@ -28,6 +28,7 @@ from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import GIB
 from finetune.hardware.gpus import named_gpu
 from finetune.training.memory_meter import Batch
+from finetune.units import MEMORY, duration, size
 
 H100 = place_of("H100")
 
@@ -74,7 +75,7 @@ def result(config) -> Estimate:
 def text_of(result: Estimate) -> str:
     console = Console(width=200, no_color=True)
     with console.capture() as shown:
-        console.print(describe(result))
+        console.print(result)
     return shown.get()
 
 
@@ -162,7 +163,7 @@ def test_json_says_the_same_as_the_words(result):
     assert facts["memory"]["allocated"] == held.allocated
     assert facts["fit"] == "fits"
     words = text_of(result)
-    assert size(held.allocated) in words
+    assert size(held.allocated, MEMORY) in words
     assert duration(result.measured.pace.seconds) in words
     assert "FP8" in words
     assert all(note in words for note in result.notes)

@@ -12,13 +12,19 @@ from rich.console import Console
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-from finetune.estimator import gpu_choice as choosing
-from finetune.estimator.gpu_choice import Choices, cheapest_gpu, fewest_gpus
+from finetune.estimator import search as searching
 from finetune.estimator.knobs import SHARDED
 from finetune.estimator.measure import FirstLayers, Measured, measure_fast, rehearse_first_layers
 from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.place import place_of
-from finetune.estimator.search import largest_length, largest_rows, search
+from finetune.estimator.search import (
+    Choices,
+    cheapest_gpu,
+    fewest_gpus,
+    largest_length,
+    largest_rows,
+    search,
+)
 from finetune.hardware.gpus import named_gpu
 
 GIB = 2**30
@@ -166,7 +172,7 @@ def rehearsals(monkeypatch):
         done.append(str(place))
         return rehearse_first_layers(config, place)
 
-    monkeypatch.setattr(choosing, "rehearse_first_layers", counted)
+    monkeypatch.setattr(searching, "rehearse_first_layers", counted)
     return done
 
 

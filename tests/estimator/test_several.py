@@ -12,8 +12,8 @@ from rich.console import Console
 from finetune.config.fsdp import FsdpSettings, fsdp_settings
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, FinetuneError
-from finetune.estimator.caveats import limits
-from finetune.estimator.estimate import describe, estimate
+from finetune.estimator.caveats import caveats
+from finetune.estimator.estimate import estimate
 from finetune.estimator.measure import Measured, changed, measure, measure_fast
 from finetune.estimator.memory.overheads import nccl_bytes
 from finetune.estimator.memory.sharded import sharded_footprint
@@ -103,8 +103,8 @@ def test_one_gpu_shards_nothing(config: RunConfig) -> None:
     alone = changed(config, train={"fsdp": None, "fsdp_config": None})
     asked, not_asked = measure(config, gpus(1)), measure(alone, gpus(1))
     assert asked.footprint == not_asked.footprint
-    assert any("shards nothing on one GPU" in note for note in limits(asked, gpus(1)))
-    assert not any("fsdp" in note for note in limits(not_asked, gpus(1)))
+    assert any("shards nothing on one GPU" in note for note in caveats(asked, gpus(1)))
+    assert not any("fsdp" in note for note in caveats(not_asked, gpus(1)))
 
 
 def test_every_micro_batch_gathers(config: RunConfig, sharded: dict[int, Measured]) -> None:
@@ -135,7 +135,7 @@ def test_words_and_json_tell_of_several(config: RunConfig) -> None:
     result = estimate(config, gpu="H100", gpus=8, twin=False)
     console = Console(width=160, no_color=True)
     with console.capture() as shown:
-        console.print(describe(result))
+        console.print(result)
     words, facts = shown.get(), json.loads(result.to_json())
     assert "8 x H100" in words
     assert "gathered for a moment" in words

@@ -14,8 +14,8 @@ from finetune.estimator.alternatives import twin_of
 from finetune.estimator.measure import changed, measure_fast
 from finetune.estimator.place import Place
 from finetune.estimator.speed.calibration import load_calibration
-from finetune.estimator.speed.roofline import Interval
 from finetune.estimator.speed.step_parts import StepPart
+from finetune.estimator.speed.timing import Interval
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import find_gpu
 

@@ -1,16 +1,23 @@
-"""What this machine was measured to do, kept for predictions on it.
+"""Measurements of this very device, which replace the shares of the table of efficiencies.
 
-The table of efficiencies speaks of a family of GPUs. One machine differs: its power limit, cooling,
-driver and libraries, and the speed of the host that launches. `measuring.py` multiplies matrices,
-copies, and runs one decoder layer for less than a minute; what came out is a `Calibration`, kept as
-JSON below `$XDG_CACHE_HOME/fp8-finetune/calibration` (`~/.cache` unless set) under the device's
-name, and taken up when a step is predicted for a device of that name.
+The table speaks of a family of GPUs. One machine differs: its power limit, cooling, driver and
+libraries, and the speed of the host that launches. `calibrate` multiplies matrices, copies, and
+runs one decoder layer for less than a minute; the `Calibration` is kept as JSON below
+`$XDG_CACHE_HOME/fp8-finetune/calibration` (`~/.cache` unless set) under the device's name, and
+taken up when a step is predicted for a device of that name.
 
-From a calibration follow the shares of the peaks that roofline.py multiplies with:
+*Measuring.* Each measurement repeats until it has run for a set time and takes the median, since a
+shared machine makes some repetitions slow. Products have sizes of a training step (4096 tokens on a
+GPU); the seconds are turned into what an endless product would sustain by the roofline's own
+account of shapes (`shape_share`), so that both speak of the same thing. The layer is a decoder's of
+the Llama family in plain PyTorch, forward and backward; its operators are recorded while it runs
+and predicted with what was measured before.
 
-* a precision's share is such that the model of products gives the measured seconds of the products;
-* the share of bandwidth is what copies and a pointwise operator got;
-* last, all are scaled by one factor, predicted over measured seconds of the decoder layer, which
+*From a calibration to shares.*
+
+* A precision's share is such that the roofline gives the measured seconds of the products.
+* The share of bandwidth is what copies and a pointwise operator got.
+* Last, all are scaled by one factor, predicted over measured seconds of the decoder layer, which
   holds what none of the others shows. It is kept between a half and two.
 
 A CPU has no line in the table of GPUs: what was measured stands in for its peaks, and its shares
@@ -21,20 +28,43 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
+import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from finetune.errors import ConfigError
-from finetune.estimator.speed.efficiency import Direction, Efficiency, Host, efficiency_of, shared
-from finetune.hardware.gpus import Gpu
+from finetune.estimator.speed.efficiency import (
+    Efficiency,
+    Host,
+    HostKind,
+    efficiency_of,
+    host,
+    shared,
+)
+from finetune.estimator.speed.kernels import Precision, Product
+from finetune.estimator.speed.roofline import Roofline, shape_share
+from finetune.estimator.trace.trace import Recorder
+from finetune.hardware.device import Device, parallel_units
+from finetune.hardware.gpus import Gpu, find_gpu
 
+# Host microseconds of one small eager operator on the hosts that `hosts` in the table speaks of.
 _REFERENCE_LAUNCH_US = 4.5
-"""Host time of one small eager operator on the hosts that `hosts` in the table speaks of."""
+# Seconds of repetitions per measurement.
+_LONGEST_S = 0.6
+# Bounds of the decoder layer's factor: beyond them the machine was disturbed, not slow.
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+# Attention's shares on a device that no family of the table describes: assumed.
+_UNKNOWN_ATTENTION = {"forward": 0.5, "backward": 0.4}
 
 
 class Calibration(BaseModel):
-    """What was measured.
+    """Figures of one device.
 
     Attributes:
         device: the driver's name, or the CPU's.
@@ -64,14 +94,14 @@ class Calibration(BaseModel):
 
 
 def calibration_path(device: str) -> Path:
-    """Where the calibration of a device of this name is kept."""
+    """The file that the calibration of a device of this name is kept in."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower() or "device"
     return home / "fp8-finetune" / "calibration" / f"{name}.json"
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Keep it for this device; the file that it is in."""
+    """Keep it for its device; returns the file that it is in."""
     path = calibration_path(calibration.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(calibration.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -98,18 +128,33 @@ def load_calibration(device: str) -> Calibration | None:
         ) from error
 
 
-def calibrated_gpu(calibration: Calibration, gpu: Gpu | None) -> Gpu:
-    """The line of the table, or one made of what was measured where there is none."""
-    if gpu is not None:
-        return gpu
-    tflops = {name: v for name, v in calibration.tflops.items() if name != "fp8_rowwise"}
+def calibrated_roofline(measured: Calibration, gpu: Gpu | None, launched_by: HostKind) -> Roofline:
+    """The roofline that reproduces what was measured.
+
+    Args:
+        measured: on the device.
+        gpu: the device's line in the table of GPUs; None where it has none.
+        launched_by: what launches kernels: the host is as much slower or faster than the table's
+            as it was when one small operator was measured. A CPU launches nothing: what an operator
+            costs beside its work is in `kernel_us`.
+    """
+    line = _measured_line(measured) if gpu is None else gpu
+    scale = 0.0 if gpu is None else measured.launch_us / _REFERENCE_LAUNCH_US
+    usual = host(launched_by).model_dump()
+    launcher = Host(**{phase: microseconds * scale for phase, microseconds in usual.items()})
+    return Roofline(line, _shares(measured, gpu, line), launcher, calibrated=True)
+
+
+def _measured_line(measured: Calibration) -> Gpu:
+    """A line of the table of GPUs whose peaks are what was measured."""
+    tflops = {name: v for name, v in measured.tflops.items() if name != "fp8_rowwise"}
     return Gpu(
-        name=calibration.device,
+        name=measured.device,
         capability=(0, 0),
-        memory_gib=calibration.memory_gib,
+        memory_gib=measured.memory_gib,
         tflops=tflops,  # pyright: ignore[reportArgumentType] (checked by pydantic)
-        gb_s=calibration.gb_s,
-        sms=calibration.units,
+        gb_s=measured.gb_s,
+        sms=measured.units,
         l2_mib=1,
         link="pcie",
         link_gb_s=1,
@@ -117,61 +162,181 @@ def calibrated_gpu(calibration: Calibration, gpu: Gpu | None) -> Gpu:
     )
 
 
-def calibrated_efficiency(calibration: Calibration, gpu: Gpu | None) -> Efficiency:
-    """The shares that reproduce what was measured."""
-    line = calibrated_gpu(calibration, gpu)
-    base = efficiency_of(gpu) if gpu is not None else _plain()
-    pace = 1 / min(2.0, max(0.5, calibration.layer))
+def _shares(measured: Calibration, gpu: Gpu | None, line: Gpu) -> Efficiency:
+    pace = 1 / min(_MOST_FACTOR, max(_LEAST_FACTOR, measured.layer))
+    base = efficiency_of(gpu) if gpu is not None else _all_of_the_peak()
     gemm = dict(base.gemm)
     for precision, peak in line.tflops.items():
-        if precision in calibration.tflops:
-            gemm[precision] = calibration.tflops[precision] / peak * pace
+        if precision in measured.tflops:
+            gemm[precision] = measured.tflops[precision] / peak * pace
+    rowwise = base.shared.rowwise
+    if {"fp8", "fp8_rowwise"} <= measured.tflops.keys():
+        rowwise = measured.tflops["fp8_rowwise"] / measured.tflops["fp8"]
     numbers = base.shared.model_copy(
         update={
-            "bandwidth": calibration.gb_s / line.gb_s * pace,
-            "rowwise": _over(calibration, "fp8_rowwise", "fp8", base.shared.rowwise),
-            **({} if gpu is not None else {"l2": 1.0, "kernel_us": calibration.launch_us}),
+            "bandwidth": measured.gb_s / line.gb_s * pace,
+            "rowwise": rowwise,
+            **({} if gpu is not None else {"l2": 1.0, "kernel_us": measured.launch_us}),
         }
     )
     scale = gemm["bf16"] / base.gemm["bf16"] if gpu is not None else pace
-
-    def scaled(shares: dict[Direction, float]) -> dict[Direction, float]:
-        return {direction: share * scale for direction, share in shares.items()}
-
     return Efficiency(
         gemm=gemm,
-        attention=scaled(base.attention),
-        masked=scaled(base.masked),
+        attention={direction: share * scale for direction, share in base.attention.items()},
+        masked={direction: share * scale for direction, share in base.masked.items()},
         shared=numbers,
-        origin=f"measured on {calibration.device} with torch {calibration.torch}",
+        origin=f"measured on {measured.device} with torch {measured.torch}",
     )
 
 
-def calibrated_host(calibration: Calibration, usual: Host, gpu: Gpu | None) -> Host:
-    """Host time per kernel: that of the table, as much slower or faster as this host is.
-
-    A CPU launches nothing: what an operator costs beside its work is in `kernel_us`.
-    """
-    scale = calibration.launch_us / _REFERENCE_LAUNCH_US if gpu is not None else 0.0
-    return Host(
-        forward=usual.forward * scale,
-        backward=usual.backward * scale,
-        optimizer=usual.optimizer * scale,
-    )
-
-
-def _over(calibration: Calibration, name: str, of: str, otherwise: float) -> float:
-    if name in calibration.tflops and of in calibration.tflops:
-        return calibration.tflops[name] / calibration.tflops[of]
-    return otherwise
-
-
-def _plain() -> Efficiency:
-    """For a device without a line: peaks are what was measured."""
+def _all_of_the_peak() -> Efficiency:
+    """For a device without a line: its peaks are what was measured."""
     return Efficiency(
         gemm={"bf16": 1.0, "fp32": 1.0},
-        attention={"forward": 0.5, "backward": 0.4},
-        masked={"forward": 0.5, "backward": 0.4},
+        attention=_UNKNOWN_ATTENTION,  # pyright: ignore[reportArgumentType] (checked by pydantic)
+        masked=_UNKNOWN_ATTENTION,  # pyright: ignore[reportArgumentType] (checked by pydantic)
         shared=shared(),
         origin="",
     )
+
+
+# ---------------------------------------------------------------------------------------- measuring
+
+
+def calibrate(device: Device, *, seconds: float = _LONGEST_S) -> Calibration:
+    """Measure this device.
+
+    Args:
+        device: as `this_device()` says: a CUDA GPU or a CPU.
+        seconds: of repetitions per measurement; there are eight at most.
+    """
+    began = time.perf_counter()
+    gpu = find_gpu(device)
+    on = torch.device("cuda" if device.kind == "cuda" else "cpu")
+    size = 4096 if on.type == "cuda" else 768
+    units = parallel_units(device)
+    measured = Calibration(
+        device=device.name,
+        torch=torch.__version__,
+        units=units,
+        memory_gib=device.memory_gib,
+        tflops={n: _sustained(n, size, on, units, seconds) for n in _precisions(device, on)},
+        gb_s=_bandwidth(on, seconds),
+        launch_us=_launch_us(on, seconds),
+    )
+    layer = _layer(measured, gpu, on, seconds)
+    spent = time.perf_counter() - began
+    return measured.model_copy(update={"layer": layer, "seconds": spent})
+
+
+def _precisions(device: Device, on: torch.device) -> tuple[Precision, ...]:
+    if on.type == "cuda" and device.capability and device.capability >= (8, 9):
+        return ("bf16", "fp32", "fp8", "fp8_rowwise")
+    return ("bf16", "fp32")
+
+
+def _seconds(run: Callable[[], object], on: torch.device, longest: float) -> float:
+    """Median seconds of a call, after two to warm up."""
+    times: list[float] = []
+    for _ in range(2):
+        run()
+    _finish(on)
+    began = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - began < longest:
+        start = time.perf_counter()
+        run()
+        _finish(on)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _finish(on: torch.device) -> None:
+    if on.type == "cuda":
+        torch.cuda.synchronize(on)
+
+
+def _bandwidth(on: torch.device, longest: float) -> float:
+    """10^9 bytes a second of a copy and of an addition, the mean of both."""
+    count = 2**28 if on.type == "cuda" else 2**24  # far larger than any cache
+    a = torch.ones(count, dtype=torch.bfloat16, device=on)
+    b = torch.ones_like(a)
+    out = torch.empty_like(a)
+    copied = 2 * a.nbytes / _seconds(lambda: out.copy_(a), on, longest)
+    added = 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), on, longest)
+    return (copied + added) / 2 / 1e9
+
+
+def _launch_us(on: torch.device, longest: float) -> float:
+    """Host microseconds of one small operator."""
+    x = torch.ones(16, device=on)
+
+    def many() -> None:
+        for _ in range(200):
+            x + 1  # pyright: ignore[reportUnusedExpression]
+
+    return _seconds(many, on, longest) / 200 * 1e6
+
+
+def _sustained(name: Precision, size: int, on: torch.device, units: int, longest: float) -> float:
+    """10^12 operations a second of an endless product, from one of `size` x `size` x `2 size`."""
+    product = Product(1, size, size, 2 * size, name)
+    seconds = _seconds(_multiplication(product, on), on, longest)
+    share = shape_share(product, units, shared().pipeline_k)
+    return product.flops / seconds / share / 1e12
+
+
+def _multiplication(product: Product, on: torch.device) -> Callable[[], Tensor]:
+    _, m, n, k, name = product
+    if name not in ("fp8", "fp8_rowwise"):
+        dtype = torch.float32 if name == "fp32" else torch.bfloat16
+        a, b = torch.randn(m, k, dtype=dtype, device=on), torch.randn(k, n, dtype=dtype, device=on)
+        return lambda: a @ b  # [M, K] @ [K, N]
+    a8 = torch.randn(m, k, device=on).to(torch.float8_e4m3fn)
+    b8 = torch.randn(n, k, device=on).to(torch.float8_e4m3fn).t()  # cuBLAS wants column-major
+    rows, columns = ((m, 1), (1, n)) if name == "fp8_rowwise" else ((), ())
+    sa, sb = torch.ones(rows, device=on), torch.ones(columns, device=on)
+    # [M, K] @ [K, N]
+    return lambda: torch._scaled_mm(a8, b8, sa, sb, out_dtype=torch.bfloat16)
+
+
+class _DecoderLayer(nn.Module):
+    """A decoder layer of the Llama family, plain PyTorch. x: `[B, L, H]`."""
+
+    def __init__(self, hidden: int, heads: int, intermediate: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 2 * intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, L, H]` -> `[B, L, H]`."""
+        b, length, hidden = x.shape
+        parts = self.qkv(self.norms[0](x)).view(b, length, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, length, hidden))
+        gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _layer(measured: Calibration, gpu: Gpu | None, on: torch.device, longest: float) -> float:
+    """Measured over predicted seconds of a decoder layer."""
+    sizes = (4096, 32, 14336) if on.type == "cuda" else (512, 8, 1408)
+    length = 4096 if on.type == "cuda" else 256
+    layer = _DecoderLayer(*sizes).to(device=on, dtype=torch.bfloat16)
+    x = torch.randn(1, length, sizes[0], dtype=torch.bfloat16, device=on, requires_grad=True)
+
+    def run() -> None:
+        layer.zero_grad()
+        layer(x).sum().backward()
+
+    seconds = _seconds(run, on, longest)
+    with Recorder(layer, known=(x,)) as recorder:
+        out = layer(x).sum()
+        with recorder.during("backward"):
+            out.backward()
+    predicted = calibrated_roofline(measured, gpu, "eager").step_time(recorder.tape.ops)
+    return seconds / predicted.seconds

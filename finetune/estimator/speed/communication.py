@@ -1,4 +1,4 @@
-"""Bytes that GPUs send each other in a step, the seconds they take, and how many are hidden.
+"""Bytes that GPUs send each other in a step, the seconds they take, and how many show.
 
 N GPUs in a ring pass on (N-1)/N of a buffer to gather it, or to reduce and scatter it, and twice
 that to reduce it for everybody. The time is this over the speed of the slowest link, and a latency.
@@ -30,25 +30,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finetune.estimator.memory.sharding import Fsdp2
+from finetune.units import MIB
 
-MIB = 1 << 20
+# Seconds of a collective of a small buffer: assumed, of the order that nccl-tests report.
 LATENCY_S = 30e-6
+# Share of a link's stated speed that collectives get: chosen on published speeds of sharded
+# training, below what NCCL's own tests reach alone (0.7 to 0.8 over NVLink). PCIe: GeForce cards,
+# no peer access.
 SHARE = {"nvlink": 0.35, "infinity-fabric": 0.35, "pcie": 0.10}
-"""Of a link's stated speed, in collectives: chosen on published speeds of sharded training, below
-what NCCL's own tests reach alone (0.7 to 0.8 over NVLink). PCIe: GeForce cards, no peer access.
-"""
+# Share of communication that a step is longer by although it could be hidden: chosen on the same.
 SHOWN = 0.5
-"""Of communication, what a step is longer by although it could be hidden."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What a step of one GPU sends.
+    """Communication of one GPU in a step.
 
     Attributes:
-        nbytes: it sends, which is as much as it receives.
-        seconds: they take.
-        exposed: seconds of them that computing waits for.
+        nbytes: bytes sent, which are as many as those received.
+        seconds: that sending takes.
+        exposed: seconds of these that computing waits for.
     """
 
     nbytes: int
@@ -75,7 +76,13 @@ def fsdp2_communication(
     latency_s: float = LATENCY_S,
     reduces: bool = True,
 ) -> Communication:
-    """A micro-batch under FSDP2.
+    """Walk through a micro-batch under FSDP2.
+
+    Two equal groups, the second kept gathered; gathers and reductions 2 s, forward 3, backward 6:
+    forward starts after the first gather (2), computes until 5, and again until 8; in backward the
+    first group is gathered behind the second (8 to 14), whose reduction (until 16) hides behind
+    the first (until 20); the last reduction (until 22) has nothing to hide behind. Of 22 s, 18 are
+    computing: 4 s are exposed.
 
     Args:
         model: groups in the order of forward.
@@ -123,7 +130,7 @@ def ddp_communication(
     latency_s: float = LATENCY_S,
     bucket_bytes: int = 25 * MIB,
 ) -> Communication:
-    """A step under DDP: gradients that come evenly over backward, sent bucket by bucket.
+    """Walk through a step under DDP: gradients come evenly over backward, sent bucket by bucket.
 
     Raises:
         ValueError: no link to send over.
@@ -149,7 +156,7 @@ class _Link:
         self.nbytes = 0
 
     def send(self, buffer: int, *, after: float) -> float:
-        """When a gather or a reduction of a buffer is over."""
+        """The time at which a gather or a reduction of a buffer is over."""
         if not buffer or not self.share:
             return after
         sent = round(buffer * self.share)

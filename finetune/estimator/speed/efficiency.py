@@ -1,4 +1,4 @@
-"""The share of a GPU's peak that real kernels sustain, from a table with sources.
+"""Shares of a GPU's peak that real kernels sustain, from a table with sources.
 
 A peak is what the silicon could do at a stated clock with all units busy; a kernel gets less, for
 power (the clock falls under load), for tiles that do not fill the chip, for operands that have to
@@ -65,7 +65,7 @@ class Shared(_Row):
 
 
 class Efficiency(_Row):
-    """What one GPU sustains: shares of its peaks, and the shared numbers.
+    """Shares of one GPU's peaks, and the numbers that all GPUs share.
 
     Attributes:
         gemm: share of the dense peak, by precision of the operands.

@@ -1,4 +1,4 @@
-"""Which operators share a kernel, and what then still goes through memory.
+"""Fusion: operators that share a kernel, and what then still goes through memory.
 
 Eager PyTorch launches one kernel per operator: every input is read and every output written. A
 compiled region (`torch.compile` over decoder layers, or kernels written as one) joins chains of

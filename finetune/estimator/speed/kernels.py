@@ -1,4 +1,4 @@
-"""What kind of kernel an operator launches, how many FLOPs it does and how many bytes it moves.
+"""Kernels of operators: their kinds, the FLOPs they do and the bytes they move.
 
 Time on a GPU depends on little more than this. Operators fall in these kinds:
 
@@ -42,7 +42,7 @@ Kind = Literal[
 Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks"]
 
 FUSABLE = frozenset({"pointwise", "reduction", "copy", "gather"})
-"""What Inductor generates code for and can join into one kernel."""
+"""Kinds that Inductor generates code for and can join into one kernel."""
 
 
 def words(text: str) -> frozenset[str]:

@@ -1,50 +1,82 @@
-"""The time of a whole optimizer step, from the micro-batch that was rehearsed.
+"""The time of an optimizer step on one device, from the micro-batch that was rehearsed.
 
 A step of g micro-batches computes forward and backward g times and updates once:
 
-    step = g · (forward + backward) + optimizer + communication that nothing hides
+    step = g x (forward + backward) + optimizer + communication that nothing hides
 
 Decoder layers that `precision.compile` compiles run with their pointwise chains fused.
+
+*With `train.fsdp`* every micro-batch gathers the weights of each group in forward and again in
+backward; the last of a step also reduces the gradients. The update is of a GPU's own shards, in the
+type in which they are held. *Without it* the gradients of the last micro-batch are summed (DDP).
+Communication hides behind computing (communication.py), which needs seconds by group: decoder
+layers are taken as equal, what is outside of them is of the embedding and the head.
+
+The standard deviation of ln(predicted / published) over published step times and over published
+FP8-to-BF16 pairs stands in `assets/efficiency.yaml` (`scatter_*`). A time is wrong by a factor that
+its twin mostly shares (clock, software, data), so a ratio of two is known better than either.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from finetune.config.schema import PrecisionConfig
+import torch
+
+from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.estimator.memory.sharded import sharded_model, shares_model
+from finetune.estimator.memory.sharding import Fsdp2
 from finetune.estimator.place import Place
-from finetune.estimator.speed.calibration import (
-    calibrated_efficiency,
-    calibrated_gpu,
-    calibrated_host,
-    load_calibration,
+from finetune.estimator.speed.calibration import calibrated_roofline, load_calibration
+from finetune.estimator.speed.communication import (
+    collective_gb_s,
+    ddp_communication,
+    fsdp2_communication,
 )
-from finetune.estimator.speed.efficiency import Efficiency, Host, efficiency_of, host
-from finetune.estimator.speed.roofline import Bound, Interval, StepTime, step_time
+from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
-from finetune.estimator.trace.trace import Op
+from finetune.estimator.trace.trace import Op, Operand, Tape
 from finetune.hardware.gpus import Gpu
 
+# Standard deviations of a normal distribution to either side that hold nine cases in ten.
 NINE_IN_TEN = 1.645
-_IN_A_LAYER = re.compile(r"\.\d+\.")
+# Modules inside of a decoder layer, which are compiled; and these with what the layer itself does.
+_INSIDE_A_LAYER = re.compile(r"\.\d+\.")
+_OF_A_LAYER = re.compile(r"\.\d+(\.|$)")
+
+
+class Interval(NamedTuple):
+    """A value and the range that holds it in nine of ten cases."""
+
+    value: float
+    low: float
+    high: float
+
+
+def spread(value: float, scatter: float) -> Interval:
+    """The range around a value whose logarithm has this standard deviation."""
+    factor = math.e ** (NINE_IN_TEN * scatter)
+    return Interval(value, value / factor, value * factor)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast one device goes through a step.
+    """The speed of one device in a step.
 
     Attributes:
         seconds: of an optimizer step.
-        tokens: of it, on one device.
+        tokens: of a step, on one device.
         classes: part of the step -> seconds; they add up.
         bound: part -> the roof that most of its time is under.
         mfu: floating point operations of the model, nothing computed twice, over what the dense
             BF16 peak would do in the time.
         scatter: standard deviation of ln(predicted / true).
-        calibrated: on this very GPU.
+        calibrated: by a measurement of this very device.
     """
 
     seconds: float
@@ -61,7 +93,7 @@ class Pace:
         return self.tokens / self.seconds
 
     def share(self, part: str) -> float:
-        """Of the step's time that a part takes, 0 to 1."""
+        """A part's share of the step's time, 0 to 1."""
         return self.classes.get(part, 0.0) / self.seconds
 
 
@@ -73,75 +105,73 @@ def compiles(precision: PrecisionConfig, place: Place) -> bool:
     return precision.compute == "fp8" and eager_casts
 
 
-def pace(
-    rehearsal: Rehearsal,
-    place: Place,
-    *,
-    micro_batches: int,
-    compiled: bool,
-    exposed: Callable[[float, float], float] | None = None,
+def roofline_at(place: Place, *, compiled: bool) -> Roofline | None:
+    """The roofline of a place's devices; None where nothing is known of their speed."""
+    launched_by = "compiled" if compiled else "eager"
+    measured = load_calibration(place.device.name) if place.here else None
+    if measured is not None:
+        return calibrated_roofline(measured, place.gpu, launched_by)
+    return None if place.gpu is None else roofline_of(place.gpu, launched_by)
+
+
+def pace_of_one(
+    rehearsal: Rehearsal, config: RunConfig, place: Place, *, compiled: bool
 ) -> Pace | None:
-    """The time of an optimizer step, None where nothing is known of the device's speed.
+    """The speed of one of a place's devices, None where nothing is known of it.
 
     Args:
         rehearsal: of one micro-batch and the update.
-        place: where.
-        micro_batches: of a step (`gradient_accumulation_steps`).
+        config: of the run.
+        place: the devices.
         compiled: decoder layers are compiled.
-        exposed: from the seconds of forward and backward of a micro-batch to those of
-            communication that a step is longer by.
+
+    Raises:
+        FinetuneError: the model cannot be sharded there.
     """
-    known = _known(place, compiled=compiled)
-    if known is None:
+    roofline = roofline_at(place, compiled=compiled)
+    if roofline is None:
         return None
-    gpu, shares, calibrated, launcher = known
+    several = place.count > 1 and place.gpu is not None
+    model = None
+    if several and shares_model(config, place):
+        model = sharded_model(rehearsal, config, place.count)
+        rehearsal = replace(rehearsal, tape=_update_of_shards(rehearsal.tape, model))
+    batches = int(config.train.get("gradient_accumulation_steps", 1))
 
     def timed(ops: Sequence[Op]) -> StepTime:
-        inside = (lambda op: bool(_IN_A_LAYER.search(op.module))) if compiled else None
-        return step_time(ops, gpu, compiled=inside, efficiency=shares, launched_by=launcher)
+        inside = (lambda op: bool(_INSIDE_A_LAYER.search(op.module))) if compiled else None
+        return roofline.step_time(ops, compiled=inside)
 
-    update = rehearsal.tape.since("optimizer")
-    whole = rehearsal.tape.since("step")
-    batch = timed(whole[: len(whole) - len(update)])
-    once = timed(update)
-    classes = {name: value * micro_batches for name, value in batch.by_class.items()}
+    step, update = (rehearsal.tape.since(mark) for mark in ("step", "optimizer"))
+    batch, once = timed(step[: len(step) - len(update)]), timed(update)
+    classes = {name: value * batches for name, value in batch.by_class.items()}
     for name, value in once.by_class.items():
         classes[name] = classes.get(name, 0.0) + value
-    if exposed is not None:
-        forward = timed([op for op in whole if op.phase == "forward"]).seconds
-        classes[StepPart.COMMUNICATION] = exposed(forward, batch.seconds - forward)
+    if several:
+        forward_s = timed([op for op in step if op.phase == "forward"]).seconds
+        backward_s = batch.seconds - forward_s
+        classes[StepPart.COMMUNICATION] = (
+            _summed(rehearsal, place, backward_s)
+            if model is None
+            else _gathered(rehearsal, model, place, (forward_s, backward_s), batches)
+        )
     seconds = sum(classes.values())
     return Pace(
         seconds=seconds,
-        tokens=rehearsal.tokens * micro_batches,
+        tokens=rehearsal.tokens * batches,
         classes=dict(sorted(classes.items(), key=lambda part: -part[1])),
         bound=once.bound | batch.bound,
-        mfu=batch.mfu * batch.seconds * micro_batches / seconds,
-        scatter=shares.shared.scatter_time,
-        calibrated=calibrated,
+        mfu=batch.mfu * batch.seconds * batches / seconds,
+        scatter=roofline.efficiency.shared.scatter_time,
+        calibrated=roofline.calibrated,
     )
 
 
-def _known(place: Place, *, compiled: bool) -> tuple[Gpu, Efficiency, bool, Host] | None:
-    pace = host("compiled" if compiled else "eager")
-    measured = load_calibration(place.device.name) if place.here else None
-    if measured is not None:
-        gpu = calibrated_gpu(measured, place.gpu)
-        launcher = calibrated_host(measured, pace, place.gpu)
-        return gpu, calibrated_efficiency(measured, place.gpu), True, launcher
-    if place.gpu is None:
-        return None
-    return place.gpu, efficiency_of(place.gpu), False, pace
-
-
-def spread(value: float, scatter: float) -> Interval:
-    """The range that holds a value in nine of ten cases."""
-    factor = 2.718281828459045 ** (NINE_IN_TEN * scatter)
-    return Interval(value, value / factor, value * factor)
-
-
 def extrapolated(few: Pace, more: Pace, layers: tuple[int, int], to: int) -> Pace:
-    """The pace of `to` layers from those of two smaller models: every part is linear in them."""
+    """The pace of `to` layers from those of two smaller models: every part is linear in them.
+
+    With 5 ms at 2 layers and 6 ms at 3, a model of 32 layers takes 5 + 30 x 1 = 35 ms.
+    """
     first, second = layers
     times = (to - first) / (second - first)
 
@@ -152,6 +182,78 @@ def extrapolated(few: Pace, more: Pace, layers: tuple[int, int], to: int) -> Pac
     classes = {n: grown(few.classes.get(n, 0.0), more.classes.get(n, 0.0)) for n in names}
     seconds = sum(classes.values())
     done = grown(few.mfu * few.seconds, more.mfu * more.seconds)
-    return Pace(
-        seconds, more.tokens, classes, more.bound, done / seconds, more.scatter, more.calibrated
+    return replace(more, seconds=seconds, classes=classes, mfu=done / seconds)
+
+
+def _summed(rehearsal: Rehearsal, place: Place, backward_s: float) -> float:
+    """Seconds that a step of DDP is longer by."""
+    gradients = rehearsal.groups.trainable_bytes
+    return ddp_communication(gradients, backward_s, gpus=place.count, gb_s=_gb_s(place)).added
+
+
+def _gathered(
+    rehearsal: Rehearsal,
+    model: Fsdp2,
+    place: Place,
+    seconds: tuple[float, float],
+    batches: int,
+) -> float:
+    """Seconds that a step of FSDP2 is longer by, from those of forward and backward."""
+    assert place.gpu is not None
+    outside = _outside(rehearsal.tape, place.gpu)
+    forward_s, backward_s = (
+        _by_group(model, whole, min(own, whole))
+        for whole, own in zip(seconds, outside, strict=True)
     )
+    last, other = (
+        fsdp2_communication(model, forward_s, backward_s, gb_s=_gb_s(place), reduces=reduces).added
+        for reduces in (True, False)
+    )
+    return last + (batches - 1) * other
+
+
+def _gb_s(place: Place) -> float:
+    assert place.gpu is not None
+    return collective_gb_s(place.gpu.link, place.gpu.link_gb_s)
+
+
+def _outside(tape: Tape, gpu: Gpu) -> tuple[float, float]:
+    """Seconds of forward and of backward that are outside of decoder layers."""
+    step, update = tape.since("step"), tape.since("optimizer")
+    beside = [op for op in step[: len(step) - len(update)] if not _OF_A_LAYER.search(op.module)]
+    roofline = roofline_of(gpu)
+    forward_s, backward_s = (
+        roofline.step_time([op for op in beside if (op.phase == "forward") == forward]).seconds
+        for forward in (True, False)
+    )
+    return forward_s, backward_s
+
+
+def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
+    """Seconds of each group: the head is last, or first where embeddings are tied."""
+    count = len(model.groups)
+    tied = not model.groups[0].reshard and (count == 1 or model.groups[-1].name != "head")
+    layers = count - (1 if tied else 2)
+    each = [(seconds - outside) / layers] * layers if layers else []
+    rest = outside if layers else seconds
+    return [rest, *each] if tied else [0.0, *each, rest]
+
+
+def _update_of_shards(tape: Tape, model: Fsdp2) -> Tape:
+    """The tape with an update of one GPU's shards: a part of each first dimension."""
+    first = len(tape.ops) - len(tape.since("optimizer"))
+    wider = model.held != model.compute
+
+    def part(operand: Operand) -> Operand:
+        if not operand.shape:
+            return operand
+        rows = math.ceil(operand.shape[0] / model.gpus)
+        low = operand.dtype in (torch.bfloat16, torch.float16)
+        dtype = torch.float32 if wider and low else operand.dtype
+        shape = (rows, *operand.shape[1:])
+        return Operand(operand.storage, shape, dtype, math.prod(shape) * dtype.itemsize)
+
+    def sharded(op: Op) -> Op:
+        return op._replace(inputs=tuple(map(part, op.inputs)), outputs=tuple(map(part, op.outputs)))
+
+    return replace(tape, ops=[*tape.ops[:first], *map(sharded, tape.ops[first:])])

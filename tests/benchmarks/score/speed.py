@@ -21,8 +21,7 @@ from typing import Any
 from finetune.errors import ConfigError
 from finetune.estimator.memory.sharding import Fsdp2, Group
 from finetune.estimator.speed.communication import collective_gb_s, fsdp2_communication
-from finetune.estimator.speed.efficiency import efficiency_of, host
-from finetune.estimator.speed.roofline import step_time
+from finetune.estimator.speed.roofline import roofline_of
 from tests.benchmarks.score.published import Case, Row, read_case
 from tests.benchmarks.score.rows import held_out
 from tests.benchmarks.score.workload import write_step
@@ -31,15 +30,10 @@ from tests.benchmarks.score.workload import write_step
 def predict(case: Case) -> float:
     """Tokens per second and GPU."""
     step = write_step(case.shape, case.setting)
-    setting, launched = case.setting, host(case.stack.launched)
-    micro = step_time(
-        step.micro,
-        case.gpu,
-        compiled=case.stack.compiled,
-        launched_by=launched,
-        efficiency=efficiency_of(case.gpu, case.stack.attention),
-    )
-    update = step_time(step.update, case.gpu, launched_by=launched)
+    setting, stack = case.setting, case.stack
+    roofline = roofline_of(case.gpu, stack.launched, stack.attention)
+    micro = roofline.step_time(step.micro, compiled=stack.compiled)
+    update = roofline.step_time(step.update)
     seconds = setting.accumulation * micro.seconds + update.seconds
     if setting.shards > 1:
         seconds += setting.accumulation * _waited(case, micro.seconds)
