@@ -33,7 +33,7 @@ from collections.abc import Iterable
 
 
 class FinetuneError(Exception):
-    """Base of all errors that are the user's to mend.
+    """Base of all errors that the user can fix.
 
     Args:
         what: one sentence that says what is wrong.
@@ -84,7 +84,7 @@ class PrecisionError(FinetuneError, RuntimeError):
 
 
 class StorageNotComputeError(PrecisionError):
-    """A model held in quantised storage was handed to FP8 compute."""
+    """A model in quantized storage was handed to FP8 compute."""
 
 
 class PlanError(FinetuneError, ValueError):

@@ -99,7 +99,7 @@ def generate(
 
 
 def print_prompt(prompt: str) -> None:
-    """Where several are asked, or lines are read, say which is answered."""
+    """Print the prompt that is answered, where there are several or they come from a file."""
     if not _is_typed() or not sys.stdout.isatty():
         Console(highlight=False).print(Text("> ") + Text(prompt), style="dim", soft_wrap=True)
 

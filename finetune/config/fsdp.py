@@ -1,4 +1,4 @@
-"""What `train.fsdp` and `train.fsdp_config` ask for, as Transformers reads them.
+"""`train.fsdp` and `train.fsdp_config`, as Transformers reads them.
 
 Defaults are those of transformers 5.14 (`TrainingArguments._process_fsdp_args`): version 2, weights
 given up after forward, decoder layers gathered one by one. Keys may begin with `fsdp_`.
@@ -17,7 +17,7 @@ from finetune.errors import ConfigError
 
 @dataclass(frozen=True)
 class FsdpSettings:
-    """How a run shards.
+    """Sharding of a run.
 
     Attributes:
         version: of FSDP.

@@ -35,7 +35,7 @@ IN_BACKWARD = "it updates weights inside the backward, where no step can be seen
 
 @dataclass(frozen=True)
 class Moments:
-    """How an optimizer stores what it keeps for each parameter.
+    """Storage of what an optimizer keeps for each parameter.
 
     Attributes:
         count: numbers kept for each parameter.
@@ -51,7 +51,7 @@ class Moments:
 
     @property
     def blockwise(self) -> bool:
-        """Whether blocks of numbers share a scale."""
+        """True if blocks of numbers share a scale."""
         return self.bits is not None and self.bits < 16
 
     @property
@@ -96,12 +96,12 @@ class Optimizer:
 
     @property
     def install(self) -> str:
-        """How to get its library where that is optional, else empty."""
+        """Command that installs its library where that is optional, else empty."""
         return _INSTALL.get(self.library, "")
 
     @property
     def state(self) -> str:
-        """What the state is stored in, in words."""
+        """Type and count of the stored state, in words."""
         m = self.moments
         if m is None:
             return "not known here"

@@ -51,7 +51,7 @@ def list_recipes() -> list[str]:
 
 
 def is_path(name: str) -> bool:
-    """Whether a recipe argument means a file rather than a shipped recipe."""
+    """True if a recipe argument means a file rather than a shipped recipe."""
     path = Path(name)
     return path.suffix in (".yaml", ".yml") or len(path.parts) > 1
 

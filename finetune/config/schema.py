@@ -1,4 +1,4 @@
-"""What a run is: frozen, complete, and plain data.
+"""The configuration of a run: frozen, complete, and plain data.
 
 A `RunConfig` has six sections. Five are ours and are described field by field below; the sixth,
 `train`, is handed unchanged to `trl.SFTConfig`, whose documentation describes it. Nothing here
@@ -44,7 +44,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which model, and how its weights are held between steps."""
+    """The model, and how its weights are stored between steps."""
 
     name: str = Field(description="hub id, local folder, or `builtin:tiny_llama`")
     weights: Literal["pretrained", "random"] = Field(
@@ -79,7 +79,7 @@ class ModelConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """In what precision matmuls run. Storage is another matter: see `model.dtype`."""
+    """Precision of matmuls. Storage is another matter: see `model.dtype`."""
 
     compute: Compute = Field(
         default="bf16", description="precision of the matmuls of linear layers"
@@ -326,7 +326,7 @@ class LoraSection(Section):
 
 
 class DataConfig(Section):
-    """Which rows to train on. Exactly one of `path` and `name`."""
+    """Rows to train on. Exactly one of `path` and `name`."""
 
     path: str | None = Field(default=None, description="JSONL, JSON, CSV or Parquet file")
     name: str | None = Field(default=None, description="hub data set, or `builtin:harbour`")
@@ -360,7 +360,7 @@ class DataConfig(Section):
 
 
 class EvalConfig(Section):
-    """What is looked at besides the loss: answers while training, tasks of lm-eval after it."""
+    """Evaluation besides the loss: answers while training, tasks of lm-eval after it."""
 
     at_start: bool = Field(
         default=True,

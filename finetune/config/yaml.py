@@ -141,7 +141,7 @@ def scalar(value: Any) -> Any:
 
 
 SPECIAL_FLOATS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
-"""How YAML writes what Python's float reads."""
+"""Special floats: as YAML writes them -> as Python's float reads them."""
 
 
 def dump_yaml(data: Any) -> str:

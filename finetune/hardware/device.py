@@ -1,4 +1,4 @@
-"""What this machine can do in FP8, each answer with its reason.
+"""FP8 capabilities of this machine, each answer with its reason.
 
 The only module that asks torch about GPUs. FP8 tensor cores exist from compute capability 8.9
 (Ada: RTX 4090, L40S), 9.0 (Hopper: H100, H200) and 10.0 (Blackwell: B200) on; the block formats
@@ -60,7 +60,7 @@ class Device:
 
     @property
     def has_fp8(self) -> Verdict:
-        """Whether this device multiplies FP8 in hardware."""
+        """True if this device multiplies FP8 in hardware."""
         if self.capability is None or self.is_rocm:
             kinds = {"mps": "Apple GPUs have", "cpu": "CPUs have"}
             what = kinds.get(self.kind, f"{self.name} has")
@@ -72,7 +72,7 @@ class Device:
 
     @property
     def has_block_fp8(self) -> Verdict:
-        """Whether this device multiplies MXFP8 and NVFP4 in hardware."""
+        """True if this device multiplies MXFP8 and NVFP4 in hardware."""
         if not self.has_fp8:
             return self.has_fp8
         shown = ".".join(map(str, self.capability or ()))
@@ -140,7 +140,7 @@ def version(distribution: str) -> str | None:
 
 
 def has_transformer_engine() -> Verdict:
-    """Whether Transformer Engine with its PyTorch part is importable."""
+    """True if Transformer Engine with its PyTorch part is importable."""
     if importlib.util.find_spec("transformer_engine") is None:
         return Verdict(False, "transformer-engine is not installed: pip install 'fp8-finetune[te]'")
     # The PyPI package `transformer_engine` alone holds no binaries: its torch part is another one.
@@ -155,7 +155,7 @@ def has_transformer_engine() -> Verdict:
 
 
 def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
-    """Whether backend `name` can run `precision` on `device`, and why."""
+    """True if backend `name` can run `precision` on `device`, and why."""
     if precision.compile == "on" and precision.scaling == "delayed" and name != "torchao":
         # Its casts write into a history that every layer shares; TE refuses it in as many words.
         return Verdict(
@@ -201,7 +201,7 @@ def least_capability(precision: PrecisionConfig) -> tuple[int, int]:
 
 
 def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
-    """Whether an engine has this recipe at all, on whatever device; if not, what to use."""
+    """True if an engine has this recipe at all, on whatever device; if not, what to use."""
     if name == "emulated":
         return Verdict(True, "every scaling and format")
     lacks = {"te": _te_lacks, "torchao": _torchao_lacks}
@@ -221,7 +221,7 @@ ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the em
 
 
 def _te_lacks(precision: PrecisionConfig) -> tuple[str, str]:
-    """What Transformer Engine does not have of a recipe, and a setting that it has; else empty."""
+    """Name what Transformer Engine lacks of a recipe, and a setting that it has; else empty."""
     scaling, high = precision.scaling, precision.high_gemms
     if scaling in ("rowwise", "rowwise_with_gw_hp"):
         return f"Transformer Engine has no {scaling} scaling", ""

@@ -1,11 +1,11 @@
-"""What a GPU is and can do at best: memory, dense peak by precision, bandwidth, links, by its name.
+"""A GPU and its limits: memory, dense peak by precision, bandwidth, links, by its name.
 
 The table, `assets/gpus.yaml`, holds vendors' figures: for dense matrices (datasheets like to print
 twice as much, "with sparsity") and with accumulation in float32, which training uses; GeForce cards
 do half as much then as with accumulation in FP16. A GPU that is not listed has no known peak, and
 none is guessed.
 
-Two ways lead to a line. The *driver's* name of a GPU at hand is matched whole: `RTX 4090 D` and
+Two ways lead to a line: the *driver's* name of a GPU here is matched whole: `RTX 4090 D` and
 `RTX 4090 Laptop GPU` are other chips than `RTX 4090`. What a *user types* for a GPU that is not
 here is matched without regard to case, spaces, dashes and the maker's names, but whole too: `H100`
 is the SXM module and `RTX PRO 6000` the Workstation Edition, which are sold under the bare name;

@@ -58,7 +58,7 @@ def require(setting: str, module: str, install: str) -> None:
 
 
 def has_liger(device: Device) -> Verdict:
-    """Whether Liger's kernels can run here."""
+    """True if Liger's kernels can run here."""
     if device.kind == "cpu":
         return Verdict(False, "Liger's kernels are written in Triton, which compiles for GPUs")
     if importlib.util.find_spec("liger_kernel") is None:

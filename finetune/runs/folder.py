@@ -182,7 +182,7 @@ class Run:
 
     @property
     def proven(self) -> bool:
-        """Whether the receipt proves what ran."""
+        """True if the receipt proves what ran."""
         return self.receipt.get("status") == "proven"
 
     @property
@@ -213,7 +213,7 @@ class Run:
 
     @cached_property
     def planned_steps(self) -> int | None:
-        """Steps of the whole run; None where nothing tells yet."""
+        """Steps of the whole run; None where it is not known yet."""
         train = self.config.get("train", {})
         steps = train.get("max_steps")
         if isinstance(steps, (int, float)) and steps > 0:
@@ -225,7 +225,7 @@ class Run:
         return round(row["step"] / row["epoch"] * epochs) if row else None
 
     def summary(self) -> dict[str, Any]:
-        """What a table of runs shows; reads the end of `metrics.jsonl` only.
+        """Summarize the run for a table; reads the end of `metrics.jsonl` only.
 
         Losses in nats per token, memory in GiB: the measured peak of a step where there is one,
         else that of the process.

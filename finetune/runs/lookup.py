@@ -17,14 +17,14 @@ from finetune.runs.folder import COMPARISON, Run
 DEPTH = 3
 """Folders below the folder of runs in which runs are looked for."""
 COMPARED = ("compare", 6)
-"""Where comparisons lie, and how far below are the runs of one that has not ended."""
+"""Folder of comparisons, and the depth below it of runs of one that has not ended."""
 LAST = "last"
 SHOWN = 3
 _WRITTEN = ("run.json", "receipt.json", "metrics.jsonl")
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is one of a run."""
+    """True if a folder is one of a run."""
     return (folder / "config.yaml").is_file() and any((folder / f).is_file() for f in _WRITTEN)
 
 

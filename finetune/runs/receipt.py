@@ -45,13 +45,13 @@ class LayerReceipt:
 
 @dataclass
 class Receipt(JupyterMixin):
-    """What a run did.
+    """Evidence of what a run computed, and in which precision.
 
     Attributes:
         status: `proven`, or why it is not (yet).
         precision: `asked`, `ran`, `backend`, `scaling`, `format`, `effective` (the engine's own
             words), `reason`, `fallback` (one loud line, or empty), `compile`, `storage` (how
-            frozen weights are held that are not plain, `nf4` -> number of layers),
+            frozen weights are stored that are not plain, `nf4` -> number of layers),
             `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how
             many run in one function with their base, and why others do not).
         fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the observed
