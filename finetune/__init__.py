@@ -34,7 +34,7 @@ _HOME = {
     "revert": "precision.convert",
     "setup_fp8_mixed_precision_training": "training.hook",
     "teardown_fp8_mixed_precision_training": "training.hook",
-    "train": "training.trainer",
+    "train": "api",
 }
 __all__ = list(_HOME)
 

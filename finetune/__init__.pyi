@@ -4,6 +4,7 @@ from finetune.analysis.benchmark.benchmark import benchmark as benchmark
 from finetune.analysis.compare.compare import compare as compare
 from finetune.analysis.diagnose.diagnose import diagnose as diagnose
 from finetune.analysis.report.report import report as report
+from finetune.api import train as train
 from finetune.config.recipe import list_recipes as list_recipes
 from finetune.config.recipe import load_recipe as load_recipe
 from finetune.config.schema import PrecisionConfig as PrecisionConfig
@@ -27,6 +28,5 @@ from finetune.training.hook import (
 from finetune.training.hook import (
     teardown_fp8_mixed_precision_training as teardown_fp8_mixed_precision_training,
 )
-from finetune.training.trainer import train as train
 
 __version__: str

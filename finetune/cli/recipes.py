@@ -121,17 +121,16 @@ def _as_argument(path: Path) -> str:
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and show its precision plan, without loading weights."""
     checked = load_recipe(recipe, overrides or ())
-    from finetune.estimator.memory_bound import bound, shards_of, why_too_small
+    from finetune.estimator.gate import bound_of, why_too_small
     from finetune.hardware.device import resolve, this_device
     from finetune.hardware.requirements import check_extras, check_optimizer_here
     from finetune.training.model import sketch
-    from finetune.training.preflight import check_settings, processes
+    from finetune.training.preflight import check_settings
 
     config, device = checked.config, this_device()
     model = sketch(config)
     the_plan = check_settings(config, model)
-    shards, storage = shards_of(config, processes()), config.model.storage
-    need = bound(model, the_plan, config.train, shards=shards, storage=storage)
+    need = bound_of(config, model, the_plan)
     try:
         check_extras(config)
         check_optimizer_here(config.train, device)
@@ -139,7 +138,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         here = resolution.fallback or f"{resolution.label}: {resolution.reason}"
     except FinetuneError as error:
         here = f"not on this machine: {error.why or error.what}"
-    short = why_too_small(config, need, device)
+    short = why_too_small(need, device)
     if as_json:
         layers = [
             {

@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Train a recipe (the verb may be left out)."""
     checked = load_recipe(recipe, overrides or ())
-    from finetune.training.trainer import train
+    from finetune.api import train
 
     report = train(checked, out=out, force=force, console=Console(stderr=True) if as_json else None)
     if as_json:

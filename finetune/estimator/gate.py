@@ -1,7 +1,13 @@
-"""The estimator's word in a run: refused before it loads, and told beside what was measured.
+"""The estimator's word in a run: refused before it loads, and said beside what was measured.
 
-The preview answers at once, and where it leaves half of the memory free there is nothing to ask.
-Otherwise the run is rehearsed, some seconds, before minutes of loading would end in a failure.
+Three questions, each dearer and nearer to the truth than the one before:
+
+    lower bound     weights, gradients and optimizer states, which have to be there whatever else
+                    happens (activations come on top): a sum over the sketch, at once
+    preview         the closed form; where it leaves half of the free memory there is nothing to ask
+    rehearsal       a step on tensors without memory, some seconds, before minutes of loading would
+                    end in a failure
+
 After a run, what was measured stands beside what is predicted for the very batch that it was
 measured with, which rows shorter than `train.max_length` make smaller than the largest possible.
 """
@@ -10,106 +16,278 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.config.schema import RunConfig
-from finetune.errors import FinetuneError, MemoryShortError, RehearsalError
+from finetune.config.optimizers import chosen, state_bytes
+from finetune.config.schema import RunConfig, Storage
+from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.closed_form.preview import preview
+from finetune.estimator.knobs import changes
 from finetune.estimator.measure import Measured, changed, measure
-from finetune.estimator.memory_bound import advice
 from finetune.estimator.place import Place
 from finetune.hardware.device import GIB, Device, available_gib
 from finetune.hardware.gpus import find_gpu
+from finetune.storage.held_layers import held_bytes, held_layers
+from finetune.storage.sizes import fp8_bytes
 from finetune.training.memory_meter import Batch
+from finetune.training.model import is_published_fp8
+from finetune.training.preflight import Preflight, processes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from finetune.precision.planner import PrecisionPlan
 
 ROOM = 2
 """How many times the preview's memory has to be free for a rehearsal to be of no use."""
-_OF_NO_MATTER = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps")
+KINDS_IN_BOUND = ("base", "weights", "optimizer", "method")
+"""Kinds of changes that lessen what the lower bound counts."""
+
+
+class MemoryForecast:
+    """A run's memory before and after it: `finetune.training.preflight.Forecast`."""
+
+    def explain(
+        self,
+        error: PrecisionError,
+        config: RunConfig,
+        device: Device,
+        model: nn.Module,
+        plan: PrecisionPlan,
+    ) -> PrecisionError:
+        """Add to the error of a precision that cannot be had here that memory is short, too."""
+        short = why_too_small(bound_of(config, model, plan), device)
+        if not short:
+            return error
+        return type(error)(
+            error.what,
+            where=error.where,
+            why=f"{error.why}. Besides, {short}",
+            fix=f"an FP8 GPU with enough memory; or here: {advice(config, device)}",
+        )
+
+    def check(self, run: Preflight) -> None:
+        """Refuse a run that cannot fit into the memory that is free now.
+
+        One that cannot be rehearsed is let through.
+
+        Raises:
+            MemoryShortError: it cannot fit, with what to change.
+        """
+        config, device = run.config, run.device
+        need = bound_of(config, run.sketch, run.plan)
+        short = why_too_small(need, device)
+        if short:
+            raise _does_not_fit(config, device, need.parameters, why=short)
+        free = available_gib(device)
+        quick = preview(config, gpus=run.processes)
+        if quick is not None and quick.peak_gib * ROOM < free:
+            return
+        try:
+            expected = _rehearsed(_Question.of(run, config))
+        except RehearsalError:  # of which nothing is known is not refused
+            return
+        held = expected.footprint
+        if held.fit(int(free * GIB)) == "does not fit":
+            raise _does_not_fit(
+                config,
+                device,
+                expected.parameters,
+                where=f"the peak, in {held.highest}"
+                + (f", most of it in passing in {held.owner}" if held.owner else ""),
+                why=f"a step holds {(held.allocated + held.outside) / GIB:.1f} GiB; {device.name} "
+                f"has {free:.1f} GiB free",
+            )
+
+    def predicted(self, run: Preflight, batch: Batch | None) -> dict[str, Any]:
+        """Predict the memory of the batch that was measured, as the receipt has it.
+
+        Returns:
+            `predicted_gib`, `predicted` (how, or why not) and on GPUs `predicted_reserved_gib`;
+            empty without a batch.
+        """
+        if batch is None:
+            return {}
+        rows, length, padded = batch
+        train = run.config.train
+        if train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
+            rows = int(train.get("per_device_train_batch_size", 1))
+            length //= rows
+        shape = {"per_device_train_batch_size": rows, "max_length": length}
+        same = changed(run.config, train=shape)
+        try:
+            found = _rehearsed(_Question.of(run, same, padded=padded)).footprint
+        except FinetuneError as error:
+            return {"predicted": f"not predicted: {error.what}"}
+        values: dict[str, Any] = {
+            "predicted_gib": round(found.allocated / GIB, 6),
+            "predicted": f"by rehearsal, for a batch of {rows} x {length} tokens"
+            + (", some of them padding" if padded else ""),
+        }
+        if run.device.kind == "cuda":
+            values["predicted_reserved_gib"] = round(found.reserved / GIB, 6)
+        return values
+
+
+def _does_not_fit(
+    config: RunConfig, device: Device, parameters: int, *, why: str, where: str = ""
+) -> MemoryShortError:
+    force = "; --force tries it anyway" if where else ""  # a lower bound leaves nothing to try
+    return MemoryShortError(
+        f"{config.model.name} ({parameters / 1e9:.2f}B parameters, {config.method} "
+        "fine-tuning) does not fit here",
+        where=where,
+        why=why,
+        fix=advice(config, device) + force,
+    )
+
+
+def advice(config: RunConfig, device: Device) -> str:
+    """What to change when a run does not fit, unmeasured: what each frees is not known here."""
+    steps = []
+    for change in changes(config, device):
+        if change.kind in KINDS_IN_BOUND:
+            hint = " (adapters: the recipe's _lora_ sibling)" if change.kind == "method" else ""
+            steps.append(" ".join(change.typed) + hint)
+    steps += ["shard over several GPUs (train.fsdp)", "a smaller model (`python -m finetune ls`)"]
+    steps.append("`python -m finetune tiny_lora_fp8` runs anywhere")
+    return "; ".join(steps)
+
+
+# -------------------------------------------------------------------------------------- lower bound
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """What a run holds at least, per device.
+
+    Attributes:
+        weights, gradients, optimizer: their parts, in GiB.
+        parameters, trainable: counts.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    parameters: int
+    trainable: int
+
+    @property
+    def total(self) -> float:
+        """GiB."""
+        return self.weights + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total:.1f} GiB without activations (weights {self.weights:.1f}, gradients "
+            f"{self.gradients:.1f}, optimizer {self.optimizer:.1f})"
+        )
+
+
+def bound(
+    model: nn.Module,
+    plan: PrecisionPlan,
+    train: dict[str, Any],
+    *,
+    shards: int = 1,
+    storage: Storage | None = None,
+) -> MemoryBound:
+    """The bound of a model, also on the meta device.
+
+    Args:
+        model: with its adapters attached.
+        plan: its precision plan, which says what is held in FP8.
+        train: the recipe's `train` section; only `optim` matters.
+        shards: processes that share one copy of everything (FSDP).
+        storage: how the weights of the base will be held (`model.storage`), if not as `model`
+            has them.
+    """
+    from torch import nn
+
+    every = list(model.parameters())
+    training = [p for p in every if p.requires_grad]
+    optimizer = chosen(train)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    states = sum(
+        state_bytes(optimizer, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
+        for p in training
+    )
+    weights = sum(p.numel() * p.element_size() for p in every)
+    for layer in held_layers(model, storage).values():
+        assert storage is not None
+        weights += held_bytes(layer, storage) - layer.weight.numel() * layer.weight.element_size()
+    for layer in plan.held:
+        plain: Any = model.get_submodule(layer.name).weight
+        scales = None if layer.held == "row" else 1
+        weights += fp8_bytes(*layer.shape, scales) - plain.numel() * plain.element_size()
+    return MemoryBound(
+        weights=weights / GIB / shards,
+        gradients=sum(p.numel() * p.element_size() for p in training) / GIB / shards,
+        optimizer=0.0 if optimizer.paged else states / GIB / shards,
+        parameters=sum(p.numel() for p in every),
+        trainable=sum(p.numel() for p in training),
+    )
+
+
+def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> MemoryBound:
+    """The bound of a run, of one of its processes.
+
+    Args:
+        config: the run.
+        model: its sketch (`finetune.training.model.sketch`).
+        plan: of that sketch.
+    """
+    storage = config.model.storage
+    if storage is None and is_published_fp8(model.config):
+        storage = "fp8"
+    shards = processes() if config.train.get("fsdp") else 1
+    return bound(model, plan, config.train, shards=shards, storage=storage)
+
+
+def why_too_small(need: MemoryBound, device: Device) -> str:
+    """One sentence when the bound exceeds what is free, else an empty one."""
+    free = available_gib(device)
+    if need.total <= free:
+        return ""
+    return f"it needs at least {need}; {device.name} has {free:.1f} GiB free"
+
+
+# ---------------------------------------------------------------------------------------- rehearsal
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A run at a place; two that memory cannot tell apart are equal.
+
+    Attributes:
+        text: everything that memory depends on.
+        padded: rows differ in length.
+        run: what is known of it; the precision plan does not depend on the batch.
+        config: of the run, or with another batch.
+    """
+
+    text: str
+    padded: bool | None
+    run: Preflight = field(compare=False)
+    config: RunConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, run: Preflight, config: RunConfig, *, padded: bool | None = None) -> _Question:
+        without = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps")
+        train = {k: v for k, v in config.train.items() if k not in without}
+        facts = config.model_dump(exclude={"data", "eval"}) | {"train": train}
+        return cls(f"{run.processes} {run.device} {facts}", padded, run, config)
+
+
+@functools.lru_cache(maxsize=32)
+def _rehearsed(question: _Question) -> Measured:
+    """Measure; runs of one process often ask the same."""
+    run = question.run
+    place = here(run.device, run.processes)
+    known = (run.resolution, run.plan)
+    return measure(question.config, place, padded=question.padded, known=known)
 
 
 def here(device: Device, processes: int = 1) -> Place:
     """This machine, as a place to train at."""
     return Place(device, find_gpu(device), processes, here=True)
-
-
-def check_room(config: RunConfig, device: Device, processes: int = 1) -> None:
-    """Refuse a run that cannot fit into the memory that is free now, before anything is loaded.
-
-    One that cannot be rehearsed is let through.
-
-    Raises:
-        MemoryShortError: it cannot, with what to change.
-    """
-    free = available_gib(device)
-    quick = preview(config, gpus=processes)
-    if quick is not None and quick.peak_gib * ROOM < free:
-        return
-    try:
-        expected = _asked(config, here(device, processes))
-    except RehearsalError:  # of which nothing is known is not refused
-        return
-    held = expected.footprint
-    if held.fit(int(free * GIB)) != "does not fit":
-        return
-    raise MemoryShortError(
-        f"{config.model.name} ({expected.parameters / 1e9:.2f}B parameters, {config.method} "
-        "fine-tuning) does not fit here",
-        where=f"the peak, in {held.highest}"
-        + (f", most of it in passing in {held.owner}" if held.owner else ""),
-        why=f"a step holds {(held.allocated + held.outside) / GIB:.1f} GiB; {device.name} has "
-        f"{free:.1f} GiB free",
-        fix=advice(config, device) + "; --force tries it anyway",
-    )
-
-
-def predicted(
-    config: RunConfig, device: Device, batch: Batch | None, processes: int = 1
-) -> dict[str, Any]:
-    """What a receipt says of the memory that was expected, for the batch that was measured.
-
-    Where the run itself could not be rehearsed, why not.
-    """
-    if batch is None:
-        return {}
-    rows, length, padded = batch
-    if config.train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
-        rows = int(config.train.get("per_device_train_batch_size", 1))
-        length //= rows
-    same = changed(config, train={"per_device_train_batch_size": rows, "max_length": length})
-    try:
-        found = _asked(same, here(device, processes), padded=padded).footprint
-    except FinetuneError as error:
-        return {"predicted": f"not predicted: {error.what}"}
-    values: dict[str, Any] = {
-        "predicted_gib": round(found.allocated / GIB, 6),
-        "predicted": f"by rehearsal, for a batch of {rows} x {length} tokens"
-        + (", some of them padding" if padded else ""),
-    }
-    if device.kind == "cuda":
-        values["predicted_reserved_gib"] = round(found.reserved / GIB, 6)
-    return values
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A run at a place; two that memory cannot tell apart are equal."""
-
-    text: str
-    padded: bool | None
-    config: RunConfig = field(compare=False)
-    place: Place = field(compare=False)
-
-
-def _asked(config: RunConfig, place: Place, *, padded: bool | None = None) -> Measured:
-    train = {k: v for k, v in config.train.items() if k not in _OF_NO_MATTER}
-    data = config.model_dump(exclude={"data", "eval"}) | {
-        "train": train,
-        "place": str(place.device),
-    }
-    return _rehearsed(_Asked(f"{place.count} {data}", padded, config, place))
-
-
-@functools.lru_cache(maxsize=32)
-def _rehearsed(asked: _Asked) -> Measured:
-    """Runs of one process often ask the same."""
-    return measure(asked.config, asked.place, padded=asked.padded)

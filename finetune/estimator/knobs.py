@@ -2,7 +2,7 @@
 
 Only those that apply: a change that the run has already made, or that its device, method or storage
 rules out, is not offered. `finetune.estimator.advice` measures what each frees and costs; without a
-measurement (`finetune.estimator.memory_bound`) they can still be named.
+measurement (`finetune.estimator.gate`) they can still be named.
 
 Three ranks, by how much a change touches what is trained:
 

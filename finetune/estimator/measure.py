@@ -29,6 +29,8 @@ from finetune.training.model import load_shape
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from finetune.precision.planner import PrecisionPlan
+
 FEW = (2, 3)
 """Layers of the smaller models."""
 NEARLY = 0.15
@@ -115,7 +117,12 @@ def check_sizes(config: RunConfig) -> None:
 
 
 def measure(
-    config: RunConfig, place: Place, *, length: int | None = None, padded: bool | None = None
+    config: RunConfig,
+    place: Place,
+    *,
+    length: int | None = None,
+    padded: bool | None = None,
+    known: tuple[Resolution, PrecisionPlan] | None = None,
 ) -> Measured:
     """Rehearse a whole model.
 
@@ -124,14 +131,15 @@ def measure(
         place: where.
         length: tokens of the longest row, where it is known; else the greatest allowed.
         padded: whether rows differ in length; left out: unless they are packed.
+        known: the run's precision there and its plan, where they were made already.
 
     Raises:
         FinetuneError: what the run itself would raise.
     """
     if length is not None:
         config = changed(config, train={"max_length": length})
-    resolution = resolve_there(config.precision, place)
-    rehearsal = _rehearsal(config, place, resolution, padded=padded)
+    resolution, plan = known or (resolve_there(config.precision, place), None)
+    rehearsal = _rehearsal(config, place, resolution, padded=padded, plan=plan)
     return _measured(config, place, resolution, rehearsal)
 
 
@@ -243,10 +251,17 @@ def _rehearsal(
     *,
     layers: int | None = None,
     padded: bool | None = None,
+    plan: PrecisionPlan | None = None,
 ) -> Rehearsal:
-    sharded = shares_model(config, place)
-    device = place.device
-    return rehearse(config, device, resolution, layers=layers, padded=padded, sharded=sharded)
+    return rehearse(
+        config,
+        place.device,
+        resolution,
+        layers=layers,
+        padded=padded,
+        sharded=shares_model(config, place),
+        plan=plan,
+    )
 
 
 def _measured(

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from finetune.training.compute_types import refuse_vanished_scale
-from finetune.training.session import Session
-
-
-def scaling_state(process: int) -> str:
-    """Name of a process's file of scaling state in a checkpoint."""
-    return f"fp8_scaling{f'_{process}' if process else ''}.safetensors"
 
 
 class MetricsWriter(TrainerCallback):
@@ -134,79 +124,6 @@ class ProgressBar(TrainerCallback):
         self.close()
 
 
-class GracefulStop(TrainerCallback):
-    """First Ctrl-C (or SIGTERM): finish the step, save a checkpoint, stop. Second: at once.
-
-    Attributes:
-        asked: a stop was asked for.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self.console, self.asked = console, False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is not threading.main_thread():
-            return self  # signals are the main thread's
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        self.console.print("stopping after this step and saving; Ctrl-C again stops at once")
-
-    def on_step_end(
-        self, args: TrainingArguments, state: Any, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.asked:
-            control.should_save = control.should_training_stop = True
-
-
-class ScalingStateKeeper(TrainerCallback):
-    """Stores FP8 scaling state beside each checkpoint and takes it back on resuming.
-
-    Weights stay plain Hugging Face weights; the amax history of delayed scaling, or the state of
-    stochastic rounding's generator, lies beside them. Processes may differ in either (without
-    `reduce_amax`; by the lengths of their rows), so each has a file.
-    """
-
-    def __init__(self, session: Session, resume_from: Path | None) -> None:
-        self.session, self.resume_from = session, resume_from
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _, conversion = self.session.training
-        if self.resume_from is None or conversion is None or conversion.backend is None:
-            return
-        own, first = (self.resume_from / scaling_state(i) for i in (args.process_index, 0))
-        file = own if own.is_file() else first  # resumed by more processes than it was saved by
-        conversion.backend.load_state_tensors(load_file(file) if file.is_file() else {})
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
-        self.save_to(
-            Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", args.process_index
-        )
-
-    def save_to(self, folder: Path, process: int = 0) -> None:
-        """Store the state as it is now, if there is one."""
-        _, conversion = self.session.training
-        if conversion is None or conversion.backend is None:
-            return
-        tensors = conversion.backend.state_tensors()
-        if tensors:
-            plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(plain, folder / scaling_state(process))
-
-
 class LossScaleLog(TrainerCallback, ExportableState):
     """Adds the loss scale and the steps skipped so far to every log of an FP16 run.
 
@@ -245,12 +162,3 @@ class LossScaleLog(TrainerCallback, ExportableState):
         if "loss" in logs:
             logs["loss_scale"] = optimizer.scaler.get_scale()
             logs["skipped_steps"] = self.skipped
-
-
-def peak_memory_gib() -> float:
-    """Peak of memory allocated by torch on the GPU, or of this process on the host. GiB."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -27,6 +27,7 @@ import yaml
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, nearest
 from finetune.hardware.requirements import EVAL_EXTRA, require
+from finetune.runs.run_report import describe
 from finetune.training.model import ASSETS
 from finetune.training.samples import autocast, undisturbed
 
@@ -317,17 +318,6 @@ def score(
 
 def _bars_aside() -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stderr(io.StringIO())
-
-
-def describe(row: dict[str, Any]) -> str:
-    """`acc 0.520 ± 0.071, acc_norm 0.560 ± 0.071 (50 rows)`."""
-    facts = []
-    for metric, value in row.items():
-        if metric in ("n", "version") or metric.endswith("_stderr"):
-            continue
-        spread = row.get(f"{metric}_stderr")
-        facts.append(f"{metric} {value:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""))
-    return ", ".join(facts) + (f" ({row['n']:,} rows)" if "n" in row else "")
 
 
 def _row(results: dict[str, Any], name: str) -> dict[str, Any]:

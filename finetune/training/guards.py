@@ -1,4 +1,9 @@
-"""Hooks that make errors of two silent mistakes: training what was not, or no longer, prepared."""
+"""Guards: errors in place of training that would run in another precision without a word.
+
+Before training, settings of a trainer that contradict the precision in force. While it trains, two
+mistakes that nothing else shows: an optimizer whose model was never converted, and a model that a
+replaced session has reverted.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,78 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from finetune.errors import OrderError
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import OrderError, PrecisionError
+from finetune.hardware.device import Resolution
 from finetune.precision.convert import Conversion
+from finetune.precision.holdings import iter_weights
 
 ATTRIBUTE = "_finetune_guard"
+
+
+def multiplies(module: nn.Module) -> bool:
+    """Whether there is anything to convert: a linear layer or a declared parameter."""
+    return next(iter(iter_weights(module)), None) is not None
+
+
+def refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None:
+    """Refuse arguments of an `Accelerator` that go against the precision in force."""
+    if precision.compute == "fp8" and str(given.get("mixed_precision")) == "fp16":
+        raise PrecisionError(
+            "FP8 was set up, and this trainer asks for FP16",
+            where="fp16=True or mixed_precision='fp16'",
+            why="FP8 training keeps everything else in BF16; FP16 needs loss scaling, which "
+            "delayed and current FP8 scales would see as exploding gradients",
+            fix="leave fp16 out, or call teardown_fp8_mixed_precision_training() first",
+        )
+    names = {type(handler).__name__ for handler in given.get("kwargs_handlers") or ()}
+    clash = names & {"TERecipeKwargs", "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs"}
+    if clash:
+        raise PrecisionError(
+            "FP8 was set up twice: by the helper and by Accelerate's own recipe handlers",
+            where=f"kwargs_handlers={sorted(clash)}",
+            why="both would convert the model",
+            fix="pass those settings to setup_fp8_mixed_precision_training instead",
+        )
+
+
+def check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool) -> None:
+    """Refuse to prepare a model with an accelerator that cannot train it in this precision.
+
+    Args:
+        accelerator: that prepares the model.
+        resolution: the precision in force.
+        known: the accelerator was built under it.
+    """
+    if not known:
+        raise OrderError(
+            f"this trainer was built before {resolution.asked.compute.upper()} was set up",
+            where="Trainer() or Accelerator() came before setup_fp8_mixed_precision_training()",
+            why="its Accelerator was made for another precision; it would train in BF16",
+            fix="call setup_fp8_mixed_precision_training() first, then build the trainer",
+        )
+    if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "MEGATRON_LM"):
+        raise PrecisionError(
+            "FP8 with DeepSpeed or Megatron-LM is not supported",
+            where=f"distributed_type={accelerator.distributed_type}",
+            why="their engines replace forward and optimizer, past what can be proven here",
+            fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
+        )
+    if resolution.precision.fp8_params and "FSDP" in str(accelerator.distributed_type):
+        raise PrecisionError(
+            "fp8_params with FSDP is not supported",
+            where="precision.fp8_params=true",
+            why="FSDP gathers each weight anew for every use, so there is nothing to hold",
+            fix="~precision.fp8_params; or use DDP",
+        )
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        raise PrecisionError(
+            "torch_compile of the whole model does not go with the proof",
+            where="torch_compile=True, or the dynamo settings of accelerate",
+            why="a model that torch.compile first meets under the witness is never compiled",
+            fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
+            "helper): each decoder layer is compiled after the witnessed step",
+        )
 
 
 def watch_owner(optimizer: Optimizer, conversions: Iterable[Conversion]) -> Callable[[], None]:

@@ -167,6 +167,15 @@ class MemoryMeter(TrainerCallback):
         return found | ({"reserved_gib": round(self._reserved / GIB, 6)} if self._reserved else {})
 
 
+def peak_memory_gib() -> float:
+    """Peak of memory allocated by torch on the GPU, or of this process on the host. GiB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def known(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Tensors that are there between steps: parameters, buffers, gradients, optimizer states."""
     parameters = list(model.parameters())

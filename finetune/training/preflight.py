@@ -1,33 +1,31 @@
-"""What is refused before anything is loaded: missing libraries, precision, memory."""
+"""Preflight: what is known of a run before anything is loaded, and what is refused there.
+
+    extras, device ─┐
+    settings ───────┼─> Preflight(resolution, plan, sketch) ─> memory (a `Forecast`)
+    precision ──────┘
+
+The sketch is the model with its adapters on the meta device: shapes without memory. Resolution and
+plan are made here once; the session, the model and the receipt take them from here.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.optimizers import check_optimizer
-from finetune.config.schema import RunConfig
+from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
-from finetune.estimator.memory_bound import (
-    MemoryBound,
-    advice,
-    bound,
-    check_fits,
-    shards_of,
-    why_too_small,
-)
-from finetune.hardware.device import Device, resolve
+from finetune.hardware.device import Device, Resolution, resolve
 from finetune.hardware.requirements import check_extras, check_optimizer_here
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.storage.held_layers import held_layers
 from finetune.training.compute_types import refuse_half_weights
-from finetune.training.model import is_published_fp8, sketch
+from finetune.training.model import sketch
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from finetune.precision.planner import PrecisionPlan
 
 
 def processes() -> int:
@@ -36,59 +34,69 @@ def processes() -> int:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Preflight:
     """What is known of a run before anything is loaded.
 
     Attributes:
-        plan: of its model, in the precision that will run here.
-        need: the memory it takes at least.
+        config: the run.
+        device: where it trains.
+        processes: how many train together.
+        resolution: the precision that will run here, and why.
+        plan: the precision of every layer, of the sketch.
+        sketch: the model with its adapters on the meta device.
     """
 
+    config: RunConfig
+    device: Device
+    processes: int
+    resolution: Resolution
     plan: PrecisionPlan
-    need: MemoryBound
+    sketch: nn.Module
 
 
-def preflight(config: RunConfig, device: Device, *, force: bool = False) -> Ahead:
+class Forecast(Protocol):
+    """What an estimator expects of a run's memory; `finetune.estimator.gate` has it."""
+
+    def explain(
+        self,
+        error: PrecisionError,
+        config: RunConfig,
+        device: Device,
+        model: nn.Module,
+        plan: PrecisionPlan,
+    ) -> PrecisionError:
+        """The error of a precision that cannot be had here; it says if memory is short, too."""
+        ...
+
+    def check(self, run: Preflight) -> None:
+        """Raise `MemoryShortError` for a run that cannot fit into the memory that is free now."""
+        ...
+
+    def predicted(self, run: Preflight, batch: Any) -> dict[str, Any]:
+        """Keys of `Receipt.memory` that predict a `finetune.training.memory_meter.Batch`."""
+        ...
+
+
+def preflight(
+    config: RunConfig, device: Device, *, forecast: Forecast | None = None, force: bool = False
+) -> Preflight:
     """Refuse what cannot work, before anything is loaded.
 
+    Args:
+        config: the run.
+        device: where it would train.
+        forecast: of its memory; left out: memory is not looked at.
+        force: train even where memory is expected to be too small.
+
     Raises:
-        PlanError: a choice of layers cannot be honoured.
+        PlanError: a choice of layers cannot be honored.
         ConfigError: settings that do not go together, or an optimizer that cannot step here.
         PrecisionError: the precision cannot be had here, or not with these weights.
-        MemoryShortError: weights, gradients and optimizer alone exceed the memory.
+        MemoryShortError: the memory here is too small for it.
         MissingExtraError: a setting's optional library is not installed.
     """
     check_extras(config)
     check_optimizer_here(config.train, device)
-    _check_liger(config, device)
-    model = sketch(config)
-    the_plan = check_settings(config, model)
-    shards = shards_of(config, processes())
-    storage = config.model.storage
-    if storage is None and is_published_fp8(model.config):
-        storage = "fp8"
-    need = bound(model, the_plan, config.train, shards=shards, storage=storage)
-    try:
-        resolution = resolve(config.precision, device)
-    except PrecisionError as error:
-        short = why_too_small(config, need, device)
-        if not short:
-            raise
-        raise type(error)(
-            error.what,
-            where=error.where,
-            why=f"{error.why}. Besides, {short}",
-            fix=f"an FP8 GPU with enough memory; or here: {advice(config, device)}",
-        ) from None
-    if resolution.fallback:
-        the_plan = plan(model, resolution.precision)
-        need = bound(model, the_plan, config.train, shards=shards)
-    if not force:
-        check_fits(config, need, device)
-    return Ahead(the_plan, need)
-
-
-def _check_liger(config: RunConfig, device: Device) -> None:
     if config.train.get("use_liger_kernel") and device.kind == "cpu":
         raise ConfigError(
             "Liger's kernels were asked on a CPU",
@@ -96,27 +104,53 @@ def _check_liger(config: RunConfig, device: Device) -> None:
             why="they are written in Triton, which compiles for GPUs",
             fix="~train.use_liger_kernel, or run on a GPU",
         )
+    model = sketch(config)
+    try:
+        resolution, refusal = resolve(config.precision, device), None
+    except FinetuneError as error:  # raised below: contradictions in the settings come first
+        resolution, refusal = None, error
+    if resolution is None or resolution.fallback:
+        made = check_settings(config, model)
+    else:
+        made = check_settings(config, model, resolution.precision)
+    if resolution is None:
+        assert refusal is not None
+        if forecast is not None and isinstance(refusal, PrecisionError):
+            refusal = forecast.explain(refusal, config, device, model, made)
+        raise refusal
+    if resolution.fallback:  # the settings were checked as requested; BF16 is what runs
+        made = plan(model, resolution.precision)
+    run = Preflight(config, device, processes(), resolution, made, model)
+    if forecast is not None and not force:
+        forecast.check(run)
+    return run
 
 
-def check_settings(config: RunConfig, model: nn.Module) -> PrecisionPlan:
-    """Refuse settings that contradict each other on any machine; the plan of the others.
+def check_settings(
+    config: RunConfig, model: Any, precision: PrecisionConfig | None = None
+) -> PrecisionPlan:
+    """Refuse settings that contradict each other on any machine.
 
     Args:
         config: the run.
         model: its model with adapters, also on the meta device.
+        precision: to plan for, where it is resolved already; left out: as the run requests it.
+
+    Returns:
+        The precision plan of the model.
 
     Raises:
-        PlanError: a choice of layers cannot be honoured.
-        ConfigError: what is asked of the optimizer, of float32 compute or of `model.storage` cannot
-            be honoured.
+        PlanError: a choice of layers cannot be honored.
+        ConfigError: what is requested of the optimizer, of float32 compute or of `model.storage`
+            cannot be honored.
         PrecisionError: float16 compute of trainable weights that are not float32, or a compute that
-            weights held quantised cannot have.
+            weights held quantized cannot have.
     """
     check_optimizer(config.train)
     check_storage(config, model)
-    the_plan = plan(model, config.precision)
-    _check_head(the_plan)
-    check_held_layers(config, model, the_plan)
+    made = plan(model, precision or config.precision)
+    _check_head(made)
+    _check_held_layers(config, model, made)
     if config.precision.compute == "fp16":
         refuse_half_weights(model)
     if config.precision.compute == "fp32" and config.model.dtype != "float32":
@@ -133,7 +167,7 @@ def check_settings(config: RunConfig, model: nn.Module) -> PrecisionPlan:
             why="TF32 keeps 10 of the 23 bits of a float32 operand's significand",
             fix="~train.tf32",
         )
-    return the_plan
+    return made
 
 
 def _check_head(the_plan: PrecisionPlan) -> None:
@@ -160,11 +194,10 @@ def _check_head(the_plan: PrecisionPlan) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------------
-# What `model.storage` cannot be combined with, refused before anything is loaded.
+# --------------------------------------------------------------------------------- model.storage
 #
 # Small storage is for a base that stands still under adapters, and for BF16 compute: each weight is
-# dequantised before its matmul. FP8 compute with small frozen weights is another setting,
+# dequantized before its matmul. FP8 compute with small frozen weights is another setting,
 # `precision.frozen`, which multiplies the FP8 codes themselves.
 
 
@@ -238,7 +271,7 @@ def _why_not(config: RunConfig, where: str) -> FinetuneError | None:
     return None
 
 
-def check_held_layers(config: RunConfig, model: nn.Module, the_plan: PrecisionPlan) -> None:
+def _check_held_layers(config: RunConfig, model: nn.Module, the_plan: PrecisionPlan) -> None:
     """Refuse what is asked of single layers that will be held quantised.
 
     Args:

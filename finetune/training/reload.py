@@ -118,11 +118,11 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Delayed scaling casts by what it has seen: without its scales codes would be noise."""
     from safetensors.torch import load_file
 
-    from finetune.training.callbacks import scaling_state
+    from finetune.runs.checkpoint import scaling_file
 
     if run.config.precision.scaling != "delayed":
         return
-    places = [folder / scaling_state(0) for folder in (run.weights, run.folder)]
+    places = [folder / scaling_file(0) for folder in (run.weights, run.folder)]
     stored = next((file for file in places if file.is_file()), None)
     if stored is None:
         raise ConfigError(

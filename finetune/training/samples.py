@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
+from finetune.runs.run_report import Sample
 from finetune.training.memory_meter import MemoryMeter
 
 if TYPE_CHECKING:
@@ -35,14 +35,6 @@ AUTOCAST = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}
 """Compute precision -> the type of autocast around a forward; none with fp32."""
 PROMPTS, SEARCHED = 2, 64
 """Prompts that are taken from held-out rows, and rows that are looked at for them."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and what the trained model says to it (greedy)."""
-
-    prompt: str
-    answer: str
 
 
 def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:

@@ -1,14 +1,16 @@
 """`train(recipe)`: from a checked recipe to a run folder with weights, metrics and a receipt.
 
-The stock `trl.SFTTrainer` trains, through the same helper that a user's own script would call.
+    preflight ─> prepare (rows, folder) ─> session ─> model and trainer ─> train ─> receipt, report
+
+The stock `trl.SFTTrainer` trains, through the same session that a user's own script would install.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +21,20 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.errors import ConfigError, FinetuneError
-from finetune.estimator.gate import check_room, predicted
 from finetune.hardware.device import this_device
 from finetune.precision.holdings import held_weights
 from finetune.runs.folder import write_start
+from finetune.runs.receipt import Receipt
+from finetune.runs.run_report import RunReport, Sample
 from finetune.storage import nf4
-from finetune.training import low_bit, session
+from finetune.training import low_bit
 from finetune.training.conditions import conditions_of
-from finetune.training.data import load_data
+from finetune.training.data import Rows, load_data
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.model import load_model, load_tokenizer, lora_config
-from finetune.training.preflight import preflight, processes
-from finetune.training.run_report import RunReport
+from finetune.training.preflight import Forecast, Preflight, preflight, processes
 from finetune.training.samples import prompts_of
-from finetune.training.session import Session
+from finetune.training.session import Session, session_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,22 +42,12 @@ if TYPE_CHECKING:
     from trl import SFTConfig, SFTTrainer
 
     from finetune.precision.planner import LayerPlan
-    from finetune.training.callbacks import MetricsWriter
-
-
-def new_run_folder(out: Path, name: str) -> Path:
-    """`out/<recipe>/<time>-<short id>/`, the same on every process."""
-    from accelerate.utils import broadcast_object_list
-
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    if processes() > 1:
-        stamp = broadcast_object_list([stamp])[0]
-    return out / name / stamp
 
 
 def train(
     recipe: Recipe,
     *,
+    forecast: Forecast | None = None,
     out: Path | str = "runs",
     force: bool = False,
     console: Console | None = None,
@@ -64,48 +56,86 @@ def train(
 
     Args:
         recipe: from `finetune.load_recipe`.
+        forecast: checks and predicts its memory; left out: neither is done.
         out: folder of runs.
-        force: train even where the memory bound says it cannot fit.
+        force: train even where memory is expected to be too small.
         console: where to show progress; a quiet one for notebooks and tests.
 
     Raises:
-        FinetuneError: anything that is the user's to mend, see `finetune.errors`.
+        FinetuneError: anything that the user can put right, see `finetune.errors`.
     """
+    refuse_sharded(recipe.config)
+    ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
+    job = _prepare(recipe, ahead, Path(out), console)
+    with session_of(ahead.resolution, ahead.plan, job.console) as session:
+        run = _Run(job, session)
+        try:
+            with run.stop:
+                run.trainer.train(resume_from_checkpoint=str(job.resume) if job.resume else None)
+                if not run.stop.asked and not run.was_just_evaluated():
+                    run.trainer.evaluate()
+        except FinetuneError as error:
+            run.stopped = error.what
+            raise
+        finally:
+            run.close()
+        if not run.stop.asked:
+            run.save()
+    if forecast is not None and job.is_main and not run.stop.asked:
+        run.receipt.memory |= forecast.predicted(ahead, run.meter.batch)
+        run.receipt.save(job.folder / "receipt.json")
+    return run.report()
+
+
+# ---------------------------------------------------------------------------------------- prepare
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A run before its model is loaded.
+
+    Attributes:
+        recipe: what to train.
+        folder: of the run, on every process.
+        is_main: this process writes.
+        console: where progress is shown.
+        tokenizer: of the model.
+        rows: to train on and held out.
+        args: of the trainer.
+        tasks: of lm-eval, loaded.
+        resume: checkpoint to go on from.
+    """
+
+    recipe: Recipe
+    folder: Path
+    is_main: bool
+    console: Console
+    tokenizer: PreTrainedTokenizerBase
+    rows: Rows
+    args: SFTConfig
+    tasks: list[Any]
+    resume: Path | None
+
+
+def _prepare(recipe: Recipe, ahead: Preflight, out: Path, console: Console | None) -> _Job:
+    """Load everything but the model, then make the run folder: one that fails here leaves none."""
     from accelerate import PartialState
-    from transformers import set_seed
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from finetune.training.callbacks import (
-        GracefulStop,
-        LossScaleLog,
-        MetricsWriter,
-        ProgressBar,
-        ScalingStateKeeper,
-        peak_memory_gib,
-    )
-    from finetune.training.health.monitor import HealthMonitor
-    from finetune.training.memory_meter import MemoryMeter
-    from finetune.training.samples import SampleWriter
-    from finetune.training.timer import STEPS_FILE, StepTimer
+    from finetune.training.checkpoints import resume_folder
 
-    config, device = recipe.config, this_device()
-    refuse_sharded(config)
-    ahead = preflight(config, device, force=force)
-    if not force:
-        check_room(config, device, processes())
-    state = PartialState(cpu=device.kind == "cpu")
-    main_process = state.is_main_process
-    console = console or Console(quiet=not main_process)
-    folder = new_run_folder(Path(out), recipe.name)
+    config, on_cpu = recipe.config, ahead.device.kind == "cpu"
+    state = PartialState(cpu=on_cpu)
+    console = console or Console(quiet=not state.is_main_process)
+    folder = new_run_folder(out, recipe.name)
     tokenizer, note = load_tokenizer(config.model)
     with state.main_process_first():
         rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
-    args = sft_config(config, folder, rows.settings, on_cpu=device.kind == "cpu")
-    resume = _resume_folder(config)
+    args = sft_config(config, folder, rows.settings, on_cpu=on_cpu)
+    resume = resume_folder(config)
     if "eval_on_start" not in config.train and rows.eval is not None and resume is None:
         args.eval_on_start = config.eval.at_start and args.eval_strategy != "no"
-    tasks = load_tasks(config.eval) if main_process else []
-    if main_process:
+    tasks = load_tasks(config.eval) if state.is_main_process else []
+    if state.is_main_process:
         try:
             folder.mkdir(parents=True)
         except OSError as error:
@@ -120,133 +150,143 @@ def train(
     console.print(f"data: {rows.description}", highlight=False)
     if note:
         console.print(f"[yellow]! {note}[/]")
+    return _Job(
+        recipe, folder, state.is_main_process, console, tokenizer, rows, args, tasks, resume
+    )
 
-    with session_of(config, console) as running:
-        metrics = MetricsWriter(folder / "metrics.jsonl", running.resolution.label)
-        bar, stop = ProgressBar(console, metrics), GracefulStop(console)
-        meter = MemoryMeter(running)
-        keeper = ScalingStateKeeper(running, resume)
-        prompts = prompts_of(config, rows, tokenizer)
-        asking = SampleWriter(config, prompts, tokenizer, metrics, console, meter)
-        clock = StepTimer(device.kind, folder / STEPS_FILE)
-        set_seed(args.seed)
-        trainer = make_trainer(
+
+def new_run_folder(out: Path, name: str) -> Path:
+    """`out/<recipe>/<time>-<short id>/`, the same on every process."""
+    from accelerate.utils import broadcast_object_list
+
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    if processes() > 1:
+        stamp = broadcast_object_list([stamp])[0]
+    return out / name / stamp
+
+
+# ------------------------------------------------------------------------------------------ train
+
+
+class _Run:
+    """A run from the model on: its trainer, what watches it, and what it leaves behind.
+
+    Attributes:
+        trainer: the stock trainer.
+        stop: ended by Ctrl-C.
+        stopped: the error that ended it, if one did.
+        receipt: made by `close`.
+    """
+
+    receipt: Receipt
+
+    def __init__(self, job: _Job, session: Session) -> None:
+        from transformers import set_seed
+        from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+        from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar
+        from finetune.training.checkpoints import ScalingStateKeeper
+        from finetune.training.health.monitor import HealthMonitor
+        from finetune.training.interrupt import GracefulStop
+        from finetune.training.memory_meter import MemoryMeter
+        from finetune.training.samples import SampleWriter
+        from finetune.training.timer import STEPS_FILE, StepTimer
+
+        config, console, rows = job.recipe.config, job.console, job.rows
+        self.job, self.session, self.stopped = job, session, ""
+        self.answers: list[Sample] = []
+        self.scores: dict[str, dict[str, Any]] = {}
+        self.metrics = MetricsWriter(job.folder / "metrics.jsonl", session.resolution.label)
+        self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console)
+        self.meter, self.keeper = MemoryMeter(session), ScalingStateKeeper(session, job.resume)
+        self.timer = StepTimer(session.device.kind, job.folder / STEPS_FILE)
+        prompts = prompts_of(config, rows, job.tokenizer)
+        self.samples = SampleWriter(
+            config, prompts, job.tokenizer, self.metrics, console, self.meter
+        )
+        set_seed(job.args.seed)
+        self.trainer = make_trainer(
             config,
-            args,
+            job.args,
             train=rows.train,
             held_out=rows.eval,
-            tokenizer=tokenizer,
-            held=ahead.plan.held,
-            callbacks=[asking, metrics, bar, stop, keeper, meter, clock],
+            tokenizer=job.tokenizer,
+            held=session.planned.held if session.planned else (),
+            callbacks=[
+                *(self.samples, self.metrics, self.bar, self.stop),
+                *(self.keeper, self.meter, self.timer),
+            ],
         )
-        monitor = HealthMonitor(trainer, say=lambda line: console.print(f"[yellow]! {line}[/]"))
-        trainer.add_callback(monitor)
-        trainer.remove_callback(PrinterCallback)
-        trainer.remove_callback(ProgressCallback)
-        if running.precision.compute == "fp16":
-            trainer.callback_handler.callbacks.insert(0, LossScaleLog())
-        started = time.perf_counter()
-        interrupted, stopped = False, ""
-        try:
-            with stop:
-                trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-                interrupted = stop.asked
-            if rows.eval is not None and not interrupted and not _just_evaluated(metrics):
-                trainer.evaluate()
-        except KeyboardInterrupt:
-            interrupted = True
-        except FinetuneError as error:
-            stopped = error.what
-            raise
-        finally:
-            meter.close()
-            clock.close()
-            bar.close()
-            monitor.close()
-            receipt = running.receipt()
-            receipt.memory = meter.reading()
-            receipt.conditions = conditions_of(trainer, running)
-            receipt.run = {"name": recipe.name, "folder": str(folder)}
-            receipt.run |= {"interrupted": interrupted, "stopped": stopped}
-            if main_process:
-                receipt.save(folder / "receipt.json")
-        seconds = time.perf_counter() - started
-        if not interrupted:
-            trainer.save_model(str(folder / "model"))
-            if main_process and config.precision.eval == "fp8":
-                keeper.save_to(folder)  # `generate` casts by these scales
-        samples, scores = [], {}
-        if not interrupted and main_process:
-            unwrapped = trainer.accelerator.unwrap_model(trainer.model)
-            samples = asking.at_end(unwrapped, trainer.state, anew=args.load_best_model_at_end)
-            if tasks:
-                scores = score(unwrapped, tokenizer, tasks, config)
-                metrics.write({"step": trainer.state.global_step, "tasks": scores}, trainer.state)
-
-    if not interrupted and main_process:
-        receipt.memory |= predicted(config, device, meter.batch, processes())
-        receipt.save(folder / "receipt.json")
-    losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
-    report = RunReport(
-        folder=folder,
-        receipt=receipt,
-        first_loss=losses[0] if losses else None,
-        final_loss=losses[-1] if losses else None,
-        eval_loss=next(iter(metrics.values("eval_loss")[-1:]), None),
-        tokens_per_s=speeds[len(speeds) // 2] if speeds else None,
-        seconds=seconds,
-        peak_memory_gib=max(meter.earlier_gib, peak_memory_gib()),
-        samples=samples,
-        tasks=scores,
-        interrupted=interrupted,
-    )
-    if main_process:
-        (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-    return report
-
-
-@contextlib.contextmanager
-def session_of(config: RunConfig, console: Console) -> Iterator[Session]:
-    """The precision of a run in force; a fall-back is said loudly."""
-    installed = session.install(config.precision)
-    try:
-        if installed.resolution.fallback:
-            console.print(f"[bold red]! {installed.resolution.fallback}[/]", highlight=False)
-        yield installed
-    finally:
-        session.uninstall()
-
-
-def _resume_folder(config: RunConfig) -> Path | None:
-    value = config.train.get("resume_from_checkpoint")
-    if not value:
-        return None
-    folder = Path(str(value)).expanduser()
-    if (folder / "checkpoints").is_dir():  # a run folder: its newest checkpoint
-        folder = folder / "checkpoints"
-    found = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
-    folder = found[-1] if found else folder
-    if not (folder / "trainer_state.json").is_file():
-        raise ConfigError(
-            f"there is no checkpoint in {str(value)!r}",
-            where="train.resume_from_checkpoint",
-            why="a checkpoint folder holds trainer_state.json",
-            fix="give a run folder, its checkpoints/ folder, or one checkpoint-N folder",
+        self.monitor = HealthMonitor(
+            self.trainer, say=lambda line: console.print(f"[yellow]! {line}[/]")
         )
-    return folder
+        self.trainer.add_callback(self.monitor)
+        self.trainer.remove_callback(PrinterCallback)
+        self.trainer.remove_callback(ProgressCallback)
+        if session.precision.compute == "fp16":
+            self.trainer.callback_handler.callbacks.insert(0, LossScaleLog())
+        self._started = time.perf_counter()
 
+    def was_just_evaluated(self) -> bool:
+        """Whether the last row of metrics is a held-out loss, or there are no held-out rows."""
+        if self.job.rows.eval is None:
+            return True
+        steps = [row["step"] for row in self.metrics.rows if "eval_loss" in row]
+        return bool(steps) and steps[-1] == self.metrics.rows[-1]["step"]
 
-def _just_evaluated(metrics: MetricsWriter) -> bool:
-    steps = [row["step"] for row in metrics.rows if "eval_loss" in row]
-    return bool(steps) and steps[-1] == metrics.rows[-1]["step"]
+    def close(self) -> None:
+        """End what watches the trainer, and write the receipt, however training ended."""
+        for watcher in (self.meter, self.timer, self.bar, self.monitor):
+            watcher.close()
+        self.receipt = self.session.receipt()
+        self.receipt.memory = self.meter.reading()
+        self.receipt.conditions = conditions_of(self.trainer, self.session)
+        self.receipt.run = {
+            "name": self.job.recipe.name,
+            "folder": str(self.job.folder),
+            "interrupted": self.stop.asked,
+            "stopped": self.stopped,
+        }
+        if self.job.is_main:
+            self.receipt.save(self.job.folder / "receipt.json")
+        self.seconds = time.perf_counter() - self._started
 
+    def save(self) -> None:
+        """Save the trained model, then sample and score it."""
+        job, config = self.job, self.job.recipe.config
+        self.trainer.save_model(str(job.folder / "model"))
+        if not job.is_main:
+            return
+        if config.precision.eval == "fp8":
+            self.keeper.save_to(job.folder)  # `generate` casts by these scales
+        model, state = self.trainer.accelerator.unwrap_model(self.trainer.model), self.trainer.state
+        self.answers = self.samples.at_end(model, state, anew=job.args.load_best_model_at_end)
+        if job.tasks:
+            self.scores = score(model, job.tokenizer, job.tasks, config)
+            self.metrics.write({"step": state.global_step, "tasks": self.scores}, state)
 
-# ------------------------------------------------------------------------------------------
-# The stock `SFTTrainer` around a recipe's model: what training and measuring have in common.
-#
-# A speed that was measured on another assembly than the one that trains would say nothing of it, so
-# there is one: weights as the plan holds them, adapters, and an optimizer that Transformers may not
-# know by name.
+    def report(self) -> RunReport:
+        """What the run leaves behind; the main process writes `report.json`."""
+        from finetune.training.memory_meter import peak_memory_gib
+
+        metrics = self.metrics
+        losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
+        report = RunReport(
+            folder=self.job.folder,
+            receipt=self.receipt,
+            first_loss=losses[0] if losses else None,
+            final_loss=losses[-1] if losses else None,
+            eval_loss=next(iter(metrics.values("eval_loss")[-1:]), None),
+            tokens_per_s=speeds[len(speeds) // 2] if speeds else None,
+            seconds=self.seconds,
+            peak_memory_gib=max(self.meter.earlier_gib, peak_memory_gib()),
+            samples=self.answers,
+            tasks=self.scores,
+            interrupted=self.stop.asked,
+        )
+        if self.job.is_main:
+            (self.job.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+        return report
 
 
 def make_trainer(
@@ -261,6 +301,9 @@ def make_trainer(
     kind: type[SFTTrainer] | None = None,
 ) -> SFTTrainer:
     """Load a recipe's model and build the trainer around it, under the session in force.
+
+    Training and measuring share it: a speed that was measured on another assembly than the one that
+    trains would say nothing about it.
 
     Args:
         config: the run.
@@ -285,7 +328,7 @@ def make_trainer(
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
     with nf4.masters_kept(model):
-        trainer = (kind or SFTTrainer)(
+        return (kind or SFTTrainer)(
             model=model,
             args=args,
             train_dataset=train,
@@ -297,4 +340,3 @@ def make_trainer(
             else None,
             callbacks=callbacks,
         )
-    return trainer

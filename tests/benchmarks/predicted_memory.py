@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.predicted_memory [--only NAME] [--json]
 
-Each run is a whole `finetune.training.trainer.train` of a few steps, from 1.4 to about 300 million
+Each run is a whole `finetune.train` of a few steps, from 1.4 to about 300 million
 parameters, whose receipt tells what its third step held (`finetune.training.memory_meter`). The
 prediction is made from the configuration alone: the rehearsal on tensors without memory
 (`finetune.estimator.trace.rehearsal`) and its account. Rows of the data are longer than
@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from finetune.api import train
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.estimator.memory.footprint import Account, account
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import resolve, this_device
-from finetune.training.trainer import train
 
 MIB = 2**20
 GOAL = 0.02

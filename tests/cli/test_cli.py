@@ -186,8 +186,7 @@ def on(monkeypatch):
     def pretend(device):
         for module in ("finetune.hardware.device", "finetune.training.trainer"):
             monkeypatch.setattr(f"{module}.this_device", lambda: device)
-        for module in ("finetune.estimator.memory_bound", "finetune.estimator.gate"):
-            monkeypatch.setattr(f"{module}.available_gib", lambda d: d.memory_gib)
+        monkeypatch.setattr("finetune.estimator.gate.available_gib", lambda d: d.memory_gib)
 
     return pretend
 

@@ -20,7 +20,7 @@ from finetune.config.optimizers import (
 )
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, ProofError
-from finetune.estimator.memory_bound import bound
+from finetune.estimator.gate import bound
 from finetune.hardware.device import GIB
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.precision.planner import plan

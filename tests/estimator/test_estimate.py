@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -268,8 +267,9 @@ def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(config
 def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, monkeypatch):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from finetune.estimator.gate import check_room, predicted
+    from finetune.estimator.gate import MemoryForecast
     from finetune.hardware.device import this_device
+    from finetune.training.preflight import preflight
 
     def reads_values(mlp, x):
         return x * x.detach().float().numpy().mean()
@@ -278,10 +278,11 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, 
     bf16 = changed(config, precision={"compute": "bf16", "frozen": None, "saved_input": None})
     with pytest.raises(RehearsalError, match="cannot be rehearsed"):
         estimate(bf16, gpu="H100", twin=False)
-    no_room = replace(this_device(), kind="cpu", memory_gib=0.0)
-    monkeypatch.setattr("finetune.estimator.gate.available_gib", lambda _: 0.0)
-    check_room(bf16, no_room)
-    told = predicted(bf16, this_device(), Batch(2, 64, False))
+    monkeypatch.setattr("finetune.estimator.gate.preview", lambda *_, **__: None)
+    monkeypatch.setattr(Footprint, "fit", lambda *_: "does not fit")
+    forecast, run = MemoryForecast(), preflight(bf16, this_device())
+    forecast.check(run)
+    told = forecast.predicted(run, Batch(2, 64, False))
     assert told["predicted"].startswith("not predicted: ")
 
 
@@ -296,11 +297,14 @@ def test_settings_of_data_are_not_asked_of_made_up_rows(config):
 def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
     from finetune.estimator import gate
     from finetune.hardware.device import this_device
+    from finetune.training.preflight import preflight
 
-    monkeypatch.setattr(gate, "_asked", lambda asked, *_, **__: measure(asked, H100))
+    monkeypatch.setattr(gate, "_rehearsed", lambda question: measure(question.config, H100))
+    exact = changed(config, precision={"emulation": "allow"})
     for strategy, shape in (("bfd", (1, 512, False)), ("wrapped", (4, 128, False))):
         train = {"packing": True, "packing_strategy": strategy, "per_device_train_batch_size": 4}
-        told = gate.predicted(changed(config, train=train), this_device(), Batch(*shape))
+        run = preflight(changed(exact, train=train), this_device())
+        told = gate.MemoryForecast().predicted(run, Batch(*shape))
         assert "a batch of 4 x 128 tokens" in told["predicted"]
 
 

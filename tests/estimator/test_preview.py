@@ -130,7 +130,7 @@ FLOORS = {
 
 @pytest.mark.parametrize(("recipe", "overrides"), FLOORS.values(), ids=FLOORS)
 def test_floor_is_the_bound_over_the_model(recipe, overrides) -> None:
-    from finetune.estimator.memory_bound import bound
+    from finetune.estimator.gate import bound
     from finetune.precision.planner import plan
     from finetune.training.model import sketch
 

@@ -16,8 +16,8 @@ from finetune import load_recipe
 from finetune.config.recipe import list_recipes
 from finetune.config.schema import RunConfig
 from finetune.errors import RehearsalError
+from finetune.estimator.gate import bound
 from finetune.estimator.memory.footprint import Account, account
-from finetune.estimator.memory_bound import bound
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.optimizer_updates import SteadyScale
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse

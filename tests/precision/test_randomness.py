@@ -127,7 +127,7 @@ def test_each_process_keeps_its_own_state(tmp_path) -> None:
     """Generators differ by what they drew for, and amaxes without `reduce_amax`."""
     from types import SimpleNamespace
 
-    from finetune.training.callbacks import ScalingStateKeeper
+    from finetune.training.checkpoints import ScalingStateKeeper
 
     def keeper(resume=None):
         model = nn.Sequential(nn.Linear(64, 64))

@@ -17,7 +17,7 @@ from finetune import (
 )
 from finetune.config.recipe import Recipe
 from finetune.errors import FinetuneError, PlanError
-from finetune.estimator.memory_bound import bound
+from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
 from finetune.precision.weights import StoredMixin, iter_stored
 from finetune.training.model import TINY_LLAMA, load_model, sketch

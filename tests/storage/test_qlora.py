@@ -22,7 +22,7 @@ from finetune.errors import (
     PrecisionError,
     StorageNotComputeError,
 )
-from finetune.estimator.memory_bound import bound
+from finetune.estimator.gate import bound
 from finetune.hardware.device import GIB
 from finetune.precision.holdings import held_as, held_weights
 from finetune.precision.planner import plan

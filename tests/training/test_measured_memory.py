@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from finetune import load_recipe, train
 from finetune.errors import DataError
 from finetune.runs.receipt import Receipt, memory_line
-from finetune.training.callbacks import GracefulStop
+from finetune.training.interrupt import GracefulStop
 from finetune.training.memory_meter import MemoryMeter
 from finetune.units import size_of_gib
 
@@ -200,15 +200,13 @@ def test_a_step_that_breaks_off_leaves_no_mode(error, tmp_path, monkeypatch) -> 
 
 
 def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
-    import finetune.training.trainer
-
     foretold, asked = {"predicted_gib": 0.03, "predicted": "by a test"}, []
 
-    def predicted(config, device, batch, processes):
-        asked.append((batch, processes))
+    def predicted(self, run, batch):
+        asked.append((batch, run.processes))
         return foretold
 
-    monkeypatch.setattr(finetune.training.trainer, "predicted", predicted)
+    monkeypatch.setattr("finetune.estimator.gate.MemoryForecast.predicted", predicted)
     report = train(small("tiny_lora_bf16"), out=tmp_path, console=QUIET)
     memory = report.receipt.memory
     assert memory.items() >= foretold.items()

@@ -32,7 +32,7 @@ from finetune.analysis.benchmark.grid import WARM_UP, Job
 from finetune.config.schema import BUILTIN, ModelConfig
 from finetune.config.sft import sft_config
 from finetune.errors import ConfigError, FinetuneError, MemoryShortError
-from finetune.estimator.gate import here
+from finetune.estimator.gate import MemoryForecast, here
 from finetune.estimator.measure import check_sizes, measure_well
 from finetune.hardware.device import GIB, Device, available_gib, this_device, version
 from finetune.hardware.gpus import find_gpu
@@ -136,10 +136,12 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
     Raises:
         FinetuneError: what the run itself would raise.
     """
-    plan = preflight(job.config, device, force=True).plan
-    running = session.install(job.config.precision)
+    ahead = preflight(job.config, device, forecast=MemoryForecast(), force=True)
+    running = session.install(ahead.resolution, ahead.plan)
     try:
-        measured = train_steps(job, device, MemoryMeter(running), held=plan.held, monitored=True)
+        measured = train_steps(
+            job, device, MemoryMeter(running), held=ahead.plan.held, monitored=True
+        )
         receipt, label = running.receipt(), running.resolution.label
     finally:
         session.uninstall()

@@ -176,6 +176,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
         UnfairPairError: there are some, and `allow` is not set.
         FinetuneError: one of the two cannot run here, or its rows or its model are not there.
     """
+    from finetune.estimator.gate import MemoryForecast
     from finetune.hardware.device import resolve
     from finetune.training.data import load_data
     from finetune.training.evaluate import load_tasks
@@ -201,7 +202,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
                 why=fallback,
                 fix="an FP8 GPU; or precision.emulation=allow, which shows what FP8 does to a loss",
             )
-        preflight(recipe.config, device, force=force)
+        preflight(recipe.config, device, forecast=MemoryForecast(), force=force)
         tokenizer, _ = load_tokenizer(recipe.config.model)
         load_data(recipe.config.data, tokenizer, pair.seeds[0])
         load_tasks(recipe.config.eval)

@@ -37,7 +37,7 @@ from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.errors import ConfigError
-from finetune.estimator.gate import check_room
+from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import Device, this_device
 from finetune.hardware.gpus import find_gpu
@@ -47,8 +47,8 @@ from finetune.training.data import MASKING, Rows, load_data, random_rows
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.model import load_tokenizer
 from finetune.training.preflight import preflight, processes
-from finetune.training.session import Session
-from finetune.training.trainer import make_trainer, session_of
+from finetune.training.session import Session, session_of
+from finetune.training.trainer import make_trainer
 
 STEPS, LONG = 3, 8
 """Profiled steps, and micro-batches of a step above which one is enough."""
@@ -90,11 +90,12 @@ def diagnose(
     if steps is None:
         micro_batches = int(config.train.get("gradient_accumulation_steps", 1))
         steps = STEPS if micro_batches <= LONG else 1
-    ahead = preflight(config, device, force=force)
-    if not force:
-        check_room(config, device, processes())
+    ahead = preflight(config, device, forecast=MemoryForecast(), force=force)
     console = console or Console(quiet=True)
-    with tempfile.TemporaryDirectory() as folder, session_of(config, console) as running:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        session_of(ahead.resolution, ahead.plan, console) as running,
+    ):
         observer = Observer(running, steps)
         rows, tokenizer, notes = _rows(config, observer.total, synthetic=bool(random))
         short = _shortened(config, observer.total)

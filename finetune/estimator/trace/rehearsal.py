@@ -58,8 +58,8 @@ from finetune.estimator.trace.optimizer_updates import (
 from finetune.estimator.trace.stored_base import as_four_bit, hold_base
 from finetune.estimator.trace.trace import Phase, Recorder, Tape
 from finetune.estimator.trace.transformer_engine import stand_in
-from finetune.precision import convert
-from finetune.precision.planner import PrecisionPlan, plan
+from finetune.precision import convert, planner
+from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
 from finetune.training.model import TINY_LLAMA, sketch
 from finetune.training.preflight import check_storage
@@ -74,7 +74,7 @@ GATHERED_AS = {
     "fp32": None,
 }
 """Type in which FSDP2 gathers weights, by `precision.compute`
-(`finetune.training.session.AUTOCAST`); None: as they are held."""
+(`finetune.training.patches.AUTOCAST`); None: as they are held."""
 DOCUMENTS = 8
 """Rows that are packed into one, of those that a recipe packs."""
 
@@ -113,6 +113,7 @@ def rehearse(
     layers: int | None = None,
     padded: bool | None = None,
     sharded: bool = False,
+    plan: PrecisionPlan | None = None,
 ) -> Rehearsal:
     """Run one step of a recipe on tensors without memory.
 
@@ -125,6 +126,7 @@ def rehearse(
         padded: whether rows differ in length, so that attention gets a mask; left out: they do
             unless they are packed.
         sharded: with weights as FSDP2 gathers them.
+        plan: of the run's sketch, where it was made already.
 
     Raises:
         FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
@@ -135,7 +137,8 @@ def rehearse(
     model: nn.Module = sketch(config, before, layers=layers)
     if config.train.get("fsdp"):
         check_storage(config, model)
-    the_plan = plan(model, resolution.precision)
+    if plan is None or before is not None:  # the rows of a four-bit base say so
+        plan = planner.plan(model, resolution.precision)
     gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
     held = cast_to(model, gathered_as) if gathered_as is not None else {}
     with _telling_of(config), leaving_no_trace(), without_memory(), ExitStack() as stack:
@@ -148,7 +151,7 @@ def rehearse(
         if resolution.precision.backend == "te":
             engine = stand_in(device.capability or (0, 0))
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
-        conversion = convert.apply(model, the_plan, hardware=bool(device.has_fp8))
+        conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
@@ -177,7 +180,7 @@ def rehearse(
     trainable = sum(size for size, trains in sizes if trains)
     return Rehearsal(
         tape=trainer.recorder.tape,
-        plan=the_plan,
+        plan=plan,
         tokens=tokens,
         parameters=parameters,
         trainable=trainable,

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from finetune.errors import NonFiniteError
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import PrecisionPlan
+from finetune.runs.checkpoint import newest_checkpoint
 from finetune.training.health.nonfinite import KINDS, Finder, Finding, all_finite, check_parameters
 
 
@@ -305,13 +306,6 @@ class Finiteness:
             why=why,
             fix=advise(found, plan, saved),
         )
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in `folder`, if any."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name.rpartition("-")[2].isdigit()]
-    found = [path for path in found if (path / "trainer_state.json").is_file()]
-    return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
 
 
 def _finite_everywhere(tensors: list[Tensor]) -> bool:

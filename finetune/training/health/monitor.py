@@ -256,7 +256,7 @@ def watch_trainers(running: session.Session) -> None:
 
         return train
 
-    running.patch(Trainer, "train", make)
+    running.patches.replace(Trainer, "train", make)
 
 
 def _warn(line: str) -> None:

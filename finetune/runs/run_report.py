@@ -1,4 +1,4 @@
-"""What a run leaves behind, as an object: shown on a terminal, in a notebook, kept as JSON."""
+"""`report.json`: what a run leaves behind, shown on a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
+from finetune.runs.checkpoint import FOLDER, checkpoints_in
 from finetune.runs.receipt import Receipt
-from finetune.training.evaluate import describe
-from finetune.training.samples import Sample
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and what the trained model says to it (greedy)."""
+
+    prompt: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class RunReport(JupyterMixin):
         yield Text(", ".join(self._facts()))
         if self.interrupted:
             resume = f"go on with train.resume_from_checkpoint={self.folder}"
-            saved = any((self.folder / "checkpoints").glob("checkpoint-*"))
+            saved = checkpoints_in(self.folder / FOLDER)
             end = resume if saved else "before a checkpoint was saved"
             yield Text(f"interrupted; {end}", style="yellow", no_wrap=True, overflow="ignore")
         elif self.receipt.status != "proven":
@@ -88,3 +95,14 @@ class RunReport(JupyterMixin):
         del values["receipt"]
         status = self.receipt.status
         return json.dumps(values | {"status": status, "proven": status == "proven"}, indent=1)
+
+
+def describe(scores: dict[str, Any]) -> str:
+    """`acc 0.520 ± 0.071, acc_norm 0.560 ± 0.071 (50 rows)`: the scores of one task."""
+    facts = []
+    for metric, value in scores.items():
+        if metric in ("n", "version") or metric.endswith("_stderr"):
+            continue
+        spread = scores.get(f"{metric}_stderr")
+        facts.append(f"{metric} {value:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""))
+    return ", ".join(facts) + (f" ({scores['n']:,} rows)" if "n" in scores else "")

@@ -1,0 +1,40 @@
+"""`finetune.train`: training, with what the estimator expects of its memory.
+
+`training` knows no estimator: the forecast is handed in here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from finetune.config.recipe import Recipe
+    from finetune.runs.run_report import RunReport
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: Path | str = "runs",
+    force: bool = False,
+    console: Console | None = None,
+) -> RunReport:
+    """Train a recipe and write its run folder.
+
+    Args:
+        recipe: from `finetune.load_recipe`.
+        out: folder of runs.
+        force: train even where memory is expected to be too small.
+        console: where to show progress; a quiet one for notebooks and tests.
+
+    Raises:
+        FinetuneError: anything that the user can put right, see `finetune.errors`.
+    """
+    from finetune.estimator.gate import MemoryForecast
+    from finetune.training import trainer
+
+    forecast = MemoryForecast()
+    return trainer.train(recipe, forecast=forecast, out=out, force=force, console=console)

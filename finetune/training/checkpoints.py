@@ -1,0 +1,80 @@
+"""Checkpoints: what they hold, where they are written, how a run goes on from one.
+
+    checkpoints/checkpoint-<step>/      written by `transformers.Trainer` (`train.save_strategy`)
+        model or adapter, tokenizer     plain Hugging Face weights, also of an FP8 run
+        optimizer, scheduler, rng       of the trainer
+        trainer_state.json              its step, its logs
+        fp8_scaling.safetensors         ours: scaling state of the FP8 layers
+
+The amax history of delayed scaling, or the state of stochastic rounding's generator, is part of a
+run and not of its weights, so it has a file of its own. Processes may differ in either (without
+`reduce_amax`; by the lengths of their rows), so each writes one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from finetune.config.schema import RunConfig
+from finetune.errors import ConfigError
+from finetune.runs.checkpoint import FOLDER, STATE, checkpoints_in, scaling_file
+from finetune.training.session import Session
+
+
+def resume_folder(config: RunConfig) -> Path | None:
+    """The checkpoint that `train.resume_from_checkpoint` means, None where it is not set.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+    """
+    value = config.train.get("resume_from_checkpoint")
+    if not value:
+        return None
+    folder = Path(str(value)).expanduser()
+    if (folder / FOLDER).is_dir():  # a run folder: its newest checkpoint
+        folder = folder / FOLDER
+    folder = next(reversed(checkpoints_in(folder).values()), folder)
+    if not (folder / STATE).is_file():
+        raise ConfigError(
+            f"there is no checkpoint in {str(value)!r}",
+            where="train.resume_from_checkpoint",
+            why="a checkpoint folder holds trainer_state.json",
+            fix="give a run folder, its checkpoints/ folder, or one checkpoint-N folder",
+        )
+    return folder
+
+
+class ScalingStateKeeper(TrainerCallback):
+    """Stores FP8 scaling state beside each checkpoint, and loads it on resuming."""
+
+    def __init__(self, session: Session, resume_from: Path | None) -> None:
+        self.session, self.resume_from = session, resume_from
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _, conversion = self.session.training
+        if self.resume_from is None or conversion is None or conversion.backend is None:
+            return
+        own, first = (self.resume_from / scaling_file(i) for i in (args.process_index, 0))
+        file = own if own.is_file() else first  # resumed by more processes than it was saved by
+        conversion.backend.load_state_tensors(load_file(file) if file.is_file() else {})
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        self.save_to(checkpoint, args.process_index)
+
+    def save_to(self, folder: Path, process: int = 0) -> None:
+        """Store the state as it is now, if there is one."""
+        _, conversion = self.session.training
+        if conversion is None or conversion.backend is None:
+            return
+        tensors = conversion.backend.state_tensors()
+        if tensors:
+            plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(plain, folder / scaling_file(process))

@@ -1,0 +1,63 @@
+"""Ctrl-C and SIGTERM while a run trains.
+
+    first       the step ends, a checkpoint is saved, training stops
+    second      training stops at once
+    after training, in the last evaluation: it stops at once
+
+However it stops, the run folder gets its receipt and its report, both of which say so; the model
+is not saved as finished; and the command ends with exit code 130 (`finetune.cli`). A run goes on
+with `train.resume_from_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+from rich.console import Console
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
+
+
+class GracefulStop(TrainerCallback):
+    """A block around training that Ctrl-C ends; a callback of the trainer at the same time.
+
+    Attributes:
+        asked: training was stopped, or shall be after this step.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.asked = console, False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> GracefulStop:
+        if threading.current_thread() is threading.main_thread():  # signals are that thread's
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
+        self._restore()
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.asked = self.asked or interrupted
+        return interrupted
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self.console.print("stopping after this step and saving; Ctrl-C again stops at once")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: Any, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._restore()

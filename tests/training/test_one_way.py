@@ -1,0 +1,42 @@
+"""What a run makes once and hands on: its resolution and its plan."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+import finetune
+from finetune.config.recipe import load_recipe
+from finetune.estimator import place
+from finetune.estimator.trace import rehearsal
+from finetune.hardware.device import resolve
+from finetune.precision import planner
+from finetune.training import preflight, session
+
+SHORT = (
+    "train.max_steps=2", "train.warmup_steps=0", "train.eval_strategy=no", "eval.samples=false",
+    "data.max_rows=12", "train.max_length=32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["tiny_full_fp8", "tiny_lora_fp8"])
+def test_a_run_is_resolved_and_planned_once(recipe, tmp_path, monkeypatch) -> None:
+    plain, calls = planner.plan, []
+
+    def counted(function):
+        return lambda *args: (calls.append(function.__name__), function(*args))[1]
+
+    for module in (planner, preflight, session):
+        monkeypatch.setattr(module, "plan", counted(plain))
+    for module in (preflight, session, place):
+        monkeypatch.setattr(module, "resolve", counted(resolve))
+    rehearsed = []
+    monkeypatch.setattr(rehearsal, "sketch", lambda *a, **k: rehearsed.append(a) or sketch(*a, **k))
+    report = finetune.train(load_recipe(recipe, SHORT), out=tmp_path, console=Console(quiet=True))
+    assert sorted(calls) == ["plan", "resolve"]
+    assert report.receipt.status == "proven"
+    assert rehearsed, "the prediction takes what the run has"
+    assert report.receipt.memory["predicted_gib"] > 0
+
+
+sketch = rehearsal.sketch
