@@ -1,14 +1,25 @@
-"""The scoreboard: rows, shapes, jobs, statistics, and what the simulation says of known steps."""
+"""The scoreboard: rows, shapes, jobs, statistics, and published steps through the estimator."""
 
 import csv
 import hashlib
+import io
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from finetune.errors import ConfigError, DataNotFoundError
-from tests.benchmarks.score.jobs import map_row
+from finetune.errors import ConfigError, DataNotFoundError, RunFailedError
+from tests.benchmarks.score import scoreboard
+from tests.benchmarks.score.jobs import (
+    REPEATED,
+    gpu_of,
+    map_row,
+    torch_version,
+    transformers_version,
+)
 from tests.benchmarks.score.rows import COLUMNS, held_out, read_rows
 from tests.benchmarks.score.scoreboard import (
     Scoreboard,
@@ -19,7 +30,7 @@ from tests.benchmarks.score.scoreboard import (
     statistics,
 )
 from tests.benchmarks.score.shapes import config_of, shape_of
-from tests.benchmarks.score.stacks import gpu_of, torch_version, transformers_version
+from tests.benchmarks.score.table import print_board
 
 FMS = "TRL SFTTrainer accelerate 1.0.1 torch 2.4.1 transformers 4.48.1 trl 0.13.0 / fms plugin "
 ROW = {
@@ -139,7 +150,19 @@ def test_a_row_becomes_a_job(tmp_path) -> None:
                       precision="bfloat16 weights + autocast, base nf4")).job  # fmt: skip
     assert job is not None
     assert (job.weights, job.autocast, job.fused_kernels, job.fast_loss) == ("nf4-dq", *3 * (True,))
-    assert (job.sharding, job.gpus, job.outputs_in_float32) == ("fsdp1", 2, True)
+    assert (job.sharding, job.gpus, job.torch) == ("fsdp1", 2, (2, 4, 1))
+
+
+def test_a_job_becomes_a_recipe(job) -> None:
+    from tests.benchmarks.score.memory import run_config
+
+    config = run_config(replace(job, weights="nf4-dq", autocast=True, attention=REPEATED))
+    assert config.lora is not None
+    assert (config.lora.r, config.lora.dropout) == (16, 0.1)
+    assert config.model.storage == "nf4"
+    assert config.precision.compute == "bf16"
+    assert config.train["max_length"] == 512
+    assert config.train["activation_checkpointing_kwargs"] == {"use_reentrant": True}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +187,7 @@ def test_a_doubtful_speed_does_not_bar_the_memory(tmp_path) -> None:
     assert map_row(one(tmp_path, notes="SUSPECT throughput: too fast")).job is not None
 
 
-# ---------------------------------------------------------------------------------- the simulation
+# ------------------------------------------------------------------- through the shipped estimator
 
 
 @pytest.fixture
@@ -172,57 +195,67 @@ def job(tmp_path):
     return map_row(one(tmp_path)).job
 
 
-@pytest.fixture
-def shorter(tmp_path):
-    """Of a model with 16 layers."""
-    return map_row(one(tmp_path, model="Llama-3.2-1B")).job
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"loss": "fused-head", "fused_kernels": True},
-        {"adapter": "", "adapter_options": (), "sharding": "fsdp1", "gpus": 4},
-        {"weights": "nf4-dq", "autocast": True, "sharding": "fsdp1", "gpus": 2,
-         "lora_wrapper": "bnb"},
-    ],
-)  # fmt: skip
-def test_few_layers_tell_the_peak_of_all(shorter, changes) -> None:
-    """The extension from 4 and 6 layers equals a step of all 16."""
-    from tests.benchmarks.score.peaks import allocated_peak
-    from tests.benchmarks.score.simulate import record_step
-
-    some = replace(shorter, **changes)
-    assert allocated_peak(some).nbytes == pytest.approx(record_step(some)[0].peak()[0], rel=2e-4)
-
-
 def test_the_parts_of_a_peak_are_there(job) -> None:
     """Full training: weights, gradients, two states and AdamW's temporaries, in bf16: 10 bytes."""
-    from tests.benchmarks.score.peaks import allocated_peak
+    from tests.benchmarks.score.memory import memory_of
 
-    full = replace(job, adapter="", adapter_options=(), batch=1, length=64)
-    peak = allocated_peak(full)
-    assert peak.where == "step"
-    assert peak.nbytes == pytest.approx(10 * 1_100_048_384 + full.workspace, rel=1e-3)
-    assert peak.held == pytest.approx(6 * 1_100_048_384 + full.workspace, rel=1e-3)
+    found = memory_of(replace(job, adapter="", adapter_options=(), batch=1, length=64))
+    workspaces = 2 * (8.125 + 1) * 2**20  # of torch 2.4 on an A100
+    assert found.phase == "optimizer"
+    assert found.allocated == pytest.approx(10 * 1_100_048_384 + workspaces, rel=1e-3)
 
 
-def test_logits_cost_what_each_path_copies(job) -> None:
-    """Bytes per token and word at the loss: 12 in 4.45 (two float32 copies and the log of the
+def test_rows_go_through_the_functions_of_estimate(job, monkeypatch) -> None:
+    from finetune.estimator import measure
+    from tests.benchmarks.score.memory import memory_of
+
+    seen = []
+    rehearse = measure.rehearse
+    monkeypatch.setattr(
+        measure, "rehearse", lambda *args, **kw: seen.append(kw) or rehearse(*args, **kw)
+    )
+    memory_of(replace(job, length=128))
+    assert [call["layers"] for call in seen] == [2, 3]
+
+
+@pytest.mark.slow
+def test_frozen_shards_keep_the_inputs_of_all_layers(job) -> None:
+    """Under FSDP 1 with adapters and reentrant checkpointing: inputs of layers and gradients."""
+    from tests.benchmarks.score.memory import memory_of
+
+    long = replace(job, batch=1, length=8192, loss="fused-head")
+    sharded = replace(long, sharding="fsdp1", gpus=2)
+    inputs = 22 * 8192 * 2048 * 2
+    weights = 1_100_048_384 * 2
+    alone, shared = memory_of(long), memory_of(sharded)
+    assert shared.phase == "backward"
+    assert shared.allocated - (alone.allocated - weights / 2) > 0.9 * inputs
+
+
+def test_logits_cost_what_each_path_copies() -> None:
+    """Bytes per token and word in forward: 12 in 4.45 (two float32 copies and the log of the
     softmax), 14 in 4.48 (the 16-bit logits too), 8 with the in-place kernel."""
-    from tests.benchmarks.score.peaks import stretches
-    from tests.benchmarks.score.simulate import record_step
+    import torch
 
-    wide = replace(job, batch=2, length=1024)  # of one row the shifted logits are no copy
+    from finetune.estimator.trace.trace import Recorder
+    from tests.benchmarks.score.losses import take_loss
 
-    def head(**changes) -> float:
-        tape, _ = record_step(replace(wide, **changes), 2)
-        return stretches(tape, 2)["head"] / (2048 * 32000)
+    with torch.device("meta"):
+        head = torch.nn.Linear(64, 32000, bias=False, dtype=torch.bfloat16)
+        hidden = torch.empty(2, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(2, 1024, dtype=torch.long)
 
-    with_kernel = head(loss="transformers-4.45", fast_loss=True)
-    assert head(loss="transformers-4.45") - with_kernel == pytest.approx(4, abs=0.05)
-    assert head(loss="transformers-4.48") - with_kernel == pytest.approx(6, abs=0.05)
-    assert head(loss="fused-head") < with_kernel - 4
+    def forward(path: str, **options) -> float:
+        recorder = Recorder(None, [head.weight, hidden, labels])
+        with recorder:
+            take_loss(path, hidden, head, labels, **options)
+        return recorder.tape.peak()[0] / (2048 * 32000)
+
+    with_kernel = forward("transformers-4.45", fast=True)
+    assert with_kernel == pytest.approx(8, abs=0.1)
+    assert forward("transformers-4.45") - with_kernel == pytest.approx(4, abs=0.05)
+    assert forward("transformers-4.48") - with_kernel == pytest.approx(6, abs=0.05)
+    assert forward("fused-head") < with_kernel - 4
 
 
 def test_packed_weights_weigh_half_a_byte() -> None:
@@ -231,39 +264,16 @@ def test_packed_weights_weigh_half_a_byte() -> None:
     assert sum(packed_bytes("nf4", 4096, 4096)) / 4096**2 == pytest.approx(0.5 + 4 / 64)
     assert sum(packed_bytes("nf4-dq", 4096, 4096)) / 4096**2 == pytest.approx(0.516, abs=1e-3)
     assert sum(packed_bytes("gptq4", 4096, 4096)) / 4096**2 == pytest.approx(0.52, abs=1e-2)
-    with pytest.raises(KeyError):
-        packed_bytes("nf3", 1, 1)
 
 
-def test_frozen_shards_keep_the_inputs_of_all_layers(job) -> None:
-    """Under FSDP with adapters and reentrant checkpointing, not without."""
-    from tests.benchmarks.score.peaks import stretches
-    from tests.benchmarks.score.simulate import record_step
+def test_litgpt_keeps_gradients_between_batches(job) -> None:
+    """Its 8 bytes a weight and AdamW's temporary: weights, gradients, states, in bf16."""
+    from tests.benchmarks.score.memory import memory_of
 
-    def grows(**changes) -> int:
-        found = stretches(record_step(replace(job, length=8192, **changes), 6)[0], 6)
-        return found["b1"] - found["b-1"]
-
-    sharded = {"sharding": "fsdp1", "gpus": 2}
-    one_input = 2 * 8192 * 2048 * 2
-    assert grows(**sharded) > one_input
-    assert grows() < 0
-
-
-def test_autocast_casts_as_cuda_does() -> None:
-    import torch
-    import torch.nn.functional as F
-
-    from tests.benchmarks.score.autocast import CudaAutocast
-
-    weight = torch.nn.Parameter(torch.empty(8, 8, device="meta"))
-    x = torch.empty(2, 8, dtype=torch.bfloat16, device="meta")
-    with CudaAutocast(torch.bfloat16) as mode:
-        assert F.linear(x, weight).dtype is torch.bfloat16
-        assert mode._copies[id(weight)][1] is mode._low(weight), "one copy of a weight"
-        assert F.layer_norm(x, (8,)).dtype is torch.float32
-        assert F.silu(x).dtype is torch.bfloat16
-    assert not mode._copies
+    full = replace(job, adapter="", adapter_options=(), loss="chunked", batch=1, length=64)
+    found = memory_of(full)
+    assert found.allocated == pytest.approx(10 * 1_100_048_384, rel=1e-2)
+    assert found.reserved >= found.allocated
 
 
 # --------------------------------------------------------------------------------------- the board
@@ -300,9 +310,10 @@ def test_held_out_rows_are_scored_apart() -> None:
     assert closed.median == pytest.approx(0.2)
     assert line["accelerate"] is None
     assert board.right(apart=False) == (1, 2)
-    text = str(board)
+    text = io.StringIO()
+    print_board(board, Console(file=text, width=140))
     for said in ("Held-out rows", "1 of 2 foreseen", "no memory was measured"):
-        assert said in text
+        assert said in text.getvalue()
     json.dumps(board.to_json())
 
 
@@ -324,3 +335,30 @@ def test_every_row_is_in_one_place(tmp_path) -> None:
     assert allocated.accelerate is not None
     assert [(v.id, v.right) for v in board.verdicts] == [("x2", True)]
     assert len(board.reasons()) == 3
+
+
+def dies(rows, baselines) -> None:
+    """In the place of what a worker does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_ends_the_scoring(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(scoreboard, "place", dies)
+    with pytest.raises(RunFailedError, match=r"has died\n.*x1 \(line 2\)"):
+        score_csv(write(tmp_path / "rows.csv", ROW), processes=1)
+
+
+def test_the_command_scores_a_file(tmp_path, monkeypatch, capsys) -> None:
+    from tests.benchmarks.score.__main__ import main
+
+    file = write(tmp_path / "rows.csv", ROW | {"framework": "axolotl"}, ROW | {"id": "x2"})
+    monkeypatch.setattr("sys.argv", ["score", str(file), "--json", "--rows", "x1"])
+    assert main() == 0
+    printed = capsys.readouterr()
+    assert "1 of 1 rows" in printed.err
+    board = json.loads(printed.out)
+    assert [u["id"] for u in board["memory"]["unscored"]] == ["x1"]
+    assert set(board) == {"memory", "speed"}
+    monkeypatch.setattr("sys.argv", ["score", str(tmp_path / "none.csv")])
+    assert main() == 1
+    assert "error: There is no file" in capsys.readouterr().err

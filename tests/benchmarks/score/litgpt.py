@@ -17,17 +17,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.benchmarks.score.attention import FlashAttention
-from tests.benchmarks.score.job import Job
+from finetune.estimator.memory.allocator import replay_events
+from finetune.estimator.memory.overheads import library_workspaces
+from finetune.estimator.trace.attention import fused
+from finetune.estimator.trace.trace import Recorder
+from tests.benchmarks.score.jobs import Job
+from tests.benchmarks.score.packed import packed_bytes
 from tests.benchmarks.score.shapes import Shape, shape_of
 
 _CHUNK = 128
 
 
+class _Product(torch.autograd.Function):
+    """x W^T with W made from NF4 codes; bitsandbytes before 0.43 kept the input all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return F.linear(x, _unpacked(layer))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """dy [..., N] -> dx [..., K]."""
+        return torch.matmul(grads[0], _unpacked(ctx.layer)), None
+
+
+def _unpacked(layer: nn.Linear) -> Tensor:
+    """The weight [N, K]; with double quantization the maxima are made first."""
+    weight = layer.weight.new_empty(layer.out_features, layer.in_features, dtype=torch.bfloat16)
+    layer.weight.new_empty(weight.numel() // 64, dtype=torch.float32)
+    return weight
+
+
 class _Linear(nn.Linear):
-    """A linear layer, with adapter_v2's scale and bias when asked."""
+    """A linear layer, with adapter_v2's scale and bias when asked, or held in NF4."""
 
     v2 = False
+
+    def pack(self, form: str) -> None:
+        """Hold the weight in `form` from now on."""
+        codes, scales = packed_bytes(form, self.out_features, self.in_features)
+        size = codes + scales
+        self.weight = nn.Parameter(self.weight.new_empty(size, dtype=torch.uint8), False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., K] -> [..., N]."""
+        if self.weight.dtype is not torch.uint8:
+            return super().forward(input)
+        out: Any = _Product.apply(input, self)
+        return out if self.bias is None else out + self.bias
 
     def add_v2(self) -> None:
         """`adapter_v2_linear_with_bias_and_scale`."""
@@ -165,7 +205,7 @@ class _Block(nn.Module):
         q, k, v = (t.reshape(batch, -1, length, s.head) for t in (q, k, v))
         q = torch.cat((_rotate(q[..., :n], cos, sin), q[..., n:]), dim=-1)
         k = torch.cat((_rotate(k[..., :n], cos, sin), k[..., n:]), dim=-1)
-        y: Tensor = FlashAttention.apply(q, k, v)  # type: ignore[assignment]
+        y = fused(q, k, v, None, True, "flash").transpose(1, 2)
         if self.prefix is not None:
             y = self._with_prefix(q, y)
         return self._linear("proj", y.reshape(batch, length, s.a * s.head))
@@ -185,7 +225,7 @@ class _Block(nn.Module):
             t.expand(1, s.k, s.a // s.k, 10, s.head).reshape(1, -1, 10, s.head)
             .expand(batch, -1, -1, -1) for t in (ak, av)
         )  # fmt: skip
-        ay: Tensor = FlashAttention.apply(q, ak, av)  # type: ignore[assignment]
+        ay = fused(q, ak, av, None, True, "flash").transpose(1, 2)
         return y + self.gating * ay
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -211,15 +251,15 @@ class _Block(nn.Module):
 
 
 class LitGpt(nn.Module):
-    """The model with its adapters, on the meta device."""
+    """The model with its adapters."""
 
-    def __init__(self, job: Job, layers: int | None = None) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__()
         s = shape_of(job.shape)
         parts = _Parts(s)
         self.s = s
         self.wte = nn.Embedding(s.v, s.h)
-        self.h = nn.ModuleList(_Block(s, job, i) for i in range(layers or s.l))
+        self.h = nn.ModuleList(_Block(s, job, i) for i in range(s.l))
         self.norm = _norm(s, parts)
         self.lm_head = _Linear(s.h, s.v, bias=s.of == "phi")
         if parts.gemma:
@@ -268,3 +308,33 @@ class LitGpt(nn.Module):
     def _head(self, x: Tensor) -> Tensor:
         out = _apply(self.lm_head, x)
         return out if self.lora_head is None else self.lora_head(x, out)
+
+
+def measure(job: Job, capability: tuple[int, int]) -> tuple[int, int]:
+    """Bytes allocated and reserved at most in a steady step of `job`, on tensors without memory.
+
+    Gradients of the batches before are there when the step begins.
+    """
+    with torch.device("meta"):
+        model = LitGpt(job).bfloat16().train()
+    for module in model.modules() if job.weights != "bfloat16" else ():
+        if isinstance(module, _Linear) and module is not model.lm_head:
+            module.pack(job.weights)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.empty_like(p)
+    optimizer = torch.optim.AdamW(trained, foreach=True)
+    optimizer.step()
+    states = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    workspaces = library_workspaces(capability, job.torch)
+    kept = [torch.empty(size, dtype=torch.uint8, device="meta") for size in workspaces]
+    known = [*model.parameters(), *model.buffers(), *states, *kept]
+    recorder = Recorder(None, [*known, *(p.grad for p in trained if p.grad is not None)])
+    ids = torch.zeros(job.batch, job.length, dtype=torch.long, device="meta")
+    with recorder:
+        model.loss(ids, torch.zeros_like(ids)).backward()
+        torch._foreach_norm([p.grad for p in trained if p.grad is not None])
+        optimizer.step()
+    tape = recorder.tape
+    events = [*tape.held.items(), *((e.storage, e.nbytes) for e in tape.events if e.nbytes)]
+    return tape.peak()[0], replay_events(events).peak_reserved

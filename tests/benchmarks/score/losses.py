@@ -12,8 +12,8 @@ The same loss costs 2 to 16 bytes per token and word, by how often its code copi
 * `fused-head`: Liger's product and loss in chunks; the gradient of the hidden states is there after
   forward and no logits are kept.
 
-`accelerate`'s mixed precision returns outputs in float32 (`ConvertOutputsToFp32`): one more copy
-while the caller of the model holds them.
+`accelerate`'s mixed precision returns outputs in float32 (`ConvertOutputsToFp32`), which the
+installed one does as well: one more copy while the caller of the model holds them.
 """
 
 from __future__ import annotations
@@ -149,10 +149,8 @@ def take_loss(
     head: nn.Module,
     labels: Tensor,
     *,
-    low: torch.dtype,
     fast: bool = False,
     scale: float | None = None,
-    outputs_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss, and the logits that the model returns beside it.
 
@@ -161,17 +159,12 @@ def take_loss(
         hidden: [B, L, H], after the last norm.
         head: gives [B, L, V].
         labels: [B, L].
-        low: type of the products.
         fast: with Unsloth's kernel.
         scale: logits are divided by it (Granite).
-        outputs_in_float32: `accelerate` runs with mixed precision.
     """
     if path == "fused-head":
         short = hidden[..., :-1, :].contiguous()
         weight: Any = head.weight
-        loss = FusedHead.apply(short.view(-1, short.shape[-1]), weight, low)
+        loss = FusedHead.apply(short.view(-1, short.shape[-1]), weight, torch.bfloat16)
         return loss, None  # type: ignore[return-value]
-    loss, logits = _PATHS[path](hidden, head, labels, scale, fast)
-    if outputs_in_float32:
-        logits = logits.float()
-    return loss, logits
+    return _PATHS[path](hidden, head, labels, scale, fast)

@@ -1,7 +1,7 @@
 """Scores predictions against a file of measurements, one kind of memory at a time.
 
     board = score_csv("measured_runs.csv")
-    print(board)            # tables
+    print_board(board, Console())
     board.to_json()         # the same, with every row
 
 Every row of the file is in exactly one place: scored in one class, an out-of-memory verdict, or
@@ -9,8 +9,7 @@ unscored with its reason. Classes are never mixed:
 
 * *allocated, Transformers path*: bytes of tensors under the Trainer, TRL, PEFT;
 * *reserved, fixed length* and *reserved, dynamic length*: what the allocator took; with lengths
-  that
-  vary, the longest batch rules and its length is often not published;
+  that vary, the longest batch rules and its length is often not published;
 * *other frameworks, allocated / reserved*: litgpt, torchtune and the like.
 
 Beside it stand, on the same rows, the closed form (`finetune.estimator.closed_form.preview`) and
@@ -20,17 +19,17 @@ scored apart.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import multiprocessing
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import RunFailedError
 from finetune.logging import quiet_libraries
-from tests.benchmarks.score.jobs import TRANSFORMERS, Mapped, map_row
+from tests.benchmarks.score.jobs import TRANSFORMERS, Job, Mapped, gpu_of, map_row
 from tests.benchmarks.score.rows import Row, held_out, read_rows
 
 CLASSES = (
@@ -140,7 +139,6 @@ class Scoreboard:
     scored: tuple[Scored, ...]
     verdicts: tuple[Verdict, ...]
     unscored: tuple[Unscored, ...]
-    sources: tuple[str, ...] = field(default=("traced", "closed form", "accelerate"))
 
     def of(self, group: str, *, apart: bool) -> list[Scored]:
         """Scored rows of a class, those held out or the others."""
@@ -203,10 +201,8 @@ class Scoreboard:
             "unscored": [asdict(u) for u in self.unscored],
         }
 
-    def __str__(self) -> str:
-        from tests.benchmarks.score.table import render
 
-        return render(self)
+Result = Scored | Verdict | Unscored
 
 
 def score_csv(
@@ -214,44 +210,33 @@ def score_csv(
     *,
     progress: Callable[[str], None] | None = None,
     baselines: bool = True,
-    processes: int = 1,
+    processes: int = 0,
+    only: Callable[[Mapped], bool] | None = None,
 ) -> Scoreboard:
     """Predict every row of a file that can be mapped.
 
     Args:
         path: a csv file, see `rows`.
-        progress: is told the source of each batch of rows when it has been predicted.
+        progress: called with a line after each group of rows.
         baselines: also ask the closed form and `accelerate`.
-        processes: that share the work; rows of one source and model share what they rehearse.
+        processes: that share the work; 0: this one does it. Rows of one job are one piece of work.
+        only: rows to look at; all, if left out.
 
     Raises:
         DataNotFoundError, ConfigError: the file is not there or not of that form.
+        RunFailedError: a worker died; names the rows it may have been at.
     """
-    rows = read_rows(path)
-    batches: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        batches.setdefault((row.source, row.model), []).append(row)
-    placed: dict[str, Scored | Verdict | Unscored] = {}
-    largest_first = sorted(batches.values(), key=len, reverse=True)
-    place = functools.partial(_place, baselines=baselines)
-    with contextlib.ExitStack() as stack:
-        if processes > 1:
-            # A fork of a process with threads (torch has some) may hang.
-            workers = stack.enter_context(
-                ProcessPoolExecutor(
-                    processes,
-                    mp_context=multiprocessing.get_context("spawn"),
-                    initializer=quiet_libraries,
-                )
-            )
-            done = workers.map(place, largest_first)
-        else:
-            done = map(place, largest_first)
-        for results in done:
-            placed |= {result.id: result for result in results}
-            if progress is not None and results:
-                progress(f"{len(placed)} of {len(rows)} rows")
-    ordered = [placed[row.id] for row in rows]
+    rows = [m for m in map(map_row, read_rows(path)) if only is None or only(m)]
+    batches: dict[Job | None, list[Row]] = {}
+    for mapped in rows:
+        batches.setdefault(mapped.job, []).append(mapped.row)
+    work = _in_turn if processes == 0 else _in_workers
+    placed: dict[str, Result] = {}
+    for results in work(list(batches.values()), baselines, processes):
+        placed |= {result.id: result for result in results}
+        if progress is not None:
+            progress(f"{len(placed)} of {len(rows)} rows")
+    ordered = [placed[mapped.row.id] for mapped in rows]
     return Scoreboard(
         str(path),
         len(rows),
@@ -261,9 +246,45 @@ def score_csv(
     )
 
 
-def _place(rows: list[Row], *, baselines: bool) -> list[Scored | Verdict | Unscored]:
-    """Where each of some rows belongs."""
-    found: list[Scored | Verdict | Unscored] = []
+def _in_turn(batches: list[list[Row]], baselines: bool, _: int) -> Iterator[list[Result]]:
+    for batch in batches:
+        yield place(batch, baselines)
+
+
+def _in_workers(
+    batches: list[list[Row]], baselines: bool, processes: int
+) -> Iterator[list[Result]]:
+    """As many batches at a time as there are workers, so that a death can be told of a row."""
+    # A fork of a process with threads (torch has some) may hang.
+    context = multiprocessing.get_context("spawn")
+    waiting = batches[::-1]
+    running: dict[Future[list[Result]], list[Row]] = {}
+    with ProcessPoolExecutor(processes, context, quiet_libraries) as workers:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                batch = waiting.pop()
+                running[workers.submit(place, batch, baselines)] = batch
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            try:
+                for future in done:
+                    yield future.result()
+            except BrokenProcessPool:
+                rows = ", ".join(
+                    f"{row.id} (line {row.line})" for b in running.values() for row in b
+                )
+                raise RunFailedError(
+                    "a process that scores rows has died",
+                    where=f"one of: {rows}",
+                    why="it was killed from outside, as for want of memory, or crashed",
+                    fix="fewer --processes; with 0 the rows are scored in turn, in this process",
+                ) from None
+            for future in done:
+                del running[future]
+
+
+def place(rows: list[Row], baselines: bool) -> list[Result]:
+    """Predict some rows, or say why they are not."""
+    found: list[Result] = []
     for row in rows:
         result = _judge(map_row(row), baselines=baselines)
         if isinstance(result, str):
@@ -282,34 +303,33 @@ def _group(mapped: Mapped) -> str:
 
 
 def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
-    from tests.benchmarks.score.building import CannotRunError
-    from tests.benchmarks.score.predict import predict, runs_out_of_memory
-    from tests.benchmarks.score.stacks import gpu_of
-
     row, job = mapped.row, mapped.job
     if job is None:
         return mapped.reason
     gpu = gpu_of(row.gpu)
+    if row.out_of_memory and gpu is None:
+        return f"out of memory on a GPU that is not known: {row.gpu!r}"
+    if row.peak_gb is None and not row.out_of_memory:
+        return "no memory was measured"
+    if row.peak_gb is not None and row.mem_kind not in ("allocated", "reserved"):
+        return f"kind of memory is {row.mem_kind or 'not said'}: not scored"
+    from tests.benchmarks.score.memory import CannotRunError, memory_of, overflow
+
     try:
-        if row.out_of_memory:
-            if gpu is None:
-                return f"out of memory on a GPU that is not known: {row.gpu!r}"
-            found = runs_out_of_memory(job, gpu)
-            size = found.nbytes / 1e9 if found else 0.0
-            return Verdict(
-                row.id, row.line, mapped.family, held_out(row.id), found is not None, size
-            )
         if row.peak_gb is None:
-            return "no memory was measured"
-        if row.mem_kind not in ("allocated", "reserved"):
-            return f"kind of memory is {row.mem_kind or 'not said'}: not scored"
-        predicted = predict(job, row.mem_kind)
+            assert gpu is not None
+            size = overflow(job, gpu)
+            right = size is not None
+            apart = held_out(row.id)
+            return Verdict(row.id, row.line, mapped.family, apart, right, (size or 0) / 1e9)
+        found = memory_of(job, whole=row.mem_kind == "reserved")
         refused = None
         if gpu is not None and row.mem_kind == "allocated":
-            refused = runs_out_of_memory(job, gpu) is not None
+            refused = overflow(job, gpu) is not None
     except CannotRunError as error:
         return str(error)
-    closed, theirs = _baselines(mapped) if baselines else (None, None)
+    predicted = found.allocated if row.mem_kind == "allocated" else found.reserved
+    closed, theirs = _baselines(job) if baselines else (None, None)
     return Scored(
         id=row.id,
         line=row.line,
@@ -317,16 +337,17 @@ def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
         family=mapped.family,
         held_out=held_out(row.id),
         measured=row.peak_gb,
-        predicted=predicted.nbytes / 1e9,
-        where=predicted.where,
+        predicted=predicted / 1e9,
+        where=found.phase,
         closed_form=closed,
         accelerate=theirs,
         refused=refused,
     )
 
 
-def _baselines(mapped: Mapped) -> tuple[float | None, float | None]:
-    from tests.benchmarks.score.others import accelerate_gb, closed_form_gb
+def _baselines(job: Job) -> tuple[float | None, float]:
+    from tests.benchmarks.score.baselines import accelerate_gb, closed_form_gb
 
-    assert mapped.job is not None
-    return closed_form_gb(mapped.job), accelerate_gb(mapped.job)
+    return closed_form_gb(job), accelerate_gb(
+        job.shape, "float32" if job.float32_shards else "bfloat16"
+    )

@@ -8,14 +8,18 @@ added to in place. (`fms_acceleration_foak/kernels/unsloth`, `fused_ops/unsloth_
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.benchmarks.score.packed import PackedLinear
+from finetune.estimator.trace.fake_cuda import replaced
+from tests.benchmarks.score.jobs import Job
 
 
 class _Norm(torch.autograd.Function):
@@ -33,7 +37,10 @@ class _Norm(torch.autograd.Function):
 
 
 def _weight(layer: nn.Linear) -> Tensor:
-    return layer.dequantised() if isinstance(layer, PackedLinear) else layer.weight
+    """The weight [N, K], made for the moment where it is packed."""
+    if layer.weight.dtype is not torch.uint8:
+        return layer.weight
+    return layer.weight.new_empty(layer.out_features, layer.in_features, dtype=torch.bfloat16)
 
 
 def _product(x: Tensor, layer: Any, drop: float) -> tuple[Tensor, Tensor]:
@@ -95,7 +102,18 @@ def _adapter_weights(layers: list[Any]) -> list[Tensor]:
     return [w for p in layers for w in (p.lora_A["default"].weight, p.lora_B["default"].weight)]
 
 
-def fuse_attention(attention: Any, drop: float) -> None:
+def fuse(model: Any, job: Job) -> None:
+    """Put the kernels into every norm, and with adapters into every attention, in place."""
+    drop = float(dict(job.adapter_options).get("lora_dropout", 0.0))
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            module.forward = types.MethodType(lambda self, x: _Norm.apply(x, self.weight), module)
+        elif name.endswith("Attention") and job.adapter:
+            _fuse_attention(module, drop)
+
+
+def _fuse_attention(attention: Any, drop: float) -> None:
     """q_proj, k_proj, v_proj in one function, o_proj in another."""
     three = [attention.q_proj, attention.k_proj, attention.v_proj]
     waiting: list[Tensor] = []
@@ -116,6 +134,11 @@ def fuse_attention(attention: Any, drop: float) -> None:
     attention.o_proj.forward = types.MethodType(forward_one, attention.o_proj)
 
 
-def fuse_norm(norm: Any) -> None:
-    """`fast_rms_layernorm`."""
-    norm.forward = types.MethodType(lambda self, x: _Norm.apply(x, self.weight), norm)
+@contextlib.contextmanager
+def rotation_in_place(architecture: str) -> Iterator[None]:
+    """The tensors that rotation gets are those that it returns."""
+    modeling = importlib.import_module(
+        f"transformers.models.{architecture}.modeling_{architecture}"
+    )
+    with replaced([(modeling, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))]):
+        yield
