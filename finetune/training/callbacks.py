@@ -1,4 +1,4 @@
-"""What is written and shown while a run trains."""
+"""Callbacks that write and show a run while it trains: `metrics.jsonl`, a progress bar."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""float16 compute: a loss scale that finds its own size.
+"""float16 and float32 compute: a loss scale that finds its own size, and products nobody rounds.
 
-float16 holds magnitudes from 6e-8 to 65,504, where bfloat16 and float32 hold 1e-38 to 3e38. Most
+*float16* holds magnitudes from 6e-8 to 65,504, where bfloat16 and float32 hold 1e-38 to 3e38. Most
 gradients of a language model lie below 1e-4 and many below 6e-8: in float16 they would be zero. So
 the loss is multiplied by a scale S before the backward, which multiplies every gradient by S, and
 gradients are divided by S in float32 before they are clipped and applied (Micikevicius et al. 2017,
@@ -10,15 +10,20 @@ arXiv 1710.03740). S is found by trial:
     `growth_interval` steps without:   S := S · 2                            (growth)
 
 A skipped step changes no weight and no moment, and the learning rate waits. The scaler is torch's
-(`torch.amp.GradScaler`), run by Accelerate, which makes none on a CPU and autocasts nothing there:
-that is made good here, so that the same run can be rehearsed without a GPU (float16 on a CPU is
-slow: a step of the tiny recipes takes about 3 times that of float32). A fused optimizer skips
-inside its kernel and tells nobody, so that the learning rate goes on and skipped steps count as
-steps: here it is skipped like any other.
+(`torch.amp.GradScaler`), run by Accelerate. Accelerate 1.15 makes none on a CPU and autocasts
+nothing there, which `complete` adds, so that the same run can be rehearsed without a GPU (float16
+on a CPU is slow: a step of the tiny recipes takes about 3 times that of float32).
 
 Limits: weights that train must be float32. A float16 gradient divided by S would be zero again, and
 PyTorch on CUDA divides none in bfloat16 (pytorch issue 127176). Frozen weights may be of any type.
-S never falls below 1: a run that overflows there does not want for a smaller scale, and is stopped.
+S never falls below 1: a run that overflows there needs no smaller scale, and is stopped.
+
+*float32* is the debugging mode. Operands of type float32 do not mean float32 products: PyTorch may
+round them first, by settings of the process that any library can change and that no type shows, to
+TF32 (10 bits of significand instead of 23) on NVIDIA GPUs, for convolutions by default; to TF32 or
+bfloat16 in oneDNN on CPUs. While `compute=fp32` is in force these settings are `ieee`, and after
+the first step they are checked once more. Source: PyTorch notes on numerical accuracy,
+`torch.backends.*.fp32_precision`.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError, ProofError
 
 SMALLEST_SCALE = 1.0
+
+# ----------------------------------------------------------------------------------------- float16
 
 
 def scaler_arguments(precision: PrecisionConfig) -> dict[str, Any]:
@@ -85,7 +92,11 @@ def refuse_half_weights(model: nn.Module) -> None:
 
 
 def skip_like_any_other(optimizer: torch.optim.Optimizer) -> None:
-    """Take a fused optimizer's own way of skipping from it. It is skipped from outside then."""
+    """Have the steps of a fused optimizer skipped from outside, like those of any other.
+
+    It would skip inside its kernel and report nothing: the learning rate would go on, and skipped
+    steps would count as steps.
+    """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer._step_supports_amp_scaling = False
 
@@ -103,23 +114,7 @@ def refuse_vanished_scale(scale: float, skipped: int) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------
-# float32 compute: the debugging mode, in which nothing is rounded behind one's back.
-#
-# Operands of type float32 do not mean float32 products. PyTorch may round them first, by settings
-# of
-# the process that any library can change and that no type shows: to TF32 (10 bits of significand
-# instead of 23) on NVIDIA GPUs, for convolutions by default; to TF32 or bfloat16 in oneDNN on CPUs.
-# While `compute=fp32` is in force these settings are `ieee`, and after the first step they are
-# looked
-# at once more. Source: PyTorch notes on numerical accuracy, `torch.backends.*.fp32_precision`.
-#
-# PyTorch keeps an older form of the same settings beside them
-# (`torch.set_float32_matmul_precision`,
-# `torch.backends.cudnn.allow_tf32`), and raises where code reads the older form while the two
-# differ,
-# as `torch.compile` does. So both are set.
-
+# ----------------------------------------------------------------------------------------- float32
 
 EXACT = "ieee"
 
@@ -153,6 +148,8 @@ def make_exact() -> Callable[[], None]:
 
 
 def _set(values: dict[str, str]) -> None:
+    # torch 2.13 keeps an older form of the same settings beside them, and raises where code reads
+    # that while the two differ, as torch.compile does. So both are set.
     on_cpu, on_gpu = values["mkldnn.matmul"], values["cuda.matmul"]
     older = "medium" if on_cpu == "bf16" else ("high" if on_gpu == "tf32" else "highest")
     torch.set_float32_matmul_precision(older)

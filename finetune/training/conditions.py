@@ -1,4 +1,4 @@
-"""What really ran, as far as a fair pair of runs has to share it.
+"""The conditions of a run: what really ran, as far as a fair pair of runs has to share it.
 
 `receipt.json` holds it under `conditions`, one entry a condition. Everything is read off the
 objects that trained (the trainer's optimizer, the prepared model, its configuration), not off the

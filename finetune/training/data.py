@@ -1,7 +1,7 @@
 """From `DataConfig` to the rows that `SFTTrainer` expects.
 
-A format is recognised by its columns and said; rows are mapped to one of TRL's own formats, and
-tokenising, masking and packing are TRL's.
+A format is recognized by its columns and shown; rows are mapped to one of TRL's own formats, and
+tokenizing, masking and packing are TRL's.
 
     columns                             becomes
     messages | conversations            messages            (loss on the assistant's turns)
@@ -40,7 +40,7 @@ class Rows:
     Attributes:
         train: rows to train on.
         eval: held-out rows, None when there are none.
-        description: what was recognised, in a few words.
+        description: what was recognized, in a few words.
         settings: arguments of `SFTConfig` that go with the format, unless the recipe sets them.
     """
 
@@ -51,7 +51,7 @@ class Rows:
 
 
 def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Rows:
-    """Load, recognise, split.
+    """Load rows, recognize their format, and split off held-out ones.
 
     Args:
         data: which rows.
@@ -70,7 +70,7 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
     if data.max_rows is not None:
         rows = rows.select(range(min(data.max_rows, len(rows))))
     source = data.path or data.name or ""
-    kind, convert = _recognise(rows, bool(tokenizer.chat_template), source)
+    kind, convert = _recognize(rows, bool(tokenizer.chat_template), source)
     if kind == "messages" and not tokenizer.chat_template:
         raise DataError(
             "these rows are chat messages, and the model's tokenizer has no chat template",
@@ -82,7 +82,7 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
     rows = _convert(rows, convert, source)
     if held_out is not None:
         held_source = data.eval_path or source
-        _, convert = _recognise(held_out, bool(tokenizer.chat_template), held_source)
+        _, convert = _recognize(held_out, bool(tokenizer.chat_template), held_source)
         held_out = _convert(held_out, convert, held_source)
     elif data.eval_fraction > 0 and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
@@ -245,7 +245,7 @@ def _load_hub(data: DataConfig, name: str, split: str) -> Dataset:
 Converter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def _recognise(rows: Dataset, chat: bool, source: str) -> tuple[str, Converter]:
+def _recognize(rows: Dataset, chat: bool, source: str) -> tuple[str, Converter]:
     columns = set(rows.column_names)
     if "messages" in columns:
         return "messages", _messages("messages")
@@ -345,28 +345,23 @@ def _convert(rows: Dataset, convert: Converter, source: str) -> Dataset:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------
-# Rows of random tokens, for a model of random weights: no hub, no file, no padding.
-#
-# `diagnose --weights random` and `benchmark` train on them. Each row is as long as is asked, which
-# is
-# what packing makes of real rows too, so the matmuls have the sizes that they have in a run. What
-# is
-# learned from them is nothing.
-
+# ------------------------------------------------------------------------------------ random rows
 
 MASKING = ("assistant_only_loss", "completion_only_loss")
 """Settings of `SFTConfig` about parts of a row, which these do not have."""
 
 
 def random_rows(model: ModelConfig, count: int, length: int, seed: int) -> Dataset:
-    """Token ids to train on, `count` rows of `length`, alike for equal seeds.
+    """Token ids to train a model of random weights on, without hub, file or padding.
+
+    `diagnose --weights random` and `benchmark` train on them. Each row has the full length, which
+    is what packing makes of real rows too, so the matmuls have the sizes that they have in a run.
 
     Args:
         model: ids are below the size of its vocabulary.
         count: rows.
         length: tokens of each.
-        seed: of the draw.
+        seed: equal seeds give equal rows.
     """
     import torch
     from datasets import Dataset

@@ -1,12 +1,16 @@
-"""`eval.tasks`: tasks of lm-eval, found and loaded before training (`scoring` scores them).
+"""`eval.tasks`: a model's scores on tasks of lm-eval.
 
-A task is lm-eval's own definition: prompt, metric and version are those that others report. What
-can be replaced is where its rows come from: with `eval.data` a definition is handed on under its
-own name with local files in place of the hub's data set, and nothing is fetched. One task is
+    load_tasks   before training: whatever may fail fails there (the library, names, rows, columns)
+    score        afterwards, on the model as it is in memory
+
+A task is lm-eval's own definition: prompt, metric, standard error and version are those that others
+report. Where its rows come from can be replaced: with `eval.data` a definition is handed on under
+its own name with local files in place of the hub's data set, and nothing is fetched. One task is
 packaged (`builtin:harbour_choice`).
 
-Everything that may fail fails before training: the library, the names, the rows, their columns
-(lm-eval builds the first question when it loads a task).
+Layers run in the precision of evaluation, FP8 only with `precision.eval=fp8`, and the model and
+every random generator are afterwards as before. The standard error says what a score is worth: on
+1,000 rows of two equally likely outcomes it is 1.6 points.
 
 Limits: lm-eval reads some 14,000 definitions to know a name, which takes several seconds where the
 name is not that of a folder of them. One process scores; FSDP's sharded weights are refused.
@@ -55,7 +59,7 @@ def refuse_sharded(config: RunConfig) -> None:
 
 
 def load_tasks(eval: EvalConfig) -> list[Any]:
-    """The tasks and groups of lm-eval that are asked, with their rows; `[]` if none is.
+    """Load the requested tasks and groups of lm-eval with their rows; `[]` where there are none.
 
     Raises:
         MissingExtraError: lm-eval is not installed.
@@ -73,7 +77,7 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
             fix="leave it out, or name a task whose rows are in that folder",
         )
     require("eval.tasks", "lm_eval", EVAL_EXTRA)
-    names = [_plain(name) for name in eval.tasks]
+    names = [name.removeprefix(BUILTIN) for name in eval.tasks]
     with tempfile.TemporaryDirectory() as folder:
         manager = manager_of(eval.tasks)
         local = _local_definitions(eval, manager, names)
@@ -103,12 +107,8 @@ def _set_shots(name: str, task: Any, shots: int | None) -> None:
 # ------------------------------------------------------------------------------------- definitions
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix(BUILTIN)
-
-
 def manager_of(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
-    """What knows these names: the packaged ones, a folder of lm-eval's, or all of lm-eval's."""
+    """The index of these names: of packaged tasks, of a folder of lm-eval's, or of all of it."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
@@ -116,7 +116,7 @@ def manager_of(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
     packaged, folders = {path.name for path in PACKAGED.iterdir()}, [PACKAGED]
     for name in names:
         if name.startswith(BUILTIN):
-            if _plain(name) not in packaged:
+            if name.removeprefix(BUILTIN) not in packaged:
                 known = sorted(BUILTIN + task for task in packaged)
                 hint = nearest(name, known)
                 raise ConfigError(
@@ -244,15 +244,7 @@ def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalCon
     return [built["groups"][name]] if name in built["groups"] else list(built["tasks"].values())
 
 
-# ------------------------------------------------------------------------------------------
-# A model's scores on tasks of lm-eval, as it is in memory.
-#
-# The metrics, their standard errors and the versions of the tasks are lm-eval's. Layers run in the
-# precision of evaluation, FP8 only with `precision.eval=fp8`, and the model and every random
-# generator are afterwards as before. What a score is worth is in its standard error: on 1,000 rows
-# of
-# two equally likely outcomes it is 1.6 points.
-
+# ------------------------------------------------------------------------------------------ scores
 
 BOOTSTRAPS = 1000
 """Resamples behind a standard error that has no formula; lm-eval's 100,000 take minutes."""
@@ -286,9 +278,9 @@ def score(
 
     around: Any = autocast(config.precision.compute, model.device.type)
     wanted, loaded = config.eval, manager_of(()).load(tasks)
-    # Its progress bars cannot be switched off, and are lines upon lines in a log.
-    bars = contextlib.nullcontext() if sys.stderr.isatty() else _bars_aside()
-    with undisturbed(model), torch.no_grad(), bars:
+    # lm-eval 0.4.13: its progress bars cannot be switched off, and fill a log with lines.
+    errors = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    with undisturbed(model), torch.no_grad(), contextlib.redirect_stderr(errors):
         random.seed(0)  # the seeds of lm-eval's own command line
         np.random.seed(SEED)
         torch.manual_seed(SEED)
@@ -314,10 +306,6 @@ def score(
         assert console is not None
         console.print(f"{name}: {describe(row)}", highlight=False, soft_wrap=True)
     return found
-
-
-def _bars_aside() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.redirect_stderr(io.StringIO())
 
 
 def _row(results: dict[str, Any], name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 # Keys of a recipe's `precision` that have another name here, or none.
-_OTHERWISE = {
+_OTHER_NAMES = {
     "format": "it is called fp8_format here",
     "eval": "it is called eval_precision here",
     "compute": "it is always fp8 here; BF16 and FP16 are plain Trainers' own, or a recipe's",
@@ -60,8 +60,8 @@ def setup_fp8_mixed_precision_training(
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     The first steps are a proof (see `finetune.precision.proof.proof`); `finetune.get_receipt()`
-    tells what ran. A
-    second call replaces the first, `teardown_fp8_mixed_precision_training()` undoes it.
+    says what ran. A second call replaces the first, `teardown_fp8_mixed_precision_training()`
+    undoes it.
 
     Args:
         backend: engine; `auto` takes Transformer Engine or torchao where the GPU has FP8.
@@ -103,7 +103,7 @@ def setup_fp8_mixed_precision_training(
     unknown = more.keys() - inspect.signature(Accelerator).parameters.keys()
     if unknown:
         word = sorted(unknown)[0]
-        hint = _OTHERWISE.get(word) or nearest(word, [*named, *others])
+        hint = _OTHER_NAMES.get(word) or nearest(word, [*named, *others])
         raise UnknownArgumentError(
             f"there is no setting {word!r}" + (f"; {hint}" if hint else ""),
             where="setup_fp8_mixed_precision_training(...)",
@@ -156,7 +156,7 @@ def teardown_fp8_mixed_precision_training() -> None:
 
 
 def get_receipt() -> Receipt:
-    """What ran under the session in force.
+    """The receipt of what ran under the session in force.
 
     Raises:
         OrderError: no session is in force.

@@ -1,15 +1,14 @@
-"""What a run really held: the peak of its memory, measured while it trains.
+"""The memory that a run really held: its peak, measured while it trains.
 
 On a GPU torch's allocator counts by itself: its peaks are set back when training begins, so that
-loading is not mixed in, and read when it ends. On a CPU nobody counts, so the live tensors of one
-whole optimizer step are (`finetune.training.memory_meter`): its micro-batches' forward and
-backward, and the
-update. That is the third step; later where the proof still looks at weights then, since what it
-computes is no part of training; earlier where a run is shorter; never the first, which is
-witnessed and has no optimizer states yet. Other steps run as they would without this.
+loading is not mixed in, and read when it ends. On a CPU nobody counts, so `LiveTensors` counts the
+live tensors of one whole optimizer step: its micro-batches' forward and backward, and the update.
+That is the third step; later where the proof still looks at weights then, since what it computes is
+no part of training; earlier where a run is shorter; never the first, which is witnessed and has no
+optimizer states yet. Other steps run as they would without this.
 
-A dispatch mode does not go with compiled layers, so those runs are not measured on a CPU. One
-process measures itself.
+Limits: a dispatch mode does not go with compiled layers, so those runs are not measured on a CPU.
+One process measures itself.
 """
 
 from __future__ import annotations
@@ -186,31 +185,29 @@ def known(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return found
 
 
-# ------------------------------------------------------------------------------------------
-# How many bytes of tensors are alive, and how many were at most: counted, on any device.
-#
-# A dispatch mode sees every operator's results. Their storages are counted once each, however many
-# tensors share one, and given back by a weak reference when the storage dies, which is when the
-# allocator gets it back. So `with LiveTensors(parameters) as live:` around a training step knows
-# the
-# bytes that weights, saved activations, gradients, optimizer states and temporaries hold at any
-# moment. Sorting them is a matter of asking at the right moment: before forward, at its end, at the
-# peak.
-#
-# What it cannot see: buffers inside one kernel, what an allocator rounds up or keeps cached, and
-# tensors made before that it was not told of. What an operator written in Python makes in passing
-# counts as inside of it. Wrapper subclasses (torchao's) count as what they wrap. `thorough` sees
-# the
-# last two: an operand that was not known must have been there before, so it is counted from the
-# beginning; and a wrapper's operator is left to the wrapper, whose own operators come by one at a
-# time.
-#
-# torch has `torch.distributed._tools.mem_tracker`, which sorts by hooks on modules and is private;
-# `tests/training/test_live_tensors.py` holds the peak of a step to be the same in both.
+# -------------------------------------------------------------------------------- tensors alive
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts storages while it is entered.
+    """Counts the bytes of tensors that are alive, on any device.
+
+    A dispatch mode sees every operator's results. Their storages are counted once each, however
+    many tensors share one, and given back by a weak reference when the storage dies, which is when
+    the allocator gets it back:
+
+        with LiveTensors(model.parameters()) as live:
+            loss = model(x)         # live.bytes: weights, saved activations
+            loss.backward()         # live.peak: the most at any moment
+
+    Not seen: buffers inside one kernel, what an allocator rounds up or keeps cached, and tensors
+    made before that are not among `known`. What an operator written in Python makes counts as
+    inside of it; wrapper subclasses (torchao's) count as what they wrap. With `thorough` the last
+    two are seen: an operand that was not known must have been there before, so it is counted from
+    the beginning; and a wrapper's operator is left to the wrapper, whose own operators are
+    dispatched one at a time.
+
+    torch has `torch.distributed._tools.mem_tracker`, which is private (torch 2.13);
+    `tests/training/test_live_tensors.py` holds the peak of a step to be the same in both.
 
     Attributes:
         bytes: held now.

@@ -23,7 +23,7 @@ TINY_LLAMA = ASSETS / "tiny_llama"
 
 
 def locate(model: ModelConfig) -> str:
-    """What to hand to `from_pretrained`: a folder of the package, a local folder, or a hub id.
+    """The argument for `from_pretrained`: a folder of the package, a local folder, or a hub id.
 
     Raises:
         ModelNotFoundError: an unknown `builtin:` name, or a path that is not there.

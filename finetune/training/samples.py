@@ -1,11 +1,19 @@
-"""What a model says: greedy answers to a few prompts, also in the middle of training.
+"""Samples: greedy answers to a few prompts, also in the middle of training.
 
-Asking must leave training as it was. So around it (`undisturbed`) the state of every random
-generator is kept, each module gets its own mode back, amax histories of delayed scaling are put
-back (with `precision.eval=fp8` a forward in evaluation records amaxes), and compiled decoder layers
-run as they were written: prompts have lengths of their own, and each would be compiled anew until
-the compiler gives up, on the training step as well. Layers run in the precision of evaluation,
-`precision.eval`, and what is not FP8 in the type of autocast that training has.
+A loss says that something is learned, an answer says what. The prompts are fixed and the answers
+greedy, so what changes from one evaluation to the next is the model. Layers run in the precision of
+evaluation, `precision.eval`, and what is not FP8 in the type of autocast that training has.
+
+Asking leaves training as it was, bit by bit (`undisturbed`). Put back are the state of every random
+generator, the mode of each module, and amax histories of delayed scaling, since with
+`precision.eval=fp8` a forward in evaluation records amaxes. Compiled decoder layers run as they
+were written: prompts have lengths of their own, and each would be compiled anew until the compiler
+gives up, on the training step as well. Neither tokens/s nor utilization nor the measured memory
+counts an answer: `SampleWriter` comes before the callbacks that measure.
+
+Limits: one process asks, the others wait at their next exchange. Weights that FSDP shards are not
+whole on any process: nothing is asked, and that is said. Where memory is too short to answer, the
+run goes on without.
 """
 
 from __future__ import annotations
@@ -138,8 +146,6 @@ def answer(
         compute: the run's `precision.compute`, which decides the type of autocast.
         generation: more arguments of `generate`.
     """
-    import torch
-
     samples = []
     with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
         for prompt in prompts:
@@ -155,9 +161,7 @@ def answer(
 
 
 def autocast(compute: str, device: str) -> contextlib.AbstractContextManager[Any]:
-    """What training has around its forward: BF16 or FP16, nothing with FP32."""
-    import torch
-
+    """Autocast as training has it around a forward: BF16 or FP16, nothing with FP32."""
     if compute not in AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device, dtype=getattr(torch, AUTOCAST[compute]))
@@ -167,7 +171,6 @@ def autocast(compute: str, device: str) -> contextlib.AbstractContextManager[Any
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluate inside; generators, modes of modules and scaling state are afterwards as before."""
     import numpy as np
-    import torch
 
     from finetune.precision.convert import conversion_of
 
@@ -197,20 +200,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             np.random.set_state(generators[1])
 
 
-# ------------------------------------------------------------------------------------------
-# Answers at each evaluation: on the terminal, in `metrics.jsonl`, the last ones in the report.
-#
-# A loss says that something is learnt, an answer says what. The prompts are fixed and the answers
-# greedy, so what changes from one evaluation to the next is the model. They are asked after the
-# held-out loss and before anyone's clock goes on: neither tokens/s nor utilisation nor the measured
-# memory counts them (the callback comes before those in the trainer's list), and training goes on
-# bit
-# by bit as without them (`finetune.training.samples`).
-#
-# Limits: one process asks, the others wait at their next exchange. Weights that FSDP shards are not
-# whole on any process: nothing is asked, and that is said. Where the memory is too short to answer,
-# the run goes on without.
-
+# --------------------------------------------------------------------------------- while it trains
 
 PROMPT, ANSWER = 40, 120
 """Longest prompt and answer on the terminal, in characters; `metrics.jsonl` has them whole."""
