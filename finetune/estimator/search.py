@@ -17,8 +17,9 @@ linear in tokens, a mask of packed rows quadratic.
 compute capability, and one of several GPUs any number of them. The best GPU is found by looking at
 all of the table; the fewest by doubling.
 
-    70B on H100: 1, 2, 4 and 8 GPUs need 270, 141, 77 and 45 GiB each of 79.2: 4 are tight, 8 fit.
-    Two rehearsals, one of a GPU alone and one of several.
+    8B in full, BF16, on RTX 4090s of 23.6 GiB: 1, 2, 4, 8, 16, 32 and 64 GPUs need 67.5, 70.7,
+    48.1, 36.8, 31.1, 28.2 and 26.8 GiB each, so none fits. Two rehearsals say so: one of a GPU
+    alone, and one of several, which gather weights.
 """
 
 from __future__ import annotations

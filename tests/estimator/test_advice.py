@@ -71,6 +71,17 @@ def seen(monkeypatch):
 _REAL, _DONE = advice.rehearse_first_layers, {}
 
 
+_MEASURED: dict[tuple[str, str], Measured] = {}
+
+
+def measured_once(config: RunConfig, place: Place) -> Measured:
+    """A run measured once for all tests of this file: the size of the memory changes nothing."""
+    key = (config.model_dump_json(), str(place))
+    if key not in _MEASURED:
+        _MEASURED[key] = measure(config, place)
+    return _MEASURED[key]
+
+
 def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
     """The run as a user would get it: the recipe written down, and the change typed behind it."""
     from finetune.config.yaml import dump_yaml
@@ -81,7 +92,7 @@ def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
 
 
 def advised(config: RunConfig, place: Place) -> tuple[Measured, Advised]:
-    measured = measure(config, place)
+    measured = measured_once(config, place)
     return measured, advise(measured, place)
 
 
@@ -165,7 +176,7 @@ def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
     measured, found = advised(config, place)
     best = found.faster[0]
     assert best.change == ("model.attention=flash_attention_2",)
-    other = measure(typed_again(config, best, tmp_path), place)
+    other = measured_once(typed_again(config, best, tmp_path), place)
     gain = other.pace.tokens_per_s / measured.pace.tokens_per_s
     assert gain == pytest.approx(1 / (1 + best.slower))
     assert gain > 1.1
@@ -190,7 +201,7 @@ def test_what_is_advised_frees_what_it_says(run, tmp_path, name, overrides, memo
     for one in found.each[:3]:
         if any("expandable" in word for word in one.change):
             continue
-        other = measure(typed_again(config, one, tmp_path), place)
+        other = measured_once(typed_again(config, one, tmp_path), place)
         assert one.frees == measured.footprint.allocated - other.footprint.allocated > 0
         assert one.fit == other.footprint.fit(place.memory_bytes)
         assert one.slower == pytest.approx(
@@ -211,7 +222,7 @@ def test_what_is_said_to_fit_together_fits(run, tmp_path, memory):
     measured, found = advised(config, place)
     assert found.fit != "fits"
     assert found.together is not None
-    other = measure(typed_again(config, found.together, tmp_path), place).footprint
+    other = measured_once(typed_again(config, found.together, tmp_path), place).footprint
     if any("expandable" in word for word in found.together.change):
         other = other.in_expandable_segments()
     assert found.together.fit == other.fit(place.memory_bytes) == "fits"
@@ -257,7 +268,7 @@ def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
 
     monkeypatch.setattr(FirstLayers, "at", shared)
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=2.2)
-    found = advise(measure(config, place), place)
+    found = advise(measured_once(config, place), place)
     many = [one for one in found.each if one.rank == "devices"]
     assert found.each[-len(many) :] == tuple(many)
     assert {one.change[0] for one in many} == {"--gpus 2", "--gpus 4", "--gpus 8"}
