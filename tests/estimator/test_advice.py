@@ -186,6 +186,7 @@ def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
 # ------------------------------------------------------------------------- a run that does not fit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides", "memory"),
     [
@@ -216,7 +217,7 @@ def test_the_order_is_rank_and_then_cost_in_speed(run):
     assert len({one.change for one in found.each}) == len(found.each)
 
 
-@pytest.mark.parametrize("memory", [2.2, 3.0, 4.0])
+@pytest.mark.parametrize("memory", [pytest.param(2.2, marks=pytest.mark.slow), 3.0, 4.0])
 def test_what_is_said_to_fit_together_fits(run, tmp_path, memory):
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=memory)
     measured, found = advised(config, place)
