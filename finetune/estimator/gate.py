@@ -27,8 +27,8 @@ from finetune.estimator.measure import Measured, changed, measure
 from finetune.estimator.place import Place
 from finetune.hardware.device import GIB, Device, available_gib
 from finetune.hardware.gpus import find_gpu
-from finetune.storage.held_layers import held_bytes, held_layers
-from finetune.storage.sizes import fp8_bytes
+from finetune.precision.layers import linear_shape
+from finetune.storage.sizes import fp8_bytes, stored_bytes
 from finetune.training.memory_meter import Batch
 from finetune.training.model import is_published_fp8
 from finetune.training.preflight import Preflight, processes
@@ -204,6 +204,8 @@ def bound(
     """
     from torch import nn
 
+    from finetune.storage.loading import stored_layers
+
     every = list(model.parameters())
     training = [p for p in every if p.requires_grad]
     optimizer = chosen(train)
@@ -213,9 +215,13 @@ def bound(
         for p in training
     )
     weights = sum(p.numel() * p.element_size() for p in every)
-    for layer in held_layers(model, storage).values():
+    for layer in stored_layers(model, storage).values():
+        shape = linear_shape(layer)
         assert storage is not None
-        weights += held_bytes(layer, storage) - layer.weight.numel() * layer.weight.element_size()
+        assert shape is not None
+        weights += (
+            stored_bytes(storage, *shape) - layer.weight.numel() * layer.weight.element_size()
+        )
     for layer in plan.held:
         plain: Any = model.get_submodule(layer.name).weight
         scales = None if layer.held == "row" else 1

@@ -1,6 +1,6 @@
 """`load_in_fp8`: a model whose linear layers hold their weights as FP8 codes.
 
-This is about *storage*: half the memory of BF16, every matmul in 16 bits from weights dequantised
+This is about *storage*: half the memory of BF16, every matmul in 16 bits from weights dequantized
 for it. For inference, and as a frozen base of adapters. FP8 *compute*, which trains, is
 `setup_fp8_mixed_precision_training`.
 
@@ -8,22 +8,30 @@ for it. For inference, and as a frozen base of adapters. FP8 *compute*, which tr
     model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
 
     checkpoint                          layers hold, without `granularity`
-    16 or 32 bits                       codes quantised on loading, one scale a row
+    16 or 32 bits                       codes quantized on loading, one scale a row
     our own (`save_pretrained`)         the same bits
     `fp8` (DeepSeek, Qwen), or          the published codes bit for bit, with their scales
     compressed-tensors float-quantized
 
 Given a `granularity`, published codes get such scales instead (`finetune.precision.rescaling`), so
 that a base which others published in blocks can be multiplied in FP8 row by row.
+
+`build_stored` makes such a model of random weights. It is built on the meta device: shapes, no
+memory. Then one decoder layer at a time gets memory, its model's own initialization, and codes in
+place of the weights to be stored. The peak is the codes so far and one decoder layer in high
+precision: an 8B model is made in the memory of its codes. A decoder layer is the unit, not a linear
+layer, since a model may initialize a weight a second time with the block around it (GPT-2 scales
+`c_proj` so). Buffers without a file, such as rotary frequencies, are as the model initializes them.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +39,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers import initialization as init
 
 import finetune.storage.bdh  # noqa: F401  makes our own model types known
+from finetune.config.schema import Storage
 from finetune.errors import ConfigError, ModelNotFoundError, PlanError
-from finetune.precision.layers import leave_out, resolve
+from finetune.precision.layers import leave_out, resolve, storable
 from finetune.precision.rescaling import release, requantise
 from finetune.precision.weights import Granularity, hold, iter_stored
+from finetune.storage import nf4
 from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of
 from finetune.storage.quantizer import (
     Fp8StorageConfig,
@@ -42,11 +52,6 @@ from finetune.storage.quantizer import (
     adopt,
     check_granularity,
 )
-
-if TYPE_CHECKING:
-    import os
-
-    from transformers import PretrainedConfig, PreTrainedModel
 
 # What `from_pretrained` hands on to where a configuration comes from.
 HUB = (
@@ -73,7 +78,7 @@ def load_in_fp8(
 ) -> PreTrainedModel:
     """A pretrained model that holds the weights of its linear layers in FP8.
 
-    Weights are quantised one by one while they are read: the model never exists in high precision.
+    Weights are quantized one by one while they are read: the model never exists in high precision.
     The output head, embeddings, norms and routers stay in `dtype`, and every parameter is frozen.
 
     Args:
@@ -94,18 +99,16 @@ def load_in_fp8(
         ConfigError: an unknown granularity, or a device map that offloads.
         ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
         PlanError: no linear layer to store, or a pattern that matches none.
-        StorageNotComputeError: the checkpoint is quantised in another way, or broken.
+        StorageNotComputeError: the checkpoint is quantized in another way, or broken.
     """
     wanted = check_granularity(granularity) if granularity is not None else None
     keep = [keep] if isinstance(keep, str) else list(keep)
-    _refuse_other_configs(kwargs)
-    source, config = _config_of(model_name_or_path, kwargs)
-    if _quantised(config) is None:
-        storage = Fp8StorageConfig(wanted or "row", keep)
-        return _load(source, config, dtype, auto_class, kwargs, storage)
-    model = _load(source, config, dtype, auto_class, kwargs)
-    left = leave_out(model, [name for name, _ in iter_stored(model)], keep)
-    return _conform(model, dict.fromkeys(left, wanted))
+
+    def published(model: Any) -> dict[str, Granularity | None]:
+        return dict.fromkeys(leave_out(model, [n for n, _ in iter_stored(model)], keep), wanted)
+
+    storage = Fp8StorageConfig(wanted or "row", keep)
+    return _load(model_name_or_path, storage, published, dtype, auto_class, kwargs)
 
 
 def load_stored(
@@ -121,7 +124,7 @@ def load_stored(
 
     Args:
         source: as `model_name_or_path` of `load_in_fp8`; published codes that are in `names` get
-            scales of this granularity, and those that are not are dequantised.
+            scales of this granularity, and those that are not are dequantized.
         names: dotted names of linear layers of the plain model.
         granularity: what shares a scale.
         dtype: of everything else.
@@ -132,43 +135,90 @@ def load_stored(
         ConfigError, ModelNotFoundError, StorageNotComputeError: as `load_in_fp8`.
         PlanError: a name that is no linear layer of the model.
     """
-    granularity = check_granularity(granularity)
-    _refuse_other_configs(kwargs)
-    source, config = _config_of(source, kwargs)
-    if _quantised(config) is None:
-        storage = Fp8StorageConfig(granularity, modules={granularity: names})
-        return _load(source, config, dtype, auto_class, kwargs, storage)
-    model = _load(source, config, dtype, auto_class, kwargs)
-    return _conform(model, dict.fromkeys(resolve(model, names), granularity))
+    storage = Fp8StorageConfig(granularity, modules={granularity: names})
+
+    def published(model: Any) -> dict[str, Granularity | None]:
+        return dict.fromkeys(resolve(model, names), granularity)
+
+    return _load(source, storage, published, dtype, auto_class, kwargs)
+
+
+def stored_layers(model: nn.Module, storage: Storage | None) -> dict[str, Any]:
+    """Layers of a frozen base that `model.storage` keeps in FP8 or NF4, by name.
+
+    Args:
+        model: plain or with adapters, also on the meta device, where nothing is loaded yet.
+        storage: `model.storage` of the run.
+
+    Raises:
+        PlanError: there is no layer that could be stored in FP8.
+    """
+    if storage == "fp8":
+        return {name: model.get_submodule(name) for name in storable(model)}
+    return nf4.stored_linears(model) if storage == "nf4" else {}
 
 
 def holds_fp8(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint's weights are FP8 in a layout that is known here, by its `config.json`.
+    """Whether a checkpoint's weights are FP8 in a known layout, by its `config.json`.
 
     Raises:
-        StorageNotComputeError: it says FP8, in a variant that is not.
+        StorageNotComputeError: it says FP8, in an unknown variant.
     """
-    given = _quantised(config)
+    given = _quantization(config)
     return given is not None and given.get("quant_method") in METHODS and bool(layout_of(given))
 
 
-def mark_stored(model: PreTrainedModel) -> PreTrainedModel:
-    """Tell a model, and Transformers, which of its layers are stored; freeze it.
+def _load(
+    name: str | os.PathLike[str],
+    storage: Fp8StorageConfig,
+    published: Callable[[Any], Mapping[str, Granularity | None]],
+    dtype: torch.dtype,
+    auto_class: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Load a checkpoint with stored layers.
 
-    For models that were not made by `from_pretrained`: `save_pretrained` then writes what is needed
-    to read them back, and Trainers know them for what they are.
+    Args:
+        storage: layers to quantize in a checkpoint of 16 or 32 bits.
+        published: loaded model -> the layers that stay stored in one of FP8, and their scales
+            (None: as they are).
     """
-    adopt(model, Fp8StorageQuantizer(Fp8StorageConfig()))
-    return model
+    for other in ("quantization_config", "load_in_4bit", "load_in_8bit"):
+        if other in kwargs:
+            raise ConfigError(
+                f"load_in_fp8 was given {other}",
+                where=other,
+                why="weights can be held in one way",
+                fix=f"AutoModelForCausalLM.from_pretrained(..., {other}=...), or load_in_fp8 "
+                "without",
+            )
+    source = _source(name, kwargs.get("subfolder", ""))
+    try:
+        hub = {key: kwargs[key] for key in HUB if key in kwargs}
+        config = AutoConfig.from_pretrained(source, **hub)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(source, error) from error
+    given = _quantization(config)
+    if given is None:
+        kwargs = {**kwargs, "quantization_config": storage}
+    elif given.get("quant_method") != OWN:
+        layout_of(given)  # refuses what is not FP8 before anything is read
+        # Transformers takes from here that the weights are codes already.
+        config.quantization_config = {"quant_method": OWN, "published": dict(given)}  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        model = auto_class.from_pretrained(source, config=config, dtype=dtype, **kwargs)
+    except OSError as error:
+        raise _not_loaded(source, error) from error
+    return model if given is None else _conform(model, published(model))
 
 
-def _config_of(
-    name: str | os.PathLike[str], kwargs: Mapping[str, Any]
-) -> tuple[str, PretrainedConfig]:
+def _source(name: str | os.PathLike[str], subfolder: str) -> str:
+    """A folder with a `config.json` in it, or a hub id."""
     source = str(name)
     path = Path(source).expanduser()
-    local = path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1
-    if local and not (path / kwargs.get("subfolder", "") / "config.json").is_file():
+    if not (path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1):
+        return source
+    if not (path / subfolder / "config.json").is_file():
         raise ModelNotFoundError(
             f"there is no model in {source!r}",
             where=str(path.resolve()),
@@ -176,12 +226,7 @@ def _config_of(
             fix="give a folder with config.json and safetensors, or a hub id such as "
             "meta-llama/Llama-3.2-1B-Instruct",
         )
-    source = str(path) if local else source
-    try:
-        hub = {key: kwargs[key] for key in HUB if key in kwargs}
-        return source, AutoConfig.from_pretrained(source, **hub)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(source, error) from error
+    return str(path)
 
 
 def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
@@ -193,81 +238,26 @@ def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
     )
 
 
-def _quantised(config: PretrainedConfig) -> Mapping[str, Any] | None:
+def _quantization(config: PretrainedConfig) -> Mapping[str, Any] | None:
     """The `quantization_config` of a checkpoint, of a composite model that of its text part."""
-    text = config.get_text_config(decoder=True)
-    found = getattr(config, "quantization_config", None) or getattr(
-        text, "quantization_config", None
-    )
+    parts = (config, config.get_text_config(decoder=True))
+    found = next((q for c in parts if (q := getattr(c, "quantization_config", None))), None)
     return found if found is None or isinstance(found, Mapping) else found.to_dict()
 
 
-def _refuse_other_configs(kwargs: Mapping[str, Any]) -> None:
-    other = next(
-        (k for k in ("quantization_config", "load_in_4bit", "load_in_8bit") if k in kwargs), None
-    )
-    if other is not None:
-        raise ConfigError(
-            f"load_in_fp8 was given {other}",
-            where=other,
-            why="weights can be held in one way",
-            fix=f"AutoModelForCausalLM.from_pretrained(..., {other}=...), or load_in_fp8 without",
-        )
-
-
-def _load(
-    source: str,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    auto_class: Any,
-    kwargs: dict[str, Any],
-    storage: Fp8StorageConfig | None = None,
-) -> Any:
-    given = _quantised(config)
-    if given is not None and given.get("quant_method") != OWN:
-        layout_of(given)  # refuses what is not FP8 before anything is read
-        # Codes are quantised already, which Transformers knows from here.
-        config.quantization_config = {"quant_method": OWN, "published": dict(given)}  # pyright: ignore[reportAttributeAccessIssue]
-    elif storage is not None:
-        kwargs = {**kwargs, "quantization_config": storage}
-    try:
-        return auto_class.from_pretrained(source, config=config, dtype=dtype, **kwargs)
-    except ModelNotFoundError:
-        raise
-    except OSError as error:
-        raise _not_loaded(source, error) from error
-
-
-def _conform(model: Any, held: Mapping[str, Granularity | None]) -> Any:
-    """Let exactly these layers be stored, under these scales (None: as they are), one by one."""
+def _conform(model: Any, stored: Mapping[str, Granularity | None]) -> Any:
+    """Let exactly these layers be stored, with these scales (None: as they are), one by one."""
     for name, module in list(iter_stored(model)):
-        if name not in held:
-            release(module)
-    stored = dict(iter_stored(model))
-    for name, granularity in held.items():
         if name not in stored:
+            release(module)
+    already = dict(iter_stored(model))
+    for name, granularity in stored.items():
+        if name not in already:
             hold(model.get_submodule(name), granularity or "row")
         elif granularity is not None:
-            requantise(stored[name], granularity)
+            requantise(already[name], granularity)
     adopt(model, model.hf_quantizer)
     return model
-
-
-# ------------------------------------------------------------------------------------------
-# A model of random weights with stored layers, which never exists in high precision.
-#
-# The model is built on the meta device: shapes, no memory. Then one decoder layer at a time gets
-# memory, its model's own initialisation, and codes in place of the weights that are to be stored.
-# At
-# the peak there is what is held already and one decoder layer in high precision, so an 8B model is
-# made in the memory of its codes.
-#
-# A decoder layer is the unit, not a linear layer: a model may initialise a weight a second time
-# with
-# the block that holds it (GPT-2 scales `c_proj` so). Buffers without a file, such as rotary
-# frequencies, are what the model's initialisation makes of them. Whatever it forgets is found,
-# since
-# memory is filled with NaN first.
 
 
 def build_stored(
@@ -309,7 +299,8 @@ def build_stored(
         filling.hold_due(model)
     model.tie_weights()
     _refuse_uninitialised(model)
-    return mark_stored(model)
+    adopt(model, Fp8StorageQuantizer(Fp8StorageConfig()))
+    return model
 
 
 class _Filling:

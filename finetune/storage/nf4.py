@@ -22,14 +22,10 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import PlanError
 from finetune.hardware.device import this_device
 from finetune.precision.holdings import held_as
-from finetune.storage.sizes import nf4_bytes
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
-
-stored_bytes = nf4_bytes
-"""Bytes of one weight, by its number of elements."""
 
 
 def quantization_config() -> BitsAndBytesConfig:
@@ -45,7 +41,7 @@ def quantization_config() -> BitsAndBytesConfig:
     )
 
 
-def held_linears(model: nn.Module) -> dict[str, Any]:
+def stored_linears(model: nn.Module) -> dict[str, Any]:
     """Layers that a base in NF4 holds so, of a plain model or one with adapters, also on meta.
 
     Returns:

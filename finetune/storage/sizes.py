@@ -1,4 +1,4 @@
-"""Bytes of weights that are held small, their scales included; arithmetic that needs no torch.
+"""Bytes of weights stored in FP8 or NF4, their scales included; arithmetic that needs no torch.
 
 A weight in FP8 has a float32 scale for each row, or one. In NF4 (QLoRA: Dettmers et al. 2023, arXiv
 2305.14314, by bitsandbytes with double quantisation) 64 weights in a row share an absmax, which is
@@ -11,10 +11,17 @@ from __future__ import annotations
 
 import math
 
+from finetune.config.schema import Storage
+
 BLOCK = 64
 """Weights of NF4 that share an absmax."""
 SUPERBLOCK = 256
 """Absmaxes that share a float32 scale."""
+
+
+def stored_bytes(storage: Storage, n: int, k: int) -> int:
+    """Bytes of a weight [N, K] under `model.storage`."""
+    return nf4_bytes(n * k) if storage == "nf4" else fp8_bytes(n, k)
 
 
 def nf4_bytes(numel: int) -> int:

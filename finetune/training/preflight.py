@@ -20,7 +20,6 @@ from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionErro
 from finetune.hardware.device import Device, Resolution, resolve
 from finetune.hardware.requirements import check_extras, check_optimizer_here
 from finetune.precision.planner import PrecisionPlan, plan
-from finetune.storage.held_layers import held_layers
 from finetune.training.compute_types import refuse_half_weights
 from finetune.training.model import sketch
 
@@ -283,9 +282,11 @@ def _check_held_layers(config: RunConfig, model: nn.Module, the_plan: PrecisionP
         PlanError: a layer that is held quantised was to train in full, or to compute in a type of
             its own.
     """
+    from finetune.storage.loading import stored_layers
+
     if config.model.storage is None:
         return
-    held = held_layers(model, config.model.storage)
+    held = stored_layers(model, config.model.storage)
     where = f"model.storage={config.model.storage}"
     copies = [name for name in held if "modules_to_save" in name.split(".")]
     if copies:

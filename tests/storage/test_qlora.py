@@ -27,6 +27,7 @@ from finetune.hardware.device import GIB
 from finetune.precision.holdings import held_as, held_weights
 from finetune.precision.planner import plan
 from finetune.storage import nf4
+from finetune.storage.sizes import nf4_bytes
 from finetune.training.model import TINY_LLAMA, load_model, lora_config, sketch
 from finetune.training.preflight import check_settings, preflight
 from tests.conftest import CPU, batch
@@ -201,13 +202,11 @@ def test_stored_bytes_are_those_of_bitsandbytes(numel) -> None:
 
     w = torch.randn(numel // 64, 64)
     codes, state = quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4")
-    assert (
-        nf4.stored_bytes(numel) == codes.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
-    )
+    assert nf4_bytes(numel) == codes.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
 
 
 def test_a_weight_takes_four_bits_and_an_eighth() -> None:
-    assert nf4.stored_bytes(2**24) * 8 / 2**24 == pytest.approx(4.127, abs=5e-4)
+    assert nf4_bytes(2**24) * 8 / 2**24 == pytest.approx(4.127, abs=5e-4)
 
 
 def bound_of(config):
@@ -231,7 +230,7 @@ def test_the_memory_bound_is_what_the_model_holds(base) -> None:
 
 
 def test_the_sketch_holds_what_transformers_holds(base) -> None:
-    held = nf4.held_linears(sketch(load_recipe("tiny_qlora_bf16").config))
+    held = nf4.stored_linears(sketch(load_recipe("tiny_qlora_bf16").config))
     names = {name.removesuffix(".base_layer").removeprefix("base_model.model.") for name in held}
     assert names == {name for name, module in base.named_modules() if held_as(module)}
     assert held_weights(base) == {"nf4": LAYERS}
@@ -277,7 +276,7 @@ def test_random_gpt2_whose_weights_are_stored_transposed(tmp_path) -> None:
     model = load_model(config.model)
     layer = model.transformer.h[0].mlp.c_fc
     assert tuple(layer.weight.quant_state.shape) == (256, 64)
-    assert len(held_layers(model)) == len(nf4.held_linears(sketch(config))) == 8
+    assert len(held_layers(model)) == len(nf4.stored_linears(sketch(config))) == 8
     model(**batch()).loss.backward()
     assert model.lm_head.weight is model.transformer.wte.weight
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from finetune.config.optimizers import Optimizer, state_bytes
 from finetune.config.schema import LoraSection, RunConfig
 from finetune.estimator.closed_form.decoder import Decoder
-from finetune.storage.sizes import fp8_bytes, nf4_bytes
+from finetune.storage.sizes import fp8_bytes, stored_bytes
 
 GIB = 2**30
 FLOAT32 = 4
@@ -170,10 +170,8 @@ def stored_linear(n: int, k: int, decoder: Decoder, config: RunConfig) -> tuple[
     """Bytes of one linear weight [n, k] as stored, and in how many decoder layers it is so."""
     precision, numel, itemsize = config.precision, n * k, itemsize_of(config)
     inner = max(0, decoder.layers - precision.first_n - precision.last_n)
-    if config.model.storage == "nf4":
-        return nf4_bytes(numel), decoder.layers
-    if config.model.storage == "fp8":
-        return fp8_bytes(n, k), decoder.layers
+    if config.model.storage:
+        return stored_bytes(config.model.storage, n, k), decoder.layers
     if precision.compute == "fp8" and precision.frozen == "fp8" and config.lora:
         scales = None if precision.scaling == "rowwise" else 1
         return fp8_bytes(n, k, scales), inner

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from finetune.precision.layers import storable
 from finetune.precision.swap import Swapped, swap
 from finetune.precision.weights import hold
 from finetune.storage import nf4
-from finetune.storage.held_layers import held_layers
+from finetune.storage.sizes import nf4_bytes
 
 TABLES = 4 * (16 + 256 + 1)
 """Bytes that a layer in four bits holds besides: NF4's codes, those of its absmaxes, their mean."""
@@ -83,14 +84,14 @@ def as_four_bit(model: Any) -> None:
 def hold_base(model: nn.Module, storage: str | None) -> None:
     """Hold the frozen base of a model of fake tensors as `model.storage` says."""
     if storage == "fp8":
-        for module in held_layers(model, "fp8").values():
-            hold(module, "row")
+        for name in storable(model):
+            hold(model.get_submodule(name), "row")
     if storage != "nf4":
         return
     from bitsandbytes.nn import Linear4bit
 
     for module in [m for m in model.modules() if isinstance(m, Linear4bit)]:
         shaped: Any = module
-        packed = nf4.stored_bytes(math.prod(shaped.weight.shape)) + TABLES
+        packed = nf4_bytes(math.prod(shaped.weight.shape)) + TABLES
         shaped.weight = nn.Parameter(torch.empty(packed, dtype=torch.uint8), requires_grad=False)
         swap(module, FourBitMixin)
