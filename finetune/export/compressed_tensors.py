@@ -17,9 +17,10 @@ own type (as llm-compressor holds it); codes are made with the scale as it is st
 448 · 6 / amax, which puts the largest block scale at 448. Two codes go into a byte, the first one
 into its low half. Servers multiply by q, k and v (and by gate and up) in one GEMM, under one global
 scale, so these share the largest amax among them. `input_global_scale` is the same of the layer's
-inputs, whose amax must be known beforehand: `finetune.export.compressed_tensors`.
+inputs, whose amax must be known beforehand. It is taken from training rows (`input_amax`), so that
+the held-out rows of the parity check stay held out; a larger input saturates.
 
-Quantised are the plain `nn.Linear` layers whose sizes are multiples of 16, except the output head:
+Quantized are the plain `nn.Linear` layers whose sizes are multiples of 16, except the output head:
 its rounding goes straight into the logits. Embeddings, norms and biases stay as they are.
 
 Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, NVFP4;
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError
-from finetune.export.weights import Checkpoint
+from finetune.export.source import Checkpoint
 from finetune.precision.formats import AMAX_FLOOR, E2M1, E4M3, amax, cast
 from finetune.precision.scaling import nvfp4_scales
 
@@ -46,8 +47,8 @@ GLOBAL = E4M3.max * E2M1.max
 """Largest magnitude that codes and block scales express together: 448 · 6."""
 
 
-def layers_to_quantise(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Names of the linear layers that are quantised, and of those that are not.
+def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Names of the linear layers that are quantized, and of those that are not.
 
     Raises:
         ConfigError: none can be, or some weights are stored in parts (experts).
@@ -60,7 +61,11 @@ def layers_to_quantise(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
             why="several stored tensors make one parameter, as with experts",
             fix="--to merged, and quantise that with llm-compressor",
         )
-    chosen = [n for n, m in checkpoint.linears.items() if not _odd(m.weight.shape)]
+    chosen = [
+        name
+        for name, layer in checkpoint.linears.items()
+        if not any(size % MULTIPLE for size in layer.weight.shape)
+    ]
     if not chosen:
         raise ConfigError(
             "this model has no layer that can be quantised",
@@ -75,16 +80,12 @@ def layers_to_quantise(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     return chosen, kept
 
 
-def _odd(shape: torch.Size) -> bool:
-    return any(size % MULTIPLE for size in shape)
-
-
 def quantization_config(target: str, ignore: list[str]) -> dict[str, Any]:
     """The `quantization_config` of `config.json`.
 
     Args:
         target: `fp8` or `nvfp4`.
-        ignore: linear layers that are not quantised.
+        ignore: linear layers that are not quantized.
     """
     if target == "fp8":
         form = "float-quantized"
@@ -179,16 +180,6 @@ def share_amax(largest: dict[str, Tensor]) -> dict[str, Tensor]:
                 names = [f"{parent}.{other}" for other in together]
                 shared[name] = torch.stack([largest[n] for n in names if n in largest]).max()
     return shared
-
-
-# ------------------------------------------------------------------------------------------
-# The largest inputs of each layer, on training rows: NVFP4's `input_global_scale`.
-#
-# NVFP4 gives every 16 inputs a scale when they come, but that scale is an E4M3 number and needs a
-# float32 one above it, which is stored: 448 · 6 over the largest input that is expected. It is
-# taken
-# from training rows, so that the held-out rows of the parity check stay held out. An input larger
-# than the calibrated one saturates.
 
 
 def input_amax(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError
-from finetune.export.weights import Checkpoint, Weight
+from finetune.export.source import Checkpoint, Weight
 
 ADAPTER = "default"
 NOT_WEIGHTS = ("layer_replication", "trainable_token_indices", "target_parameters")

@@ -1,8 +1,21 @@
-"""The run's own rows as batches, and its model put together by stock libraries.
+"""Does the export say what the run's model says?
 
-The rows are tokenised, masked and padded as the run's evaluation did it, by the same `SFTTrainer`.
-Models are loaded in the type that the run computed in, with nothing of ours in between: what is
-measured is what anyone gets who loads these weights.
+Both models answer the run's own rows, one after the other, so that only one is in memory: the
+reference is the original weights with the adapter by stock PEFT (of a full run, its weights), the
+other is the export as anyone would load it. The rows are tokenized, masked and padded as the run's
+evaluation did it, by the same `SFTTrainer`, and models are loaded in the type that the run computed
+in, with nothing of ours in between. Of the reference the loss is kept, and the logits of the first
+2,048 positions that count in the loss. Four figures are compared:
+
+    loss gap     |loss of the export - loss of the reference| / loss of the reference, which counts
+                 as 1 nat where it is less
+    KL           mean over positions of KL(reference ‖ export) in nats
+    logit error  ‖export - reference‖ / ‖reference‖, each position's mean taken away first (softmax
+                 does not see it)
+    agreement    share of positions where both find the same token likeliest
+
+A mistake in layout, a scale that divides where it should multiply, or a lost adapter puts these at
+1 or beyond; `BOUNDS` says what rounding alone may do.
 """
 
 from __future__ import annotations
@@ -29,6 +42,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
 
+KEPT_POSITIONS = 2048
+REFERENCE_GAP = 0.25
+IGNORED = -100
 ABOUT_ROWS = (
     "assistant_only_loss",
     "chat_template_path",
@@ -53,13 +69,84 @@ BATCH = 4
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """Largest figures that rounding explains (of the agreement the smallest), and the reason."""
+
+    loss_gap: float
+    kl: float
+    logit_error: float
+    agreement: float
+    reason: str
+
+
+BOUNDS = {
+    "adapter": Bounds(1e-6, 1e-6, 1e-6, 1.0, "the same files: equal"),
+    "merged": Bounds(0.005, 0.002, 0.03, 0.97, "each weight is rounded once to its stored type"),
+    "fp8": Bounds(0.02, 0.02, 0.10, 0.93, "E4M3 rounds weights and inputs by up to 6 %"),
+    "nvfp4": Bounds(0.10, 0.15, 0.35, 0.80, "E2M1 rounds weights and inputs by up to 25 %"),
+}
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Answers of a model to some batches.
+
+    Attributes:
+        loss: mean cross-entropy over all positions with a label, in nats.
+        positions: number of these positions.
+        logits: [T, V] of the first T of them, on the CPU, in the type they came in.
+    """
+
+    loss: float
+    positions: int
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The comparison of an export with its reference; see the module's text.
+
+    Attributes:
+        positions: number of positions behind the losses.
+        compared: number of positions behind the other figures.
+    """
+
+    loss_reference: float
+    loss_export: float
+    loss_gap: float
+    kl: float
+    logit_error: float
+    agreement: float
+    positions: int
+    compared: int
+
+    def failures(self, bounds: Bounds) -> list[str]:
+        """Descriptions of the figures that are out of bounds; NaN is."""
+        found = [
+            f"{name} {getattr(self, name):.3g} (at most {getattr(bounds, name):g})"
+            for name in ("loss_gap", "kl", "logit_error")
+            if not getattr(self, name) <= getattr(bounds, name)
+        ]
+        other = round((1 - self.agreement) * self.compared)
+        if other > max(1, (1 - bounds.agreement) * self.compared):  # of few positions, one may be
+            found.append(f"agreement {self.agreement:.1%} (at least {bounds.agreement:.0%})")
+        return found
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss_reference:.4f} -> {self.loss_export:.4f}, KL {self.kl:.2g}, "
+            f"logit error {self.logit_error:.2%}, same token likeliest {self.agreement:.1%}"
+        )
+
+
+@dataclass(frozen=True)
 class Batches:
     """Rows as the model takes them.
 
     Attributes:
         evaluation: batches of the run's held-out rows (the first 128).
         calibration: batches of training rows (64).
-        rows: what the evaluation rows are, in words.
+        rows: description of the evaluation rows.
     """
 
     evaluation: list[dict[str, Any]]
@@ -143,105 +230,6 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
 
 def _first(rows: Dataset, count: int) -> Dataset:
     return rows.select(range(min(count, len(rows))))
-
-
-# ------------------------------------------------------------------------------------------
-# Does the export say what the run's model says?
-#
-# Both models answer the same rows, one after the other, so that only one is in memory: the
-# reference
-# is the original weights with the adapter by stock PEFT (of a full run, its weights), the other is
-# the export as anyone would load it. Of the reference the loss is kept, and the logits of the first
-# 2,048 positions that count in the loss. Four figures are compared:
-#
-#     loss gap     |loss of the export - loss of the reference| / loss of the reference, which
-#     counts
-#                  as 1 nat where it is less
-#     KL           mean over positions of KL(reference ‖ export) in nats
-#     logit error  ‖export - reference‖ / ‖reference‖, each position's mean taken away first
-#     (softmax
-#                  does not see it)
-#     agreement    share of positions where both find the same token likeliest
-#
-# A mistake in layout, a scale that divides where it should multiply, or a lost adapter puts these
-# at
-# 1 or beyond; `BOUNDS` says what rounding alone may do.
-
-
-KEPT_POSITIONS = 2048
-REFERENCE_GAP = 0.25
-IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What the figures may be at most (agreement: at least), and why."""
-
-    loss_gap: float
-    kl: float
-    logit_error: float
-    agreement: float
-    reason: str
-
-
-BOUNDS = {
-    "adapter": Bounds(1e-6, 1e-6, 1e-6, 1.0, "the same files: equal"),
-    "merged": Bounds(0.005, 0.002, 0.03, 0.97, "each weight is rounded once to its stored type"),
-    "fp8": Bounds(0.02, 0.02, 0.10, 0.93, "E4M3 rounds weights and inputs by up to 6 %"),
-    "nvfp4": Bounds(0.10, 0.15, 0.35, 0.80, "E2M1 rounds weights and inputs by up to 25 %"),
-}
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What a model says to some batches.
-
-    Attributes:
-        loss: mean cross-entropy over all positions with a label, in nats.
-        positions: how many these are.
-        logits: of the first of them, [T, V] on the CPU, in the type they came in.
-    """
-
-    loss: float
-    positions: int
-    logits: Tensor
-
-
-@dataclass(frozen=True)
-class Parity:
-    """The comparison of an export with its reference; see the module's text.
-
-    Attributes:
-        positions: behind the losses.
-        compared: behind the other figures.
-    """
-
-    loss_reference: float
-    loss_export: float
-    loss_gap: float
-    kl: float
-    logit_error: float
-    agreement: float
-    positions: int
-    compared: int
-
-    def failures(self, bounds: Bounds) -> list[str]:
-        """Which figures are out of bounds, in words; NaN is."""
-        found = [
-            f"{name} {getattr(self, name):.3g} (at most {getattr(bounds, name):g})"
-            for name in ("loss_gap", "kl", "logit_error")
-            if not getattr(self, name) <= getattr(bounds, name)
-        ]
-        other = round((1 - self.agreement) * self.compared)
-        if other > max(1, (1 - bounds.agreement) * self.compared):  # of few positions, one may be
-            found.append(f"agreement {self.agreement:.1%} (at least {bounds.agreement:.0%})")
-        return found
-
-    def __str__(self) -> str:
-        return (
-            f"loss {self.loss_reference:.4f} -> {self.loss_export:.4f}, KL {self.kl:.2g}, "
-            f"logit error {self.logit_error:.2%}, same token likeliest {self.agreement:.1%}"
-        )
 
 
 def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:

@@ -1,4 +1,4 @@
-"""Files of an export: weights shard by shard, configuration, tokenizer.
+"""Files of an export (weights shard by shard, configuration, tokenizer), complete or not there.
 
 A shard is read, merged, encoded and written before the next one is opened, under the name that it
 had. What is in memory is the shard as it will be written and the float32 temporaries of one weight.
@@ -6,17 +6,19 @@ had. What is in memory is the shard as it will be written and the float32 tempor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from finetune.errors import ConfigError, ParityError
 from finetune.export.merge import Merger
-from finetune.export.weights import INDEX, WEIGHTS_AND_MORE, Checkpoint, Weight
+from finetune.export.source import INDEX, WEIGHTS_AND_MORE, Checkpoint, Weight
 from finetune.precision.formats import amax
 
 TOKENIZER = (
@@ -30,6 +32,77 @@ TOKENIZER = (
 )
 Encode = Callable[[Tensor], dict[str, Tensor]]
 """A weight [N, K] -> the tensors that stand for it, by what follows the layer's name."""
+RECORD = "export.json"
+"""The file that marks a folder as an export of ours, finished or not."""
+
+
+@contextlib.contextmanager
+def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` when the block ends well.
+
+    It is `OUT.partial` until then. Ctrl-C or an error removes it; a failed parity check leaves it,
+    with the figures, to be looked at.
+
+    Args:
+        out: the folder of the finished export.
+        force: replace an earlier export there.
+        keep_clear: folders that are read, in which nothing may be written.
+
+    Raises:
+        ConfigError: `out` is taken, or inside a folder that is read.
+    """
+    partial = out.parent / f"{out.name}.partial"
+    _refuse_taken(out, partial, force=force, keep_clear=keep_clear)
+    if partial.exists():
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True)
+        (partial / RECORD).write_text('{"finished": false}\n', encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{str(out)!r} cannot be written: {error.strerror}", where=str(out.resolve())
+        ) from None
+    try:
+        yield partial
+    except ParityError:
+        raise
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if out.exists():
+        shutil.rmtree(out)  # empty, or an earlier export and --force
+    partial.rename(out)
+
+
+def _refuse_taken(out: Path, partial: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> None:
+    where = str(out.resolve())
+    for folder in (f.resolve() for f in keep_clear):
+        inside = out.resolve().is_relative_to(folder)
+        if inside or folder.is_relative_to(out.resolve()):
+            relation = "is inside" if inside else "holds"
+            raise ConfigError(
+                f"{str(out)!r} {relation} {str(folder)!r}, which is read",
+                where=where,
+                why="a run folder stays as the run left it",
+                fix="choose a folder beside it",
+            )
+    if out.is_file():
+        raise ConfigError(f"{str(out)!r} is a file", where=where, fix="choose another folder")
+    ours = (out / RECORD).is_file()
+    if out.is_dir() and any(out.iterdir()) and not (force and ours):
+        raise ConfigError(
+            f"{str(out)!r} is not empty",
+            where=where,
+            why="an export is there already" if ours else "what is in it is not an export",
+            fix="choose another folder, or --force to replace it" if ours else "choose another",
+        )
+    if partial.exists() and not (partial / RECORD).is_file():
+        raise ConfigError(
+            f"{str(partial)!r} is in the way",
+            where=str(partial.resolve()),
+            why="the export is written there until it is complete",
+            fix="remove it, or choose another folder",
+        )
 
 
 def write_weights(
@@ -41,26 +114,24 @@ def write_weights(
     """Write all shards, and the index if there was one.
 
     Args:
-        checkpoint: the stored weights.
-        out: the folder.
         merger: of the run's adapter; None for weights that were trained themselves.
-        encoders: layer name -> how its weight is quantised.
+        encoders: layer name -> encoder of its weight.
     """
-    placed: dict[str, str] = {}
+    shard_of: dict[str, str] = {}
     size = 0
     for shard in checkpoint.shards:
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for weight, stored in checkpoint.read(shard):
-            held |= _stored_as(weight, stored, merger, encoders or {})
-        placed |= dict.fromkeys(held, shard)
-        size += sum(tensor.nbytes for tensor in held.values())
-        save_file(held, out / shard, metadata={"format": "pt"})
+            tensors |= _exported(weight, stored, merger, encoders or {})
+        shard_of |= dict.fromkeys(tensors, shard)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, out / shard, metadata={"format": "pt"})
     if (checkpoint.folder / INDEX).is_file():
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(shard_of.items()))}
         _write_json(out / INDEX, index)
 
 
-def _stored_as(
+def _exported(
     weight: Weight, stored: Tensor, merger: Merger | None, encoders: dict[str, Encode]
 ) -> dict[str, Tensor]:
     tensors = {weight.key: stored}
@@ -95,8 +166,7 @@ def write_config(
     checkpoint: Checkpoint, out: Path, *, untied: bool, quantization: dict[str, Any] | None
 ) -> None:
     """`config.json` as it was, with what the export changed."""
-    text = (checkpoint.folder / "config.json").read_text(encoding="utf-8")
-    config: dict[str, Any] = json.loads(text)
+    config = _read_json(checkpoint.folder / "config.json")
     if untied:
         for section in (config, config.get("text_config", {})):
             section["tie_word_embeddings"] = False
@@ -106,13 +176,7 @@ def write_config(
 
 
 def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
-    """Everything beside the weights: generation config, code, licence, and the run's tokenizer.
-
-    Args:
-        source: folder of the original model.
-        out: the export.
-        tokenizer: folder of the tokenizer that the run saved.
-    """
+    """Copy the files beside the original weights, and the tokenizer that the run saved."""
     for pattern in WEIGHTS_AND_MORE:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
@@ -121,7 +185,7 @@ def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """The tokenizer that the run saved, over the original one."""
+    """Copy the tokenizer that the run saved, over the original one."""
     for pattern in TOKENIZER:
         for file in source.glob(pattern):
             if file.is_file():
@@ -129,7 +193,7 @@ def copy_tokenizer(source: Path, out: Path) -> None:
 
 
 def write_adapter(adapter: Path, out: Path, base: str, revision: str | None) -> None:
-    """The adapter as it is, with the name of the model that it belongs to.
+    """Copy the adapter as it is, with the name of the model that it belongs to.
 
     Args:
         adapter: the run's `model/`.
@@ -138,14 +202,14 @@ def write_adapter(adapter: Path, out: Path, base: str, revision: str | None) -> 
         revision: of the hub id.
     """
     shutil.copyfile(adapter / "adapter_model.safetensors", out / "adapter_model.safetensors")
-    config: dict[str, Any] = json.loads(
-        (adapter / "adapter_config.json").read_text(encoding="utf-8")
-    )
-    _write_json(
-        out / "adapter_config.json",
-        config | {"base_model_name_or_path": base, "revision": revision},
-    )
+    config = _read_json(adapter / "adapter_config.json")
+    named = {"base_model_name_or_path": base, "revision": revision}
+    _write_json(out / "adapter_config.json", config | named)
     copy_tokenizer(adapter, out)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 from finetune.errors import ConfigError
 from finetune.export import compressed_tensors
 from finetune.export.compressed_tensors import input_amax
-from finetune.export.weights import open_checkpoint
+from finetune.export.source import open_checkpoint
 from finetune.precision.formats import snr_db
 
 PRESETS = {"fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4"}
@@ -123,7 +123,7 @@ def test_layers_of_one_gemm_share_their_global_scale():
 
 def test_which_layers_are_quantised(make_llama, tmp_path):
     make_llama(intermediate_size=72).save_pretrained(tmp_path / "odd")
-    chosen, kept = compressed_tensors.layers_to_quantise(open_checkpoint(tmp_path / "odd"))
+    chosen, kept = compressed_tensors.layers_to_quantize(open_checkpoint(tmp_path / "odd"))
     assert len(chosen) == 2 * 4
     assert kept == [
         *(f"model.layers.{i}.mlp.{n}_proj" for i in (0, 1) for n in ("gate", "up", "down")),
@@ -135,14 +135,14 @@ def test_models_that_cannot_be_quantised_are_refused(tmp_path):
     gpt2 = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
     GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ConfigError, match=r"no layer that can be quantised(.|\n)*Conv1D layers"):
-        compressed_tensors.layers_to_quantise(open_checkpoint(tmp_path / "gpt2"))
+        compressed_tensors.layers_to_quantize(open_checkpoint(tmp_path / "gpt2"))
     mixtral = MixtralConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=2, vocab_size=64,
     )  # fmt: skip
     MixtralForCausalLM(mixtral).save_pretrained(tmp_path / "moe")
     with pytest.raises(ConfigError, match=r"experts(.|\n)*--to merged"):
-        compressed_tensors.layers_to_quantise(open_checkpoint(tmp_path / "moe"))
+        compressed_tensors.layers_to_quantize(open_checkpoint(tmp_path / "moe"))
 
 
 def test_calibration_sees_the_largest_input(make_llama):

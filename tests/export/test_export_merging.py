@@ -21,7 +21,7 @@ from transformers import (
 
 from finetune.errors import ConfigError
 from finetune.export.merge import Merger
-from finetune.export.weights import open_checkpoint
+from finetune.export.source import open_checkpoint
 from finetune.export.writing import write_config, write_weights
 from finetune.training.memory_meter import LiveTensors
 
