@@ -29,7 +29,7 @@ do*. Each class also inherits the standard-library class that it stands for, so 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FinetuneError(Exception):
@@ -125,6 +125,12 @@ class RehearsalError(FinetuneError, RuntimeError):
 
 class MemoryShortError(FinetuneError, MemoryError):
     """The run cannot fit this machine."""
+
+
+def some(names: Sequence[str], shown: int = 6) -> str:
+    """The first names of a list, for an error's `where`: `a, b and 3 more`; `none` of no names."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return (", ".join(names[:shown]) or "none") + more
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, some
 from finetune.export.source import Checkpoint, Weight
 
 ADAPTER = "default"
@@ -162,10 +162,9 @@ class Merger:
         )
 
     def _homeless(self, names: list[str]) -> ConfigError:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ConfigError(
             f"{len(names)} tensors of the adapter have no stored weight to go to",
-            where=f"{self.where}: {', '.join(names[:3])}{more}",
+            where=f"{self.where}: {some(names, 3)}",
             why="left out, the export would not be what was trained (the model may be another one, "
             "or stores several such weights as parts of one)",
             fix="--to adapter keeps the adapter as it is",

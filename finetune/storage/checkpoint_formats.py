@@ -1,4 +1,4 @@
-"""How others publish weights in FP8, in the terms of `finetune.precision.weights`.
+"""Published FP8 checkpoints, in the terms of `finetune.precision.weights`.
 
 A published checkpoint is safetensors with `quantization_config` in its `config.json`. Two layouts
 hold E4M3 codes `X.weight` [N, K] and numbers that multiply them, which is what a stored layer is:
@@ -11,8 +11,9 @@ hold E4M3 codes `X.weight` [N, K] and numbers that multiply them, which is what 
 (`inv` there means what it means here: the inverse of the scale that came before the cast.) Scales
 may be BF16 or powers of two (E8M0); as float32 they are the same numbers. What a checkpoint says
 about activations is about *compute*, and is ignored: `input_scale`, `activation_scheme`, schemes of
-the key-value cache. Which layers are quantised is read from the files, not from lists of what to
-ignore: a tensor says itself that it is E4M3.
+the key-value cache. Which layers are quantized is read from the files, not from lists of what to
+ignore: a tensor says itself that it is E4M3. Codes and scales are checked (`check_codes`): a NaN
+would be in every output, and scales of another shape, broadcast, would make another model.
 
 Sources: DeepSeek-V3 `inference/kernel.py` (weight_dequant); Transformers `FineGrainedFP8Config`;
 compressed-tensors `quantization/quant_args.py`, `compressors/`.
@@ -35,17 +36,18 @@ OWN = "fp8_storage"
 METHODS = (OWN, "fp8", "compressed-tensors")
 SCALE = ".weight_scale"
 KINDS: tuple[Granularity, ...] = ("row", "tensor", "block")
+NAN = 0x7F  # E4M3 has two NaN codes, 0x7F and 0xFF, and no infinity
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint names what goes with its codes.
+    """Names and block size of a checkpoint's scales.
 
     Attributes:
         method: `quant_method` of its `quantization_config`.
-        scale: end of the name of a scale, where `.weight` is that of the codes.
+        scale: suffix of the names of scales, in the place of `.weight`.
         ignored: patterns of tensors that are about compute.
-        block: (rows, columns) that share a scale, where the configuration says so.
+        block: (rows, columns) that share a scale, if the configuration has them.
     """
 
     method: str
@@ -94,10 +96,10 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
         if weights is None:
             continue
         kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-        held = group.get("format") or config.get("format")
-        if kind != "float" or bits != 8 or held not in ("float-quantized", "naive-quantized"):
+        form = group.get("format") or config.get("format")
+        if kind != "float" or bits != 8 or form not in ("float-quantized", "naive-quantized"):
             raise refuse_layout(
-                f"{shown}: {name} is {kind}{bits}" + (f" as {held}" if held else ""),
+                f"{shown}: {name} is {kind}{bits}" + (f" as {form}" if form else ""),
                 "stored weights are 8-bit floats, one a byte",
             )
         if not weights.get("symmetric", True) or weights.get("actorder"):
@@ -133,7 +135,7 @@ def _tile(block: Sequence[int]) -> Tile:
 
 
 def refuse_layout(what: str, why: str) -> StorageNotComputeError:
-    """The error of a checkpoint that is quantised in another way."""
+    """The error of a checkpoint that is quantized in another way."""
     return StorageNotComputeError(
         f"load_in_fp8 does not read a checkpoint held as {what}",
         where="config.json: quantization_config",
@@ -146,13 +148,13 @@ def refuse_layout(what: str, why: str) -> StorageNotComputeError:
 def tile_of_scale(
     name: str, shape: tuple[int, int], scale: Sequence[int], block: Tile | None
 ) -> Tile:
-    """What shares a scale, by the shape of the scales.
+    """The tile of weights that share a scale, by the shape of the scales.
 
     Args:
-        name: of the layer, for the error.
+        name: the layer, for the error.
         shape: (N, K) of the weight.
         scale: shape of its scales.
-        block: what the configuration says of blocks.
+        block: block size in the configuration.
 
     Raises:
         StorageNotComputeError: scales that do not fit the weight.
@@ -198,16 +200,6 @@ def tile_named(name: str, shape: tuple[int, int]) -> Tile:
     )
 
 
-# ------------------------------------------------------------------------------------------
-# Codes from a file: which there are, and whether they can be used as they are.
-#
-# A file of FP8 weights is believed in nothing. NaN codes and infinite scales would be in every
-# output; scales of another shape, taken by broadcasting, would make another model.
-
-
-NAN = 0x7F
-
-
 def scale_shapes(files: list[str], suffix: str) -> dict[str, tuple[int, ...] | None]:
     """Name of each E4M3 tensor in the files -> shape of its scales, None where there are none.
 
@@ -215,7 +207,7 @@ def scale_shapes(files: list[str], suffix: str) -> dict[str, tuple[int, ...] | N
 
     Args:
         files: paths of safetensors.
-        suffix: what stands for `.weight` in the name of its scales.
+        suffix: end of the names of scales, in the place of `.weight`.
     """
     from safetensors import safe_open
 
@@ -234,22 +226,22 @@ def scale_shapes(files: list[str], suffix: str) -> dict[str, tuple[int, ...] | N
     return {key: scales.get(key.removesuffix(".weight")) for key in codes}
 
 
-def settle(name: str, module: Any) -> None:
-    """Make what came from a file what a stored layer holds, or refuse it.
+def check_codes(name: str, module: Any) -> None:
+    """Check codes and scales that came from a file, and bring them to their type and shape.
 
     Args:
-        name: of the layer, for the error.
+        name: the layer, for the error.
         module: a stored layer, whose weight may show as `torch.float8_e4m3fn` and whose scales may
             have lost or gained a dimension.
 
     Raises:
         StorageNotComputeError: codes or scales that are NaN, of another type or number.
     """
-    held: Tensor = module.weight
-    if held.dtype is E4M3.dtype:
-        module.weight = Fp8Bits(held.detach().view(torch.uint8))
-    elif held.dtype is not torch.uint8:
-        raise refuse_layout(f"{name} in {held.dtype}", "the layer was to be E4M3 codes")
+    weight: Tensor = module.weight
+    if weight.dtype is E4M3.dtype:
+        module.weight = Fp8Bits(weight.detach().view(torch.uint8))
+    elif weight.dtype is not torch.uint8:
+        raise refuse_layout(f"{name} in {weight.dtype}", "the layer was to be E4M3 codes")
     n, k = module.bits.shape
     rows, columns = module.stored_tile
     grid, scale = (-(-n // rows), -(-k // columns)), module.weight_scale

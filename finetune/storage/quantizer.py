@@ -1,4 +1,4 @@
-"""FP8 storage as one of Transformers' quantisers: `from_pretrained`, `save_pretrained`, reload.
+"""FP8 storage as one of Transformers' quantizers: `from_pretrained`, `save_pretrained`, reload.
 
     AutoModelForCausalLM.from_pretrained(path, quantization_config=Fp8StorageConfig("row"))
 
@@ -6,7 +6,7 @@ Importing this module registers `fp8_storage`. Transformers builds the model on 
 here the linear layers change class (`finetune.precision.weights`), so that they expect codes and
 scales. Then tensors come one by one from the memory-mapped files:
 
-* of a 16-bit checkpoint each is quantised where it arrives, before the next is read, so no more
+* of a 16-bit checkpoint each is quantized where it arrives, before the next is read, so no more
   than one weight is ever held in high precision;
 * of an FP8 checkpoint, our own or a published one, codes go in as they are.
 
@@ -31,7 +31,7 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming, renam
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from finetune.errors import ConfigError, StorageNotComputeError, nearest
+from finetune.errors import ConfigError, StorageNotComputeError, nearest, some
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import linear_shape, resolve, storable, why_own_forward
 from finetune.precision.rescaling import release
@@ -43,31 +43,29 @@ from finetune.precision.weights import (
     put,
     quantise_weight,
     refuse_training,
-    tile_of,
 )
 from finetune.storage.checkpoint_formats import (
     KINDS,
     OWN,
     SCALE,
     Layout,
+    check_codes,
     granularity_name,
     layout_of,
     refuse_layout,
     scale_shapes,
-    settle,
     tile_named,
     tile_of_scale,
 )
 
 log = logging.getLogger(__name__)
-SHOWN = 5
 
 
 class Fp8StorageConfig(QuantizationConfigMixin):
-    """What is stored, and under which scales.
+    """Configuration of FP8 storage: the layers, and what shares a scale in them.
 
     Args:
-        granularity: what shares a scale: `row`, `tensor` or `block` (128 x 128).
+        granularity: `row`, `tensor` or `block` (128 x 128).
         keep: patterns of linear layers that stay in the type of the model.
         modules: granularity -> names of the linear layers to store, in place of all but the head,
             routers and adapters. Filled in once a model is loaded, and saved with it.
@@ -110,43 +108,43 @@ def check_granularity(granularity: str) -> Granularity:
 
 
 class _TrainsAdaptersOnly:
-    """`is_qat_trainable`: whether this model may train without adapters, if anyone asks.
+    """`is_qat_trainable`, raising where its truth is looked at.
 
-    Transformers asks it of every quantised model that a `Trainer` is given, and looks at the answer
-    only where there are no adapters (`validate_quantization_for_training`).
+    Transformers reads it of every quantized model that a `Trainer` is given, and looks at the value
+    only where there are no adapters (`validate_quantization_for_training`, Transformers 5.17).
     """
 
     def __bool__(self) -> NoReturn:
         raise refuse_training()
 
 
-class QuantiseWeight(ConversionOps):
-    """Quantises each weight of a stored layer when it is read; other tensors pass."""
+class QuantizeWeight(ConversionOps):
+    """Quantizes each weight of a stored layer when it is read; other tensors pass."""
 
-    def __init__(self, quantiser: Fp8StorageQuantizer) -> None:
-        self.quantiser = quantiser
+    def __init__(self, quantizer: Fp8StorageQuantizer) -> None:
+        self.quantizer = quantizer
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_dict: dict[str, Any], *, model: Any, **_: Any
     ) -> dict[str, Any]:
-        """Full name -> tensor, or a list of one."""
+        """Convert {full name: tensor, or a list of one}; a weight becomes codes and scales."""
         result: dict[str, Any] = {}
         for name in list(input_dict):
             value = input_dict.pop(name)
             value = value[0] if isinstance(value, list) else value
-            if self.quantiser.param_needs_quantization(model, name):
-                module: Any = model.get_submodule(name.removesuffix(".weight"))
-                w = value.t() if module.transposed_weight else value
-                if tuple(w.shape) != tuple(module.bits.shape):  # is reported by its caller
-                    raise ValueError(f"{name} is {tuple(value.shape)} in the checkpoint")
-                bits, inverse = quantise_weight(w, module.stored_tile)
-                bits = bits.t().contiguous() if module.transposed_weight else bits
-                result[name] = Fp8Bits(bits)
-                result[name.removesuffix(".weight") + SCALE] = inverse
-            else:
+            if not self.quantizer.param_needs_quantization(model, name):
                 result[name] = value
-            del value
+                continue
+            module: Any = model.get_submodule(name.removesuffix(".weight"))
+            w = value.t() if module.transposed_weight else value
+            if tuple(w.shape) != tuple(module.bits.shape):  # is reported by its caller
+                raise ValueError(f"{name} is {tuple(value.shape)} in the checkpoint")
+            bits, inverse = quantise_weight(w, module.stored_tile)
+            bits = bits.t().contiguous() if module.transposed_weight else bits
+            result[name] = Fp8Bits(bits)
+            result[name.removesuffix(".weight") + SCALE] = inverse
+            del value, w  # one weight in high precision at a time
         return result
 
 
@@ -162,8 +160,6 @@ class Fp8StorageQuantizer(HfQuantizer):
         self._names: set[str] = set()
         published = self.quantization_config.published
         self._layout = layout_of(published) if published is not None else Layout(OWN)
-
-    # What Transformers asks.
 
     @property
     def is_trainable(self) -> bool:
@@ -184,8 +180,8 @@ class Fp8StorageQuantizer(HfQuantizer):
         if isinstance(device_map, dict):
             _refuse_offload(device_map)
 
-    def get_quantize_ops(self) -> QuantiseWeight:
-        return QuantiseWeight(self)
+    def get_quantize_ops(self) -> QuantizeWeight:
+        return QuantizeWeight(self)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, _, tensor = param_name.rpartition(".")
@@ -205,12 +201,9 @@ class Fp8StorageQuantizer(HfQuantizer):
         return super().get_new_dtype(converter, param, dtype)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        return [*weight_conversions, *self._renamings()]
-
-    def _renamings(self) -> list[WeightRenaming]:
-        if self._layout.scale == SCALE:
-            return []
-        return [WeightRenaming(rf"\{self._layout.scale}$", SCALE)]
+        scale = self._layout.scale
+        renamed = [] if scale == SCALE else [WeightRenaming(rf"\{scale}$", SCALE)]
+        return [*weight_conversions, *renamed]
 
     # Before loading, on the meta device.
 
@@ -223,36 +216,32 @@ class Fp8StorageQuantizer(HfQuantizer):
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
         if not self.pre_quantized:
-            chosen = self._chosen(model)
-            tiles = {name: tile_of(kind, _shape(model, name)) for name, kind in chosen.items()}
             _warn_of_experts(model, dtype)
-        elif self.quantization_config.modules is not None:
-            tiles = {
-                name: tile_named(kind, _shape(model, name))
-                for kind, names in self.quantization_config.modules.items()
-                for name in resolve(model, names)
-            }
-        else:
-            tiles = self._found(model, checkpoint_files or [])
+        found = self.pre_quantized and self.quantization_config.modules is None
+        tiles = self._found(model, checkpoint_files or []) if found else self._named(model)
         for name, tile in tiles.items():
-            _expect(model.get_submodule(name), tile, dtype)
+            _expect_codes(model.get_submodule(name), tile, dtype)
         self._names = set(tiles)
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *self._layout.ignored}
         model._keys_to_ignore_on_load_unexpected = ignored
 
-    def _chosen(self, model: Any) -> dict[str, Granularity]:
-        config, chosen = self.quantization_config, dict[str, Granularity]()
+    def _named(self, model: Any) -> dict[str, Tile]:
+        """Tiles of the layers in the configuration's `modules`; without it, of all storable."""
+        config = self.quantization_config
         if config.modules is None:
-            for name in storable(model, config.keep):
-                chosen[name] = config.granularity
-            return chosen
-        for kind, names in config.modules.items():
-            for name in resolve(model, names):
-                chosen[name] = check_granularity(kind)
-        return chosen
+            named = {config.granularity: storable(model, config.keep)}
+        else:
+            named = {kind: resolve(model, names) for kind, names in config.modules.items()}
+        if not self.pre_quantized:  # a checkpoint of ours may also have RxC from a published one
+            named = {check_granularity(kind): names for kind, names in named.items()}
+        return {
+            name: tile_named(kind, _shape(model.get_submodule(name)))
+            for kind, names in named.items()
+            for name in names
+        }
 
     def _found(self, model: Any, files: list[str]) -> dict[str, Tile]:
-        """The linear layers whose weights the files hold as E4M3 codes, and their tiles."""
+        """Tiles of the linear layers whose weights the files hold as E4M3 codes."""
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         conversions = get_model_conversion_mapping(model)
@@ -308,12 +297,12 @@ class Fp8StorageQuantizer(HfQuantizer):
         if missing:
             raise StorageNotComputeError(
                 f"the checkpoint has no weights for {len(missing)} layers to be stored in FP8",
-                where=_some(missing),
+                where=some(missing, 5),
                 why="a new layer starts from random weights and has to train, which codes cannot",
                 fix="name those layers in keep, or load the checkpoint's own architecture",
             )
         for name, module in iter_stored(model):
-            settle(name, module)
+            check_codes(name, module)
         model._weight_conversions = [  # saved under our own names, not the publisher's
             c
             for c in model._weight_conversions
@@ -328,23 +317,23 @@ class Fp8StorageQuantizer(HfQuantizer):
         return model
 
 
-def adopt(model: Any, quantiser: Fp8StorageQuantizer) -> None:
+def adopt(model: Any, quantizer: Fp8StorageQuantizer) -> None:
     """Freeze a model with stored layers, and write into its configuration which those are."""
     model.requires_grad_(False)
-    describe(model, quantiser.quantization_config)
-    model.hf_quantizer = quantiser
+    describe(model, quantizer.quantization_config)
+    model.hf_quantizer = quantizer
     model.is_quantized = True
-    model.quantization_method = quantiser.quantization_config.quant_method
+    model.quantization_method = quantizer.quantization_config.quant_method
 
 
 def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
-    """Write into a model's configuration which of its layers are stored: files must say so.
+    """Write into a model's configuration which of its layers are stored.
 
-    Without it, codes that were saved would be read back by others as the weights themselves.
+    Without it others would read saved codes back as the weights themselves.
 
     Args:
         model: a `PreTrainedModel`, also with PEFT's layers in it.
-        config: to be filled in; left out: a new one.
+        config: the one to fill in; left out: a new one.
     """
     config = config or Fp8StorageConfig()
     config.published = None
@@ -358,17 +347,15 @@ def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
     model.config.quantization_config = config
 
 
-def _shape(model: nn.Module, name: str) -> tuple[int, int]:
-    shape = linear_shape(model.get_submodule(name))
-    assert shape is not None  # names come from iter_linears
+def _shape(module: nn.Module) -> tuple[int, int]:
+    shape = linear_shape(module)
+    assert shape is not None
     return shape
 
 
-def _expect(module: Any, tile: Tile, dtype: torch.dtype) -> None:
+def _expect_codes(module: Any, tile: Tile, dtype: torch.dtype) -> None:
     """Make a layer on the meta device one that codes can be loaded into."""
-    shape = linear_shape(module)
-    assert shape is not None
-    n, k = shape
+    n, k = _shape(module)
     grid = (-(-n // tile[0]), -(-k // tile[1]))
     bits = torch.empty(n, k, dtype=torch.uint8, device="meta")
     scales = torch.empty(grid, dtype=torch.float32, device="meta")
@@ -395,14 +382,9 @@ def _warn_of_experts(model: nn.Module, dtype: torch.dtype) -> None:
         return
     warnings.warn(
         f"{sum(stacked.values()) / total:.0%} of this model are parameters of experts "
-        f"({_some(sorted(stacked))}), which are no linear layers: they stay in {dtype}",
+        f"({some(sorted(stacked), 5)}), which are no linear layers: they stay in {dtype}",
         stacklevel=2,
     )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 register_quantization_config(OWN)(Fp8StorageConfig)

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from finetune.errors import ProofError
+from finetune.errors import ProofError, some
 from finetune.precision.backends.base import in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
@@ -237,7 +237,7 @@ class Proof:
         if unfrozen or froze:
             self._fail(
                 "preparation changed which parameters train",
-                where=f"now trainable: {_some(unfrozen)}; no longer: {_some(froze)}",
+                where=f"now trainable: {some(unfrozen)}; no longer: {some(froze)}",
                 why="a frozen base that trains, or weights that stopped, is not the run asked for",
                 fix="freeze before building the trainer, and do not touch requires_grad afterwards",
             )
@@ -270,7 +270,7 @@ class Proof:
         if missing:
             self._fail(
                 "trainable parameters are not in the optimizer",
-                where=_some(missing),
+                where=some(missing),
                 why="they get gradients that nothing applies, and would never train",
                 fix="build the optimizer from model.parameters() after adapters are attached, and "
                 "pass model and optimizer together to accelerator.prepare",
@@ -297,7 +297,7 @@ class Proof:
         if dead:
             self._fail(
                 f"{len(dead)} trainable parameters do not train",
-                where=_some(dead),
+                where=some(dead),
                 why=f"{_why_still([trainable[name] for name in dead])}, and their bits are "
                 f"unchanged after {EFFECTIVE_STEPS} optimizer steps with a learning rate above "
                 "zero",
@@ -322,11 +322,6 @@ def _row(name: str, shape: tuple[int, int], role: str, seen: Any, reason: str) -
     flops = sum(s.flops for entries in seen.values() for _, s in entries)
     gemms = {gemm: ran(gemm) for gemm in GEMMS}
     return LayerReceipt(name, shape, role, calls=calls, flops=flops, reason=reason, **gemms)
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:6]) or "none"
-    return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _why_still(dead: list[nn.Parameter]) -> str:
