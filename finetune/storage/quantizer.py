@@ -215,10 +215,10 @@ class Fp8StorageQuantizer(HfQuantizer):
         **kwargs: Any,
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
-        if not self.pre_quantized:
-            _warn_of_experts(model, dtype)
         found = self.pre_quantized and self.quantization_config.modules is None
         tiles = self._found(model, checkpoint_files or []) if found else self._named(model)
+        if not self.pre_quantized:
+            _warn_of_experts(model, dtype)
         for name, tile in tiles.items():
             _expect_codes(model.get_submodule(name), tile, dtype)
         self._names = set(tiles)
