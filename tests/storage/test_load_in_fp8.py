@@ -219,10 +219,17 @@ def test_dequantised_it_is_a_plain_model(folder, tmp_path):
 
 
 def test_it_generates(folder):
-    tokens = load_in_fp8(folder).generate(
-        TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=4, min_new_tokens=4
-    )
-    assert tokens.shape == (1, 16)
+    """Token by token, with a cache, the same as from forwards over the whole text."""
+    model = load_in_fp8(folder, dtype=torch.float32)
+    generation = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    tokens = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), **generation)
+    expected = TOKENS
+    for _ in range(8):
+        logits = model(expected, use_cache=False).logits[:, -1].detach()
+        logits[:, model.generation_config.eos_token_id] = -torch.inf
+        expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=-1)
+    assert torch.equal(tokens, expected)
+    assert len(expected[0, len(TOKENS[0]) :].unique()) > 1, "not the same token again and again"
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

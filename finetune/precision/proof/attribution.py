@@ -1,4 +1,4 @@
-"""Whose product it is: attributes matmuls by declared parameters, in whatever precision they run.
+"""Attribution of matmuls by declared parameters, in whatever precision they run.
 
 The witness sees GEMMs, and knows a linear layer's by its module. A parameter's have no module, so
 while the witness watches, a `TorchFunctionMode` over the whole model looks at the arguments of
@@ -33,9 +33,9 @@ class GemmObserver(Observer, Protocol):
     """An observer that has seen the GEMMs that ran.
 
     Attributes:
-        count: how many.
+        count: number of GEMMs.
         last: (m, n, k) of the last one.
-        running: the parameter or layer that multiplies at present.
+        running: name of the parameter or layer that multiplies at present.
     """
 
     count: int
@@ -46,7 +46,7 @@ class GemmObserver(Observer, Protocol):
 
 
 _ADD_TO = (torch.baddbmm, torch.addmm, Tensor.baddbmm, Tensor.addmm)
-"""Of a parameter as first argument these make W + B·A, a weight still (PEFT's adapters do)."""
+"""Functions that make W + B·A of a parameter W, a weight still (as PEFT's adapters do)."""
 
 
 class Attribution(TorchFunctionMode):
@@ -59,11 +59,11 @@ class Attribution(TorchFunctionMode):
         self._made_of = WeakTensorKeyDictionary()
         self._recomputing: nn.Module | None = None
 
-    def attend(self, name: str, owner: nn.Module) -> list[RemovableHandle]:
+    def follow(self, name: str, owner: nn.Module) -> list[RemovableHandle]:
         """Know a parameter of a module, and be entered where its forward is run in backward.
 
         Returns:
-            The hooks that this takes.
+            Handles of the hooks.
         """
         local = name.rpartition(".")[2]
 

@@ -1,4 +1,4 @@
-"""A place from which to look on while autograd runs, whoever starts it.
+"""Listeners to every backward, whoever starts it.
 
 Accelerate, Trainer and hand-written loops all go through `torch.autograd.backward` or `.grad`. A
 dispatch mode must be entered on the thread that calls them: autograd's own threads inherit it. Both
@@ -17,7 +17,7 @@ from finetune.precision.backends.base import in_backward
 
 
 class Listener(Protocol):
-    """Who looks on."""
+    """A listener to backwards."""
 
     def watch_backward(self) -> contextlib.AbstractContextManager[None]:
         """Entered around a backward of anything."""
@@ -33,7 +33,7 @@ _plain: dict[str, Any] = {}
 
 
 def listen(listener: Listener) -> None:
-    """Look on from now on."""
+    """Call a listener around each backward from now on."""
     _listeners.append(listener)
     if not _plain:
         for name in ("backward", "grad"):
@@ -42,7 +42,7 @@ def listen(listener: Listener) -> None:
 
 
 def stop(listener: Listener) -> None:
-    """Look on no longer. Harmless when not listening."""
+    """Call it no longer. Harmless when it is not called."""
     _listeners[:] = [one for one in _listeners if one is not listener]
     if not _listeners:
         for name, plain in _plain.items():

@@ -69,7 +69,7 @@ _OPERANDS = _existing(
         "baddbmm_": (1, 2),
     }
 ) | {EMULATED: (0, 1)}
-_HELD = {"bitsandbytes::gemm_4bit"}
+_FOUR_BIT = {"bitsandbytes::gemm_4bit"}
 """Products x Wᵀ, (x, codes, (N, K), ...), of a weight that is dequantised to the type of x."""
 _GROUPED = _existing({"_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1)})
 # Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
@@ -93,8 +93,8 @@ class Seen:
     """GEMMs of one kind seen for one layer.
 
     Attributes:
-        calls: how many.
-        flops: 2·m·n·k of all of them.
+        calls: number of GEMMs.
+        flops: sum of their 2·m·n·k.
     """
 
     calls: int = 0
@@ -129,9 +129,9 @@ class Witness:
 
     Attributes:
         called: names of the layers, and of a module's parameters, whose forward has run.
-        seen: (layer name, gemm, precision) -> `Seen`; attention and unowned GEMMs under names in
-            parentheses.
-        count, last: GEMMs seen, and (m, n, k) of the last one.
+        seen: (layer name, gemm, precision) -> `Seen`; attention and GEMMs outside layers under
+            names in parentheses.
+        count, last: number of GEMMs seen, and (m, n, k) of the last one.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
@@ -143,28 +143,19 @@ class Witness:
         self._stack: list[tuple[str, bool, tuple[int, int]]] = []
         self._handles: list[Any] = []
         self._attribution = Attribution(self)
-        self._observed: list[ParameterMixin] = []
-        self._told: list[FusedMixin] = []
+        self._listened: list[tuple[nn.Module, str]] = []
         modules = dict(model.named_modules())
         for module in modules.values():
             if isinstance(module, FusedMixin):
-                module.fp8_listeners.append(self)
-                self._told.append(module)
-        planned = {layer.name for layer in plan.layers}
+                self._listen(module, "fp8_listeners")
         for name, module in modules.items():
-            if name not in planned:
-                self._watch_container(module)
+            # What a module multiplies besides its layers is nobody's, also in a checkpoint's
+            # recomputation, which begins inside an autograd node of some layer.
+            if name not in self._plan:
+                self._name_call(module, OTHER, (0, 0))
         for layer in plan.layers:
-            module = modules[layer.owner]
-            if layer.kind == "parameter":
-                self._watch_parameter(layer, module)
-                continue
-            self._handles.append(
-                module.register_forward_pre_hook(self._enter_layer(layer), prepend=True)
-            )
-            self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
-            watch = self._watch_layer(layer)
-            self._handles.append(module.register_forward_hook(watch, with_kwargs=True))
+            watch = self._watch_parameter if layer.kind == "parameter" else self._watch_layer
+            watch(layer, modules[layer.owner])
 
     @property
     def saw_backward(self) -> bool:
@@ -186,15 +177,11 @@ class Witness:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
-        for owner in self._observed:
-            if self in owner.__dict__.get("fp8_observers", ()):  # not reverted in the meantime
-                owner.fp8_observers.remove(self)
-        for layer in self._told:
-            if self in layer.__dict__.get("fp8_listeners", ()):
-                layer.fp8_listeners.remove(self)
+        for module, attribute in self._listened:
+            listeners = module.__dict__.get(attribute, [])  # none if it was reverted
+            listeners[:] = [one for one in listeners if one is not self]
         self._handles.clear()
-        self._observed.clear()
-        self._told.clear()
+        self._listened.clear()
 
     @contextlib.contextmanager
     def watching(self, *, backward: bool = False) -> Iterator[None]:
@@ -224,7 +211,7 @@ class Witness:
 
     @property
     def running(self) -> str:
-        """Whose forward or autograd node is running."""
+        """Name of the layer or parameter whose forward or autograd node is running."""
         return self._stack[-1][0] if self._stack else OTHER
 
     def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
@@ -236,62 +223,51 @@ class Witness:
             if node is None or node in known or type(node).__name__ == "AccumulateGrad":
                 continue
             known.add(node)
-            self._handles.append(node.register_prehook(self._enter_node(name, shape)))
-            self._handles.append(node.register_hook(self._leave_node))
+            self._handles.append(node.register_prehook(lambda _: self.enter(name, shape, True)))
+            self._handles.append(node.register_hook(lambda *_: self.leave()))
             pending.extend(n for n, _ in node.next_functions if n is not None)
 
-    def _watch_container(self, module: nn.Module) -> None:
-        """What a module multiplies besides its layers is nobody's.
+    def _listen(self, module: nn.Module, attribute: str) -> None:
+        """Join the listeners of a converted module, once."""
+        listeners = getattr(module, attribute)
+        if self not in listeners:
+            listeners.append(self)
+            self._listened.append((module, attribute))
 
-        Also in a checkpoint's recomputation, which begins inside an autograd node of some layer.
-        """
+    def _name_call(self, module: nn.Module, name: str, shape: tuple[int, int]) -> None:
+        """Give what runs in a module's forward to `name`."""
 
-        def enter(module: nn.Module, args: Any) -> None:
-            self.enter(OTHER, (0, 0))
+        def before(module: nn.Module, args: Any) -> None:
+            self.called.add(name)
+            self.enter(name, shape)
 
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(self._leave_layer, always_call=True))
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self.leave()
 
-    def _enter_layer(self, layer: LayerPlan) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.called.add(layer.name)
-            self.enter(layer.name, layer.shape)
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
-        return hook
-
-    def _leave_layer(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.leave()
-
-    def _watch_layer(self, layer: LayerPlan) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _watch_layer(self, layer: LayerPlan, module: nn.Module) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if isinstance(output, Tensor):
                 self.watch(layer.name, layer.shape, output, (*args, *kwargs.values()))
 
-        return hook
+        self._name_call(module, layer.name, layer.shape)
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _watch_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
-        def hook(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: Any) -> None:
             self.called.add(layer.name)
 
-        self._handles.append(owner.register_forward_pre_hook(hook))
-        self._handles += self._attribution.attend(layer.name, owner)
-        if isinstance(owner, ParameterMixin) and self not in owner.fp8_observers:
-            owner.fp8_observers.append(self)
-            self._observed.append(owner)
+        self._handles.append(owner.register_forward_pre_hook(before))
+        self._handles += self._attribution.follow(layer.name, owner)
+        if isinstance(owner, ParameterMixin):
+            self._listen(owner, "fp8_observers")
 
-    def _enter_node(self, name: str, shape: tuple[int, int]) -> Any:
-        def hook(grads: Any) -> None:
-            self._stack.append((name, True, shape))
+    # ------------------------------------------------------------------------------ which GEMM
 
-        return hook
-
-    def _leave_node(self, grad_inputs: Any, grad_outputs: Any) -> None:
-        self.leave()
-
-    # ------------------------------------------------------------------------------ what it is
-
-    def record(self, m: int, n: int, k: int, precision: str, *, batch: int = 1) -> None:
-        """Count one GEMM [m, k] x [k, n], contracting k."""
+    def count_gemm(self, m: int, n: int, k: int, precision: str, *, batch: int = 1) -> None:
+        """Count one GEMM [m, k] @ [k, n], contracting k."""
         if not batch * m * n * k:  # an expert without tokens
             return
         nobody = OTHER, in_backward(), (0, 0)
@@ -304,30 +280,25 @@ class Witness:
             name = BATCHED
         head = self._head
         if name == OTHER and head is not None and set(head.shape) <= {m, n, k}:
-            # TRL multiplies by the head's weight inside its fused loss, and there recomputes
+            # TRL 1.16 multiplies by the head's weight inside its fused loss, and there recomputes
             # logits in backward: what is contracted tells the three apart.
             name, contracted = head.name, dict(zip(head.shape, ("dgrad", "fprop"), strict=True))
             gemm: Gemm = contracted.get(k, "wgrad")
         else:
             gemm = self._which(name, backward, shape, m, n, k)
-        entry = self.seen[(name, gemm, precision)]
-        entry.calls += 1
-        entry.flops += 2 * batch * m * n * k
+        self.add(name, gemm, precision, 2 * batch * m * n * k)
 
-    def record_grouped(self, a: Tensor, b: Tensor, flops: int) -> None:
+    def count_grouped(self, a: Tensor, b: Tensor, flops: int, precision: str) -> None:
         """Count one grouped GEMM; only a weight gradient is of two 2-D operands."""
         name, backward, _ = self._stack[-1] if self._stack else (EXPERTS, in_backward(), (0, 0))
         self.count, self.last = self.count + 1, (a.shape[-2], b.shape[-1], a.shape[-1])
         gemm: Gemm = "fprop"
         if backward:
             gemm = "wgrad" if a.dim() == b.dim() == 2 else "dgrad"
-        entry = self.seen[(name, gemm, min(operand_precision(a), operand_precision(b)))]
-        entry.calls += 1
-        entry.flops += flops
+        self.add(name, gemm, precision, flops)
 
-    def record_as(self, gemm: Gemm, flops: int, precision: str) -> None:
-        """Count one GEMM of the running layer whose kind the engine names itself."""
-        name = self._stack[-1][0] if self._stack else OTHER
+    def add(self, name: str, gemm: Gemm, precision: str, flops: int) -> None:
+        """Add one GEMM to what was seen."""
         entry = self.seen[(name, gemm, precision)]
         entry.calls += 1
         entry.flops += flops
@@ -365,14 +336,13 @@ class Witness:
             # Column-major BLAS: A is the weight (fprop, dgrad) or the input (wgrad), B the other.
             gemm: Gemm = "wgrad" if transpose_b else ("fprop" if transpose_a else "dgrad")
             pair = {operand_precision(a), operand_precision(b)}
-            name = self._stack[-1][0] if self._stack else OTHER
-            layer = self._plan.get(name)
+            layer = self._plan.get(self.running)
             out = result[0] if isinstance(result, (tuple, list)) else result
             n, k = layer.shape if layer is not None else (0, 0)
             tokens = out.numel() // (n if gemm == "fprop" else k) if layer is not None else 0
             if gemm == "wgrad":
                 tokens = _rows(b)
-            self.record_as(gemm, 2 * tokens * n * k, min(pair))
+            self.add(self.running, gemm, min(pair), 2 * tokens * n * k)
             return result
 
         library.generic_gemm = watched
@@ -401,36 +371,33 @@ class _Dispatch(TorchDispatchMode):
             pair = operand_precision(a), operand_precision(b)
             if packet is EMULATED:
                 pair = emulated_precision(a, args[6]), emulated_precision(b, args[7])
-            # Of two precisions the higher counts ('bf16' < 'fp32' < 'fp4' < 'fp8'): never FP8 by
-            # half.
+            # The higher of two precisions counts ('bf16' < 'fp32' < 'fp4' < 'fp8').
             precision = min(pair)
             batch = a.shape[0] if a.dim() == 3 else 1
-            self.witness.record(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
-        elif packet._qualified_op_name in _HELD:
+            self.witness.count_gemm(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
+        elif packet._qualified_op_name in _FOUR_BIT:
             x, (n, k) = args[0], args[2]
-            self.witness.record(x.numel() // k, n, k, operand_precision(x))
+            self.witness.count_gemm(x.numel() // k, n, k, operand_precision(x))
         elif packet in _GROUPED:
-            # [tokens, K] x [experts, K, N] in forward; in backward the roles of tokens change, and
-            # the product of all sizes but the number of groups stays.
+            # fprop [tokens, K] @ [experts, K, N]; in backward the roles of tokens change, and the
+            # product of all sizes but the number of groups stays.
             a, b = args[:2]
             sizes = {2: a.numel() * b.shape[-1], 3: a.shape[-2] * b.numel()}[a.dim()]
-            if a.dim() == b.dim() == 2:  # wgrad: [K, tokens] x [tokens, N]
+            if a.dim() == b.dim() == 2:  # wgrad [K, tokens] @ [tokens, N]
                 sizes = a.shape[0] * b.numel()
-            self.witness.record_grouped(a, b, 2 * sizes)
+            precision = min(operand_precision(a), operand_precision(b))
+            self.witness.count_grouped(a, b, 2 * sizes, precision)
         elif packet in _ATTENTION_MATMULS:
             backward = packet.__name__.endswith("backward")
             q, k = args[1:3] if backward else args[0:2]
             flops = 2 * q[..., 0].numel() * k.shape[-2] * q.shape[-1] * _ATTENTION_MATMULS[packet]
-            self._add(ATTENTION, "dgrad" if backward else "fprop", operand_precision(q), flops)
+            self.witness.add(
+                ATTENTION, "dgrad" if backward else "fprop", operand_precision(q), flops
+            )
         elif packet in flop_registry:  # convolutions and whatever else torch counts
             result = func(*args, **(kwargs or {}))
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             precision = operand_precision(next(a for a in args if isinstance(a, Tensor)))
-            self._add(OTHER, "dgrad" if in_backward() else "fprop", precision, flops)
+            self.witness.add(OTHER, "dgrad" if in_backward() else "fprop", precision, flops)
             return result
         return func(*args, **(kwargs or {}))
-
-    def _add(self, name: str, gemm: Gemm, precision: str, flops: int) -> None:
-        entry = self.witness.seen[(name, gemm, precision)]
-        entry.calls += 1
-        entry.flops += flops
