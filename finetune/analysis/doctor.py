@@ -1,4 +1,4 @@
-"""What this machine can do in FP8 and why: device, versions, backends, a real GEMM, advice."""
+"""FP8 on this machine: device, versions, what each backend can do and why, a real GEMM, advice."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ GEMM_TOLERANCE = 0.06
 
 @dataclass
 class Findings(JupyterMixin):
-    """What `doctor` found.
+    """Findings of `doctor`.
 
     Attributes:
         device: facts of the device.
+        free_gib: memory that is free.
         versions: installed libraries.
-        fp8, block_fp8: hardware verdicts.
-        backends: `backend/scaling` -> verdict, emulation allowed.
-        auto: what `precision.backend=auto` takes here, or why nothing.
+        fp8, block_fp8: verdicts on the hardware.
+        backends: `backend/scaling` -> verdict, with emulation allowed.
+        auto: engine that `precision.backend=auto` takes here, or why none.
         gemm: result of a real FP8 forward and backward on the GPU.
         known_bad: version pairs that are known not to work together.
-        advice: what to do on this machine.
+        advice: recommended way to train on this machine.
     """
 
     device: Device
@@ -66,7 +67,7 @@ class Findings(JupyterMixin):
     advice: str = ""
 
     def to_json(self) -> str:
-        """All findings as JSON."""
+        """Give all findings as JSON."""
         return json.dumps(asdict(self), indent=1)
 
     def __rich__(self) -> RenderableType:
@@ -128,7 +129,7 @@ def examine(device: Device | None = None) -> Findings:
 
 
 def known_bad(versions: dict[str, Any]) -> list[str]:
-    """Pairs of installed versions known not to work together, each with what to do."""
+    """List pairs of installed versions known not to work together, each with what to do."""
     from packaging.version import Version
 
     def at(name: str) -> Version | None:
@@ -147,7 +148,7 @@ def known_bad(versions: dict[str, Any]) -> list[str]:
 
 
 def real_gemm(size: int = 512) -> Verdict:
-    """One FP8 fprop, dgrad and wgrad on the GPU through `torch._scaled_mm`, against float32.
+    """Run one FP8 fprop, dgrad and wgrad on the GPU through `torch._scaled_mm`, against float32.
 
     Operands are normal numbers, x and W in E4M3 and g in E5M2, one scale per tensor. The relative
     error is that of the Frobenius norm of the difference.
@@ -171,9 +172,9 @@ def real_gemm(size: int = 512) -> Verdict:
 
     try:
         pairs = {
-            "fprop": (multiply(xq, wq.t(), xs, ws), x @ w.t()),
-            "dgrad": (multiply(gq, wq, gs, ws), g @ w),
-            "wgrad": (multiply(gq.t(), xq, gs, xs), g.t() @ x),
+            "fprop": (multiply(xq, wq.t(), xs, ws), x @ w.t()),  # [M, K] @ [K, N]
+            "dgrad": (multiply(gq, wq, gs, ws), g @ w),  # [M, N] @ [N, K]
+            "wgrad": (multiply(gq.t(), xq, gs, xs), g.t() @ x),  # [N, M] @ [M, K]
         }
     except RuntimeError as error:
         return Verdict(False, f"torch._scaled_mm failed: {str(error).splitlines()[0]}")
@@ -183,7 +184,7 @@ def real_gemm(size: int = 512) -> Verdict:
 
 
 def advice(device: Device) -> str:
-    """What to do on this device."""
+    """Recommend a way to train on this device."""
     if device.has_fp8:
         extra = (
             " (MXFP8 and NVFP4 too)" if (device.capability or (0, 0)) >= BLOCK_CAPABILITY else ""

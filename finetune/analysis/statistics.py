@@ -55,11 +55,13 @@ def student(values: Sequence[float], confidence: float, n: int = 0) -> Interval:
         confidence: that the interval contains the mean, 0.95 for 95 %.
         n: observations to plan for, if they spread as `values` do; left out, `len(values)`.
     """
-    from scipy.stats import t
+    from scipy.special import (
+        stdtrit,  # the quantile of `scipy.stats.t`, without its second of import
+    )
 
     n = n or len(values)
     mean = fmean(values)
-    half = float(t.ppf((1 + confidence) / 2, n - 1)) * stdev(values) / math.sqrt(n)
+    half = float(stdtrit(n - 1, (1 + confidence) / 2)) * stdev(values) / math.sqrt(n)
     return mean - half, mean + half
 
 

@@ -1,4 +1,4 @@
-"""The command line's `benchmark`: speed and memory of recipes, measured side by side."""
+"""Verbs that look at runs: `benchmark`, `compare`, `diagnose` and `report`."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def benchmark(
         sys.exit(NOTHING_MEASURED)
 
 
-# ------------------------------------------------------------------------------------------
-# The command line's `compare`: two recipes over the same seeds, and whether they end the same.
-
+# ------------------------------------------------------------------------------------------ compare
 
 EQUIVALENT, NOT_EQUIVALENT = 0, 3
 
@@ -185,8 +183,7 @@ def _seeds(text: str) -> int | list[int]:
     return numbers if "," in text else numbers[0]
 
 
-# ------------------------------------------------------------------------------------------
-# The command line's `diagnose`: what ran in which precision, and why FP8 is or is not faster.
+# ----------------------------------------------------------------------------------------- diagnose
 
 
 class Weights(enum.StrEnum):
@@ -229,8 +226,7 @@ def diagnose(
         progress.print(f"diagnosis: {found.save(out)}", highlight=False)
 
 
-# ------------------------------------------------------------------------------------------
-# The command line's `report`: a page of a run, of several, or of a comparison.
+# ------------------------------------------------------------------------------------------- report
 
 
 def report(

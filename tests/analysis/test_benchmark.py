@@ -484,6 +484,7 @@ def test_what_is_predicted_far_too_large_is_left_out(device, free, needed, tried
 # --------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.slow  # torch starts again in the process
 def test_a_point_in_a_process_of_its_own(monkeypatch, capsys) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     words = ["benchmark", "tiny_full_bf16", "--grid", "batch=1 length=16", "--steps", "2", "--json"]

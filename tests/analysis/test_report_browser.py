@@ -16,9 +16,13 @@ from tests.run_folders import make_comparison, make_run
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no Chromium to open a report in: apt-get install chromium"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None,
+        reason="there is no Chromium to open a report in: apt-get install chromium",
+    ),
+]
 KINDS = ("one", "several", "comparison")
 
 PLOTS = """() => [...document.querySelectorAll("figure.plot")].map(figure => {

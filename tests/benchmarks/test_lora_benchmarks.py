@@ -88,6 +88,7 @@ def one_layer(folder, monkeypatch) -> str:
     return f"model.name={folder}"
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about its own environment
 def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:
     found = climb(

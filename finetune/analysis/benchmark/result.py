@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.analysis.statistics import Ratio, speed_ratio
-from finetune.units import size_of_gib
+from finetune.units import count, percent, size_of_gib
 
 
 @dataclass
@@ -282,8 +282,8 @@ class Benchmark(JupyterMixin):
             row.label,
             f"{row.batch} x {row.length}",
             _ms(step) + within if step else "-",
-            f"{facts['tokens_per_s']:,.0f}" if step else "-",
-            f"{facts['mfu']:.1%}" if facts["mfu"] else "-",
+            count(facts["tokens_per_s"]) if step else "-",
+            percent(facts["mfu"]) if facts["mfu"] else "-",
             "-" if row.allocated_gib is None else size_of_gib(row.allocated_gib),
             "-" if row.predicted_gib is None else size_of_gib(row.predicted_gib),
             *ratios,

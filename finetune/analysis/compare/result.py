@@ -25,6 +25,7 @@ from rich.text import Text
 
 from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON, Run
+from finetune.units import percent, plural
 
 NAMES = {"train": "training loss", "eval": "held-out loss"}
 STYLES = {
@@ -172,7 +173,7 @@ class Comparison(JupyterMixin, _Part):
     def headline(self) -> str:
         """Give the verdict in one sentence."""
         a, b, n = self.a.label, self.b.label, len(self.seeds)
-        margin, seeds = percent(self.margin, sign=False), f"{n} seed{'' if n == 1 else 's'}"
+        margin, seeds = percent(self.margin, None, space=True), plural(n, "seed")
         match self.verdict:
             case "equivalent":
                 return f"equivalent: {a} ends where {b} ends, within {margin}, over {seeds}"
@@ -215,7 +216,7 @@ class Comparison(JupyterMixin, _Part):
 
     def _loss_table(self) -> Table:
         """Losses by seed and over them; `seeds` is the band that the seeds of b span."""
-        level = f"{self.confidence:.0%}".replace("%", " %")
+        level = percent(self.confidence, 0, space=True)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("final loss")
         for title in (self.a.label, self.b.label, "gap", f"{level} interval", "seeds"):
@@ -223,15 +224,15 @@ class Comparison(JupyterMixin, _Part):
         table.add_column("verdict")
         for name, gap in self.losses.items():
             for seed, a, b in zip(self.seeds, gap.a, gap.b, strict=True):
-                row = (f"{a:.4f}", f"{b:.4f}", percent(a / b - 1), "", "", "")
+                row = (f"{a:.4f}", f"{b:.4f}", signed(a / b - 1), "", "", "")
                 table.add_row(f"  seed {seed}", *row, style="dim")
             low_high = gap.interval
             table.add_row(
                 NAMES[name],
                 *(f"{sum(side) / len(side):.4f}" for side in (gap.a, gap.b)),
-                percent(gap.gap),
-                f"{low_high[0] * 100:+.2f} to {percent(low_high[1])}" if low_high else "-",
-                percent(self.band[name], sign=False, digits=1) if name in self.band else "-",
+                signed(gap.gap),
+                f"{low_high[0] * 100:+.2f} to {signed(low_high[1])}" if low_high else "-",
+                percent(self.band[name], 1, space=True) if name in self.band else "-",
                 Text(gap.verdict, style=STYLES[gap.verdict]),
             )
         return table
@@ -304,11 +305,9 @@ def read_comparison(path: Path | str) -> Comparison:
     return found
 
 
-def percent(share: float, *, sign: bool = True, digits: int | None = None) -> str:
-    """`+0.26 %`; without a sign, and with no more digits than it has or is given: `1 %`."""
-    if sign:
-        return f"{share * 100:+.2f} %"
-    return f"{share * 100:g} %" if digits is None else f"{share * 100:.{digits}f} %"
+def signed(share: float) -> str:
+    """`+0.26 %`."""
+    return percent(share, 2, sign=True, space=True)
 
 
 def as_text(value: object) -> str:

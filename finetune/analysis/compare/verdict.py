@@ -32,11 +32,12 @@ from finetune.analysis.compare.result import (
     SpeedRatio,
     TaskScore,
     Verdict,
-    percent,
+    signed,
 )
 from finetune.analysis.statistics import SECTIONS, Step, step_ratios, warm_up_steps
 from finetune.errors import ConfigError, RunFailedError
 from finetune.runs.folder import Run
+from finetune.units import percent
 
 LAST_SHARE, LAST_LEAST = 0.1, 10
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
@@ -189,26 +190,26 @@ def _gap(found: Comparison, pairs: Sequence[tuple[float | None, float | None]]) 
 
 
 def _reason(found: Comparison, name: str, gap: LossGap) -> str:
-    what, margin = NAMES[name], percent(found.margin, sign=False)
+    what, margin = NAMES[name], percent(found.margin, None, space=True)
     if gap.equivalence_interval is None:
         return (
-            f"{what}: {percent(gap.gap)} with one seed, which has no spread to judge by; two seeds "
+            f"{what}: {signed(gap.gap)} with one seed, which has no spread to judge by; two seeds "
             "give an interval, three or more a useful one"
         )
     low, high = gap.equivalence_interval
-    at = f"{percent(low)} to {percent(high)} (two one-sided tests at {1 - found.confidence:.2g})"
+    at = f"{signed(low)} to {signed(high)} (two one-sided tests at {1 - found.confidence:.2g})"
     if gap.verdict == "equivalent":
-        return f"{what}: the gap of {percent(gap.gap)}, {at}, lies within {margin}"
+        return f"{what}: the gap of {signed(gap.gap)}, {at}, lies within {margin}"
     if gap.verdict == "not equivalent":
         way = "higher" if gap.gap > 0 else "lower"
-        return f"{what}: {found.a.label} ends {way} by more than {margin}: {percent(gap.gap)}, {at}"
+        return f"{what}: {found.a.label} ends {way} by more than {margin}: {signed(gap.gap)}, {at}"
     more = statistics.seeds_to_settle(gap, found.margin, found.confidence)
     seeds = (
         f"about {more} seeds would settle it"
         if more
         else f"more than {statistics.MOST_SEEDS} seeds would be needed: the gap is about the margin"
     )
-    return f"{what}: the gap of {percent(gap.gap)}, {at}, straddles {margin}; {seeds}"
+    return f"{what}: the gap of {signed(gap.gap)}, {at}, straddles {margin}; {seeds}"
 
 
 # -------------------------------------------------------------------------------- speed and memory
