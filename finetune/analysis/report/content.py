@@ -136,7 +136,6 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     numeric: tuple[int, ...] = ()
     shares: dict[int, Sequence[float]] = field(default_factory=dict)
-    caption: Words = Words(())
     kind: str = "table"
 
 
@@ -147,8 +146,9 @@ class Series:
     Attributes:
         color: `c1` to `c8`, `ink` or `muted`: a variable of the page's theme.
         dash: `solid`, `dashed`, `dotted`, `dashdot`, `long`.
-        marker: drawn at each point, a shape's letter of matplotlib.
+        marker: matplotlib's letter of the shape that is drawn at each point.
         weight: `faint` lines are pale, behind what is read.
+        listed: whether a legend names it.
     """
 
     label: str
@@ -168,17 +168,17 @@ class Plot:
     """A plot of series over steps.
 
     Attributes:
-        name: of its file, `loss` for `loss.png`.
-        unit: of the vertical axis.
-        about: what it shows, for those who do not see it.
-        note: what was done to the data, under the plot.
-        sources: the files it was drawn from.
-        log: the vertical axis is logarithmic.
-        percent: the vertical axis is a share, shown in per cent.
-        lines: horizontal lines, (height, words).
+        name: stem of its file, `loss` for `loss.png`.
+        unit: unit of the vertical axis.
+        about: description for those who do not see it.
+        note: treatment of the data, under the plot.
+        sources: files it was drawn from.
+        log: whether the vertical axis is logarithmic.
+        percent: whether the vertical axis is a share, shown in per cent.
+        lines: horizontal lines, (height, label).
         marks: steps at which the value was not finite.
         size: `wide` takes the page's whole width, `half` and `third` stand beside others.
-        least: the vertical axis spans this much or more, so that small noise looks small.
+        least: span of the vertical axis at least, so that small noise looks small.
     """
 
     name: str
