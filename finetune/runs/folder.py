@@ -55,6 +55,13 @@ def write_start(folder: Path) -> None:
     (folder / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that a reader never sees half of it."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
 def make_folder(folder: Path, out: Path | str) -> Path:
     """Make a folder of results, if it is not there; returns it.
 

@@ -15,6 +15,7 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
+from finetune.runs.folder import write_whole
 from finetune.units import percent, size_of_gib
 
 
@@ -99,9 +100,7 @@ class Receipt(JupyterMixin):
 
     def save(self, path: Path) -> None:
         """Write `to_json()` so that a reader never sees half a file."""
-        partial = path.with_suffix(".partial")
-        partial.write_text(self.to_json() + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, self.to_json() + "\n")
 
     @property
     def headline(self) -> str:

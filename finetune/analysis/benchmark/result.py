@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.analysis.statistics import Ratio, speed_ratio
+from finetune.runs.folder import write_whole
 from finetune.units import count, percent, size_of_gib
 
 
@@ -255,10 +256,8 @@ class Benchmark(JupyterMixin):
     def save(self, folder: Path) -> None:
         """Write `benchmark.json` and `benchmark.csv` so that a reader never sees half a file."""
         self.folder = folder
-        for name, text in (("json", self.to_json() + "\n"), ("csv", self.to_csv())):
-            partial = folder / f"benchmark.{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(folder / f"benchmark.{name}")
+        write_whole(folder / "benchmark.json", self.to_json() + "\n")
+        write_whole(folder / "benchmark.csv", self.to_csv())
 
     # ------------------------------------------------------------------------------------- display
 

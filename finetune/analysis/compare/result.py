@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import ConfigError
-from finetune.runs.folder import COMPARISON, Run
+from finetune.runs.folder import COMPARISON, Run, write_whole
 from finetune.units import percent, plural
 
 NAMES = {"train": "training loss", "eval": "held-out loss"}
@@ -164,9 +164,7 @@ class Comparison(JupyterMixin, _Part):
     def save(self, folder: Path) -> Path:
         """Write `comparison.json` so that a reader never sees half a file; returns its path."""
         file = folder / COMPARISON
-        partial = file.with_suffix(".partial")
-        partial.write_text(self.to_json() + "\n", encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, self.to_json() + "\n")
         self.folder = folder
         return file
 
