@@ -350,6 +350,7 @@ def test_quartiles_are_those_of_all_rounds() -> None:
 # ------------------------------------------------------------------------------------------ a point
 
 
+@pytest.mark.slow
 def test_recipes_side_by_side_for_real() -> None:
     found = finetune.benchmark(
         FP8, vs=[BF16], grid="batch=2 length=32", steps=3, rounds=1, run=run_here,

@@ -136,6 +136,7 @@ def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
     assert result.twin.why
 
 
+@pytest.mark.slow
 def test_alternatives_are_possible_or_say_why_not(config):
     result = estimate(config, gpu="H100", alternatives=True)
     found = {other.label: other for other in result.others}

@@ -30,6 +30,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_worker(tmp_path_factory.mktemp("several"), list(RECIPES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RECIPES)
 def test_two_processes_hold_what_is_estimated(steps, case: str, tmp_path: Path) -> None:
     config, device = recipe_config(case, tmp_path), this_device()

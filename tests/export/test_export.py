@@ -191,6 +191,7 @@ def test_each_form_is_smaller_than_the_one_before(exported):
     assert size["adapter"] < size["nvfp4"] < size["fp8"] < size["merged"]
 
 
+@pytest.mark.slow
 def test_full_run_is_copied_and_can_be_quantised(full_run, tmp_path):
     done = export_run(full_run, "merged", tmp_path / "merged", console=QUIET)
     ours, theirs = (load_file(f / "model.safetensors") for f in (done.folder, full_run / "model"))

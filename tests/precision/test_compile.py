@@ -31,6 +31,7 @@ def losses(make_llama, setup_backend, compile: str) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # inductor warns about its own environment
 def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     eager = losses(make_llama, setup_backend, "off")

@@ -32,6 +32,7 @@ def launch(out: Path, modes: str, module: str = "tests.distributed_worker") -> d
     }
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path) -> None:
     """One launch for all: it takes ten times as long as what a mode does."""
     facts = launch(tmp_path, "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_ram")
@@ -79,6 +80,7 @@ def without_reduce_amax_scales_differ(first: dict, second: dict) -> None:
     assert not all(g)
 
 
+@pytest.mark.slow
 def test_reduce_amax_takes_the_largest_of_all_processes(tmp_path) -> None:
     """With it scales are identical, those of the process that saw most; without they differ."""
     both = launch(tmp_path, "delayed", "tests.amax_worker")["delayed"]

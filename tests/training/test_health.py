@@ -351,6 +351,7 @@ def test_lora(make_llama, setup_backend, tmp_path) -> None:
     assert "health/adapter/w_snr_db" not in row, "adapters stay in high precision"
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path) -> None:
     """Rows are of both processes, and a NaN in one of them stops both, by its name."""
     for mode, (first, second) in launch(tmp_path, "ddp,fsdp", "tests.health_worker").items():

@@ -57,6 +57,7 @@ def run_worker(out: Path, cases: Sequence[str]) -> dict[str, Any]:
     return {name: json.loads((out / f"{name}.json").read_text()) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_hold_what_is_predicted(steps: dict[str, Any], case: str) -> None:
     alone = steps["alone"][case]

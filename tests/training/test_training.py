@@ -14,8 +14,14 @@ from finetune import load_recipe, train
 from finetune.config.recipe import list_recipes
 from finetune.runs.lookup import read_run
 from finetune.training.model import TINY_LLAMA
+from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)
+QUICK_RECIPES = [
+    *("tiny_full_fp8", "tiny_lora_fp8", "tiny_qlora_bf16", "bdh_tiny_full_fp8"),
+    *("llama_8b_lora_fp8", "llama_8b_full_fp8"),
+]
+"""One of each method and model; the others go the same way."""
 SMALL = (
     "data.name=builtin:harbour",
     "data.max_rows=48",
@@ -50,7 +56,7 @@ def tiny_gpt2(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", slow_but(QUICK_RECIPES, list_recipes()))
 def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
     """The recipe as it stands, on a small model and a few rows."""
     small = {"gpt2": tiny_gpt2, "bdh": "builtin:bdh_tiny"}
@@ -70,6 +76,7 @@ def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
     assert (report.folder / "model").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
     """The shipped pair, whole: same seed, same data; the loss falls and the style is learnt."""
@@ -88,6 +95,7 @@ def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
         assert all(s.answer.endswith("Fair winds.") for s in report.samples)
 
 
+@pytest.mark.slow
 def test_an_fp8_base_at_rank_32_learns_what_a_bf16_base_does(tmp_path) -> None:
     """Much of the shipped pair at another rank: what it ends at is in FP8_FINDINGS.md."""
     asked = ["lora.r=32", "lora.alpha=64", "train.max_steps=40", "train.eval_steps=40"]
@@ -155,7 +163,7 @@ def test_own_data_file(tmp_path) -> None:
     assert all(not key.endswith("_extra_state") for key in load_file(adapter))
 
 
-@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("fp8", slow_but([True], [True, False]))
 def test_packing_and_checkpointing(fp8, tmp_path) -> None:
     overrides = [
         "train.packing=true", "train.gradient_checkpointing=true", "train.max_steps=3",
@@ -192,6 +200,7 @@ def test_missing_extra(setting, module, extra, tmp_path, monkeypatch) -> None:
     assert not list(tmp_path.iterdir()), "nothing was written"
 
 
+@pytest.mark.slow
 def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
     import io
 
