@@ -18,7 +18,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, PlanError
 from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Footprint
-from finetune.estimator.memory.sharded import held_by_one, shares_model
+from finetune.estimator.memory.sharded import device_footprint, shares_model
 from finetune.estimator.place import Place, resolve_there
 from finetune.estimator.speed import timing
 from finetune.estimator.speed.timing import Pace, compiles, pace_of_one
@@ -271,7 +271,7 @@ def _measured(
     return Measured(
         config,
         resolution,
-        held_by_one(rehearsal, config, place),
+        device_footprint(rehearsal, config, place),
         pace_of_one(rehearsal, config, place, compiled=compiled),
         rehearsal.parameters,
         rehearsal.trainable,

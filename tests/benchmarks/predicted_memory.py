@@ -5,7 +5,7 @@
 Each run is a whole `finetune.train` of a few steps, from 1.4 to about 300 million
 parameters, whose receipt tells what its third step held (`finetune.training.memory_meter`). The
 prediction is made from the configuration alone: the rehearsal on tensors without memory
-(`finetune.estimator.trace.rehearsal`) and its account. Rows of the data are longer than
+(`finetune.estimator.trace.rehearsal`) and its footprint. Rows of the data are longer than
 `max_length`, so that no batch is padded, as a prediction assumes. The goal is 2 % for each run.
 """
 
@@ -31,7 +31,7 @@ from rich.console import Console
 
 from finetune.api import train
 from finetune.config.recipe import Recipe, load_recipe
-from finetune.estimator.memory.footprint import Account, account
+from finetune.estimator.memory.footprint import Footprint, tensor_footprint
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import resolve, this_device
 
@@ -172,12 +172,12 @@ def _texts() -> list[str]:
     return [" ".join("".join(letters.sample(word, 6)) for _ in range(80)) for _ in range(64)]
 
 
-def predict(recipe: Recipe) -> tuple[Account, int]:
+def predict(recipe: Recipe) -> tuple[Footprint, int]:
     """Peaks of a step of the recipe on this machine, and the model's parameters."""
     device = this_device()
     resolution = resolve(recipe.config.precision, device)
     found = rehearse(recipe.config, device, resolution, padded=False)  # every row is cut to length
-    return account(found.tape), found.parameters
+    return tensor_footprint(found.trace), found.parameters
 
 
 def measure(recipe: Recipe, folder: Path) -> dict[str, Any]:
@@ -188,13 +188,13 @@ def measure(recipe: Recipe, folder: Path) -> dict[str, Any]:
 def run(case: Case, folder: Path) -> Row:
     """Predict, then measure."""
     started, recipe = time.perf_counter(), recipe_of(case, folder)
-    foretold, parameters = predict(recipe)
+    expected, parameters = predict(recipe)
     memory = measure(recipe, folder)
     assert memory["measured_gib"] is not None, memory["measured"]
     return Row(
         case.name,
         parameters,
-        foretold.peak.nbytes / 2**30,
+        expected.tensors / 2**30,
         memory["measured_gib"],
         memory["measured"],
         time.perf_counter() - started,

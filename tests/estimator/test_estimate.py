@@ -90,11 +90,13 @@ def test_the_figures_are_each_larger_than_the_one_before(result):
 
 def test_kinds_add_up_to_the_peak_of_every_phase(config):
     rehearsal = rehearse(config, H100.device, resolve_there(config.precision, H100))
-    held = footprint(rehearsal.tape, H100.device)
+    held = footprint(rehearsal.trace, H100.device)
     assert list(held.phases) == ["load", "forward", "backward", "optimizer"]
-    whole = rehearsal.tape.marks["step"]
-    assert held.tensors == rehearsal.tape.peak(whole)[0]
-    assert held.kinds["weights"] == rehearsal.tape.held_bytes == sum(held.phases["load"].values())
+    whole = rehearsal.trace.marks["step"]
+    assert held.tensors == rehearsal.trace.peak(whole)[0]
+    assert (
+        held.kinds["weights"] == rehearsal.trace.initial_bytes == sum(held.phases["load"].values())
+    )
 
 
 def test_the_time_of_a_step_is_the_sum_of_its_parts(result):

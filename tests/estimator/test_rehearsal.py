@@ -17,7 +17,7 @@ from finetune.config.recipe import list_recipes
 from finetune.config.schema import RunConfig
 from finetune.errors import RehearsalError
 from finetune.estimator.gate import bound
-from finetune.estimator.memory.footprint import Account, account
+from finetune.estimator.memory.footprint import tensor_footprint
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.optimizer_updates import SteadyScale
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
@@ -27,7 +27,7 @@ from finetune.precision.planner import plan
 from finetune.training.model import first_layers, load_shape, sketch
 from tests.benchmarks import predicted_memory
 from tests.conftest import CPU, H100
-from tests.estimator.test_tape import patched
+from tests.estimator.test_trace import patched
 
 GIB = 2**30
 CASES = {case.name: case for case in predicted_memory.CASES}
@@ -91,9 +91,9 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     model = sketch(config, layers=2)
     the_plan = plan(model, there(config, backend).precision)
     least = bound(model, the_plan, config.train, storage=config.model.storage)
-    peaks = account(found.tape)
-    assert peaks.peak.nbytes >= least.total * GIB
-    kinds = peaks.phases["optimizer"].kinds
+    peaks = tensor_footprint(found.trace)
+    assert peaks.tensors >= least.total * GIB
+    kinds = peaks.phases["optimizer"]
     assert kinds["weights"] >= least.weights * GIB * 0.999
     assert kinds["gradients"] == round(least.gradients * GIB)
     assert kinds["optimizer"] >= least.optimizer * GIB * 0.999
@@ -103,15 +103,15 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     assert found.tokens == train["per_device_train_batch_size"] * train["max_length"]
     assert {layer.name for layer in found.plan.layers} == {layer.name for layer in the_plan.layers}
     products = {"aten.mm.default", "aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
-    names = {op.name for op in found.tape.ops}
+    names = {op.name for op in found.trace.ops}
     assert names & products
     if backend and found.plan.fp8_layers:
         assert names & {"aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
 
 
 def phases(config: RunConfig, layers: int, backend: str = "torchao") -> dict[str, int]:
-    found: Account = account(on_h100(config, backend, layers).tape)
-    return {name: peak.nbytes for name, peak in found.phases.items()}
+    found = tensor_footprint(on_h100(config, backend, layers).trace)
+    return {name: sum(kinds.values()) for name, kinds in found.phases.items()}
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_a_loss_scale_is_launched_as_the_real_one() -> None:
     """One multiplication of the loss, and one pass over the gradients."""
     config = load_recipe("tiny_full_bf16", ["precision.compute=fp16"]).config
     found = on_h100(config)
-    unscaled = [op for op in found.tape.ops if "non_finite_check_and_unscale" in op.name]
+    unscaled = [op for op in found.trace.ops if "non_finite_check_and_unscale" in op.name]
     assert len(unscaled) == 1
     assert sum(o.nbytes for o in unscaled[0].inputs) == 4 * found.trainable + 8
-    halves = {o.dtype for op in found.tape.ops for o in op.outputs}
+    halves = {o.dtype for op in found.trace.ops for o in op.outputs}
     assert torch.float16 in halves
     assert torch.bfloat16 not in halves
 
@@ -194,12 +194,12 @@ def test_a_loss_scale_is_launched_as_the_real_one() -> None:
 # ------------------------------------------------------------------------------- leaving no trace
 
 
-def test_the_same_rehearsal_twice_is_the_same_tape() -> None:
+def test_the_same_rehearsal_twice_is_the_same_trace() -> None:
     config = load_recipe("tiny_lora_fp8").config
     first, second = on_h100(config), on_h100(config)
-    assert first.tape.ops == second.tape.ops
-    assert first.tape.events == second.tape.events
-    assert account(first.tape) == account(second.tape)
+    assert first.trace.ops == second.trace.ops
+    assert first.trace.events == second.trace.events
+    assert tensor_footprint(first.trace) == tensor_footprint(second.trace)
 
 
 def test_a_rehearsal_leaves_nothing_behind() -> None:

@@ -1,11 +1,47 @@
-"""Blocks of memory in address order, and free ones in order of size: the allocator's lists.
+"""PyTorch's CUDA caching allocator: what it would have reserved for a list of allocations.
 
-A segment is a run of addresses cut into blocks, each of which knows its neighbours. A free block
-stands in one sorted list of its pool besides, where the best fit is a bisection. Splitting and
-merging keep both views the same; they decide nothing, `allocator` does.
+`torch.cuda.max_memory_allocated` counts blocks in use, `max_memory_reserved` what was taken from
+the driver, and a run dies of the second. Between them stands the caching allocator, whose rules are
+few and fixed, so a list of allocations and frees is replayed through them without a GPU:
 
-An expandable segment reserves more addresses than it has memory for. A block of such addresses is
-free and not *mapped*, and stands in a list of its own by address.
+1. A request is rounded up to 512 B. At most 1 MiB comes from the *small* pool, more from the
+   *large* one.
+2. Best fit: the smallest free block of the pool that is large enough is taken, the lowest address
+   among equals. It is split when what is left is worth it: 512 B or more in the small pool, *more
+   than* 1 MiB in the large one. What is not split off counts as allocated, so *allocated* is more
+   than was requested.
+3. When none fits, a segment is taken from the driver: 2 MiB for the small pool, 20 MiB for a large
+   request below 10 MiB, else the request rounded up to 2 MiB.
+4. A freed block is merged with free neighbors of its segment and kept. The driver gets back a
+   segment only when all of it is free, and only by `empty_cache()` or when memory has run out: then
+   all such segments are given back, the request is tried again, and fails if that was not enough.
+
+An example in the large pool, in MiB, `[]` in use and `()` free:
+
+    request 30, 14, 50   none fits: a segment each, 94 reserved       [30] [14] [50]
+    free all three       kept                                         (30) (14) (50)
+    request 12           best fit 14; 2 are left, more than 1: split  (30) [12](2) (50)
+    request 29.5         best fit 30; 0.5 are left: not split         [30] [12](2) (50)
+    request 51           50 is too small: a segment of 52             [30] [12](2) (50) [52]
+    free 12              merged with its neighbor                     [30] (14) (50) [52]
+
+So reserved, 146 now, grows with sizes that come once: a free block of 50 MiB is no use to a request
+of 51. `expandable_segments:True` has one segment for each pool instead, which grows at its end by
+pages of 2 MiB (small) or 20 MiB (large), by exactly what is missing, and splits from 512 B in both
+pools. It does not always reserve less: it loses holes between blocks in use as well, and finer
+splits can make more of them.
+
+A segment is a run of addresses cut into blocks, each of which knows its neighbors. A free block
+stands in one sorted list of its pool besides, where the best fit is a bisection. An expandable
+segment reserves more addresses than it has memory for: a block of such addresses is free and not
+*mapped*, and stands in a list of its own by address.
+
+Source: `c10/cuda/CUDACachingAllocator.cpp`, the same in this from torch 2.1 to 2.13 with the
+default settings (no `max_split_size_mb`, `roundup_power2_divisions` or
+`garbage_collection_threshold`).
+
+Limits: one stream (blocks of another are other pools: FSDP's gathers come on top), no CUDA graphs
+and private pools. The driver's addresses are taken to grow, without a hole where a segment was.
 """
 
 from __future__ import annotations
@@ -15,143 +51,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
-class Block:
-    """A run of addresses within a segment: in use, free, or (expandable only) without memory.
-
-    Attributes:
-        address: first byte.
-        size: bytes.
-        requested: bytes asked for, of a block in use.
-        pool: where it goes when it is freed.
-        previous, next: neighbours within the segment, None at its ends.
-        allocated: in use.
-        mapped: has memory behind it.
-    """
-
-    __slots__ = ("address", "allocated", "mapped", "next", "pool", "previous", "requested", "size")
-
-    def __init__(self, address: int, size: int, pool: Pool) -> None:
-        self.address = address
-        self.size = size
-        self.requested = 0
-        self.pool = pool
-        self.previous: Block | None = None
-        self.next: Block | None = None
-        self.allocated = False
-        self.mapped = True
-
-    def link(self, before: Block | None, after: Block | None) -> None:
-        """Stand between two blocks of the segment."""
-        self.previous, self.next = before, after
-        if before is not None:
-            before.next = self
-        if after is not None:
-            after.previous = self
-
-    def reach(self) -> int:
-        """Bytes a free block would have if all addresses after it that lack memory got some."""
-        after = self.next
-        return self.size + (after.size if after is not None and not after.mapped else 0)
-
-    def split(self, size: int) -> Block:
-        """Cut the first `size` bytes off, as a block of no list; what is left is kept as free.
-
-        `self` is of no list when this is called.
-        """
-        first = Block(self.address, size, self.pool)
-        first.link(self.previous, self)
-        self.address += size
-        self.size -= size
-        self.pool.put(self)
-        return first
-
-    def merge(self) -> None:
-        """Take free neighbours in, which leave their list. `self` is of no list."""
-        before = self.previous
-        if before is not None and not before.allocated and before.mapped is self.mapped:
-            self.pool.drop(before)
-            self.address = before.address
-            self.size += before.size
-            self.link(before.previous, self.next)
-        after = self.next
-        if after is not None and not after.allocated and after.mapped is self.mapped:
-            self.pool.drop(after)
-            self.size += after.size
-            self.link(self.previous, after.next)
-
-
-class Pool:
-    """Free blocks for one kind of request.
-
-    Attributes:
-        page: granularity of an expandable segment, bytes.
-        spare: what must be left of a block for it to be split, bytes.
-        free: (size, address, block), sorted: the first that is large enough is the best fit.
-        unmapped: (address, block), sorted: addresses without memory.
-    """
-
-    __slots__ = ("free", "page", "spare", "unmapped")
-
-    def __init__(self, page: int, spare: int) -> None:
-        self.page = page
-        self.spare = spare
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
-
-    def put(self, block: Block) -> None:
-        """Keep a free block, with memory or without."""
-        if block.mapped:
-            insort(self.free, (block.size, block.address, block))
-        else:
-            insort(self.unmapped, (block.address, block))
-
-    def drop(self, block: Block) -> None:
-        """Forget a free block."""
-        if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
-
-
-# ------------------------------------------------------------------------------------------
-# What PyTorch's CUDA caching allocator would have reserved for a list of allocations.
-#
-# `torch.cuda.max_memory_allocated` counts blocks in use, `max_memory_reserved` what was taken from
-# the driver, and a run dies of the second. Between them stands the caching allocator, whose rules
-# are few and fixed, so a list of allocations and frees is replayed through them without a GPU:
-#
-# 1. A request is rounded up to 512 B. At most 1 MiB comes from the *small* pool, more from the
-#    *large* one.
-# 2. The smallest free block of the pool that fits is taken, the lowest address among equals. It is
-#    split when what is left is worth it: 512 B or more in the small pool, *more than* 1 MiB in the
-#    large one. What is not split off counts as allocated, so *allocated* is more than was asked
-#    for.
-# 3. When none fits, a segment is taken from the driver: 2 MiB for the small pool, 20 MiB for a
-# large
-#    request below 10 MiB, else the request rounded up to 2 MiB.
-# 4. A freed block is merged with free neighbours of its segment and kept. The driver gets back a
-#    segment only when all of it is free, and only by `empty_cache()` or when memory has run out:
-#    then all such segments are given back, the request is tried again, and fails if that was not
-#    enough.
-#
-# So reserved grows with sizes that come once: a free block of 100 MiB is no use to a request of
-# 101.
-# `expandable_segments:True` has one segment for each pool instead, which grows at its end by pages
-# of 2 MiB (small) or 20 MiB (large), by exactly what is missing, and splits from 512 B in both
-# pools. It is no law that it reserves less: it loses holes between blocks in use as well, and finer
-# splits can make more of them.
-#
-# The rules are those of `c10/cuda/CUDACachingAllocator.cpp`, the same in this from torch 2.1 to
-# 2.13
-# with the default settings (no `max_split_size_mb`, `roundup_power2_divisions` or
-# `garbage_collection_threshold`).
-#
-# Limits: one stream (blocks of another are other pools: FSDP's gathers come on top), no CUDA graphs
-# and private pools. The driver's addresses are taken to grow, without a hole where a segment was.
-
-
 MIB = 1 << 20
+# Names in the source: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and
+# kRoundLarge.
 GRAIN = 512
 SMALL_REQUEST = MIB
 SMALL_PAGE = 2 * MIB
@@ -179,12 +81,107 @@ def segment_bytes(size: int) -> int:
     return -(-size // SEGMENT_GRAIN) * SEGMENT_GRAIN
 
 
+class Block:
+    """A run of addresses within a segment: in use, free, or (expandable only) without memory.
+
+    Attributes:
+        address: first byte.
+        size: bytes.
+        requested: bytes that were requested, of a block in use.
+        pool: pool that it returns to when it is freed.
+        previous, next: neighbors within the segment, None at its ends.
+        allocated: in use.
+        mapped: has memory behind it.
+    """
+
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "previous", "requested", "size")
+
+    def __init__(self, address: int, size: int, pool: Pool) -> None:
+        self.address = address
+        self.size = size
+        self.requested = 0
+        self.pool = pool
+        self.previous: Block | None = None
+        self.next: Block | None = None
+        self.allocated = False
+        self.mapped = True
+
+    def link(self, before: Block | None, after: Block | None) -> None:
+        """Insert it between two blocks of the segment."""
+        self.previous, self.next = before, after
+        if before is not None:
+            before.next = self
+        if after is not None:
+            after.previous = self
+
+    def reach(self) -> int:
+        """Bytes a free block would have if all addresses after it that lack memory got some."""
+        after = self.next
+        return self.size + (after.size if after is not None and not after.mapped else 0)
+
+    def split(self, size: int) -> Block:
+        """Cut off the first `size` bytes of a block that is in no list; the rest is kept free."""
+        first = Block(self.address, size, self.pool)
+        first.link(self.previous, self)
+        self.address += size
+        self.size -= size
+        self.pool.put(self)
+        return first
+
+    def merge(self) -> None:
+        """Take in free neighbors, which leave their list. `self` is in no list."""
+        before = self.previous
+        if before is not None and not before.allocated and before.mapped is self.mapped:
+            self.pool.drop(before)
+            self.address = before.address
+            self.size += before.size
+            self.link(before.previous, self.next)
+        after = self.next
+        if after is not None and not after.allocated and after.mapped is self.mapped:
+            self.pool.drop(after)
+            self.size += after.size
+            self.link(self.previous, after.next)
+
+
+class Pool:
+    """Free blocks for one kind of request.
+
+    Attributes:
+        page: granularity of an expandable segment, bytes.
+        spare: bytes that must be left of a block for it to be split.
+        free: (size, address, block), sorted: the first that is large enough is the best fit.
+        unmapped: (address, block), sorted: addresses without memory.
+    """
+
+    __slots__ = ("free", "page", "spare", "unmapped")
+
+    def __init__(self, page: int, spare: int) -> None:
+        self.page = page
+        self.spare = spare
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def put(self, block: Block) -> None:
+        """Keep a free block, with memory or without."""
+        if block.mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def drop(self, block: Block) -> None:
+        """Remove a free block from its list."""
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+
 class Allocator:
     """The state of the caching allocator of one GPU.
 
     Attributes:
         allocated: bytes of blocks in use, as `torch.cuda.memory_allocated`.
-        requested: bytes asked for by them (`requested_bytes.all.current` of `memory_stats`).
+        requested: bytes requested for them (`requested_bytes.all.current` of `memory_stats`).
         reserved: bytes taken from the driver, as `torch.cuda.memory_reserved`.
         peak_allocated, peak_requested, peak_reserved: the most of each so far.
     """
@@ -215,14 +212,12 @@ class Allocator:
         block.requested = nbytes
         self.requested += nbytes
         self.allocated += block.size
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
-        if self.requested > self.peak_requested:
-            self.peak_requested = self.requested
+        self.peak_requested = max(self.peak_requested, self.requested)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
-        """Give back a block of `malloc`; it is merged with free neighbours and kept."""
+        """Give back a block of `malloc`; it is merged with free neighbors and kept."""
         self.allocated -= block.size
         self.requested -= block.requested
         block.allocated = False
@@ -230,7 +225,7 @@ class Allocator:
         block.pool.put(block)
 
     def empty_cache(self) -> None:
-        """Give the driver back the segments, or pages of an expandable one, that are all free."""
+        """Return to the driver the segments, or pages of an expandable one, that are all free."""
         for pool in (self._large, self._small):
             for _, _, block in tuple(pool.free):
                 if self.expandable:
@@ -240,6 +235,7 @@ class Allocator:
                     self.reserved -= block.size
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """The smallest free block of at least `size`, lowest address first, out of its list."""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -251,7 +247,7 @@ class Allocator:
         return free.pop(index)[2]
 
     def _take(self, nbytes: int) -> bool:
-        """Ask the driver."""
+        """Take memory from the driver, if it has that much left."""
         if self.limit is not None and self.reserved + nbytes > self.limit:
             return False
         self.reserved += nbytes
@@ -259,7 +255,7 @@ class Allocator:
         return True
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """A free block, of no list, out of new memory."""
+        """A free block, in no list, out of new memory."""
         if self.expandable:
             return self._extend(pool, size)
         segment = segment_bytes(size)
@@ -270,7 +266,7 @@ class Allocator:
         return block
 
     def _extend(self, pool: Pool, size: int) -> Block | None:
-        block = self._room(pool, size)
+        block = self._extendable(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
@@ -282,7 +278,7 @@ class Allocator:
         pool.drop(block)
         return block
 
-    def _room(self, pool: Pool, size: int) -> Block:
+    def _extendable(self, pool: Pool, size: int) -> Block:
         """The lowest free block from which on `size` bytes are free or without memory."""
         for _, block in pool.unmapped:
             start = block
@@ -319,7 +315,7 @@ class Allocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Give back the whole pages of a free block; its ends stay."""
+        """Return to the driver the whole pages of a free block; its ends stay."""
         pool = block.pool
         end = block.address + block.size
         first, last = -(-block.address // pool.page) * pool.page, end // pool.page * pool.page
@@ -342,11 +338,11 @@ class Allocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a list of events did to the allocator, in bytes.
+    """Memory over a list of events, in bytes.
 
     Attributes:
         peak_allocated: most in blocks in use, rounded and unsplit as torch counts them.
-        peak_requested: most that was asked for: the sum of the tensors.
+        peak_requested: most that was requested: the sum of the tensors.
         peak_reserved: most taken from the driver.
         peak_at: index of the event that first reached `peak_allocated`, -1 for no events.
         reserved_timeline: (index of the event, reserved after it), where reserved changed.

@@ -1,4 +1,4 @@
-"""What an attention kernel allocates besides its results: nothing that fake tensors show.
+"""Buffers that an attention kernel allocates besides its results, which fake tensors do not show.
 
 Flash attention keeps no scores, so its backward walks over blocks of keys and adds to the gradient
 of the queries from many thread blocks at once. That sum is done in float32, in a buffer as large
@@ -8,16 +8,15 @@ of keys than of queries) the gradients of keys and values are made for every que
 summed after. And every kernel keeps one float32 for a row of scores, the log-sum-exp, from forward
 to backward.
 
-Which kernel `scaled_dot_product_attention` takes depends on the version, the GPU and the mask:
-`sdpa_kernel` says. The kernels:
+Which kernel `scaled_dot_product_attention` takes depends on the version, the GPU and the mask
+(`sdpa_kernel`):
 
 * `flash`: FlashAttention 2, of torch's SDPA and of the `flash-attn` package;
-* `flash_varlen`: the same for rows packed without padding (`cu_seqlens`), as Transformers calls
-  the package when there is a padding mask;
 * `flash3`: FlashAttention 3 (`flash_attn_3`, Hopper);
 * `efficient`: CUTLASS memory-efficient attention, which takes masks and float32;
-* `cudnn`: cuDNN, whose buffers come in one piece out of the caching allocator;
-* `math`, `eager`: made of ordinary operators, which the trace shows: nothing hidden.
+* `cudnn`: cuDNN, whose buffers come in one piece out of the caching allocator.
+
+Attention that is written out (`eager`) is made of ordinary operators, which a trace shows.
 
 Sources, read at torch 2.4 to 2.13, flash-attn 2.8 and cudnn-frontend 1.12:
 `aten/src/ATen/native/transformers/cuda/attention_backward.cu`, `flash_attn/flash_api.cpp`,
@@ -26,20 +25,22 @@ flash-attention's `csrc/flash_attn/flash_api.cpp` and `hopper/flash_api.cpp`, cu
 `scaled_dot_product_flash_attention.h` (`CompositeSDPABackwardNode`).
 
 Limits: no dropout, no deterministic mode (a dq buffer for each split), head sizes a multiple of
-8. Tile sizes of `efficient` are those of sm_80 and later. cudnn-frontend asks for the float32 sums;
-that the plan itself takes a dk and a dv for every head of queries is an assumption, to be on the
-safe side.
+8. Tile sizes of `efficient` are those of sm_80 and later; of its forward the float32 output of
+heads above 128 is left out. cudnn-frontend asks for the float32 sums; that the plan itself takes a
+dk and a dv for every head of queries is an assumption, to be on the safe side.
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
-Kernel = Literal["flash", "flash_varlen", "flash3", "efficient", "cudnn", "math", "eager"]
+Kernel = Literal["flash", "flash3", "efficient", "cudnn"]
 
 FLOAT32 = 4
-FLASH_ROWS = 128  # tile of rows that lengths are rounded up to
-EFFICIENT_ROWS = 32  # of the log-sum-exp
+FLASH_ROWS = 128
+"""Tile of rows that lengths are rounded up to (`flash_api.cpp`: `seqlen_q_rounded`)."""
+EFFICIENT_ROWS = 32
+"""The same for the log-sum-exp of `efficient` (`kernel_forward.h`: `kAlignLSE`)."""
 
 
 def sdpa_kernel(
@@ -95,23 +96,8 @@ def attention_forward_extra(kernel: Kernel, batch: int, heads: int, queries: int
         ValueError: a kernel that is not known.
     """
     _check(kernel)
-    if kernel in ("math", "eager"):
-        return 0
     rows = _round(queries, EFFICIENT_ROWS) if kernel == "efficient" else queries
     return batch * heads * rows * FLOAT32
-
-
-def attention_forward_temporary(
-    kernel: Kernel, batch: int, heads: int, queries: int, head_dim: int
-) -> int:
-    """Bytes that forward holds while it runs: the output in float32, of `efficient` above 128.
-
-    Raises:
-        ValueError: a kernel that is not known.
-    """
-    _check(kernel)
-    wide = kernel == "efficient" and head_dim > 128
-    return batch * heads * queries * head_dim * FLOAT32 if wide else 0
 
 
 def attention_backward_extra(
@@ -129,8 +115,7 @@ def attention_backward_extra(
     Args:
         kernel: which one.
         batch, heads, kv_heads, queries, keys, head_dim: q is [batch, heads, queries, head_dim], k
-            and v [batch, kv_heads, keys, head_dim]. For `flash_varlen` the tokens of a batch count:
-            batch x queries, padding left out.
+            and v [batch, kv_heads, keys, head_dim].
         itemsize: bytes of an element of q.
 
     Raises:
@@ -141,8 +126,6 @@ def attention_backward_extra(
         raise ValueError(f"{heads} heads of queries cannot share {kv_heads} heads of keys")
     grouped = heads != kv_heads
     expanded = batch * keys * heads * head_dim * itemsize  # one of dk, dv for every query head
-    if kernel in ("math", "eager"):
-        return []
     if kernel == "cudnn":
         total = batch * heads * queries * (1 + head_dim) * FLOAT32
         return [total + (2 * expanded if grouped else 0)]
@@ -151,12 +134,9 @@ def attention_backward_extra(
             batch * heads * queries * FLOAT32,
             _efficient_workspace(batch, heads, queries, keys, head_dim),
         ]
-    width = _flash_width(head_dim)
-    if kernel == "flash_varlen":
-        rows = batch * queries + FLASH_ROWS * batch
-        parts = [heads * rows * FLOAT32, rows * heads * width * FLOAT32]
-        return [*parts, expanded, expanded] if grouped else parts
+    width = _round(head_dim, 32 if head_dim <= 128 else 64)  # flash's float32 head size
     rows = batch * _round(queries, FLASH_ROWS)
+    # softmax's row sums [batch, heads, rows]; dq [batch, rows, heads, width]
     parts = [heads * rows * FLOAT32, rows * heads * width * FLOAT32]
     if kernel == "flash":
         return [*parts, expanded, expanded] if grouped else parts
@@ -177,11 +157,6 @@ def _efficient_workspace(batch: int, heads: int, queries: int, keys: int, head_d
         splits = min(-(-keys // columns), max(1, 200 // (batch * heads)))
         nbytes += 2 * splits * columns * _round(head_dim, rows) * FLOAT32
     return batch * heads * _round(nbytes, 16)
-
-
-def _flash_width(head_dim: int) -> int:
-    """Head size of flash attention's float32 buffers."""
-    return _round(head_dim, 32 if head_dim <= 128 else 64)
 
 
 def _check(kernel: str) -> None:

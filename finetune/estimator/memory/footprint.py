@@ -1,8 +1,17 @@
-"""What memory holds at its fullest, and who put it there: read off a tape.
+"""The memory of one device in a step: what its tensors hold, and what comes around them.
 
 A step has three phases with a peak each: at the end of forward stand the saved activations, in
 backward comes a layer's recomputation or the logits' gradient on top, and in the optimizer's step
-the activations are gone and all gradients are there. Before them, loading leaves the weights.
+the activations are gone and all gradients are there. Before them, loading leaves the weights. Of
+each, four figures, each larger than the one before:
+
+    allocated    tensors, with what libraries keep in the caching allocator for their workspaces
+    reserved     memory that the allocator has taken from the driver: segments, fragments
+    shown        reserved, the CUDA context and NCCL's buffers: what `nvidia-smi` shows
+    needed       shown, and a margin: the larger of 3 % and 0.8 GB
+
+A GPU that is short of memory gives fragments back before it fails, so *allocated* decides whether a
+run can work at all, and *needed* whether to rely on it.
 """
 
 from __future__ import annotations
@@ -14,86 +23,12 @@ from typing import Literal
 
 from finetune.estimator.memory.allocator import replay_events
 from finetune.estimator.memory.overheads import context_bytes, library_workspaces
-from finetune.estimator.trace.trace import KINDS, Kind, Tape
+from finetune.estimator.trace.trace import KINDS, Trace
 from finetune.hardware.device import Device
 
 PHASES = ("load", "forward", "backward", "optimizer")
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The fullest moment of a phase.
-
-    Attributes:
-        nbytes: alive then.
-        kinds: of what, in bytes; every kind is named.
-        owner: module that holds the most of what is neither weight, gradient nor state.
-        owned: bytes of that.
-        at: number of the event.
-    """
-
-    nbytes: int
-    kinds: dict[Kind, int]
-    owner: str
-    owned: int
-    at: int
-
-
-@dataclass(frozen=True)
-class Account:
-    """The peaks of a step, by phase."""
-
-    phases: dict[str, Peak]
-
-    @property
-    def highest(self) -> str:
-        """The phase that holds most."""
-        return max(self.phases, key=lambda phase: self.phases[phase].nbytes)
-
-    @property
-    def peak(self) -> Peak:
-        """The fullest moment of all."""
-        return self.phases[self.highest]
-
-
-def account(tape: Tape) -> Account:
-    """The peaks of a step that was rehearsed, from the mark `step` on."""
-    start, back, end = (tape.marks[name] for name in ("step", "backward", "optimizer"))
-    spans = {"forward": (start, back), "backward": (back, end), "optimizer": (end, None)}
-    phases = {"load": _peak(tape, -1, tape.held_bytes)}
-    for phase, (first, last) in spans.items():
-        nbytes, at = tape.peak(first, last)
-        phases[phase] = _peak(tape, at, nbytes)
-    return Account(phases)
-
-
-def _peak(tape: Tape, at: int, nbytes: int) -> Peak:
-    kinds: Counter[Kind] = Counter(dict.fromkeys(KINDS, 0))
-    owners: Counter[str] = Counter()
-    for number in tape.alive(at):
-        block = tape.blocks[number]
-        kinds[block.kind] += block.nbytes
-        if block.kind not in ("weights", "gradients", "optimizer"):
-            owners[block.module] += block.nbytes
-    owner, owned = owners.most_common(1)[0] if owners else ("", 0)
-    return Peak(nbytes, dict(kinds), owner, owned, at)
-
-
-# ------------------------------------------------------------------------------------------
-# The memory of one device in a step: what its tensors hold, and what comes around them.
-#
-# Four figures, each larger than the one before:
-#
-#     allocated    tensors, with what libraries keep in the caching allocator for their workspaces
-#     reserved     what the allocator has taken from the driver to serve them: segments, fragments
-#     shown        reserved, the CUDA context and what NCCL holds: what `nvidia-smi` shows
-#     needed       shown, and a margin: the larger of 3 % and 0.8 GB
-#
-# A GPU that is short of memory gives fragments back before it fails, so *allocated* decides
-# whether a
-# run can work at all, and *needed* whether to rely on it.
-
-
+LASTING = ("weights", "gradients", "optimizer")
+"""Kinds that stay from step to step."""
 MARGIN_SHARE, MARGIN_BYTES = 0.03, 800_000_000
 Fit = Literal["fits", "tight", "does not fit"]
 
@@ -103,14 +38,16 @@ class Footprint:
     """Bytes on one device.
 
     Attributes:
-        phases: phase of the step -> kind -> bytes at the phase's fullest moment.
-        owner: module that holds the most of what is in passing, at the fullest moment of all.
-        owned: bytes of that.
-        workspaces: that libraries keep inside of the allocator.
-        fragments: of what is reserved but not allocated.
-        outside: of the allocator: the context, NCCL.
-        about: fragments are a guess: not replayed whole.
+        phases: phase of the step -> kind -> bytes at the phase's fullest moment, which they add up
+            to.
+        owner: module with the most bytes that are neither weight, gradient nor optimizer state, at
+            the fullest moment of all.
+        owned: bytes of the owner.
+        workspaces: bytes that libraries keep inside of the allocator.
+        fragments: bytes reserved but not allocated.
+        outside: bytes outside of the allocator: the CUDA context, NCCL.
         expandable: reserved with `expandable_segments:True`; None where it was not replayed.
+        about: fragments are a guess: not replayed whole.
     """
 
     phases: dict[str, dict[str, int]]
@@ -124,7 +61,7 @@ class Footprint:
 
     @property
     def highest(self) -> str:
-        """The phase that holds most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
@@ -149,12 +86,12 @@ class Footprint:
 
     @property
     def shown(self) -> int:
-        """What `nvidia-smi` would show."""
+        """Bytes that `nvidia-smi` would show."""
         return self.reserved + self.outside
 
     @property
     def margin(self) -> int:
-        """Kept free, for what no estimate knows."""
+        """Bytes kept free, for what no estimate knows."""
         return max(int(MARGIN_SHARE * self.shown), MARGIN_BYTES)
 
     def in_expandable_segments(self) -> Footprint:
@@ -164,27 +101,47 @@ class Footprint:
         return replace(self, fragments=max(0, self.expandable - self.allocated))
 
     def fit(self, memory: int) -> Fit:
-        """Whether it fits into so many bytes."""
+        """The verdict for a device of so many bytes."""
         if self.allocated + self.outside > memory:
             return "does not fit"
         return "fits" if self.shown + self.margin <= memory else "tight"
 
 
-def footprint(tape: Tape, device: Device) -> Footprint:
-    """What a step that was rehearsed holds on one device, alone."""
-    found = account(tape)
-    phases = {
-        phase: {str(kind): size for kind, size in peak.kinds.items()}
-        for phase, peak in found.phases.items()
+def tensor_footprint(trace: Trace) -> Footprint:
+    """The peaks of a rehearsed step by phase, from the mark `step` on: its tensors alone."""
+    start, back, end = (trace.marks[name] for name in ("step", "backward", "optimizer"))
+    fullest = {
+        "load": -1,
+        "forward": trace.peak(start, back)[1],
+        "backward": trace.peak(back, end)[1],
+        "optimizer": trace.peak(end)[1],
     }
-    bare = Footprint(phases, found.peak.owner, found.peak.owned)
+    bare = Footprint({phase: _kinds_alive(trace, at) for phase, at in fullest.items()})
+    owners: Counter[str] = Counter()
+    for block in map(trace.storages.__getitem__, trace.alive(fullest[bare.highest])):
+        if block.kind not in LASTING:
+            owners[block.module] += block.nbytes
+    owner, owned = owners.most_common(1)[0] if owners else ("", 0)
+    return replace(bare, owner=owner, owned=owned)
+
+
+def _kinds_alive(trace: Trace, at: int) -> dict[str, int]:
+    kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
+    for block in map(trace.storages.__getitem__, trace.alive(at)):
+        kinds[block.kind] += block.nbytes
+    return kinds
+
+
+def footprint(trace: Trace, device: Device) -> Footprint:
+    """Memory of a rehearsed step on one device, alone."""
+    bare = tensor_footprint(trace)
     if device.kind != "cuda" or device.capability is None:
         return bare
     workspaces = library_workspaces(device.capability)
     events = [
-        *((f"weight {number}", size) for number, size in tape.held.items()),
+        *((number, size) for number, size in trace.initial.items()),
         *((f"workspace {i}", size) for i, size in enumerate(workspaces)),
-        *((_name(tape, event.storage), event.nbytes) for event in tape.events),
+        *trace.events,
     ]
     replay = replay_events(events)
     return replace(
@@ -196,15 +153,12 @@ def footprint(tape: Tape, device: Device) -> Footprint:
     )
 
 
-def _name(tape: Tape, storage: int) -> str | int:
-    return f"weight {storage}" if storage in tape.held else storage
-
-
 def extrapolated(few: Footprint, more: Footprint, layers: tuple[int, int], to: int) -> Footprint:
     """The footprint of `to` layers from those of two smaller models: every kind is linear in them.
 
-    Fragments are not. They grow more slowly than what is allocated, about as its square root; in
-    expandable segments they do not grow. Both are guesses.
+    With 3 GiB of weights at 2 layers and 3.5 at 3, a model of 32 layers has 3 + 30 x 0.5 = 18 GiB.
+    Fragments are not linear. They grow more slowly than what is allocated, about as its square
+    root; in expandable segments they do not grow. Both are guesses.
     """
     first, second = layers
     times = (to - first) / (second - first)

@@ -1,6 +1,6 @@
 """GPU memory that no tensor of the program shows: the context, library workspaces, NCCL's buffers.
 
-A trace of a training step sees tensors. A GPU holds more, in two places:
+A trace of a training step sees tensors. There is more, in two places:
 
 * *Inside of the caching allocator*, so in allocated and reserved: cuBLAS gets a workspace for each
   handle, and each thread has a handle. Training runs forward in one thread and backward (with what
@@ -9,7 +9,8 @@ A trace of a training step sees tensors. A GPU holds more, in two places:
   used so far, and NCCL's buffers for each communicator.
 
 Triton kernels (Liger, compiled graphs) allocate with `torch.empty`, which a trace sees if it sees
-inside of them; their code counts into the context. What attention kernels take is in `attention`.
+inside of them; their code counts into the context. For attention kernels see
+`finetune.estimator.memory.attention_buffers`.
 
 Sources: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.4, 2.9 and 2.13 and the pull requests
 168175 (one workspace for both libraries) and 175344 (32 MiB on Blackwell); for what lies outside,
@@ -92,28 +93,14 @@ NCCL_CONNECTION = 12 * MIB
 NCCL_CHANNELS: dict[Link, int] = {"nvlink": 24, "pcie": 2}
 
 
-def nccl_bytes(gpus: int, link: Link = "nvlink", communicators: int = 1) -> int:
+def nccl_bytes(gpus: int, link: Link = "nvlink") -> int:
     """Bytes of NCCL's buffers on each GPU, outside of the caching allocator.
 
-    A communicator that runs collectives has a ring (all-gather, reduce-scatter) and a tree
+    Its one communicator has a ring (all-gather, reduce-scatter) and a tree
     (all-reduce of a gradient norm or loss) through 24 channels over NVLink switches, 2 over PCIe.
     With the context that makes 1.1 GB on H100, as that issue reports. Sends between single pairs
     (pipelines, experts) connect each pair and take far more.
     """
     if gpus < 2:
         return 0
-    return 2 * NCCL_CHANNELS[link] * NCCL_CONNECTION * communicators
-
-
-def nf4_temporaries(numel: int, itemsize: int = 2) -> list[int]:
-    """Bytes of each tensor that a bitsandbytes 4-bit linear makes to multiply by its weight.
-
-    The weight in the dtype of computing, and with double quantisation the scales of its blocks of
-    64 in float32, each in forward and again in backward (`bitsandbytes/functional.py`,
-    `dequantize_4bit`).
-
-    Args:
-        numel: elements of the weight.
-        itemsize: bytes of an element of the dtype of computing.
-    """
-    return [-(-numel // 64) * 4, numel * itemsize]
+    return 2 * NCCL_CHANNELS[link] * NCCL_CONNECTION

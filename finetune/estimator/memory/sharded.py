@@ -1,29 +1,27 @@
-"""One GPU's memory when several train together: what a rehearsal saw on one, laid over the shards.
+"""Memory of one GPU when several train together: a rehearsal of one GPU, laid over the shards.
 
-*With `train.fsdp`* every GPU holds 1/N of weights, gradients and optimizer states and gathers the
+*With `train.fsdp`* every GPU stores 1/N of weights, gradients and optimizer states and gathers the
 weights of a group of layers while it computes (`finetune.estimator.memory.sharding`). A rehearsal
-whose
-weights have the type that they are gathered in tells the rest: activations, logits and temporaries
-of a batch of its own, moment by moment. Accelerate holds what trains in float32, so what the
-rehearsed optimizer made in the lower type counts in float32. Buffers (scales of FP8 codes, rotary
-frequencies) are not sharded.
+whose weights have the dtype that they are gathered in gives the rest: activations, logits and
+temporaries of a batch of its own, moment by moment. Accelerate stores what trains in float32, so
+what the rehearsed optimizer made in the lower dtype counts in float32. Buffers (scales of FP8
+codes, rotary frequencies) are not sharded.
 
-*Without it* (DDP) every GPU holds everything, and its gradients a second time in the buckets in
-which they are sent.
+*Without it* (DDP) every GPU has everything, and its gradients a second time in the buckets in which
+they are sent (`reducer.cpp`; `gradient_as_bucket_view` is off in Accelerate).
 
-Both hold NCCL's buffers, outside of the allocator. The allocator's fragments are an estimate here:
+Both have NCCL's buffers, outside of the allocator. The allocator's fragments are an estimate here:
 those of activations as one GPU has them, and what gathered weights have at most beside what they
 have at the peak, since their memory is of another stream and not lent to activations.
 
-Limits: FSDP2 alone, on one machine; see `finetune.estimator.caveats` for what is told of the
-others.
+Limits: FSDP2 alone, on one machine; `finetune.estimator.caveats` says so of the others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -31,23 +29,32 @@ from finetune.config.fsdp import fsdp_settings
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, PrecisionError
 from finetune.estimator.memory.allocator import replay_events
-from finetune.estimator.memory.footprint import Footprint, account, footprint
-from finetune.estimator.memory.overheads import Link, context_bytes, library_workspaces, nccl_bytes
-from finetune.estimator.memory.sharding import Fsdp2, Moment, Peak, ddp_buckets
+from finetune.estimator.memory.footprint import LASTING, Footprint, footprint, tensor_footprint
+from finetune.estimator.memory.overheads import context_bytes, library_workspaces, nccl_bytes
+from finetune.estimator.memory.sharding import Fsdp2, Moment, Peak
 from finetune.estimator.place import Place
-from finetune.estimator.trace.fsdp_groups import Visit
+from finetune.estimator.trace.fsdp_groups import GroupVisit
 from finetune.estimator.trace.rehearsal import GATHERED_AS, Rehearsal
-from finetune.estimator.trace.trace import KINDS, Tape
+from finetune.estimator.trace.trace import KINDS
 
 FLOAT32 = 4
 
 
+def device_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
+    """Memory of one of the devices of a place."""
+    if place.count == 1:
+        return footprint(rehearsal.trace, place.device)
+    if shares_model(config, place):
+        return sharded_footprint(rehearsal, config, place)
+    return copied_footprint(rehearsal, place)
+
+
 def shares_model(config: RunConfig, place: Place) -> bool:
-    """Whether GPUs hold a part of the model each. One process trains as without `train.fsdp`.
+    """Whether GPUs store a part of the model each. One process trains as without `train.fsdp`.
 
     Raises:
         ConfigError: on a CPU, where nothing shards.
-        PrecisionError: held FP8 copies of weights, which are gathered anew.
+        PrecisionError: stored FP8 copies of weights, which are gathered anew.
     """
     if not config.train.get("fsdp") or place.count < 2:
         return False
@@ -68,6 +75,41 @@ def shares_model(config: RunConfig, place: Place) -> bool:
     return True
 
 
+def copied_footprint(rehearsal: Rehearsal, place: Place) -> Footprint:
+    """Memory of each of several GPUs that have a copy of the model each (DDP)."""
+    alone = footprint(rehearsal.trace, place.device)
+    buckets = rehearsal.groups.trainable_bytes
+    phases = {
+        phase: kinds | {"buckets": 0 if phase == "load" else buckets}
+        for phase, kinds in alone.phases.items()
+    }
+    expandable = None if alone.expandable is None else alone.expandable + buckets
+    outside = alone.outside + _nccl_bytes(place)
+    return replace(alone, phases=phases, outside=outside, expandable=expandable)
+
+
+def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
+    """Memory of one GPU of several that share a model, from a `sharded` rehearsal."""
+    step = _ShardedStep(rehearsal, sharded_model(rehearsal, config, place.count))
+    peaks = step.model.find_peaks(
+        step.moments, step.optimizer_bytes, accumulates=rehearsal.accumulates
+    )
+    phases = {"load": _kinds(weights=step.model.weight_bytes() + step.constant)}
+    for phase in ("forward", "backward", "optimizer"):
+        own = [peak for peak, name in zip(peaks, step.phases, strict=True) if name == phase]
+        phases[phase] = step.kinds_at(max(own, key=lambda peak: peak.total))
+    alone = tensor_footprint(rehearsal.trace)
+    bare = Footprint(phases, alone.owner, alone.owned)
+    if place.device.kind != "cuda" or place.device.capability is None:
+        return bare
+    return replace(
+        bare,
+        workspaces=sum(library_workspaces(place.device.capability)),
+        fragments=step.fragments(peaks),
+        outside=context_bytes(place.device.capability) + _nccl_bytes(place),
+    )
+
+
 def sharded_model(rehearsal: Rehearsal, config: RunConfig, gpus: int) -> Fsdp2:
     """The rehearsed model as GPUs share it."""
     kept = not fsdp_settings(config.train).reshard
@@ -75,172 +117,111 @@ def sharded_model(rehearsal: Rehearsal, config: RunConfig, gpus: int) -> Fsdp2:
     trains = sum(group.trainable for group in groups)
     compute = round(rehearsal.groups.trainable_bytes / trains) if trains else FLOAT32
     mixed = GATHERED_AS[config.precision.compute] is not None
-    return Fsdp2(groups, gpus, compute, held=FLOAT32 if mixed else compute, reduce=compute)
+    return Fsdp2(groups, gpus, compute, stored=FLOAT32 if mixed else compute, reduce=compute)
 
 
-@dataclass(frozen=True)
-class Course:
-    """What a rehearsed step holds besides weights, gradients and states, moment by moment.
+class _ShardedStep:
+    """Bytes of a rehearsed step besides weights, gradients and states, moment by moment.
 
     Attributes:
-        moments: of the step.
+        moments: of each visit to a group the first, the last and the fullest.
         events: number of the event of each moment, -1 before the first.
-        phases: of the footprint, of each moment: the loss is partly of backward.
-        states: bytes of optimizer states, as they are held for the whole model.
+        phases: the footprint's phase of each moment: the loss is partly of backward.
+        optimizer_bytes: optimizer states, as they are stored for the whole model.
         constant: bytes of buffers and batches.
     """
 
-    moments: tuple[Moment, ...]
-    events: tuple[int, ...]
-    phases: tuple[str, ...]
-    states: int
-    constant: int
+    def __init__(self, rehearsal: Rehearsal, model: Fsdp2) -> None:
+        self.trace, self.model, self.visits = rehearsal.trace, model, rehearsal.visits
+        self.moments: list[Moment] = []
+        self.events: list[int] = []
+        self.phases: list[str] = []
+        self.optimizer_bytes = self._other = 0
+        weights = sum(g.frozen + g.trainable * model.compute for g in model.groups)
+        self.constant = self.trace.initial_bytes - weights
+        for event in self.trace.events[: self.trace.marks["step"]]:
+            size, kind = self._size(event.storage), self.trace.storages[event.storage].kind
+            change = size if event.nbytes > 0 else -size
+            if kind == "optimizer":
+                self.optimizer_bytes += change
+            elif kind != "gradients" and event.storage not in self.trace.initial:
+                self._other += change
+        for visit, phase, end in self._spans():
+            self._walk(visit, phase, end)
 
+    def _spans(self) -> Iterator[tuple[GroupVisit, str, int]]:
+        """Visits with the footprint's phase and their last event, divided where a phase begins."""
+        marks, start = self.trace.marks, self.trace.marks["step"]
+        begins = {phase: marks[phase] for phase in ("backward", "optimizer")}
+        ends = [visit.start for visit in self.visits[1:]] + [len(self.trace.events)]
+        for visit, end in zip(self.visits, ends, strict=True):
+            for until in sorted({*(at for at in begins.values() if start < at < end), end}):
+                phase = next((p for p in reversed(begins) if start >= begins[p]), "forward")
+                yield visit._replace(start=start), phase, until
+                start = until
 
-def course_of(rehearsal: Rehearsal, model: Fsdp2) -> Course:
-    """Moments of a rehearsed step: of each visit the first, the last and the fullest."""
-    tape, start = rehearsal.tape, rehearsal.tape.marks["step"]
-    weights = sum(g.frozen + g.trainable * model.compute for g in model.groups)
-    states = other = 0
-    for event in tape.events[:start]:
-        size, kind = _size(tape, event.storage, model), tape.blocks[event.storage].kind
-        change = size if event.nbytes > 0 else -size
-        if kind == "optimizer":
-            states += change
-        elif kind != "gradients" and event.storage not in tape.held:
-            other += change
-    moments: list[Moment] = []
-    events: list[int] = []
-    phases: list[str] = []
-    for visit, phase, end in _spans(rehearsal):
-        gradients = 0
-        seen = [(other, 0, visit.start - 1)]
+    def _walk(self, visit: GroupVisit, phase: str, end: int) -> None:
+        made = 0  # gradients; they go when the optimizer has stepped
+        seen = [(self._other, made, visit.start - 1)]
         for at in range(visit.start, end):
-            storage, nbytes, _ = tape.events[at]
-            kind = tape.blocks[storage].kind
-            if kind == "gradients":  # they go when the optimizer has stepped
-                gradients += max(0, nbytes) if visit.phase == "backward" else 0
-            elif kind != "optimizer" and storage not in tape.held:
-                size = _size(tape, storage, model)
-                other += size if nbytes > 0 else -size
-            seen.append((other, gradients, at))
-        for held, made, at in (seen[0], max(seen, key=lambda m: m[0] + m[1]), seen[-1]):
-            moments.append(Moment(visit.phase, visit.group, held, made))
-            events.append(at)
-            phases.append(phase)
-    constant = tape.held_bytes - weights
-    return Course(tuple(moments), tuple(events), tuple(phases), states, constant)
+            storage, nbytes, _ = self.trace.events[at]
+            kind = self.trace.storages[storage].kind
+            if kind == "gradients":
+                made += max(0, nbytes) if visit.phase == "backward" else 0
+            elif kind != "optimizer" and storage not in self.trace.initial:
+                self._other += self._size(storage) if nbytes > 0 else -self._size(storage)
+            seen.append((self._other, made, at))
+        for other, gradients, at in (seen[0], max(seen, key=lambda m: m[0] + m[1]), seen[-1]):
+            self.moments.append(Moment(visit.phase, visit.group, other, gradients))
+            self.events.append(at)
+            self.phases.append(phase)
 
+    def _size(self, storage: int) -> int:
+        """Bytes of a storage; of the optimizer's as it has them for float32 weights."""
+        block, model = self.trace.storages[storage], self.model
+        low = block.dtype in (torch.bfloat16, torch.float16)
+        if block.phase == "optimizer" and low and model.stored != model.compute:
+            return block.nbytes * model.stored // model.compute
+        return block.nbytes
 
-def _spans(rehearsal: Rehearsal) -> Iterator[tuple[Visit, str, int]]:
-    """Visits with the footprint's phase and the event they end at, divided where a phase begins."""
-    tape = rehearsal.tape
-    ends = [visit.start for visit in rehearsal.visits[1:]] + [len(tape.events)]
-    begins = {phase: tape.marks[phase] for phase in ("backward", "optimizer")}
-    start = tape.marks["step"]
-    for visit, end in zip(rehearsal.visits, ends, strict=True):
-        for until in sorted({*(at for at in begins.values() if start < at < end), end}):
-            phase = next((p for p in reversed(begins) if start >= begins[p]), "forward")
-            yield replace(visit, start=start), phase, until
-            start = until
+    def kinds_at(self, peak: Peak) -> dict[str, int]:
+        """Kinds at a peak; they add up to it."""
+        model, trace = self.model, self.trace
+        states, weights = self.optimizer_bytes // model.gpus, model.weight_bytes()
+        rest: Counter[str] = Counter()
+        for storage in trace.alive(self.events[peak.moment]) - trace.initial.keys():
+            if (kind := trace.storages[storage].kind) not in LASTING:
+                rest[kind] += self._size(storage)
+        if self.moments[peak.moment].phase == "optimizer":
+            rest = Counter({kind: nbytes // model.gpus for kind, nbytes in rest.items()})
+        rest["temporary"] += peak.other - sum(rest.values())
+        return _kinds(
+            **rest,
+            weights=weights + self.constant,
+            optimizer=states,
+            gradients=peak.shards - weights - states + peak.whole,
+            gathered=peak.gathered - peak.whole,
+        )
 
-
-def _size(tape: Tape, storage: int, model: Fsdp2) -> int:
-    """Bytes of a storage; of the optimizer's as it has them for float32 weights."""
-    block = tape.blocks[storage]
-    low = block.dtype in (torch.bfloat16, torch.float16)
-    if block.phase == "optimizer" and low and model.held != model.compute:
-        return block.nbytes * model.held // model.compute
-    return block.nbytes
-
-
-def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
-    """What one GPU holds of a model that several share, from a `sharded` rehearsal."""
-    tape, model = rehearsal.tape, sharded_model(rehearsal, config, place.count)
-    course = course_of(rehearsal, model)
-    peaks = model.find_peaks(course.moments, course.states, accumulates=rehearsal.accumulates)
-    phases = {"load": _kinds(weights=model.weight_bytes() + course.constant)}
-    for phase in ("forward", "backward", "optimizer"):
-        own = [p for p, name in zip(peaks, course.phases, strict=True) if name == phase]
-        phases[phase] = _phase(tape, model, course, max(own, key=lambda peak: peak.total))
-    alone = account(tape).peak
-    bare = Footprint(phases, alone.owner, alone.owned)
-    if place.device.kind != "cuda" or place.device.capability is None:
-        return bare
-    workspaces = sum(library_workspaces(place.device.capability))
-    return replace(
-        bare,
-        workspaces=workspaces,
-        fragments=_fragments(tape, course, peaks),
-        outside=context_bytes(place.device.capability) + _nccl(place),
-    )
-
-
-def _phase(tape: Tape, model: Fsdp2, course: Course, peak: Peak) -> dict[str, int]:
-    """Kinds at the peak of a phase; they add up to it."""
-    states, weights = course.states // model.gpus, model.weight_bytes()
-    rest: Counter[str] = Counter()
-    for storage in tape.alive(course.events[peak.moment]) - tape.held.keys():
-        kind = tape.blocks[storage].kind
-        if kind not in ("weights", "gradients", "optimizer"):
-            rest[kind] += _size(tape, storage, model)
-    if course.moments[peak.moment].phase == "optimizer":
-        rest = Counter({kind: nbytes // model.gpus for kind, nbytes in rest.items()})
-    rest["temporary"] += peak.other - sum(rest.values())
-    return _kinds(
-        **rest,
-        weights=weights + course.constant,
-        optimizer=states,
-        gradients=peak.shards - weights - states + peak.whole,
-        gathered=peak.gathered - peak.whole,
-    )
+    def fragments(self, peaks: Sequence[Peak]) -> int:
+        """Bytes reserved beyond those allocated, about."""
+        trace = self.trace
+        step = trace.events[trace.marks["step"] :]
+        rest = [event for event in step if trace.storages[event.storage].kind not in LASTING]
+        born = {event.storage for event in rest if event.nbytes > 0}
+        replay = replay_events(event for event in rest if event.storage in born)
+        highest = max(peaks, key=lambda peak: peak.total)
+        fullest = max(moment.other for moment in self.moments if moment.phase != "optimizer")
+        streams = max(p.gathered - p.whole for p in peaks) - (highest.gathered - highest.whole)
+        return max(0, replay.peak_reserved - fullest) + max(0, streams)
 
 
 def _kinds(**sizes: int) -> dict[str, int]:
     return dict.fromkeys((*KINDS, "gathered"), 0) | sizes
 
 
-def _fragments(tape: Tape, course: Course, peaks: Sequence[Peak]) -> int:
-    """Bytes reserved beyond those allocated, about."""
-    kinds = {number: block.kind for number, block in tape.blocks.items()}
-    rest = [
-        event
-        for event in tape.events[tape.marks["step"] :]
-        if kinds[event.storage] not in ("weights", "gradients", "optimizer")
-    ]
-    born = {event.storage for event in rest if event.nbytes > 0}
-    replay = replay_events((e.storage, e.nbytes) for e in rest if e.storage in born)
-    highest = max(peaks, key=lambda peak: peak.total)
-    fullest = max(moment.other for moment in course.moments if moment.phase != "optimizer")
-    streams = max(p.gathered - p.whole for p in peaks) - (highest.gathered - highest.whole)
-    return max(0, replay.peak_reserved - fullest) + max(0, streams)
-
-
-def copied_footprint(rehearsal: Rehearsal, place: Place) -> Footprint:
-    """What each of several GPUs holds that have a copy of the model each."""
-    alone = footprint(rehearsal.tape, place.device)
-    sent = ddp_buckets(rehearsal.groups.trainable_bytes, gpus=place.count)
-    phases = {
-        phase: kinds | {"buckets": 0 if phase == "load" else sent}
-        for phase, kinds in alone.phases.items()
-    }
-    expandable = None if alone.expandable is None else alone.expandable + sent
-    return replace(
-        alone, phases=phases, outside=alone.outside + _nccl(place), expandable=expandable
-    )
-
-
-def _nccl(place: Place) -> int:
+def _nccl_bytes(place: Place) -> int:
     if place.device.kind != "cuda":
         return 0
-    link: Link = "pcie" if place.gpu is not None and place.gpu.link == "pcie" else "nvlink"
-    return nccl_bytes(place.count, link)
-
-
-def held_by_one(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
-    """What one of the devices of a place holds."""
-    if place.count == 1:
-        return footprint(rehearsal.tape, place.device)
-    if shares_model(config, place):
-        return sharded_footprint(rehearsal, config, place)
-    return copied_footprint(rehearsal, place)
+    over_pcie = place.gpu is not None and place.gpu.link == "pcie"
+    return nccl_bytes(place.count, "pcie" if over_pcie else "nvlink")

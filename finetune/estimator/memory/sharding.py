@@ -1,4 +1,4 @@
-"""What one GPU holds when several share a model: FSDP2 as Accelerate makes it, FSDP1, and DDP.
+"""Memory of one GPU when several share a model by FSDP2, as Accelerate makes it.
 
 FSDP2 cuts every parameter along its first dimension. A GPU holds 1/N of weights, gradients and
 optimizer states at all times, and the whole of a *group* of parameters (an embedding, a decoder
@@ -16,22 +16,27 @@ T_i of its gradients, and R_i of these in the dtype they are reduced in:
 * backward leaves i: its weights go, R_(i+1) goes, and the gradients are copied to be sent:
   **G_(i-1) + T_i + R_i**, of which R_i stays, and the reduced shard.
 
+An example: 3 groups of 5 parameters on 5 GPUs, computing in 2 bytes, stored in 4. A GPU stores 12
+bytes of weights, G = T = R = 10. Beside the 12 there are
+
+    forward enters 0      20        buffer and tensors of 0
+    forward enters 1      22        tensors and buffer of 1, the buffer of 0 until then, a cast of 2
+    backward enters 2     20        2 is gathered, and 1 ahead of it
+    backward leaves 2     30        1; gradients of 2, and their copy to be sent
+    in backward of 1      34        1 and 0; 10 being sent; 4 of the shard of 2's gradients
+
 A group that is kept (`reshard_after_forward=False`) stays from its forward to its backward.
 Accelerate 1.15 makes a group of the input embedding, one of each decoder layer, and one of the
 final norm and the head, which it keeps; tied embeddings are of the head's group, and so kept all
-along, and their gradient is reduced last. With `mixed_precision` it holds trainable parameters,
+along, and their gradient is reduced last. With `mixed_precision` it stores trainable parameters,
 their gradients and states in float32, and gathers and reduces in the lower dtype; frozen ones stay
 as they are.
-
-DDP holds everything on every GPU, and all gradients a second time in the buckets it sends them in.
-FSDP1 gathers into one flat buffer and computes in it, with the next group's beside it; a flat
-buffer in which one parameter trains has a gradient for all.
 
 The rest (activations, logits, temporaries) is what one GPU has for a batch of its own: that of a
 trace of the model with weights in the dtype that is computed in, as `Moment`s.
 
 Sources: `_fsdp_param_group.py`, `_fsdp_collectives.py` and `_fsdp_state.py` of torch 2.13,
-`fsdp2_prepare_model` of accelerate 1.15, `reducer.cpp`.
+`fsdp2_prepare_model` of accelerate 1.15.
 
 Limits: no hybrid sharding, no CPU offload. A first dimension that N does not divide is padded, and
 the padding not counted. The buffers are made on streams of their own, whose memory the caching
@@ -52,31 +57,31 @@ class Group:
     """Parameters that are gathered together.
 
     Attributes:
-        name: of the module, for messages.
+        name: module, for messages.
         frozen: bytes of its frozen parameters as they are gathered.
         trainable: elements of its trainable parameters.
-        reshard: given up after forward and gathered again for backward.
-        held: bytes of its frozen parameters as they are held; None where that is `frozen`. Codes
-            and what has the dtype of computing are gathered as they are held.
+        reshard: freed after forward and gathered again for backward.
+        stored: bytes of its frozen parameters as they are stored; None where that is `frozen`.
+            Codes and what has the dtype of computing are gathered as they are stored.
     """
 
     name: str
     frozen: int = 0
     trainable: int = 0
     reshard: bool = True
-    held: int | None = None
+    stored: int | None = None
 
     @property
-    def frozen_held(self) -> int:
-        """Bytes of its frozen parameters as they are held."""
-        return self.frozen if self.held is None else self.held
+    def frozen_stored(self) -> int:
+        """Bytes of its frozen parameters as they are stored."""
+        return self.frozen if self.stored is None else self.stored
 
 
 class Moment(NamedTuple):
-    """A moment of one GPU's step: all that is alive except for weights and what follows them.
+    """A moment of one GPU's step: bytes alive except for weights and what follows from them.
 
     Attributes:
-        phase: of the step. `loss` is what lies between the end of the model's forward and the
+        phase: phase of the step. `loss` is what lies between the end of the model's forward and the
             first backward of a group.
         group: index of the group that computes; not looked at in `loss` and `optimizer`.
         other: bytes alive that are no weight, gradient or optimizer state. In `optimizer` the
@@ -92,10 +97,10 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that one GPU holds.
+    """The most bytes that one GPU holds.
 
     Attributes:
-        total: bytes.
+        total: all of them.
         moment: index of the moment it falls on.
         shards: bytes of it that are sharded weights, gradients and optimizer states.
         gathered: bytes of gathered weights, buffers of communication and whole gradients.
@@ -119,15 +124,19 @@ class Fsdp2:
         groups: of parameters.
         gpus: that share it, at least 2.
         compute: bytes of an element as it is gathered and computed with (`param_dtype`).
-        held: bytes of an element of a trainable parameter's shard.
+        stored: bytes of an element of a trainable parameter's shard.
         reduce: bytes of an element of a gradient as it is reduced.
     """
 
     groups: tuple[Group, ...]
     gpus: int
     compute: int = 2
-    held: int = 4
+    stored: int = 4
     reduce: int = 2
+
+    @property
+    def held(self) -> int:
+        return self.stored
 
     def gathered_bytes(self, index: int) -> int:
         """Bytes of a whole group, as it is computed with."""
@@ -136,19 +145,12 @@ class Fsdp2:
 
     def weight_bytes(self) -> int:
         """Bytes of the shards of all weights on one GPU."""
-        held = sum(group.frozen_held + group.trainable * self.held for group in self.groups)
-        return held // self.gpus
+        stored = sum(group.frozen_stored + group.trainable * self.stored for group in self.groups)
+        return stored // self.gpus
 
     def gradient_bytes(self) -> int:
         """Bytes of the shards of all gradients on one GPU."""
-        return sum(group.trainable for group in self.groups) * self.held // self.gpus
-
-    def find_peak(
-        self, moments: Iterable[Moment], optimizer_bytes: int = 0, *, accumulates: bool = False
-    ) -> Peak:
-        """The peak of a step of one GPU: the highest of `find_peaks`."""
-        peaks = self.find_peaks(moments, optimizer_bytes, accumulates=accumulates)
-        return max(peaks, key=lambda peak: peak.total)
+        return sum(group.trainable for group in self.groups) * self.stored // self.gpus
 
     def find_peaks(
         self, moments: Iterable[Moment], optimizer_bytes: int = 0, *, accumulates: bool = False
@@ -158,7 +160,7 @@ class Fsdp2:
         Args:
             moments: of the step, in order. Enough are the first and the last one of each visit to
                 a group, and the one with the most `other` and `gradients` of it.
-            optimizer_bytes: states of the whole model, as they are held for its shards.
+            optimizer_bytes: states of the whole model, as they are stored for its shards.
             accumulates: gradients of several batches are added up before they are reduced
                 (`no_sync`): whole ones, on every GPU.
 
@@ -201,7 +203,7 @@ class _Step:
         self.begun: set[int] = set()  # groups whose backward has begun
 
     def enter(self, where: int) -> None:
-        """Go on to a moment."""
+        """Proceed to a moment."""
         moment = self.moments[where]
         before = self.moments[where - 1] if where else None
         if before is None or before[:2] != moment[:2]:
@@ -221,10 +223,10 @@ class _Step:
                 self._gather_ahead(where)
         if moment.phase == "backward":
             self.pending[moment.group] = max(self.pending[moment.group], moment.gradients)
-        self._look(where)
+        self._record(where)
 
     def leave(self, where: int) -> None:
-        """The last moment of a visit is over."""
+        """Free and reduce after the last moment of a visit."""
         moment = self.moments[where]
         index = moment.group
         group = self.model.groups[index]
@@ -237,11 +239,11 @@ class _Step:
             return
         self.whole.discard(index)
         self.sending = group.trainable * self.model.reduce
-        self._look(where)  # the gradients, and their copy
+        self._record(where)  # the gradients, and their copy
         self.pending[index] = 0
-        self.reduced += group.trainable * self.model.held // self.model.gpus
-        unreduced = self.sending // self.model.gpus if self.model.held != self.model.reduce else 0
-        self._look(where, unreduced)
+        self.reduced += group.trainable * self.model.stored // self.model.gpus
+        unreduced = self.sending // self.model.gpus if self.model.stored != self.model.reduce else 0
+        self._record(where, unreduced)
 
     def _gather(self, where: int) -> None:
         phase, index = self.moments[where][:2]
@@ -250,30 +252,30 @@ class _Step:
         size = self.model.gathered_bytes(index)
         buffer = self.ahead.pop(index, None)
         if buffer is None:
-            self._look(where, size + self._cast(index))
+            self._record(where, size + self._cast(index))
         if phase == "forward":
             self.buffer = 0
         self.whole.add(index)
-        self._look(where, size)
+        self._record(where, size)
         if phase == "forward":
             self.buffer = size
 
     def _gather_ahead(self, where: int) -> None:
-        place = self.order.index(self.moments[where].group) - 1
-        if place < 0 or self.order[place] in self.whole:
+        before = self.order.index(self.moments[where].group) - 1
+        if before < 0 or self.order[before] in self.whole:
             return
-        index = self.order[place]
+        index = self.order[before]
         self.ahead[index] = self.model.gathered_bytes(index)
-        self._look(where, self._cast(index))
+        self._record(where, self._cast(index))
 
     def _cast(self, index: int) -> int:
         """Bytes of the shard of a group in the dtype of computing, made to be gathered."""
-        if self.model.held == self.model.compute:
+        if self.model.stored == self.model.compute:
             return 0
         return self.model.groups[index].trainable * self.model.compute // self.model.gpus
 
-    def _look(self, where: int, more: int = 0) -> None:
-        """Compare what is alive now, and `more`, with the peak of this moment."""
+    def _record(self, where: int, more: int = 0) -> None:
+        """Keep the peak of this moment: the bytes alive now, and `more` temporary ones."""
         moment = self.moments[where]
         gathered = sum(map(self.model.gathered_bytes, self.whole)) + sum(self.ahead.values())
         whole = sum(self.pending.values())
@@ -302,31 +304,5 @@ def accelerate_groups(
     if not tied:
         return (embedding, *layers, replace(head, reshard=False))
     frozen, trainable = embedding.frozen + head.frozen, embedding.trainable + head.trainable
-    held = embedding.frozen_held + head.frozen_held
-    return (Group(embedding.name, frozen, trainable, reshard=False, held=held), *layers)
-
-
-def fsdp1_extra(groups: Sequence[int], index: int, phase: Phase) -> int:
-    """Bytes gathered under FSDP1 while a group computes: itself and the one that comes next.
-
-    Args:
-        groups: bytes of each flat parameter in the dtype of computing, in the order of forward.
-        index: of the group that computes.
-        phase: in backward the gradient of the flat parameter, as large as all of it, is there too.
-    """
-    if phase == "optimizer":
-        return 0
-    following = index + 1 if phase == "forward" else index - 1
-    ahead = groups[following] if 0 <= following < len(groups) else 0
-    return groups[index] * (2 if phase == "backward" else 1) + ahead
-
-
-def ddp_buckets(gradient_bytes: int, *, gpus: int, as_views: bool = False) -> int:
-    """Bytes of DDP's buckets beside the gradients: all of them once more, from the start.
-
-    Args:
-        gradient_bytes: of all trainable parameters, in their dtype.
-        gpus: processes; alone there is no DDP.
-        as_views: `gradient_as_bucket_view=True`: the gradients lie in the buckets.
-    """
-    return 0 if as_views or gpus < 2 else gradient_bytes
+    stored = embedding.frozen_stored + head.frozen_stored
+    return (Group(embedding.name, frozen, trainable, reshard=False, stored=stored), *layers)

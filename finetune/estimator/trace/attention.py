@@ -1,13 +1,15 @@
-"""Fused attention as a GPU runs it: one operator forward, one backward, and what they hold.
+"""Fused attention as a GPU runs it: one operator forward, one backward, and what they allocate.
 
 `F.scaled_dot_product_attention` is one name for several kernels, and the one that a CPU has saves
-and allocates other things than those of a GPU. For a GPU target its call is replaced by an operator
-that computes nothing, but has the results, the saved tensors and the passing buffers of the kernel
-that CUDA would choose:
+and allocates other things than those of a GPU. For a GPU its call is replaced by an operator that
+computes nothing, but has the results, the saved tensors and the temporary buffers of the kernel
+that CUDA would choose (`finetune.estimator.memory.attention_buffers`): q, k, v, the output and one
+float32 per row (log-sum-exp) are saved, and a mask, which torch first turns from truth values into
+numbers of the operands' dtype.
 
-q, k, v, the output and one float32 per row (log-sum-exp) are saved, and a mask, which torch first
-turns from truth values into numbers of the operands' type. Which kernel it is, and what its
-backward makes in passing, says `finetune.estimator.memory.attention_buffers`.
+`model.attention: flash_attention_2` makes Transformers call the `flash-attn` package instead, which
+takes rows packed without padding as they are: documents attend to themselves only, and no mask is
+ever made. It runs on GPUs only, so an attention function of the same shapes takes its place.
 
 Shapes: q [B, H, L, D]; k, v [B, Hkv, S, D]; output [B, H, L, D], laid out as [B, L, H, D].
 Source: torch 2.13, aten/src/ATen/native/transformers/cuda.
@@ -70,8 +72,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     (b, heads, rows, d), (_, kv_heads, keys, _) = q.shape, k.shape
     sizes = attention_backward_extra(kernel, b, heads, kv_heads, rows, keys, d, q.element_size())
-    passing = [q.new_empty(size, dtype=torch.uint8) for size in sizes]
-    return _by_position(q), _by_position(k), _by_position(v), passing
+    buffers = [q.new_empty(size, dtype=torch.uint8) for size in sizes]
+    return _by_position(q), _by_position(k), _by_position(v), buffers
 
 
 for _name, _call in (("attention", _forward), ("attention_backward", _backward)):
@@ -145,15 +147,6 @@ def attention_on(
         return fused(query, key, value, attn_mask, is_causal, kernel)
 
     return fused_attention
-
-
-# ------------------------------------------------------------------------------------------
-# FlashAttention as a package, without memory and without the package.
-#
-# `model.attention: flash_attention_2` makes Transformers call the package, which takes rows packed
-# without padding as they are: documents attend to themselves only, and no mask is ever made. It
-# runs
-# on GPUs only, so a rehearsal puts an attention function of the same shape in its place.
 
 
 NAME = "finetune_flash"

@@ -1,10 +1,21 @@
-"""Models without memory: a model on the meta device becomes one on a CPU that holds nothing.
+"""Models without memory, treated as on a GPU: fake tensors, and CUDA's ways on a CPU.
 
 A meta tensor tells every program that asks that it lies nowhere, and autocast, optimizers and
-attention then go other ways than they would in training. A *fake* tensor has shape, type and
+attention then go other ways than they would in training. A *fake* tensor has shape, dtype and
 device, but no bytes. So models are built and adapters attached on meta, where that is fast; then
-their parameters are replaced by fake ones. The device is always the CPU: fake CUDA tensors need a
-CUDA build of torch. What a GPU does otherwise is in `finetune.estimator.trace.fake_cuda`.
+their parameters are replaced by fake ones (`to_fake`). The device is always the CPU: fake CUDA
+tensors need a CUDA build of torch.
+
+Where the libraries ask a tensor for its device and then do something else on CUDA, and that takes
+other memory or time, CUDA's way is taken for as long as `on_gpu` is entered (torch 2.13, TRL 1.16):
+
+* *attention* runs as one fused kernel of CUDA's (`finetune.estimator.trace.attention`);
+* *autocast*: CUDA's list of functions that run in float32 is longer than the CPU's (torch
+  documentation, "CUDA Ops that can autocast to float32");
+* *optimizers and gradient norms*: `foreach` is the default on CUDA only, and makes temporaries of
+  the size of all that trains;
+* *TRL's loss* takes the positions that have a label, and runs Triton kernels in place; Triton
+  itself need not be installed.
 """
 
 from __future__ import annotations
@@ -27,6 +38,7 @@ from finetune.precision import weights
 @contextlib.contextmanager
 def without_memory() -> Iterator[FakeTensorMode]:
     """Operators give fake tensors; real ones may meet them (a batch, which is small)."""
+    # Weights are cast to FP8 slab by slab; of fake ones whole, which takes fewer operators.
     whole: list[tuple[Any, str, Any]] = [(weights, "SLAB", {}), (weights, "SLAB_ELSEWHERE", 2**62)]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced(whole):
         yield mode
@@ -71,23 +83,6 @@ def to_fake(model: nn.Module) -> None:
                 module._buffers[name] = fake(buffer)
 
 
-# ------------------------------------------------------------------------------------------
-# What a GPU does otherwise than a CPU, done to tensors that are said to lie on a CPU.
-#
-# Fake tensors lie on the CPU (`finetune.estimator.trace.fake_cuda`). Where the libraries ask a
-# tensor for its
-# device and then do something else on CUDA, and that something takes other memory or time, the CUDA
-# way is taken here by hand, for as long as `on_gpu` is entered:
-#
-# * *attention* runs as one fused kernel of CUDA's (`finetune.estimator.trace.attention`);
-# * *autocast*: CUDA's list of functions that run in float32 is longer than the CPU's (torch
-#   documentation, "CUDA Ops that can autocast to float32");
-# * *optimizers and gradient norms*: `foreach` is the default on CUDA only, and makes temporaries of
-#   the size of all that trains;
-# * *TRL's loss* takes the positions that have a label, and runs Triton kernels in place; Triton
-#   itself need not be installed.
-
-
 _MATHS = (
     "acos asin cosh cumprod cumsum dist erfinv exp expm1 log log10 log1p log2 norm pow prod "
     "reciprocal renorm rsqrt sinh softmax log_softmax sum tan"
@@ -117,7 +112,7 @@ def _wide(value: Any) -> Any:
 
 
 class _Launcher:
-    """Stands for a Triton kernel that works in place: what it reads and writes is on the tape."""
+    """Stands for a Triton kernel that works in place, so that a trace has what it touches."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -130,14 +125,16 @@ class _Launcher:
 
 
 _library = torch.library.Library("finetune_estimator", "FRAGMENT")
-_library.define("in_place(Tensor(a!) tile, str name) -> ()")
-_library.impl("in_place", lambda *_: None, "Meta")
-_library.define("addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()")
-_library.impl("addmm_fp32", lambda *_: None, "Meta")
+for _schema in (
+    "in_place(Tensor(a!) tile, str name) -> ()",
+    "addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()",
+):
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], lambda *_: None, "Meta")
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """CUDA keeps a mask of one byte for each element, the CPU one of the type of `x`."""
+    """CUDA keeps a mask of one byte for each element, the CPU one of the dtype of `x`."""
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 gathers together, and when a step of a rehearsed model visits them.
+"""Groups of parameters that FSDP2 gathers together, and when a rehearsed step visits them.
 
 `fully_shard` makes a group of each module that Accelerate names to it (`fsdp2_prepare_model`,
 accelerate 1.15): the input embedding, each decoder layer (a class of the model's
@@ -7,38 +7,41 @@ head. What is in none of them goes to the root's group; here it is counted to th
 kept as the root's is. (With adapters Accelerate does not find the norm, so that it is in the
 root's.) Tied embeddings are one parameter and of the head's group, from the start on.
 
-Groups change hands in hooks of their modules: forward begins where a module is entered, backward
-where the gradient of its output comes. `Visits` hangs hooks in the same places. Forwards
+FSDP2 gathers and frees in hooks of the modules: forward begins where a module is entered, backward
+where the gradient of its output comes. `VisitRecorder` hangs hooks in the same places. Forwards
 within backward (checkpointing) find their group's weights there and are no visits. A loss that
 takes the head's weight without calling it (TRL's fused head) leaves its group unfinished; then its
 backward begins where the gradient of the whole model's output comes.
 
-Sizes: frozen parameters count as they are held, also FP8 codes (bytes, which mixed precision leaves
-alone); those that train as numbers, since mixed precision holds them in float32. `cast_to` gives
-floating parameters the type in which they are gathered, as they are when FSDP2 computes.
+An example: a Llama of two layers has the groups 0 (embedding), 1 and 2 (layers) and 3 (norm and
+head). A step without a fused head visits forward 0, 1, 2, 3, loss, backward 3, 2, 1, 0, optimizer;
+tied, the head is of group 0, and it visits forward 0, 1, 2, 0, loss, backward 0, 2, 1, 0.
+
+Sizes: frozen parameters count as they are stored, also FP8 codes (bytes, which mixed precision
+leaves alone); those that train as numbers, since mixed precision stores them in float32. `cast_to`
+gives floating parameters the dtype in which they are gathered, as they are when FSDP2 computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from finetune.estimator.memory.sharding import Group, Phase, accelerate_groups
-from finetune.estimator.trace.trace import plain_tensors
+from finetune.estimator.trace.trace import Trace, plain_tensors
 
 
-@dataclass(frozen=True)
-class Visit:
+class GroupVisit(NamedTuple):
     """From event number `start` on, a group computes.
 
     Attributes:
-        phase: of the step.
+        phase: phase of the step.
         group: index; 0 in `loss` and `optimizer`.
-        start: into the events of the tape.
+        start: index into the events of the trace.
     """
 
     phase: Phase
@@ -52,9 +55,9 @@ class ModelGroups:
 
     Attributes:
         groups: as Accelerate makes them, in the order of forward.
-        modules: name -> index of its group, of those whose hooks tell of visits.
+        modules: name of a module -> index of its group, where its hooks begin and end visits.
         head: name of the output embedding.
-        trainable_bytes: of all parameters that train, as they are on one device.
+        trainable_bytes: bytes of all parameters that train, as they are on one device.
     """
 
     groups: tuple[Group, ...]
@@ -79,60 +82,60 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> dict[str, int]:
 
 
 def model_groups(
-    model: Any, *, layers: Collection[str] | None = None, held: dict[str, int] | None = None
+    model: Any, *, layers: Collection[str] | None = None, stored: dict[str, int] | None = None
 ) -> ModelGroups:
     """The groups of a model with its adapters.
 
     Args:
         model: a Transformers model, also under PEFT.
         layers: class names of decoder layers; left out: those that the model says not to split.
-        held: frozen parameter -> bytes of an element of its shard, where these differ from what it
-            has now.
+        stored: frozen parameter -> bytes of an element of its shard, where these differ from what
+            it has now.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ()) if layers is None else {*layers}
     embedding, head = (
         getattr(model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output")
     )
     tied = head is not None and getattr(head, "weight", 0) is getattr(embedding, "weight", None)
-    found: list[nn.Module] = []
+    decoder_layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
     names: dict[str, int] = {}
     for name, module in model.named_modules():
         if module in inside:
             continue
         if type(module).__name__ in classes:
-            found.append(module)
+            decoder_layers.append(module)
             inside.update(module.modules())
-            names[name] = len(found)
+            names[name] = len(decoder_layers)
         elif module is embedding:
             names[name] = 0
-    tail = 0 if tied else len(found) + 1
+    tail = len(decoder_layers) + 1
     head_name = ""
     for name, module in model.named_modules():
         direct = name.rpartition(".")[0] == _decoder(names)
         if module is head or (direct and "Norm" in type(module).__name__):
-            names[name] = tail
+            names[name] = 0 if tied else tail
             head_name = name if module is head else head_name
-    # A parameter belongs to the first group that has it.
+    # A parameter belongs to the first group that has it, and to the tail's if none has.
     owner: dict[int, int] = {}
-    for index, module in enumerate([embedding, *found]):
+    for index, module in enumerate([embedding, *decoder_layers]):
         for parameter in module.parameters() if module is not None else ():
             owner.setdefault(id(parameter), index)
-    sizes = [[0, 0, 0] for _ in range(len(found) + 2)]  # frozen, trainable, frozen as held
+    frozen, trainable, frozen_stored = ([0] * (tail + 1) for _ in range(3))
     trainable_bytes = 0
     for name, parameter in model.named_parameters():
-        own = sizes[owner.get(id(parameter), len(found) + 1)]
+        index, nbytes = owner.get(id(parameter), tail), _nbytes(parameter)
         if parameter.requires_grad:
-            own[1] += parameter.numel()
-            trainable_bytes += _nbytes(parameter)
+            trainable[index] += parameter.numel()
+            trainable_bytes += nbytes
         else:
-            own[0] += _nbytes(parameter)
-            each = (held or {}).get(name) if parameter.dtype.is_floating_point else None
-            own[2] += _nbytes(parameter) if each is None else parameter.numel() * each
-    labels = ["embedding", *(f"layer {i}" for i in range(len(found))), "head"]
+            frozen[index] += nbytes
+            itemsize = (stored or {}).get(name) if parameter.dtype.is_floating_point else None
+            frozen_stored[index] += nbytes if itemsize is None else parameter.numel() * itemsize
+    labels = ["embedding", *(f"layer {i}" for i in range(len(decoder_layers))), "head"]
     first, *middle, last = (
-        Group(label, own[0], own[1], held=None if own[2] == own[0] else own[2])
-        for label, own in zip(labels, sizes, strict=True)
+        Group(label, frozen[i], trainable[i], stored=frozen_stored[i])
+        for i, label in enumerate(labels)
     )
     groups = accelerate_groups(first, middle, last, tied=tied)
     return ModelGroups(groups, names, head_name, trainable_bytes)
@@ -148,18 +151,18 @@ def _nbytes(parameter: Tensor) -> int:
     return sum(plain.nbytes for plain in plain_tensors(parameter))
 
 
-class Visits:
-    """Which group computes when, told by hooks.
+class VisitRecorder:
+    """Records in hooks which group computes when.
 
     Args:
-        model: with the modules of `groups`.
-        groups: of it.
-        now: number of events so far.
+        model: the model.
+        groups: its groups.
+        trace: its trace, whose events count the time.
     """
 
-    def __init__(self, model: nn.Module, groups: ModelGroups, now: Callable[[], int]) -> None:
-        self.visits: list[Visit] = []
-        self._now, self._on, self._headless = now, False, True
+    def __init__(self, model: nn.Module, groups: ModelGroups, trace: Trace) -> None:
+        self.visits: list[GroupVisit] = []
+        self._trace, self._on, self._headless = trace, False, True
         self._tail = groups.modules.get(groups.head)
         for name, module in model.named_modules():
             if (index := groups.modules.get(name)) is not None:
@@ -170,19 +173,19 @@ class Visits:
         model.register_forward_hook(lambda _m, _i, out: self._end_forward(out))
 
     def begin(self) -> None:
-        """A step begins; what was before was none."""
+        """Begin a step, and forget what was before."""
         self._on, self._headless = True, True
         self.visits.clear()
 
     def move(self, phase: Phase, group: int = 0) -> None:
-        """On to another group or phase."""
+        """Go on to another group or phase."""
         last = self.visits[-1] if self.visits else None
         if self._on and (last is None or (last.phase, last.group) != (phase, group)):
-            self.visits.append(Visit(phase, group, self._now()))
+            self.visits.append(GroupVisit(phase, group, len(self._trace.events)))
 
     def _enter(self, group: int) -> None:
         phase = self.visits[-1].phase if self.visits else "forward"
-        # Of backwards only reentrant checkpointing comes here first: no hook told of the group.
+        # In backward only reentrant checkpointing comes here before the hook of the gradient.
         if phase in ("forward", "backward"):
             self.move(phase, group)
 

@@ -1,4 +1,4 @@
-"""What stands around an optimizer's update and cannot be run on tensors without values.
+"""Stand-ins for what surrounds an optimizer's update and cannot run on tensors without values.
 
 *A loss scale* (float16) reads from the gradients whether it overflowed. `SteadyScale` launches what
 `torch.amp.GradScaler` launches, and never overflows, as in almost every step.
@@ -6,9 +6,9 @@
 *torchao's optimizers* compile their update. On a CPU runs step uncompiled
 (`finetune.training.low_bit`),
 with the temporaries of one parameter at a time, and so does the rehearsal. On a GPU the compiled
-update of a parameter is taken for one kernel that reads and writes states in place: what
-temporaries the compiler leaves over is not known here, so the truth may be higher by a few copies
-of the largest trained tensor, while activations are gone.
+update of a parameter counts as one kernel that reads and writes states in place: which temporaries
+the compiler leaves is not known here, so the truth may be higher by a few copies of the largest
+trained tensor, while activations are gone.
 
 *bitsandbytes' paged optimizers* keep large states in managed memory, which the driver moves to the
 host when the GPU is full and PyTorch's allocator knows nothing of.
@@ -28,9 +28,10 @@ from finetune.estimator.trace.fake_cuda import replaced
 from finetune.estimator.trace.trace import Recorder, plain_tensors
 
 SCALE = 2.0**16
+"""`init_scale` of `torch.amp.GradScaler`."""
 
 _library = torch.library.Library("finetune_estimator", "FRAGMENT")
-_library.define("update(Tensor(a!)[] held, Tensor grad) -> ()")
+_library.define("update(Tensor(a!)[] states, Tensor grad) -> ()")
 _library.impl("update", lambda *_: None, "Meta")
 
 COMPILED = (
@@ -102,7 +103,7 @@ def paged_states(recorder: Recorder) -> Iterator[None]:
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
-        with recorder.elsewhere():
+        with recorder.outside_of_allocator():
             return torch.zeros(shape, dtype=dtype)
 
     def get_state_buffer(optimizer: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

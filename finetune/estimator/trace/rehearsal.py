@@ -1,20 +1,20 @@
 """A rehearsal of a run: its own trainer, on tensors without memory, for one step.
 
-What a run allocates is decided by code that nobody wants to describe twice: Transformers' layers,
-PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code is
-run. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
-by the plan that the target device would have, and is handed to a stock `SFTTrainer`, whose
-`train()` takes one step over a made-up batch: as many tokens as the recipe allows. Packed rows are
-full of documents; others differ in length, as rows do, by one token of padding: the longest rules
-the peak, and that they differ makes Transformers hand attention a mask, at a cost.
+Memory and time of a run are decided by code that nobody wants to describe twice: Transformers'
+layers, PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that
+code is run. The model is sketched on the meta device with its adapters, gets fake parameters, is
+converted by the plan that the target device would have, and is handed to a stock `SFTTrainer`,
+whose `train()` takes one step over a made-up batch: as many tokens as the recipe allows. Packed
+rows are full of documents; others differ in length, as rows do, by one token of padding: the
+longest decides the peak, and that they differ makes Transformers hand attention a mask, at a cost.
 
-Before that step the optimizer has stepped once, on gradients of nothing, so that its states are
-there as they are from the second step on. With gradient accumulation the gradients stay too, as
-they do for every micro-batch but the first. So one pass over the model shows what every step holds.
+Before that step the optimizer has stepped once, on empty gradients, so that its states are there as
+they are from the second step on. With gradient accumulation the gradients stay too, as they do for
+every micro-batch but the first. So one pass over the model shows what every step has in memory.
 
 Where FSDP2 shares the model among GPUs (`sharded`), layers compute with weights that were gathered
-in the type of computing and under no autocast, as Accelerate has it; so they do here. What sharing
-does to memory is laid over that (`finetune.estimator.memory.sharded`), and needs to know when
+in the dtype of computing and under no autocast, as Accelerate has it; so they do here.
+`finetune.estimator.memory.sharded` puts what sharding does to memory on top, and needs to know when
 which group of parameters computes.
 
 Not rehearsed: the proof of the first steps and the logs of training health (both look at a few
@@ -48,15 +48,21 @@ from finetune.config.sft import sft_config
 from finetune.errors import FinetuneError, RehearsalError
 from finetune.estimator.trace.attention import choose_attention
 from finetune.estimator.trace.fake_cuda import on_gpu, replaced, to_fake, without_memory
-from finetune.estimator.trace.fsdp_groups import ModelGroups, Visit, Visits, cast_to, model_groups
+from finetune.estimator.trace.fsdp_groups import (
+    GroupVisit,
+    ModelGroups,
+    VisitRecorder,
+    cast_to,
+    model_groups,
+)
 from finetune.estimator.trace.optimizer_updates import (
     COMPILED,
     SteadyScale,
     paged_states,
     torchao_updates,
 )
-from finetune.estimator.trace.stored_base import as_four_bit, hold_base
-from finetune.estimator.trace.trace import Phase, Recorder, Tape
+from finetune.estimator.trace.stored_base import as_four_bit, store_base
+from finetune.estimator.trace.trace import Phase, Recorder, Trace
 from finetune.estimator.trace.transformer_engine import stand_in
 from finetune.precision import convert, planner
 from finetune.precision.planner import PrecisionPlan
@@ -73,36 +79,40 @@ GATHERED_AS = {
     "fp16": torch.float16,
     "fp32": None,
 }
-"""Type in which FSDP2 gathers weights, by `precision.compute`
-(`finetune.training.patches.AUTOCAST`); None: as they are held."""
+"""Dtype in which FSDP2 gathers weights, by `precision.compute`
+(`finetune.training.patches.AUTOCAST`); None: as they are stored."""
 DOCUMENTS = 8
 """Rows that are packed into one, of those that a recipe packs."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a step of a run was seen to do.
+    """One step of a run, as it was rehearsed.
 
     Attributes:
-        tape: of a micro-batch's forward and backward and of the optimizer's step.
+        trace: a micro-batch's forward and backward, and the optimizer's step.
         plan: the precision of every layer.
-        tokens: in a micro-batch, on one device.
+        tokens: tokens of a micro-batch, on one device.
         parameters, trainable: counts.
-        groups: of parameters that FSDP2 would gather together.
-        visits: when each of them computes; `step` begins with the first.
+        groups: groups of parameters that FSDP2 would gather together.
+        visits: when each group computes; `step` begins with the first.
         accumulates: gradients of several micro-batches are added up.
-        notes: what could not be rehearsed, and how the truth would differ.
+        notes: parts that could not be rehearsed, and how the truth would differ.
     """
 
-    tape: Tape
+    trace: Trace
     plan: PrecisionPlan
     tokens: int
     parameters: int
     trainable: int
     groups: ModelGroups
-    visits: list[Visit]
+    visits: list[GroupVisit]
     accumulates: bool = False
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def tape(self) -> Trace:
+        return self.trace
 
 
 def rehearse(
@@ -119,10 +129,10 @@ def rehearse(
 
     Args:
         config: the run.
-        device: that it would train on; its kind decides what libraries do.
+        device: the one that it would train on; its kind decides what libraries do.
         resolution: of the run's precision on that device.
-        layers: of the model, from the first on; all, if left out. Fewer are rehearsed sooner, and
-            tell what one more costs.
+        layers: number of the model's first layers; all, if left out. Fewer are rehearsed sooner,
+            and show what one more costs.
         padded: whether rows differ in length, so that attention gets a mask; left out: they do
             unless they are packed.
         sharded: with weights as FSDP2 gathers them.
@@ -130,7 +140,7 @@ def rehearse(
 
     Raises:
         FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
-        RehearsalError: what the model does cannot be done without values.
+        RehearsalError: the model does something that needs values.
     """
     notes: list[str] = []
     before = as_four_bit if config.model.storage == "nf4" else None
@@ -140,14 +150,14 @@ def rehearse(
     if plan is None or before is not None:  # the rows of a four-bit base say so
         plan = planner.plan(model, resolution.precision)
     gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
-    held = cast_to(model, gathered_as) if gathered_as is not None else {}
-    with _telling_of(config), leaving_no_trace(), without_memory(), ExitStack() as stack:
+    stored = cast_to(model, gathered_as) if gathered_as is not None else {}
+    with _rehearsal_errors(config), isolated_process(), without_memory(), ExitStack() as stack:
         to_fake(model)
         if device.kind == "cuda":
             stack.enter_context(on_gpu(device.capability or (9, 0)))
         choose_attention(model, config.model.attention)
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        hold_base(model, config.model.storage)
+        store_base(model, config.model.storage)
         if resolution.precision.backend == "te":
             engine = stand_in(device.capability or (0, 0))
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
@@ -169,9 +179,8 @@ def rehearse(
         trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *waiting])
         if chosen(config.train).paged and device.kind == "cuda":
             stack.enter_context(paged_states(trainer.recorder))
-        groups = model_groups(model, layers=fsdp_settings(config.train).layers, held=held)
-        events = trainer.recorder.tape.events
-        trainer.visits = Visits(model, groups, lambda: len(events))
+        groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
+        trainer.visits = VisitRecorder(model, groups, trainer.recorder.trace)
         with trainer.recorder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             trainer.train()
@@ -179,7 +188,7 @@ def rehearse(
     parameters = sum(size for size, _ in sizes)
     trainable = sum(size for size, trains in sizes if trains)
     return Rehearsal(
-        tape=trainer.recorder.tape,
+        trace=trainer.recorder.trace,
         plan=plan,
         tokens=tokens,
         parameters=parameters,
@@ -192,8 +201,8 @@ def rehearse(
 
 
 @contextlib.contextmanager
-def _telling_of(config: RunConfig) -> Iterator[None]:
-    """Anybody's code runs in the block, on tensors that it was not written for."""
+def _rehearsal_errors(config: RunConfig) -> Iterator[None]:
+    """Turn any error of the block, which runs anybody's code on fake tensors, into one of ours."""
     try:
         yield
     except FinetuneError:
@@ -209,12 +218,12 @@ def _telling_of(config: RunConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def leaving_no_trace() -> Iterator[None]:
-    """Rehearse as one process of its own, and give back what the whole process shares.
+def isolated_process() -> Iterator[None]:
+    """Run the block as one process of its own, and restore state that the whole process shares.
 
     Training arguments make Accelerate's state anew, for a CPU; those of a trainer that is at work
-    read it ever after. What torchrun and `accelerate launch` say in the environment would have the
-    rehearsal join the run's processes, or make their group before the run does.
+    read it ever after. The environment of torchrun and `accelerate launch` would have the rehearsal
+    join the run's processes, or make their group before the run does.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -244,7 +253,7 @@ _LAUNCHED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+"
     r"|ACCELERATE_\w+|FSDP_\w+|TORCHELASTIC_\w+"
 )
-"""Variables by which launchers tell a process that it is one of several, and how they share."""
+"""Variables of launchers for processes that are one of several, and for how they share."""
 
 
 def _trainer(
@@ -325,18 +334,18 @@ def _rehearsal_trainer() -> type[Any]:
     from trl import SFTTrainer
 
     class RehearsalTrainer(SFTTrainer):
-        """Takes its batches as they are, begins where the first step would end, and is watched."""
+        """Takes its batches as they are, begins where the first step would end, and is recorded."""
 
         batches: list[dict[str, Any]]
         micro_batches: int
         recorder: Recorder
-        visits: Visits
+        visits: VisitRecorder
 
         def get_train_dataloader(self) -> Any:
             return self.batches
 
         def _move_model_to_device(self, model: Any, device: Any) -> None:
-            """It is where it shall be, and fake parameters cannot be moved."""
+            """Leave it: fake parameters cannot be moved."""
 
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             recorder: Recorder = self.recorder
@@ -350,39 +359,35 @@ def _rehearsal_trainer() -> type[Any]:
                 if self.micro_batches == 1:
                     optimizer.zero_grad()
             recorder.mark("step")
-            _watch(self.accelerator, "backward", recorder, "backward")
-            _watch(self.optimizer, "step", recorder, "optimizer")
-            _then(self.accelerator, "backward", lambda: self.visits.move("optimizer"))
+            done = functools.partial(self.visits.move, "optimizer")
+            _record(self.accelerator, "backward", recorder, "backward", then=done)
+            _record(self.optimizer, "step", recorder, "optimizer")
             self.visits.begin()
             return super().training_step(*args, **kwargs)
 
     return RehearsalTrainer
 
 
-def _watch(owner: Any, name: str, recorder: Recorder, phase: Phase) -> None:
-    """Have the recorder told when `owner.name` begins and ends."""
+def _record(
+    owner: Any,
+    name: str,
+    recorder: Recorder,
+    phase: Phase,
+    then: Callable[[], Any] = lambda: None,
+) -> None:
+    """Have the recorder enter a phase while `owner.name` runs, and call `then` after it."""
     function = getattr(owner, name)
 
     @functools.wraps(function)  # learning rate schedules mark a step that they have seen
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         recorder.mark(phase)
         recorder.sort_gradients()
         with recorder.during(phase):
-            return function(*args, **kwargs)
-
-    setattr(owner, name, watched)
-
-
-def _then(owner: Any, name: str, follow: Callable[[], None]) -> None:
-    """Have `follow` called when `owner.name` ends."""
-    function = getattr(owner, name)
-
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        follow()
+            result = function(*args, **kwargs)
+        then()
         return result
 
-    setattr(owner, name, followed)
+    setattr(owner, name, recorded)
 
 
 def _copies(batches: list[dict[str, Any]]) -> list[Tensor]:

@@ -1,10 +1,9 @@
-"""A base held in 8 or 4 bits, without memory.
+"""A frozen base stored in 8 or 4 bits, without memory.
 
-FP8 codes are made by the very functions that hold a real base. bitsandbytes' kernels know no fake
-tensors, so a layer in four bits is given a forward of the same shape: its weight is a row of bytes,
-which is multiplied out to the type of the activation for each matmul, forward and backward, and
-kept for none (bitsandbytes, `autograd/_functions.py`, MatMul4Bit). With double quantisation the
-scales are multiplied out first, to float32, and added an offset.
+FP8 codes are made by the very functions that store a real base. bitsandbytes' kernels know no fake
+tensors, so a layer in four bits is given a forward of the same shapes: its weight is a row of
+bytes, which is dequantized to the dtype of the activation for each matmul, forward and backward,
+and kept for none (bitsandbytes, `autograd/_functions.py`, MatMul4Bit).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from finetune.storage import nf4
 from finetune.storage.sizes import nf4_bytes
 
 TABLES = 4 * (16 + 256 + 1)
-"""Bytes that a layer in four bits holds besides: NF4's codes, those of its absmaxes, their mean."""
+"""Bytes of tables of a layer in four bits: NF4's codes, those of its absmaxes, their mean."""
 
 
 class _FourBitMatmul(torch.autograd.Function):
@@ -31,17 +30,19 @@ class _FourBitMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(packed)
         ctx.shape = shape
-        return x @ _multiplied_out(packed, shape, x.dtype).t()
+        # [M, K] @ [K, N]
+        return x @ _dequantized(packed, shape, x.dtype).t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor):
         (packed,) = ctx.saved_tensors
-        return g @ _multiplied_out(packed, ctx.shape, g.dtype), None, None
+        # [M, N] @ [N, K]
+        return g @ _dequantized(packed, ctx.shape, g.dtype), None, None
 
 
-def _multiplied_out(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] of packed bytes: two allocations of scales, one of the weight."""
+def _dequantized(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] of packed bytes."""
     return torch.ops.finetune_estimator.dequantise(packed, list(shape), dtype)
 
 
@@ -72,7 +73,7 @@ class FourBitMixin(Swapped):
 
 
 def as_four_bit(model: Any) -> None:
-    """Make the linear layers of a plain model on meta 4-bit ones, before adapters are attached."""
+    """Replace the linear layers of a plain model on meta by 4-bit ones, before adapters come."""
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(nf4.quantization_config(), pre_quantized=False)
@@ -81,8 +82,8 @@ def as_four_bit(model: Any) -> None:
     model.is_quantized = model.is_loaded_in_4bit = False
 
 
-def hold_base(model: nn.Module, storage: str | None) -> None:
-    """Hold the frozen base of a model of fake tensors as `model.storage` says."""
+def store_base(model: nn.Module, storage: str | None) -> None:
+    """Store the frozen base of a model of fake tensors as `model.storage` says."""
     if storage == "fp8":
         for name in storable(model):
             hold(model.get_submodule(name), "row")

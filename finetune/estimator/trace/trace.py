@@ -1,6 +1,23 @@
-"""A tape of what a program allocated, freed and launched, in order.
+"""A trace of a program: what it allocated, freed and launched, in order, written while it runs.
 
-`finetune.estimator.trace.trace` writes it; memory and time are read off it.
+A dispatch mode (`Recorder`) sees every operator's operands and results. A result whose storage is
+new is an allocation, and a weak reference to that storage says when it is freed, as `LiveTensors`
+counts it on real tensors. On fake tensors nothing is computed and nothing takes memory, so that a
+model of 70 billion parameters passes in seconds, through the very code that would train it.
+
+A trace is exact about tensors: their sizes, and when they live. It has nothing of what has no
+tensor: buffers inside of a kernel, and what an allocator rounds up
+(`finetune.estimator.memory.overheads`, `finetune.estimator.memory.allocator`).
+
+Storages are sorted into kinds:
+
+    weights      were there before the first event
+    gradients    `parameter.grad` when the optimizer steps
+    optimizer    born in the optimizer's step, and outlive it
+    fp8          have the dtype
+    logits       born around the decoder: head and loss
+    saved        born in forward, and alive when backward begins
+    temporary    all others
 """
 
 from __future__ import annotations
@@ -31,14 +48,20 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     nbytes: int
 
+    @classmethod
+    def of(cls, tensor: Tensor, storage: int) -> Operand:
+        """The operand that a tensor is, whose storage has this number."""
+        nbytes = tensor.numel() * tensor.element_size()
+        return cls(storage, tuple(tensor.shape), tensor.dtype, nbytes)
+
 
 class Op(NamedTuple):
     """An operator that did something: not a view.
 
     Attributes:
-        name: `aten.mm.default`.
+        name: such as `aten.mm.default`.
         inputs, outputs: its tensors.
-        phase: of the step.
+        phase: phase of the step that ran it.
         module: full name of the innermost module that ran it; in backward, of the module whose
             saved tensor it read last.
     """
@@ -59,13 +82,15 @@ class Event(NamedTuple):
 
 
 @dataclass(slots=True)
-class Block:
+class Storage:
     """One storage.
 
     Attributes:
         nbytes: its size.
-        phase, module: where it was born.
-        kind: what it turned out to be, see the module.
+        phase, module: phase and module in which it was born.
+        dtype: dtype of the tensor that it was born with.
+        op: operator that made it.
+        kind: see the module.
         saved: it lived when a backward began.
     """
 
@@ -79,31 +104,41 @@ class Block:
 
 
 @dataclass
-class Tape:
-    """What was written down.
+class Trace:
+    """The record of a program.
 
     Attributes:
         ops: operators in order.
-        events: allocations and frees in order; those of `held` are not among them.
-        blocks: storage number -> what it is.
-        held: storages that were there before, number -> bytes.
+        events: allocations and frees in order; those of `initial` are not among them.
+        storages: storage number -> description.
+        initial: storages that were there before the first event, number -> bytes.
         marks: name -> index into `events` when it was marked.
     """
 
     ops: list[Op] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    blocks: dict[int, Block] = field(default_factory=dict)
-    held: dict[int, int] = field(default_factory=dict)
+    storages: dict[int, Storage] = field(default_factory=dict)
+    initial: dict[int, int] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)
 
     @property
-    def held_bytes(self) -> int:
+    def held(self) -> dict[int, int]:
+        return self.initial
+
+    @property
+    def blocks(self) -> dict[int, Storage]:
+        return self.storages
+
+    @property
+    def initial_bytes(self) -> int:
         """Bytes that were there before the first event."""
-        return sum(self.held.values())
+        return sum(self.initial.values())
+
+    held_bytes = initial_bytes
 
     def peak(self, start: int = 0, end: int | None = None) -> tuple[int, int]:
         """The most bytes alive in `events[start:end]`, and the event after which."""
-        alive = self.held_bytes + sum(e.nbytes for e in self.events[:start])
+        alive = self.initial_bytes + sum(e.nbytes for e in self.events[:start])
         most, at = alive, start - 1
         for i, event in enumerate(self.events[start:end], start):
             alive += event.nbytes
@@ -117,73 +152,61 @@ class Tape:
         return self.ops[self.events[place].at if place < len(self.events) else len(self.ops) :]
 
     def alive(self, at: int) -> set[int]:
-        """Storages alive after event number `at`."""
-        living = set(self.held)
+        """Numbers of the storages alive after event number `at`."""
+        living = set(self.initial)
         for event in self.events[: at + 1]:
             (living.add if event.nbytes > 0 else living.discard)(event.storage)
         return living
 
 
-# ------------------------------------------------------------------------------------------
-# What a program allocates, frees and launches: a tape of it, written while it runs.
-#
-# A dispatch mode sees every operator's operands and results. A result whose storage is new is an
-# allocation, and a weak reference to that storage says when it is freed, as `LiveTensors` counts it
-# on real tensors. On fake tensors nothing is computed and nothing is held, so that a model of 70
-# billion parameters passes in seconds, through the very code that would train it.
-#
-# What stands on the tape is exact about tensors: their sizes, and when they live. What stands not
-# on
-# it is what has no tensor: buffers inside of a kernel, and what an allocator rounds up
-# (`finetune.estimator.memory.overheads`, `finetune.estimator.memory.allocator`).
-#
-# Storages are sorted by what they turn out to be. Weights are those that were there before; a
-# gradient is what `parameter.grad` holds when the optimizer steps; what is born in that step and
-# outlives it is the optimizer's state; what is born around the decoder (head and loss) belongs to
-# the
-# logits; an FP8 copy tells itself by its type; what is born in forward and lives when backward
-# begins
-# was saved for it; anything else is temporary.
+Tape = Trace
+Block = Storage
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a tape while it is entered.
+    """Writes a trace while it is entered.
 
     Args:
-        model: names modules and tells weights and gradients.
+        model: the model whose modules, weights and gradients are named as such.
         known: other tensors that are there before.
     """
 
     def __init__(self, model: nn.Module | None = None, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.tape = Tape()
+        self.trace = Trace()
         self.phase: Phase = "forward"
         self._numbers: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._next = 0
         self._names: dict[int, str] = {}
         self._around: set[str] = set()
         self._modules: list[str] = []
         self._hooks: list[Any] = []
         self._depth = 0
+        self._recomputing = 0  # depth of modules at which a recomputation began
+        self._outside = False
         self._model = model
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
             self._around = around_decoder(model)
             for tensor in (*model.parameters(), *model.buffers()):
-                self.hold(tensor)
+                self.add_initial(tensor)
         for tensor in known:
-            self.hold(tensor)
+            self.add_initial(tensor)
 
     # ---------------------------------------------------------------------------------- storages
 
-    def hold(self, tensor: Tensor, kind: Kind = "weights") -> None:
+    def add_initial(self, tensor: Tensor) -> None:
         """Count a tensor that was there before."""
         for plain in plain_tensors(tensor):
-            known = self._numbers.get(plain.untyped_storage()._cdata)
-            number = self._number(plain, "held", kind=kind)
-            if known is None:
-                self.tape.held[number] = self.tape.blocks[number].nbytes
+            if plain.untyped_storage()._cdata not in self._numbers:
+                number = self._number(plain, "initial", kind="weights")
+                self.trace.initial[number] = self.trace.storages[number].nbytes
+
+    hold = add_initial
+
+    @property
+    def tape(self) -> Trace:
+        return self.trace
 
     def _number(self, tensor: Tensor, op: str, kind: Kind | None = None) -> int:
         storage = tensor.untyped_storage()
@@ -191,17 +214,19 @@ class Recorder(TorchDispatchMode):
         known = self._numbers.get(key)
         if known is not None:
             return known
-        number, size, tape = self._next, 0 if self._elsewhere else storage.nbytes(), self.tape
-        self._next += 1
+        number, trace = len(self.trace.storages), self.trace
+        size = 0 if self._outside else storage.nbytes()
         module = self._modules[-1] if self._modules else ""
-        tape.blocks[number] = Block(size, self.phase, module, tensor.dtype, op, kind or "temporary")
+        trace.storages[number] = Storage(
+            size, self.phase, module, tensor.dtype, op, kind or "temporary"
+        )
         if kind is None:
-            tape.events.append(Event(number, size, len(tape.ops)))
+            trace.events.append(Event(number, size, len(trace.ops)))
         numbers, alive = self._numbers, self._alive
 
         def died(_: Any) -> None:
             del numbers[key], alive[key]
-            tape.events.append(Event(number, -size, len(tape.ops)))
+            trace.events.append(Event(number, -size, len(trace.ops)))
 
         numbers[key] = number
         alive[key] = weakref.ref(storage, died)
@@ -215,25 +240,23 @@ class Recorder(TorchDispatchMode):
         return {self._numbers[key] for key in keys if key in self._numbers}
 
     @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """What is made in the block lies in memory that the device's allocator does not give."""
-        self._elsewhere = True
+    def outside_of_allocator(self) -> Iterator[None]:
+        """Count tensors made in the block as no memory of the device's allocator."""
+        self._outside = True
         try:
             yield
         finally:
-            self._elsewhere = False
-
-    _elsewhere = False
+            self._outside = False
 
     # ------------------------------------------------------------------------------------ phases
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Write what happens in the block under `phase`."""
+        """Record the block under `phase`."""
         before, self.phase = self.phase, phase
         if phase == "backward":
             for number in self._numbers.values():
-                self.tape.blocks[number].saved = True
+                self.trace.storages[number].saved = True
         try:
             yield
         finally:
@@ -243,20 +266,20 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, name: str) -> None:
         """Remember this moment under `name`."""
-        self.tape.marks[name] = len(self.tape.events)
+        self.trace.marks[name] = len(self.trace.events)
 
     def _sort_states(self) -> None:
         for number in self._numbers.values():
-            block = self.tape.blocks[number]
-            if block.phase == "optimizer" and block.kind == "temporary":
-                block.kind = "optimizer"
+            storage = self.trace.storages[number]
+            if storage.phase == "optimizer" and storage.kind == "temporary":
+                storage.kind = "optimizer"
 
     def sort_gradients(self) -> None:
-        """What `.grad` of the model's parameters holds now is a gradient."""
+        """Give `.grad` of the model's parameters, as it is now, the kind of gradients."""
         if self._model is not None:
             for number in self.numbers_of(p.grad for p in self._model.parameters()):
-                if self.tape.blocks[number].kind == "temporary":
-                    self.tape.blocks[number].kind = "gradients"
+                if self.trace.storages[number].kind == "temporary":
+                    self.trace.storages[number].kind = "gradients"
 
     # ----------------------------------------------------------------------------------- modules
 
@@ -281,18 +304,18 @@ class Recorder(TorchDispatchMode):
         self._hooks = []
         self.sort_gradients()
         self._alive.clear()  # what dies from now on is no event
-        for block in self.tape.blocks.values():
-            if block.kind == "temporary":
-                block.kind = self._kind(block)
+        for storage in self.trace.storages.values():
+            if storage.kind == "temporary":
+                storage.kind = self._kind(storage)
 
-    def _kind(self, block: Block) -> Kind:
-        if block.phase == "optimizer":
+    def _kind(self, storage: Storage) -> Kind:
+        if storage.phase == "optimizer":
             return "temporary"
-        if block.dtype.is_floating_point and block.dtype.itemsize == 1:
+        if storage.dtype.is_floating_point and storage.dtype.itemsize == 1:
             return "fp8"
-        if block.module in self._around:
+        if storage.module in self._around:
             return "logits"
-        return "saved" if block.saved and block.phase == "forward" else "temporary"
+        return "saved" if storage.saved and storage.phase == "forward" else "temporary"
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         self._modules.append(
@@ -308,8 +331,6 @@ class Recorder(TorchDispatchMode):
         if self.phase == "recompute" and len(self._modules) < self._recomputing:
             self.phase = "backward"
 
-    _recomputing = 0
-
     # ------------------------------------------------------------------------------------- writing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -323,41 +344,27 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
                 return NotImplemented  # what it wraps comes back here, one by one
-        for tensor in inputs:  # what was there before and nobody told of
+        for tensor in inputs:  # of which nobody said that it was there before
             if tensor.dim() and tensor.untyped_storage()._cdata not in self._numbers:
-                self.hold(tensor)
+                self.add_initial(tensor)
         result = self._run(func, inputs, args, kwargs)
         outputs: list[Tensor] = []
         _collect(result if isinstance(result, (tuple, list)) else (result,), outputs)
-        before = self._next
-        numbered = [
-            Operand(
-                self._number(t, func.__name__),
-                tuple(t.shape),
-                t.dtype,
-                t.numel() * t.element_size(),
-            )
-            for t in outputs
-        ]
-        if self._next == before and (func.is_view or func in _NOTHING):
+        before = len(self.trace.storages)
+        made = tuple(Operand.of(t, self._number(t, func.__name__)) for t in outputs)
+        if len(self.trace.storages) == before and (func.is_view or func in _NOTHING):
             return result
         taken = tuple(
-            Operand(
-                self._numbers.get(t.untyped_storage()._cdata, -1),
-                tuple(t.shape),
-                t.dtype,
-                t.numel() * t.element_size(),
-            )
-            for t in inputs
+            Operand.of(t, self._numbers.get(t.untyped_storage()._cdata, -1)) for t in inputs
         )
         module = self._modules[-1] if self._modules else self._owner(taken)
-        self.tape.ops.append(Op(str(func), taken, tuple(numbered), self.phase, module))
+        self.trace.ops.append(Op(str(func), taken, made, self.phase, module))
         return result
 
     def _run(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         real = all(type(t) is not FakeTensor for t in inputs)
         if real and (inputs or func in _COUNTING) and _is_small(inputs):
-            # A batch and what is counted from it: their values decide what a program does.
+            # A batch and what is counted from it: their values decide which way a program goes.
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is _INDEX and any(t is not None and t.dtype is torch.bool for t in args[1]):
@@ -380,11 +387,11 @@ class Recorder(TorchDispatchMode):
 
     def _owner(self, taken: tuple[Operand, ...]) -> str:
         """In backward no module runs: an operator belongs to that whose tensor it reads last."""
-        latest = max((o.storage for o in taken if o.storage >= 0), default=-1)
-        for number in sorted((o.storage for o in taken if o.storage >= 0), reverse=True):
-            if module := self.tape.blocks[number].module:
+        numbers = sorted((o.storage for o in taken if o.storage >= 0), reverse=True)
+        for number in numbers:
+            if module := self.trace.storages[number].module:
                 return module
-        return self.tape.ops[-1].module if latest >= 0 and self.tape.ops else ""
+        return self.trace.ops[-1].module if numbers and self.trace.ops else ""
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -396,6 +403,7 @@ _COUNTING = {
     torch.ops.aten.arange.start_step,
 }
 _SMALL = 2**20
+"""Elements that an operator on real tensors may touch."""
 _NOTHING = {
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -418,7 +426,7 @@ def around_decoder(model: nn.Module) -> set[str]:
 
 
 def _is_small(inputs: list[Tensor]) -> bool:
-    """Whether an operator on real tensors is done in no time; a mask of L x L is not."""
+    """Whether an operator on real tensors is fast; one that makes a mask of L x L is not."""
     if any(t.numel() > _SMALL for t in inputs):
         return False
     outer = 1

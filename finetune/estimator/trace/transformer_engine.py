@@ -28,7 +28,7 @@ from finetune.precision.backends.base import Backend, Fp8Mixin, compute_dtype
 from finetune.precision.planner import PrecisionPlan
 
 BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16, "blockwise": 1 + 4 / 128}
-"""Bytes of a number cast under a block format, with its share of the scales; else 1."""
+"""Bytes of a number that is cast, with its share of the scales, by block format; others have 1."""
 
 _library = torch.library.Library("finetune_estimator", "FRAGMENT")
 _library.define("fp8_cast(Tensor x, float bytes) -> Tensor")
@@ -46,22 +46,24 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, size: float, copies: int) -> Tensor:
         (m, k), (n, _) = x.shape, w.shape
-        ctx.shapes, ctx.how, ctx.dtype = (m, n, k), (size, copies), w.dtype
+        ctx.shapes, ctx.cast, ctx.dtype = (m, n, k), (size, copies), w.dtype
         x_needed, w_needed = ctx.needs_input_grad[:2]
         xq = _cast(x, size, copies if w_needed else 1)
         wq = _cast(w, size, copies if x_needed else 1)
+        # [M, K] @ [K, N]
         y = _OPS.fp8_mm(xq[0], wq[0], [m, n], x.dtype)
-        ctx.kept = w_needed, x_needed
+        ctx.needed = w_needed, x_needed
         ctx.save_for_backward(*xq[-1:] if w_needed else (), *wq if x_needed else ())
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor):
-        (m, n, k), (size, copies), (w_needed, x_needed) = ctx.shapes, ctx.how, ctx.kept
+        (m, n, k), (size, copies), (w_needed, x_needed) = ctx.shapes, ctx.cast, ctx.needed
         saved = list(ctx.saved_tensors)
         xq = saved.pop(0) if w_needed else None
         gq = _cast(g, size, copies if w_needed and x_needed else 1)
+        # dgrad [M, N] @ [N, K], wgrad [N, M] @ [M, K]
         dx = _OPS.fp8_mm(gq[0], saved[-1], [m, k], g.dtype) if x_needed else None
         dw = _OPS.fp8_mm(gq[-1], xq, [n, k], ctx.dtype) if w_needed else None
         return dx, dw, None, None
@@ -88,7 +90,7 @@ class EngineBackend(Backend):
 
     Attributes:
         size: bytes of a number that is cast, its scales included.
-        copies: that a cast makes where two GEMMs follow.
+        copies: copies that a cast makes where two GEMMs follow.
     """
 
     name = "te"
@@ -101,7 +103,7 @@ class EngineBackend(Backend):
 
 
 def stand_in(capability: tuple[int, int]) -> Any:
-    """What `convert.make_backend` is to be replaced by, for a plan of Transformer Engine."""
+    """A replacement of `convert.make_backend` for a plan of Transformer Engine."""
 
     def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
         if all(layer.held for layer in plan.fp8_layers):

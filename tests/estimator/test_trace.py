@@ -1,4 +1,4 @@
-"""A tape: exact bytes of everything that lives, what it is, and who ran it."""
+"""A trace: exact bytes of everything that lives, its kind, and which module ran it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from finetune.estimator.trace.fake_cuda import FLOAT32, on_gpu, replaced, to_fake, without_memory
-from finetune.estimator.trace.trace import KINDS, Recorder, Tape, around_decoder
+from finetune.estimator.trace.trace import KINDS, Recorder, Trace, around_decoder
 from finetune.training.memory_meter import LiveTensors
 
 B, K, N = 4, 8, 16
@@ -57,7 +57,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def record(net: Net, *, real: bool = False) -> Tape:
+def record(net: Net, *, real: bool = False) -> Trace:
     """A step of AdamW, as rehearsals record one."""
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     ids = torch.arange(B) if real else torch.zeros(B, dtype=torch.long)
@@ -73,10 +73,10 @@ def record(net: Net, *, real: bool = False) -> Tape:
             optimizer.step()
         recorder.mark("end")
         del loss
-    return recorder.tape
+    return recorder.trace
 
 
-def rehearse(**kwargs: bool) -> Tape:
+def rehearse(**kwargs: bool) -> Trace:
     with torch.device("meta"):
         net = Net(**kwargs)
     with without_memory():
@@ -84,8 +84,8 @@ def rehearse(**kwargs: bool) -> Tape:
         return record(net)
 
 
-def of_kind(tape: Tape, kind: str) -> int:
-    return sum(block.nbytes for block in tape.blocks.values() if block.kind == kind)
+def of_kind(trace: Trace, kind: str) -> int:
+    return sum(block.nbytes for block in trace.storages.values() if block.kind == kind)
 
 
 WEIGHTS = 4 * (32 * K + 2 * 2 * K * N)
@@ -94,23 +94,23 @@ HEAD = 4 * 32 * K
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_gradients_and_states_to_the_byte(tied) -> None:
-    tape = rehearse(tied=tied)
+    trace = rehearse(tied=tied)
     weights = WEIGHTS + (0 if tied else HEAD)
     parameters = 5 if tied else 6
-    assert of_kind(tape, "weights") == weights + 8 * B  # and the batch
-    assert tape.held_bytes == weights + 8 * B
+    assert of_kind(trace, "weights") == weights + 8 * B  # and the batch
+    assert trace.initial_bytes == weights + 8 * B
     # A tied weight has two gradients for a moment, and holds one.
-    assert of_kind(tape, "gradients") == weights
-    assert of_kind(tape, "optimizer") == 2 * weights + 4 * parameters  # moments; steps
-    alive = tape.alive(tape.marks["end"] - 1)
-    left = sum(tape.blocks[n].nbytes for n in alive)
+    assert of_kind(trace, "gradients") == weights
+    assert of_kind(trace, "optimizer") == 2 * weights + 4 * parameters  # moments; steps
+    alive = trace.alive(trace.marks["end"] - 1)
+    left = sum(trace.storages[n].nbytes for n in alive)
     assert left == 4 * weights + 8 * B + 4 * parameters + 4  # and the loss
 
 
 def test_what_is_saved_and_what_belongs_to_the_logits() -> None:
-    tape = rehearse()
-    at = tape.marks["backward"] - 1
-    saved = [tape.blocks[n] for n in tape.alive(at) if n not in tape.held]
+    trace = rehearse()
+    at = trace.marks["backward"] - 1
+    saved = [trace.storages[n] for n in trace.alive(at) if n not in trace.initial]
     layers = [b for b in saved if b.module.startswith("layers.")]
     assert sum(b.nbytes for b in layers) == 2 * 4 * B * (N + K)  # ReLU's output; the layer's
     assert {b.kind for b in layers} == {"saved"}
@@ -125,12 +125,12 @@ def test_a_tensor_in_eight_bits_is_an_fp8_copy() -> None:
     with without_memory(), recorder:
         x = torch.ones(16, 16).to(torch.float8_e4m3fn)
         assert x.nbytes == 256
-    assert of_kind(recorder.tape, "fp8") == 256
+    assert of_kind(recorder.trace, "fp8") == 256
 
 
 def test_phases_and_modules_of_operators() -> None:
-    tape = rehearse()
-    products = [op for op in tape.ops if op.name == "aten.mm.default"]
+    trace = rehearse()
+    products = [op for op in trace.ops if op.name == "aten.mm.default"]
     forward = [op.module for op in products if op.phase == "forward"]
     assert forward == [
         "layers.0.linear", "layers.0.back", "layers.1.linear", "layers.1.back", "head",
@@ -138,25 +138,26 @@ def test_phases_and_modules_of_operators() -> None:
     backward = [op.module for op in products if op.phase == "backward"]
     assert len(backward) == 2 * len(forward)
     assert backward[0] == "layers.1.back"  # whose output the head's weight gradient reads
-    assert {op.phase for op in tape.ops} == {"forward", "backward", "optimizer"}
+    assert {op.phase for op in trace.ops} == {"forward", "backward", "optimizer"}
     first = products[0]
     assert [o.shape for o in first.inputs] == [(B, K), (K, N)]
     assert [o.nbytes for o in (*first.inputs, *first.outputs)] == [128, 512, 256]
-    assert all(op.phase == "optimizer" for op in tape.ops if "addcdiv" in op.name)
+    assert all(op.phase == "optimizer" for op in trace.ops if "addcdiv" in op.name)
 
 
 def test_a_recomputation_is_told_from_backward_and_belongs_to_its_modules() -> None:
-    tape = rehearse(checkpointing=True)
-    again = [op for op in tape.ops if op.phase == "recompute"]
+    trace = rehearse(checkpointing=True)
+    again = [op for op in trace.ops if op.phase == "recompute"]
     products = [op.module for op in again if op.name == "aten.mm.default"]
     assert products == ["layers.1.linear", "layers.0.linear"]  # no further than is needed
     assert all(op.module.startswith("layers.") for op in again)
-    after = [op.phase for op in tape.ops if op.name == "aten.mm.default"]
+    after = [op.phase for op in trace.ops if op.name == "aten.mm.default"]
     assert after[-1] == "backward"
     plain = rehearse()
-    at = [t.marks["backward"] - 1 for t in (plain, tape)]
+    at = [t.marks["backward"] - 1 for t in (plain, trace)]
     held = [
-        sum(t.blocks[n].nbytes for n in t.alive(i)) for t, i in zip((plain, tape), at, strict=True)
+        sum(t.storages[n].nbytes for n in t.alive(i))
+        for t, i in zip((plain, trace), at, strict=True)
     ]
     assert held[0] - held[1] == 2 * 4 * B * N  # ReLU's outputs
 
@@ -167,15 +168,15 @@ def test_views_are_no_operators_and_hold_no_memory() -> None:
         x = torch.ones(4, 4)
         y = x.t()[1:].unsqueeze(0).expand(2, -1, -1)
         del x
-        assert [e.nbytes for e in recorder.tape.events] == [64]
+        assert [e.nbytes for e in recorder.trace.events] == [64]
         assert y.shape == (2, 3, 4)
         del y
-    assert [e.nbytes for e in recorder.tape.events] == [64, -64]
+    assert [e.nbytes for e in recorder.trace.events] == [64, -64]
     with without_memory(), recorder:
         z = torch.ones(2)
     del z
-    assert [e.nbytes for e in recorder.tape.events] == [64, -64, 8]  # a tape ends when it is left
-    assert [op.name for op in recorder.tape.ops] == ["aten.ones.default"] * 2
+    assert [e.nbytes for e in recorder.trace.events] == [64, -64, 8]  # a trace ends when it is left
+    assert [op.name for op in recorder.trace.ops] == ["aten.ones.default"] * 2
 
 
 def test_an_operand_that_nobody_told_of_was_held() -> None:
@@ -185,17 +186,17 @@ def test_an_operand_that_nobody_told_of_was_held() -> None:
         with recorder:
             y = x[10:] * 2
             del y
-    assert recorder.tape.held_bytes == 400
-    assert [e.nbytes for e in recorder.tape.events] == [360, -360]
-    assert recorder.tape.peak() == (760, 0)
+    assert recorder.trace.initial_bytes == 400
+    assert [e.nbytes for e in recorder.trace.events] == [360, -360]
+    assert recorder.trace.peak() == (760, 0)
 
 
-def test_the_same_step_writes_the_same_tape() -> None:
+def test_the_same_step_writes_the_same_trace() -> None:
     first, second = rehearse(checkpointing=True), rehearse(checkpointing=True)
     assert first.ops == second.ops
     assert first.events == second.events
     assert first.held == second.held
-    assert first.blocks == second.blocks
+    assert first.storages == second.storages
 
 
 def test_a_tape_of_real_tensors_is_that_of_fake_ones() -> None:
@@ -248,13 +249,13 @@ def test_events_follow_any_program(program) -> None:
                     del tensors[i], owner[i]
             alive = sum(sizes[o] for o in set(owner))
             most = max(most, alive)
-            assert sum(e.nbytes for e in recorder.tape.events) == alive
-        assert recorder.tape.peak()[0] == most
-        tape = recorder.tape
-        living = tape.alive(len(tape.events) - 1)
-        assert sum(tape.blocks[n].nbytes for n in living) == sum(sizes[o] for o in set(owner))
+            assert sum(e.nbytes for e in recorder.trace.events) == alive
+        assert recorder.trace.peak()[0] == most
+        trace = recorder.trace
+        living = trace.alive(len(trace.events) - 1)
+        assert sum(trace.storages[n].nbytes for n in living) == sum(sizes[o] for o in set(owner))
         tensors.clear()
-        assert sum(e.nbytes for e in recorder.tape.events) == 0
+        assert sum(e.nbytes for e in recorder.trace.events) == 0
 
 
 # ---------------------------------------------------------------------------- leaving things behind
@@ -269,8 +270,8 @@ def test_a_wrapper_counts_as_what_it_wraps() -> None:
     recorder = Recorder(None, [state, other])
     with recorder:
         state.lerp(other, 0.5)
-    assert recorder.tape.held_bytes == inside + other.nbytes
-    assert recorder.tape.peak()[0] == inside + 3 * other.nbytes  # looked up; the result
+    assert recorder.trace.initial_bytes == inside + other.nbytes
+    assert recorder.trace.peak()[0] == inside + 3 * other.nbytes  # looked up; the result
 
 
 def test_nothing_is_left_after_an_error() -> None:
@@ -304,7 +305,7 @@ def test_an_index_by_a_mask_is_taken_apart_and_leaves_no_hook() -> None:
         assert len(module_hooks._global_forward_hooks) == before + 1
     assert picked.shape == (3, 8)
     assert len(module_hooks._global_forward_hooks) == before
-    assert {"aten.nonzero.default", "aten.index.Tensor"} <= {op.name for op in recorder.tape.ops}
+    assert {"aten.nonzero.default", "aten.index.Tensor"} <= {op.name for op in recorder.trace.ops}
 
 
 def patched() -> list[object]:
