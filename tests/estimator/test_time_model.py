@@ -453,7 +453,7 @@ def test_a_written_step_is_like_a_traced_one():
         loss = model(ids, labels=ids).loss
         with recorder.during("backward"):
             loss.backward()
-    traced, written = recorder.tape.ops, write_step(shape, Setting(2, 64)).micro
+    traced, written = recorder.trace.ops, write_step(shape, Setting(2, 64)).micro
     assert products(written) == pytest.approx(products(traced), rel=1e-6)
 
     def moved(ops: list[Op]) -> float:

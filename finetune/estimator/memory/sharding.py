@@ -134,10 +134,6 @@ class Fsdp2:
     stored: int = 4
     reduce: int = 2
 
-    @property
-    def held(self) -> int:
-        return self.stored
-
     def gathered_bytes(self, index: int) -> int:
         """Bytes of a whole group, as it is computed with."""
         group = self.groups[index]

@@ -338,5 +338,5 @@ def _layer(measured: Calibration, gpu: Gpu | None, on: torch.device, longest: fl
         out = layer(x).sum()
         with recorder.during("backward"):
             out.backward()
-    predicted = calibrated_roofline(measured, gpu, "eager").step_time(recorder.tape.ops)
+    predicted = calibrated_roofline(measured, gpu, "eager").step_time(recorder.trace.ops)
     return seconds / predicted.seconds

@@ -35,7 +35,7 @@ Pattern = Literal["straight", "columns", "transpose"]
 
 
 class Launch(NamedTuple):
-    """One kernel: which operators it runs (indices into the tape), and what it moves."""
+    """One kernel: which operators it runs (indices into the trace), and what it moves."""
 
     ops: tuple[int, ...]
     kind: Kind
@@ -51,7 +51,7 @@ class _Value(NamedTuple):
 
 
 def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) -> Iterator[Launch]:
-    """The kernels of a tape, in the order of their first operator.
+    """The kernels of a trace, in the order of their first operator.
 
     Args:
         ops: the operators, in order.

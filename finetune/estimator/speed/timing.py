@@ -40,7 +40,7 @@ from finetune.estimator.speed.communication import (
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
-from finetune.estimator.trace.trace import Op, Operand, Tape
+from finetune.estimator.trace.trace import Op, Operand, Trace
 from finetune.hardware.gpus import Gpu
 
 # Standard deviations of a normal distribution to either side that hold nine cases in ten.
@@ -135,14 +135,14 @@ def pace_of_one(
     model = None
     if several and shares_model(config, place):
         model = sharded_model(rehearsal, config, place.count)
-        rehearsal = replace(rehearsal, tape=_update_of_shards(rehearsal.tape, model))
+        rehearsal = replace(rehearsal, trace=_update_of_shards(rehearsal.trace, model))
     batches = int(config.train.get("gradient_accumulation_steps", 1))
 
     def timed(ops: Sequence[Op]) -> StepTime:
         inside = (lambda op: bool(_INSIDE_A_LAYER.search(op.module))) if compiled else None
         return roofline.step_time(ops, compiled=inside)
 
-    step, update = (rehearsal.tape.since(mark) for mark in ("step", "optimizer"))
+    step, update = (rehearsal.trace.since(mark) for mark in ("step", "optimizer"))
     batch, once = timed(step[: len(step) - len(update)]), timed(update)
     classes = {name: value * batches for name, value in batch.by_class.items()}
     for name, value in once.by_class.items():
@@ -200,7 +200,7 @@ def _gathered(
 ) -> float:
     """Seconds that a step of FSDP2 is longer by, from those of forward and backward."""
     assert place.gpu is not None
-    outside = _outside(rehearsal.tape, place.gpu)
+    outside = _outside(rehearsal.trace, place.gpu)
     forward_s, backward_s = (
         _by_group(model, whole, min(own, whole))
         for whole, own in zip(seconds, outside, strict=True)
@@ -217,9 +217,9 @@ def _gb_s(place: Place) -> float:
     return collective_gb_s(place.gpu.link, place.gpu.link_gb_s)
 
 
-def _outside(tape: Tape, gpu: Gpu) -> tuple[float, float]:
+def _outside(trace: Trace, gpu: Gpu) -> tuple[float, float]:
     """Seconds of forward and of backward that are outside of decoder layers."""
-    step, update = tape.since("step"), tape.since("optimizer")
+    step, update = trace.since("step"), trace.since("optimizer")
     beside = [op for op in step[: len(step) - len(update)] if not _OF_A_LAYER.search(op.module)]
     roofline = roofline_of(gpu)
     forward_s, backward_s = (
@@ -239,10 +239,10 @@ def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
     return [rest, *each] if tied else [0.0, *each, rest]
 
 
-def _update_of_shards(tape: Tape, model: Fsdp2) -> Tape:
-    """The tape with an update of one GPU's shards: a part of each first dimension."""
-    first = len(tape.ops) - len(tape.since("optimizer"))
-    wider = model.held != model.compute
+def _update_of_shards(trace: Trace, model: Fsdp2) -> Trace:
+    """The trace with an update of one GPU's shards: a part of each first dimension."""
+    first = len(trace.ops) - len(trace.since("optimizer"))
+    wider = model.stored != model.compute
 
     def part(operand: Operand) -> Operand:
         if not operand.shape:
@@ -256,4 +256,4 @@ def _update_of_shards(tape: Tape, model: Fsdp2) -> Tape:
     def sharded(op: Op) -> Op:
         return op._replace(inputs=tuple(map(part, op.inputs)), outputs=tuple(map(part, op.outputs)))
 
-    return replace(tape, ops=[*tape.ops[:first], *map(sharded, tape.ops[first:])])
+    return replace(trace, ops=[*trace.ops[:first], *map(sharded, trace.ops[first:])])

@@ -110,10 +110,6 @@ class Rehearsal:
     accumulates: bool = False
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def tape(self) -> Trace:
-        return self.trace
-
 
 def rehearse(
     config: RunConfig,
