@@ -249,7 +249,7 @@ def test_logits_cost_what_each_path_copies() -> None:
         recorder = Recorder(None, [head.weight, hidden, labels])
         with recorder:
             take_loss(path, hidden, head, labels, **options)
-        return recorder.tape.peak()[0] / (2048 * 32000)
+        return recorder.trace.peak()[0] / (2048 * 32000)
 
     with_kernel = forward("transformers-4.45", fast=True)
     assert with_kernel == pytest.approx(8, abs=0.1)

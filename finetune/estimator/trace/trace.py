@@ -122,19 +122,9 @@ class Trace:
     marks: dict[str, int] = field(default_factory=dict)
 
     @property
-    def held(self) -> dict[int, int]:
-        return self.initial
-
-    @property
-    def blocks(self) -> dict[int, Storage]:
-        return self.storages
-
-    @property
     def initial_bytes(self) -> int:
         """Bytes that were there before the first event."""
         return sum(self.initial.values())
-
-    held_bytes = initial_bytes
 
     def peak(self, start: int = 0, end: int | None = None) -> tuple[int, int]:
         """The most bytes alive in `events[start:end]`, and the event after which."""
@@ -157,10 +147,6 @@ class Trace:
         for event in self.events[: at + 1]:
             (living.add if event.nbytes > 0 else living.discard)(event.storage)
         return living
-
-
-Tape = Trace
-Block = Storage
 
 
 class Recorder(TorchDispatchMode):
@@ -201,12 +187,6 @@ class Recorder(TorchDispatchMode):
             if plain.untyped_storage()._cdata not in self._numbers:
                 number = self._number(plain, "initial", kind="weights")
                 self.trace.initial[number] = self.trace.storages[number].nbytes
-
-    hold = add_initial
-
-    @property
-    def tape(self) -> Trace:
-        return self.trace
 
     def _number(self, tensor: Tensor, op: str, kind: Kind | None = None) -> int:
         storage = tensor.untyped_storage()

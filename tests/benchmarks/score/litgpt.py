@@ -335,6 +335,6 @@ def measure(job: Job, capability: tuple[int, int]) -> tuple[int, int]:
         model.loss(ids, torch.zeros_like(ids)).backward()
         torch._foreach_norm([p.grad for p in trained if p.grad is not None])
         optimizer.step()
-    tape = recorder.tape
-    events = [*tape.held.items(), *((e.storage, e.nbytes) for e in tape.events if e.nbytes)]
-    return tape.peak()[0], replay_events(events).peak_reserved
+    trace = recorder.trace
+    events = [*trace.initial.items(), *((e.storage, e.nbytes) for e in trace.events if e.nbytes)]
+    return trace.peak()[0], replay_events(events).peak_reserved
