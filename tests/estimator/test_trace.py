@@ -195,7 +195,7 @@ def test_the_same_step_writes_the_same_trace() -> None:
     first, second = rehearse(checkpointing=True), rehearse(checkpointing=True)
     assert first.ops == second.ops
     assert first.events == second.events
-    assert first.held == second.held
+    assert first.initial == second.initial
     assert first.storages == second.storages
 
 
