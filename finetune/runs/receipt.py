@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.runs.folder import write_whole
+from finetune.runs.layer_groups import layer_groups, name_parts
 from finetune.units import percent, size_of_gib
 
 
@@ -179,23 +180,13 @@ def _per_parameter(trainable: dict[str, int]) -> str:
 def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:
     """Layers with the same role, precisions and reason, folded to one row of text for a table."""
     total = sum(layer.flops for layer in layers) or 1
-    groups: dict[tuple[str, ...], list[LayerReceipt]] = {}
-    for layer in layers:
-        key = (layer.role, layer.fprop, layer.dgrad, layer.wgrad, layer.reason)
-        groups.setdefault(key, []).append(layer)
     return [
         (
             str(len(rows)),
-            " ".join(dict.fromkeys(_short(row.name) for row in rows)),
-            *(precision if precision != "none" else "-" for precision in gemms),
+            " ".join(dict.fromkeys(name_parts(row.name)[-1] for row in rows)),
+            *(p if p != "none" else "-" for p in (rows[0].fprop, rows[0].dgrad, rows[0].wgrad)),
             f"{sum(row.flops for row in rows) / total:.1%}",
-            reason,
+            rows[0].reason,
         )
-        for (_, *gemms, reason), rows in groups.items()
+        for rows in layer_groups(layers)
     ]
-
-
-def _short(name: str) -> str:
-    """`model.layers.0.self_attn.q_proj.base_layer` -> `q_proj`."""
-    parts = [p for p in name.split(".") if not p.isdigit() and p not in ("base_layer", "default")]
-    return parts[-1]

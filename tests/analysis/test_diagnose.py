@@ -12,7 +12,8 @@ from rich.console import Console
 
 import finetune
 from finetune import load_recipe
-from finetune.analysis.diagnose.prediction import predict
+from finetune.analysis.diagnose.facts import predict
+from finetune.analysis.diagnose.result import Diagnosis
 from finetune.config.recipe import with_overrides
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.training import session
@@ -27,7 +28,7 @@ SMALL = (
 )
 
 
-def check(found: finetune.diagnosis.result.Diagnosis) -> dict:
+def check(found: Diagnosis) -> dict:
     """What holds for every diagnosis; its JSON."""
     assert found.receipt.status == "proven"
     assert sum(found.shares.values()) == pytest.approx(1)
@@ -183,7 +184,7 @@ def finished(monkeypatch):
             return json.dumps({"kind": "diagnosis", "seconds": seen.seconds})
 
         def save(self, folder: Path) -> Path:
-            return finetune.diagnosis.result.Diagnosis.save(self, folder)  # pyright: ignore
+            return Diagnosis.save(self, folder)  # pyright: ignore
 
     monkeypatch.setattr("finetune.analysis.diagnose.diagnose.diagnose", lambda *_, **__: Done())
 

@@ -10,18 +10,20 @@ from hypothesis import strategies as st
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from finetune.analysis.diagnose import causes_fp8, causes_rest
-from finetune.analysis.diagnose.causes import RULES, causes_of, verdict_of
-from finetune.analysis.diagnose.facts import EAGER_BYTES, FUSED_BYTES, Facts, payoff_of
+from finetune.analysis.diagnose import causes
+from finetune.analysis.diagnose.causes import RULES, Cause, causes_of
+from finetune.analysis.diagnose.facts import Facts, payoff_of
+from finetune.analysis.diagnose.groups import LayerGroup, groups_of_receipt, with_times
 from finetune.analysis.diagnose.kernel_parts import part_of_kernel, part_of_operator
-from finetune.analysis.diagnose.layer_groups import Group, group_receipts, kind_of, with_times
 from finetune.analysis.diagnose.observer import WINDOW
-from finetune.analysis.diagnose.timeline import Slice, Trace, _alone, read_trace
+from finetune.analysis.diagnose.timeline import Slice, Timeline, _alone, read_profile
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
+from finetune.estimator.closed_form.flops import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from finetune.estimator.speed.efficiency import efficiency_of
 from finetune.estimator.speed.step_parts import PROFILED_PARTS
 from finetune.hardware.gpus import named_gpu
+from finetune.runs.layer_groups import layer_kind
 from finetune.runs.receipt import LayerReceipt
 from tests.conftest import A100, CPU, H100
 
@@ -154,10 +156,10 @@ class Tracer:
         vars(event).pop("activity_type", None)  # older releases of torch have none
         self.events.append(event)
 
-    def read(self, **more) -> Trace:
+    def read(self, **more) -> Timeline:
         events = EventList(self.events, use_device="cuda")
         events._build_tree()
-        return read_trace(events, **({"steps": 1, "low": {}} | more))
+        return read_profile(events, **({"steps": 1, "low": {}} | more))
 
 
 MM = [[256, 64], [64, 128]]
@@ -261,13 +263,13 @@ def test_every_layer_is_in_one_group_and_shares_add_up() -> None:
     rows += [layer(f"model.layers.{i}.q_proj.lora_A.default", (8, 64), "adapter", **HIGH)
              for i in range(3)]  # fmt: skip
     rows[0].dgrad = "none"
-    groups = group_receipts(rows)
+    groups = groups_of_receipt(rows)
     assert sorted(n for g in groups for n in g.layers) == sorted(row.name for row in rows)
     assert sum(group.share for group in groups) == pytest.approx(1)
     assert [(g.kind, len(g.layers), g.tokens) for g in groups] == [
         ("q_proj", 1, 256), ("v_proj", 3, 256), ("q_proj", 2, 256), ("q_proj.lora_A", 3, 256),
     ]  # fmt: skip
-    assert kind_of("model.layers.3.mlp.gate_proj.base_layer") == "gate_proj"
+    assert layer_kind("model.layers.3.mlp.gate_proj.base_layer") == "gate_proj"
 
 
 def test_products_that_checkpointing_runs_again_are_known_by_their_calls() -> None:
@@ -288,7 +290,7 @@ def test_compiled_products_are_told_by_their_sizes() -> None:
         Slice("hh", GEMM, 9.0, "l.0", "forward", (64, 128, 256)),
         Slice("cast", CASTS, 5.0, "l.0.q_proj", "forward"),
     )
-    groups = with_times(group_receipts(rows), Trace(pieces, 1, 30.0, on_gpu=True))
+    groups = with_times(groups_of_receipt(rows), Timeline(pieces, 1, 30.0, on_gpu=True))
     assert {g.kind: (g.gemm_seconds, g.cast_seconds) for g in groups} == {
         "q_proj": (pytest.approx(1.0), 5.0),
         "v_proj": (pytest.approx(2.0), 0.0),
@@ -301,17 +303,17 @@ def test_compiled_products_are_told_by_their_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", ["H100", "4090", "B200"])
-@pytest.mark.parametrize("moved", [FUSED_BYTES, EAGER_BYTES])
-def test_where_fp8_begins_to_pay_a_cast_costs_what_the_product_saves(name, moved) -> None:
+@pytest.mark.parametrize(("fused", "moved"), [(True, FUSED_CAST_BYTES), (False, EAGER_CAST_BYTES)])
+def test_where_fp8_begins_to_pay_a_cast_costs_what_the_product_saves(name, fused, moved) -> None:
     gpu = named_gpu(name)
-    found, shares = payoff_of(gpu, cast_bytes=moved), efficiency_of(gpu)
+    found, shares = payoff_of(gpu, fused=fused), efficiency_of(gpu)
     assert found is not None
     p16, p8 = (gpu.tflops[p] * 1e12 * shares.gemm[p] for p in ("bf16", "fp8"))
     m, k = 4096, 8192
     saved = 2 * m * found.least * k * (1 / p16 - 1 / p8)
     cast = m * k * moved / (gpu.gb_s * 1e9 * shares.shared.bandwidth)
     assert saved == pytest.approx(cast, rel=0.002)
-    rowwise = payoff_of(gpu, cast_bytes=moved, rowwise=True)
+    rowwise = payoff_of(gpu, fused=fused, rowwise=True)
     assert rowwise is not None
     assert rowwise.least > found.least
 
@@ -327,10 +329,10 @@ def config(name: str = "llama_8b_lora_fp8", *overrides: str) -> RunConfig:
     return load_recipe(name, overrides, check_train=False).config
 
 
-def group(kind="q_proj", shape=(4096, 4096), role="base", *, tokens=8192, **more) -> Group:
+def group(kind="q_proj", shape=(4096, 4096), role="base", *, tokens=8192, **more) -> LayerGroup:
     values = {"fprop": "fp8", "dgrad": "fp8", "wgrad": "none", "reason": "linear layer, aligned"}
     values |= {"calls": {"fprop": 1, "dgrad": 1, "wgrad": 0}, "flops": 1, "share": 0.1} | more
-    return Group(kind, role, (f"l.0.{kind}",), shape, tokens=tokens, **values)
+    return LayerGroup(kind, role, (f"l.0.{kind}",), shape, tokens=tokens, **values)
 
 
 def facts(run: RunConfig | None = None, device=H100, groups=(), **more) -> Facts:
@@ -398,12 +400,12 @@ def test_a_cause_at_work_is_named_and_its_change_loads(name) -> None:
     assert name in found
     for cause in found.values():
         assert 0 <= cause.share <= 1
-        assert cause.words
+        assert cause.text
         assert cause.evidence
         changed = with_overrides(given_facts.config, cause.change)
         assert (changed != given_facts.config) == bool(cause.change)
     assert found[name].change or name == "unaligned layers"
-    assert verdict_of(given_facts)
+    assert given_facts.verdict
 
 
 def test_a_step_that_is_all_fp8_products_has_no_cause() -> None:
@@ -413,16 +415,16 @@ def test_a_step_that_is_all_fp8_products_has_no_cause() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "change"),
+    ("reason", "change"),
     [("dropout", ("lora.dropout=0",)), ("adapter with a bias", ("lora.bias=none",))],
 )
-def test_adapters_that_are_not_fused_say_why(said, change) -> None:
-    text = f"0 of 64 in one function with their base; 64 as PEFT has them: {said}"
-    seen = causes_rest.adapters(facts(adapter_seconds=0.1, adapters=text))
+def test_adapters_that_are_not_fused_say_why(reason, change) -> None:
+    text = f"0 of 64 in one function with their base; 64 as PEFT has them: {reason}"
+    seen = causes.adapters(facts(adapter_seconds=0.1, adapters=text))
     assert seen is not None
-    assert (seen.change, said in seen.words) == (change, True)
+    assert (seen.change, reason in seen.text) == (change, True)
     off = config("llama_8b_lora_fp8", "precision.fused_adapters=false")
-    seen = causes_rest.adapters(facts(off, adapter_seconds=0.1))
+    seen = causes.adapters(facts(off, adapter_seconds=0.1))
     assert seen is not None
     assert seen.change == ("precision.fused_adapters=true",)
 
@@ -430,9 +432,9 @@ def test_adapters_that_are_not_fused_say_why(said, change) -> None:
 def test_tokens_are_too_few_later_where_weights_are_held() -> None:
     few = group(tokens=500, gemm_seconds=0.3)
     full = config("llama_8b_full_fp8", "precision.backend=torchao")
-    assert causes_fp8.few_tokens(facts(full, groups=[few])) is not None
-    assert causes_fp8.few_tokens(facts(groups=[few])) is None  # frozen=fp8
-    found = causes_fp8.few_tokens(facts(full, groups=[few]))
+    assert causes.few_tokens(facts(full, groups=[few])) is not None
+    assert causes.few_tokens(facts(groups=[few])) is None  # frozen=fp8
+    found = causes.few_tokens(facts(full, groups=[few]))
     assert found is not None
     runs = full, with_overrides(full, found.change)
     before, after = (int(run.train["per_device_train_batch_size"]) for run in runs)
@@ -449,23 +451,21 @@ def test_an_optimizer_that_is_fused_by_default_is_not_proposed() -> None:
 def test_fp4_is_not_called_fp8() -> None:
     run = config("tiny_full_fp8", "precision.scaling=nvfp4")
     seen = facts(run, CPU, [group(fprop="fp4", dgrad="fp4", gemm_seconds=0.4, bf16_seconds=0.1)])
-    assert verdict_of(seen).startswith("FP4 is emulated")
-    assert causes_of(seen)[0].words.startswith("FP4 is emulated")
+    assert seen.verdict.startswith("FP4 is emulated")
+    assert causes_of(seen)[0].text.startswith("FP4 is emulated")
 
 
 def test_what_was_measured_overrules_what_sizes_suggest() -> None:
     small = group("k_proj", (512, 4096), gemm_seconds=0.1, bf16_seconds=0.2)
-    assert causes_fp8.small_layers(facts(groups=[group(), small])) is None
+    assert causes.small_layers(facts(groups=[group(), small])) is None
     slow = group("big", gemm_seconds=0.2, bf16_seconds=0.1)
-    found = causes_fp8.small_layers(facts(groups=[group(), slow]))
+    found = causes.small_layers(facts(groups=[group(), slow]))
     assert found is not None
     assert found.change == ("precision.keep=[big]",)
 
 
 def test_a_change_that_the_recipe_refuses_is_not_proposed(monkeypatch) -> None:
     """frozen=fp8 has no delayed scaling: the cause stays, the proposal goes."""
-    from finetune.analysis.diagnose import causes
-    from finetune.analysis.diagnose.cause import Cause
 
     def rule(seen: Facts) -> Cause:
         return Cause("x", 0.5, "words", "evidence", ("precision.scaling=nonsense",))

@@ -51,7 +51,7 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
 def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None:
     """A part of the layers runs uncompiled while it is looked into; nothing is compiled anew."""
     from finetune.precision.convert import conversion_of
-    from finetune.training.health.collector import OperandWatch
+    from finetune.training.health.operands import OperandWatch
 
     accelerator = setup_backend("torchao", scaling="tensorwise", compile="on")
     model = make_llama()
@@ -67,9 +67,9 @@ def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None
         optimizer.zero_grad()
         frames.append(counters["frames"]["ok"])
         if looks:
-            seen.append(watch.tallies[("mlp", "x")].worst[1].split(".")[2])
+            seen.append(watch.sums[("mlp", "x")].worst[1].split(".")[2])
     assert seen == ["0", "1"]
-    assert watch.tallies[("mlp", "g")].layers == 3, "of one of the two layers"
+    assert watch.sums[("mlp", "g")].layers == 3, "of one of the two layers"
     assert frames[-1] == frames[2]
 
 

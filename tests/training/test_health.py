@@ -19,8 +19,6 @@ from finetune.precision import convert
 from finetune.precision.formats import snr_db
 from finetune.precision.planner import plan
 from finetune.training import low_bit
-from finetune.training.health.collector import OperandWatch, inspect_sample
-from finetune.training.health.groups import group_of
 from finetune.training.health.moments import (
     Ratio,
     gradient_snr,
@@ -30,7 +28,16 @@ from finetune.training.health.moments import (
     update_ratio,
 )
 from finetune.training.health.monitor import OVERFLOW_WARNING, SNR_WARNING_DB
-from finetune.training.health.tallies import Tally, health_row, inspect_operand, merge_tallies
+from finetune.training.health.operands import (
+    OperandHealth,
+    OperandSums,
+    OperandWatch,
+    group_of,
+    health_row,
+    inspect_operand,
+    inspect_sample,
+    merge_sums,
+)
 from tests.conftest import batch
 from tests.training.test_distributed import launch
 
@@ -46,11 +53,11 @@ def converted(model: nn.Module, **precision):
 
 
 def watch(model: nn.Module, conversion, seed: int = 1) -> dict:
-    """The tallies of one forward and backward."""
+    """The sums of one forward and backward."""
     watched = OperandWatch(model, conversion)
     with watched.watching():
         model(**batch(seed=seed)).loss.backward()
-    return watched.tallies
+    return watched.sums
 
 
 def trainer_of(model, tmp_path, steps: int = 4, callbacks=(), **arguments) -> Trainer:
@@ -183,12 +190,12 @@ def test_outlier_under_delayed_scaling(make_llama) -> None:
     before = float(weight.detach().abs().max())
     with torch.no_grad():
         weight[3, 5] = 64 * before
-    tallies = watch(model, conversion)
-    row = health_row(tallies)
+    sums = watch(model, conversion)
+    row = health_row(sums)
     assert row["health/mlp/w_amax"] == pytest.approx(64 * before)
     assert row["health/mlp/w_overflow"] > 0
     assert row["health/mlp/w_worst_snr_db"] < 1
-    assert tallies[("mlp", "w")].worst[1] == "model.layers.1.mlp.down_proj"
+    assert sums[("mlp", "w")].worst[1] == "model.layers.1.mlp.down_proj"
     assert row["health/mlp/scale_drift"] == pytest.approx(math.log2(64), abs=0.1)
     assert row["health/attn/w_worst_snr_db"] > 25, "other groups are untouched"
 
@@ -206,21 +213,19 @@ def test_scale_change_since_the_last_look(make_llama) -> None:
         model(**batch()).loss.backward()  # its amax sets the scale of the next step
         with watched.watching():
             model(**batch()).loss.backward()
-        rows.append(health_row(watched.tallies))
+        rows.append(health_row(watched.sums))
     assert "health/mlp/scale_change" not in rows[0]
     assert rows[1]["health/mlp/scale_change"] >= 2
     assert rows[2]["health/mlp/scale_change"] < 0.5
 
 
-def test_tallies_of_processes_merge() -> None:
-    one, two = Tally(), Tally()
+def test_sums_of_processes_merge() -> None:
+    one, two = OperandSums(), OperandSums()
     good, bad = snr_db(torch.ones(4), torch.full((4,), 1.01)), 3.0
-    from finetune.training.health.tallies import OperandHealth
-
     one.add("a", 10, OperandHealth(2.0, 0.5, 0.0, good))
     two.add("b", 30, OperandHealth(5.0, 0.1, 0.2, bad))
     two.drift = 1.5
-    whole = merge_tallies([{("mlp", "x"): one}, {("mlp", "x"): two}])
+    whole = merge_sums([{("mlp", "x"): one}, {("mlp", "x"): two}])
     row = health_row(whole)
     assert row["health/mlp/x_amax"] == 5
     assert row["health/mlp/x_overflow"] == pytest.approx((10 * 0.5 + 30 * 0.1) / 40)
@@ -286,12 +291,12 @@ def test_parameters_that_multiply(scaling) -> None:
     conversion = converted(model, scaling=scaling)
     for seed in range(2):
         model(**batch(seed=seed)).loss.backward()
-    tallies = watch(model, conversion)
-    row = health_row(tallies)
+    sums = watch(model, conversion)
+    row = health_row(sums)
     tokens = 2 * 32
-    assert tallies[("block", "x")].layers == 2 * (1 + 2 + 1)
-    assert tallies[("block", "x")].elements == 2 * tokens * (32 + 2 * 32 + 128)
-    assert tallies[("block", "g")].elements == 2 * tokens * (128 + 2 * 64 + 32)
+    assert sums[("block", "x")].layers == 2 * (1 + 2 + 1)
+    assert sums[("block", "x")].elements == 2 * tokens * (32 + 2 * 32 + 128)
+    assert sums[("block", "g")].elements == 2 * tokens * (128 + 2 * 64 + 32)
     weights = [p for n, p in model.named_parameters() if "coder" in n]
     assert row["health/block/w_amax"] == max(float(p.detach().abs().max()) for p in weights)
     assert row["health/block/w_snr_db"] > 30
@@ -304,14 +309,14 @@ def test_parameters_that_multiply(scaling) -> None:
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_recomputation_is_not_counted_twice(reentrant, make_llama) -> None:
-    def tallies(reentrant):
+    def sums(reentrant):
         model = make_llama()
         if reentrant is not None:
             model.activation_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         return watch(model, converted(model, scaling="tensorwise"))
 
-    plain, again = tallies(None), tallies(reentrant)
+    plain, again = sums(None), sums(reentrant)
     assert {k: (t.elements, t.layers) for k, t in plain.items()} == {
         k: (t.elements, t.layers) for k, t in again.items()
     }
@@ -333,7 +338,7 @@ def test_one_micro_batch_of_an_accumulation(make_llama, setup_backend, tmp_path)
         monitor_rows = health_rows(trainer)
         assert [row["step"] for row in monitor_rows] == [2]
         assert watched._watch is not None
-        found[accumulation] = watched._watch.tallies[("attn", "x")].elements
+        found[accumulation] = watched._watch.sums[("attn", "x")].elements
     assert found[1] == found[3] == 2 * 4 * 2 * 32 * 64
 
 

@@ -1,51 +1,81 @@
-"""Why FP8 is or is not faster here: a list of causes, each read from the facts of a step.
+"""Causes of a step's speed: why FP8 is or is not faster here, each read from the facts of the step.
 
 FP8 makes one thing faster, products of linear layers, by a factor r of at most two. With T seconds
 of a BF16 step, b of them in products that FP8 takes, and c seconds for the casts it adds,
 
     speed = T / (T - b + b / r + c)          at best T / (T - b / 2), were casts free
 
-so there are two kinds of cause. One is in FP8 itself (`causes_fp8`): r is small, c is large, or
-products that could be in b are not. The other is the rest of the step (`causes_rest`), T - b, of
-which each part is told with its share.
+A step with 60 % of products that run 1.6 times as fast, and 5 % of casts, is 1 / (0.4 + 0.375 +
+0.05) = 1.21 times as fast. So there are two kinds of cause. One is in FP8 itself: r is small, c is
+large, or products that could be in b are not. Where products were timed in BF16 beside what they
+took in FP8, that decides; else the theory of `payoff_of` does. The other is the rest of the step,
+T - b: the larger it is, the less it matters how fast products are (Amdahl's law).
 
-A cause is a function from `Facts` to a `Cause` or None: to add one, write it and put it in the
-list. Shares overlap where one cause is inside another (a recomputed cast is both), so they need not
-add up. A change is an override of the recipe and is checked: one that this recipe refuses is not
-proposed.
+A rule is a function from `Facts` to a `Cause`, or None where the cause is not at work: to add one,
+write it under `@rule`. Shares overlap where one cause is inside another (a recomputed cast is
+both), so they need not add up. A change is an override of the recipe and is checked: one that this
+recipe refuses is not proposed.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 
-from finetune.analysis.diagnose import causes_fp8, causes_rest
-from finetune.analysis.diagnose.cause import Cause, Rule
+from finetune import units
 from finetune.analysis.diagnose.facts import Facts
+from finetune.analysis.diagnose.groups import LayerGroup
+from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
+from finetune.config.schema import FROZEN_SCALINGS
 from finetune.errors import ConfigError
+from finetune.estimator.speed.step_parts import StepPart
 
-RULES: tuple[Rule, ...] = (
-    causes_fp8.not_asked,
-    causes_fp8.emulated,
-    causes_fp8.few_tokens,
-    causes_fp8.casts_not_compiled,
-    causes_fp8.casts,
-    causes_fp8.small_layers,
-    causes_fp8.unaligned,
-    causes_fp8.kept,
-    causes_fp8.kept_blocks,
-    causes_fp8.mapped,
-    causes_fp8.high_gemms,
-    causes_rest.adapters,
-    causes_rest.recompute,
-    causes_rest.attention,
-    causes_rest.head,
-    causes_rest.optimizer,
-    causes_rest.host,
-    causes_rest.pointwise,
-    causes_rest.communication,
-)
+percent = partial(units.percent, space=True)
+
+LEAST_SHARE = {
+    **{StepPart.CASTS: 0.05, StepPart.ATTENTION: 0.10, StepPart.ELEMENTWISE: 0.15},
+    **{StepPart.OPTIMIZER: 0.05, StepPart.COMMUNICATION: 0.05, StepPart.HOST: 0.10},
+}
+"""Share of the step from which a part of it is named as a cause."""
+LEAST_ADAPTERS = LEAST_RECOMPUTED = 0.03
+LEAST_HEAD = 0.05
+
+Change = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why FP8 is not faster, or no faster, here.
+
+    Attributes:
+        name: one or two words; stable.
+        share: of the step's time that it is about, 0 to 1.
+        text: the cause in a sentence.
+        evidence: what was measured that says so.
+        change: overrides of the recipe to try, together; empty where there is nothing to set.
+        hint: what else to do or to know of the change.
+    """
+
+    name: str
+    share: float
+    text: str
+    evidence: str
+    change: Change = ()
+    hint: str = ""
+
+
+Rule = Callable[[Facts], Cause | None]
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    """Add a rule to `RULES`."""
+    RULES.append(function)
+    return function
 
 
 def causes_of(facts: Facts) -> list[Cause]:
@@ -55,7 +85,7 @@ def causes_of(facts: Facts) -> list[Cause]:
     return sorted(checked, key=lambda cause: (cause.name != "emulation", -cause.share))
 
 
-def _allowed(change: tuple[str, ...], facts: Facts) -> tuple[str, ...]:
+def _allowed(change: Change, facts: Facts) -> Change:
     """The change, empty where this recipe cannot have it."""
     try:
         with_overrides(facts.config, change)
@@ -64,30 +94,356 @@ def _allowed(change: tuple[str, ...], facts: Facts) -> tuple[str, ...]:
     return change
 
 
-def verdict_of(facts: Facts) -> str:
-    """The answer in a sentence or two: how fast FP8 is here, and how fast it could be at best."""
-    now, best = facts.speed_now, facts.speed_best
-    if not facts.ran_fp8:
-        compute = facts.config.precision.compute.upper()
-        if best is None or not facts.device.has_fp8:
-            return f"Nothing ran in FP8: {compute} was asked, and FP8 cannot be faster here."
-        return f"Nothing ran in FP8: {compute} was asked. At best it would be {_times(best)}."
-    if now is None or best is None:
-        return f"{facts.low} ran; what it gains was not measured."
-    if facts.emulated:
-        return (
-            f"{facts.low} is emulated here, and the step takes {1 / now:.2f} times as long as it "
-            "would in BF16."
+# ------------------------------------------------------------------------------------------ in FP8
+
+
+@rule
+def no_fp8(facts: Facts) -> Cause | None:
+    """Nothing ran in FP8, and something could have."""
+    could = [group for group in facts.groups if group.role == "base" and group.gemm_seconds]
+    best = facts.speed_best
+    if facts.ran_fp8 or best is None or not could:
+        return None
+    share = facts.share(sum(group.gemm_seconds for group in could))
+    text = f"nothing runs in FP8: this run is in {facts.config.precision.compute.upper()}"
+    evidence = f"products that FP8 could take are {percent(share)} of the step"
+    if not facts.device.has_fp8:
+        hint = f"{facts.device.has_fp8.reason}: here FP8 can only be emulated, which is slower"
+        return Cause("no FP8", share, text, evidence, hint=hint)
+    evidence += (
+        f"; at {facts.ratio:.2f} times their speed the step could be {best:.2f} times as fast, "
+        "were casts free"
+    )
+    return Cause("no FP8", share, text, evidence, ("precision.compute=fp8",))
+
+
+@rule
+def emulated(facts: Facts) -> Cause | None:
+    """FP8 is emulated: numerics without speed."""
+    if not facts.emulated:
+        return None
+    spent = sum(group.seconds for group in facts.fp8_groups)
+    evidence = f"{facts.low} layers take {percent(facts.share(spent))} of the step"
+    bf16, now = facts.bf16_seconds, facts.speed_now
+    if bf16 and now:
+        evidence += (
+            f", {spent / bf16:.1f} times as long as the same products in BF16; emulation makes "
+            f"the step {1 / now:.2f} times as long"
         )
-    step = "this step" if now >= 1 else "it"
-    return (
-        f"{facts.low} makes {step} {_times(now)}; were casts free and products at their best, it "
-        f"would be {_times(best)}."
+    why = facts.device.has_fp8.reason if not facts.device.has_fp8 else "backend=emulated was asked"
+    text = f"{facts.low} is emulated here and cannot be faster: {why}"
+    hint = "to train faster here; emulation is for trying out numerics"
+    return Cause("emulation", facts.share(spent), text, evidence, ("precision.compute=bf16",), hint)
+
+
+@rule
+def few_tokens(facts: Facts) -> Cause | None:
+    """A micro-batch has fewer tokens than the cast of a weight, or its loading, pays for."""
+    if facts.emulated or facts.payoff is None:
+        return None
+    stored = facts.config.precision.frozen == "fp8" or facts.config.precision.fp8_params
+    least = facts.payoff.least_tokens if stored else facts.payoff.least
+    small = [g for g in facts.fp8_groups if g.role == "base" and 0 < g.tokens < least]
+    if not small:
+        return None
+    tokens = min(group.tokens for group in small)
+    what = "products wait for their weights" if stored else "casting a weight costs what it saves"
+    return Cause(
+        "few tokens",
+        _share_of(small, facts),
+        f"too few tokens in a micro-batch: {what}",
+        f"products of {tokens:,} tokens; on this GPU FP8 pays from about {least:,}",
+        _larger_batch(facts, math.ceil(least / tokens)),
+        "if the memory allows: `python -m finetune estimate RECIPE --fit batch` says; rows that "
+        "are short can be packed (train.packing=true)",
     )
 
 
-def _times(speed: float) -> str:
-    """`1.32 times as fast`, or that it is slower."""
-    if speed < 0.995:
-        return f"slower: {1 / speed:.2f} times as long as BF16"
-    return f"{speed:.2f} times as fast as BF16"
+@rule
+def casts_not_compiled(facts: Facts) -> Cause | None:
+    """Casts run as many small kernels although the compiler would fuse them."""
+    p, share = facts.config.precision, _large(StepPart.CASTS, facts)
+    eager = p.backend == "torchao" or p.frozen == "fp8"
+    on_gpu = facts.device.kind == "cuda"
+    if facts.emulated or not facts.ran_fp8 or facts.is_compiled or not eager or not on_gpu:
+        return None
+    text = "casts to FP8 are not fused: amax, scale, clamp and cast are a kernel each"
+    evidence = f"casts take {percent(share)} of the step; compile: {facts.compiled}"
+    change = ("precision.compile=on",)
+    return Cause("casts not compiled", share, text, evidence, change) if share else None
+
+
+@rule
+def casts(facts: Facts) -> Cause | None:
+    """Casts take much of the step, fused as they are."""
+    share = _large(StepPart.CASTS, facts)
+    if facts.emulated or not share or casts_not_compiled(facts):
+        return None
+    p, change = facts.config.precision, Change()
+    if facts.config.lora and facts.ran_fp8 and p.frozen != "fp8" and p.scaling in FROZEN_SCALINGS:
+        change = ("precision.frozen=fp8",)
+    elif p.scaling != "tensorwise" and facts.ran_fp8 and not facts.config.lora:
+        change = ("precision.scaling=tensorwise",)
+    what = "casts to FP8" if facts.ran_fp8 else "dequantising stored weights"
+    return Cause("casts", share, f"{what} take their time", f"{percent(share)} of the step", change)
+
+
+@rule
+def small_layers(facts: Facts) -> Cause | None:
+    """Layers whose products gain less than their casts cost."""
+    if facts.emulated or not facts.ran_fp8:
+        return None
+    least = facts.payoff.least if facts.payoff is not None else 0
+
+    def is_small(group: LayerGroup) -> bool:
+        if group.bf16_seconds is not None and group.seconds:
+            return group.seconds > group.bf16_seconds
+        return min(group.shape) < least
+
+    small = [g for g in facts.fp8_groups if g.role == "base" and all(g.shape) and is_small(g)]
+    if not small or len(small) == len(facts.fp8_groups):  # then it is not their size
+        return None
+    shown = ", ".join(f"{g.kind} {g.shape[0]} x {g.shape[1]}" for g in small[:4])
+    lost = sum(g.seconds - g.bf16_seconds for g in small if g.bf16_seconds is not None)
+    evidence = (
+        f"in BF16 they would take {percent(facts.share(lost))} of the step less"
+        if lost > 0
+        else f"FP8 pays on this GPU where N and K are above about {least:,}"
+    )
+    kept = dict.fromkeys((*facts.config.precision.keep, *(g.kind for g in small)))
+    return Cause(
+        "small layers",
+        _share_of(small, facts),
+        "layers too small for FP8: their casts cost more than their products gain",
+        f"{shown}: {evidence}",
+        (f"precision.keep=[{', '.join(kept)}]",),
+    )
+
+
+@rule
+def high_gemms(facts: Facts) -> Cause | None:
+    """Some GEMMs of FP8 layers were kept in high precision."""
+    kept_high = facts.config.precision.gemms_kept_high
+    mixed = [g for g in facts.fp8_groups if set(g.ran.values()) - {"fp8", "fp4"}]
+    if not kept_high or not mixed:
+        return None
+    by_rule = not facts.config.precision.high_gemms
+    change = ("precision.scaling=rowwise",) if by_rule else ("~precision.high_gemms",)
+    flops = sum(group.share for group in mixed)
+    return Cause(
+        "GEMMs kept high",
+        _share_of(mixed, facts),
+        f"{', '.join(sorted(kept_high))} of FP8 layers run in high precision",
+        f"{sum(len(g.layers) for g in mixed)} layers, {percent(flops)} of the matmul FLOPs",
+        change,
+    )
+
+
+STAYED_HIGH: dict[str, tuple[str, str, Change]] = {
+    "unaligned layers": (
+        "layers stay in BF16 since their sizes do not fit FP8 units",
+        *("is not a multiple of", ()),
+    ),
+    "kept layers": (
+        "layers stay in BF16 by a pattern of the recipe",
+        *("kept by pattern", ("~precision.keep",)),
+    ),
+    "kept blocks": (
+        "the first or last decoder blocks stay in BF16 by choice",
+        *("in a block kept by", ("~precision.first_n", "~precision.last_n")),
+    ),
+    "mapped layers": (
+        "layers stay in high precision by precision.map",
+        *("precision.map", ("~precision.map",)),
+    ),
+}
+"""Layers of the base outside FP8: cause -> text, words of the planner's reason, change."""
+
+
+def _stayed_high(name: str, facts: Facts) -> Cause | None:
+    text, reason, change = STAYED_HIGH[name]
+    high = [g for g in facts.groups if g.role == "base" and not g.is_low and reason in g.reason]
+    flops = sum(group.share for group in high)
+    if not flops or not facts.ran_fp8:
+        return None
+    share = facts.share(sum(group.gemm_seconds for group in high))
+    layers = sum(len(group.layers) for group in high)
+    evidence = f"{layers} layers, {percent(flops)} of the matmul FLOPs: {high[0].reason}"
+    hint = "" if change else "their sizes are the model's"
+    return Cause(name, share, text, evidence, change, hint)
+
+
+RULES += [partial(_stayed_high, name) for name in STAYED_HIGH]
+
+
+# -------------------------------------------------------------------------- in the rest of the step
+
+_NOT_FUSED = re.compile(r"\d+ as PEFT has them: (.+?)(?:;|$)")
+_FUSED_BY: dict[str, Change] = {
+    "dropout": ("lora.dropout=0",),
+    "adapter with a bias": ("lora.bias=none",),
+    "DoraLinearVariant": ("lora.use_dora=false",),
+}
+"""Overrides without which adapters run apart from their base, by the reason in the receipt."""
+
+
+@rule
+def adapters(facts: Facts) -> Cause | None:
+    """Adapters are small products and much traffic."""
+    share = facts.share(facts.adapter_seconds)
+    if facts.config.lora is None or share < LEAST_ADAPTERS:
+        return None
+    flops = sum(group.share for group in facts.groups if group.role == "adapter")
+    evidence = f"{percent(share)} of the step for {percent(flops)} of the matmul FLOPs"
+    why = _NOT_FUSED.search(facts.adapters)
+    if not facts.config.precision.fused_adapters:
+        change, text = ("precision.fused_adapters=true",), "adapters run eager: fusing is off"
+    elif why is not None:
+        change = _FUSED_BY.get(why[1].strip(), ())
+        text = f"adapters run as PEFT has them, not with their base: {why[1].strip()}"
+    elif facts.device.kind == "cuda" and not facts.is_compiled:
+        change, text = ("precision.compile=on",), "adapters run eager, though with their base"
+    else:
+        change, text = (), "adapters are many small products, whatever their rank"
+    hint = "" if change else "fewer lora.target_modules"
+    if facts.adapters:
+        evidence += f"; adapters: {facts.adapters}"
+    return Cause("adapters", share, text, evidence, change, hint)
+
+
+@rule
+def recompute(facts: Facts) -> Cause | None:
+    """Checkpointing computes the forward of each layer a second time."""
+    share = facts.share(facts.recompute_seconds)
+    if share < LEAST_RECOMPUTED:
+        return None
+    return Cause(
+        "recomputation",
+        share,
+        "checkpointing computes forwards a second time, in FP8 as in BF16",
+        f"{percent(share)} of the step runs inside a recomputation",
+        ("train.gradient_checkpointing=false",),
+        "if the memory allows: `python -m finetune estimate RECIPE` with the same change says",
+    )
+
+
+@rule
+def attention(facts: Facts) -> Cause | None:
+    """Attention runs in BF16 whatever the layers do."""
+    share = _large(StepPart.ATTENTION, facts)
+    text, change, hint = "attention stays in BF16", Change(), ""
+    if facts.masked and facts.device.kind == "cuda":
+        text = "attention multiplies what its mask throws away: packed rows are one long row"
+        change = ("model.attention=flash_attention_2",)
+        hint = "needs the package flash-attn"
+        if facts.rows > 1:
+            hint += (
+                "; or micro-batches of one row: train.per_device_train_batch_size=1 "
+                f"train.gradient_accumulation_steps={facts.micro_batches * facts.rows}"
+            )
+    elif facts.config.model.attention == "eager":
+        text, change = "attention runs eager", ("model.attention=sdpa",)
+    evidence = f"{percent(share)} of the step"
+    return Cause("attention", share, text, evidence, change, hint) if share else None
+
+
+@rule
+def head(facts: Facts) -> Cause | None:
+    """The output head stays in high precision by policy."""
+    heads = [group for group in facts.groups if group.role == "head" and group.gemm_seconds]
+    share = facts.share(sum(group.gemm_seconds for group in heads))
+    if share < LEAST_HEAD:
+        return None
+    (n, k), flops = heads[0].shape, sum(group.share for group in heads)
+    return Cause(
+        "output head",
+        share,
+        "the output head stays in high precision: its rounding goes straight into the loss",
+        f"{n:,} x {k:,}: {percent(share)} of the step, {percent(flops)} of the matmul FLOPs",
+        _with_liger(facts),
+        "it is a smaller share of a larger model",
+    )
+
+
+@rule
+def optimizer(facts: Facts) -> Cause | None:
+    """The update takes as long in FP8 as in BF16."""
+    share = _large(StepPart.OPTIMIZER, facts)
+    if chosen(facts.config.train).name == "adamw_torch":
+        change, hint = ("train.optim=adamw_torch_fused",), ""
+    else:
+        change, hint = _fewer_updates(facts)
+    text = "the update of the weights has nothing to do with FP8"
+    evidence = f"{percent(share)} of the step for {facts.trainable:,} trainable parameters"
+    return Cause("optimizer", share, text, evidence, change, hint) if share else None
+
+
+@rule
+def host(facts: Facts) -> Cause | None:
+    """The device waits for Python."""
+    share, change = _large(StepPart.HOST, facts), _larger_batch(facts, 2)
+    if facts.device.kind == "cuda":
+        text, where = "the GPU waits for the host", "no kernel runs"
+        change = change if facts.is_compiled else (*change, "precision.compile=on")
+    else:
+        text, where = "Python, views and allocations", "is between operators that compute"
+    text += ": too little work in one operator"
+    return (
+        Cause("host", share, text, f"{percent(share)} of the step {where}", change)
+        if share
+        else None
+    )
+
+
+@rule
+def elementwise(facts: Facts) -> Cause | None:
+    """Norms, activations, rotary embeddings and the loss are bound by memory."""
+    share, change = _large(StepPart.ELEMENTWISE, facts), _with_liger(facts)
+    text = (
+        "norms, activations, rotary embeddings and the loss move bytes, which FP8 does not change"
+    )
+    hint = "needs the extra `liger`" if change else ""
+    evidence = f"{percent(share)} of the step"
+    return Cause("elementwise", share, text, evidence, change, hint) if share else None
+
+
+@rule
+def communication(facts: Facts) -> Cause | None:
+    """GPUs wait for each other."""
+    share = _large(StepPart.COMMUNICATION, facts)
+    evidence = f"{percent(share)} of the step in communication that no computation hides"
+    change, hint = _fewer_updates(facts)
+    text = "GPUs wait for each other"
+    return Cause("communication", share, text, evidence, change, hint) if share else None
+
+
+# ------------------------------------------------------------------------------ of several rules
+
+
+def _large(part: StepPart, facts: Facts) -> float:
+    """Share of the step that a part takes, 0.0 where it is too small to be a cause."""
+    share = facts.share(facts.parts.get(part, 0.0))
+    return share if share >= LEAST_SHARE[part] else 0.0
+
+
+def _share_of(groups: Iterable[LayerGroup], facts: Facts) -> float:
+    return facts.share(sum(group.seconds for group in groups))
+
+
+def _larger_batch(facts: Facts, times: int) -> Change:
+    """Micro-batches that many times as large, with as many tokens in a step where that goes."""
+    change = (f"train.per_device_train_batch_size={facts.rows * times}",)
+    if facts.micro_batches == 1:
+        return change
+    return (*change, f"train.gradient_accumulation_steps={max(1, facts.micro_batches // times)}")
+
+
+def _fewer_updates(facts: Facts) -> tuple[Change, str]:
+    change = (f"train.gradient_accumulation_steps={2 * facts.micro_batches}",)
+    return change, "makes the batch twice as large"
+
+
+def _with_liger(facts: Facts) -> Change:
+    """The override that fuses the head and its loss on a GPU."""
+    liger = facts.device.kind != "cuda" or facts.config.train.get("use_liger_kernel")
+    return () if liger else ("train.use_liger_kernel=true",)

@@ -1,10 +1,11 @@
-"""From which size on FP8 pays on a GPU: every cast is paid for by the products that use it.
+"""The facts of one diagnosed step: what was seen, what the estimator expects, when FP8 pays.
 
-A product of M tokens, N outputs and K inputs in FP8 instead of BF16 saves
+*From which size on FP8 pays.* A product of M tokens, N outputs and K inputs in FP8 instead of BF16
+saves
 
     2 M N K · (1/p16 - 1/p8)        p16, p8: FLOP/s that the GPU sustains in each
 
-and needs its operands cast: x [M, K] and g [M, N] each time, w [N, K] each time unless it is held
+and needs its operands cast: x [M, K] and g [M, N] each time, w [N, K] each time unless it is stored
 as codes. A cast reads two bytes and writes one an element, and reads them once more to find the
 amax unless that is delayed or fused with what made the operand: b bytes over the bandwidth B. The
 size of the operand cancels, and what is left is the dimension that it does not have:
@@ -14,9 +15,9 @@ size of the operand cancels, and what is left is the dimension that it does not 
     cast of w  pays where M > T        M: tokens of a micro-batch, on one GPU
 
 T is 820 for an H100 by its sustained rates with b = 3, 1,370 with b = 5. So a micro-batch has too
-few tokens below T unless weights are held in FP8, and a layer is too small where N or K is below T
-(the key and value projections under grouped attention are the usual case). A product has no use of
-FP8 either where it waits for memory: with weights of one byte that ends at M = p8 / (2 B).
+few tokens below T unless weights are stored in FP8, and a layer is too small where N or K is below
+T (the key and value projections under grouped attention are the usual case). A product has no use
+of FP8 either where it waits for memory: with weights of one byte that ends at M = p8 / (2 B).
 
 Limits: products that fill a GPU badly gain less; a group's `bf16_seconds`, measured, says so.
 """
@@ -24,26 +25,30 @@ Limits: products that fill a GPU badly gain less; a group's `bf16_seconds`, meas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from finetune.analysis.diagnose.layer_groups import Group
+from finetune.analysis.diagnose.groups import LayerGroup
 from finetune.config.schema import RunConfig
+from finetune.errors import FinetuneError
+from finetune.estimator.alternatives import twin_of
+from finetune.estimator.closed_form.flops import EAGER_CAST_BYTES, FUSED_CAST_BYTES
+from finetune.estimator.measure import changed, measure_fast
+from finetune.estimator.place import Place
+from finetune.estimator.speed.calibration import load_calibration
 from finetune.estimator.speed.efficiency import efficiency_of
 from finetune.estimator.speed.roofline import half_peak
 from finetune.estimator.speed.step_parts import StepPart
+from finetune.estimator.speed.timing import Interval
 from finetune.hardware.device import Device
-from finetune.hardware.gpus import Gpu
-
-FUSED_BYTES, EAGER_BYTES = 3.0, 5.0
-"""Moved for each element that is cast: read and written once, or read once more for its amax."""
+from finetune.hardware.gpus import Gpu, find_gpu
 
 
-@dataclass(frozen=True)
-class Payoff:
-    """What one GPU needs for FP8 to pay.
+class Payoff(NamedTuple):
+    """Sizes from which FP8 pays on one GPU.
 
     Attributes:
         least: T, the least N, K, and M of a weight that is cast each time.
-        least_tokens: M below which even weights held in FP8 make a product wait for memory.
+        least_tokens: M below which even weights stored in FP8 make a product wait for memory.
         ratio: how many times as fast a large product is in FP8, casts not counted.
     """
 
@@ -52,59 +57,106 @@ class Payoff:
     ratio: float
 
 
-def payoff_of(gpu: Gpu, *, cast_bytes: float = FUSED_BYTES, rowwise: bool = False) -> Payoff | None:
-    """What a GPU needs, None where it has no FP8 units.
+def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff | None:
+    """Sizes from which FP8 pays on a GPU, None where it has no FP8 units.
 
     Args:
         gpu: its line of the table.
-        cast_bytes: moved for each element that is cast.
+        fused: a cast finds the amax without reading its operand once more.
         rowwise: products have a scale for each row, whose kernels are slower.
     """
-    if "fp8" not in gpu.tflops:
+    shares = efficiency_of(gpu) if "fp8" in gpu.tflops else None
+    if shares is None or "fp8" not in shares.gemm:
         return None
-    shares = efficiency_of(gpu)
-    if "fp8" not in shares.gemm:
-        return None
-    factor = shares.shared.rowwise if rowwise else 1.0
     p16 = half_peak(gpu) * shares.gemm["bf16"]
-    p8 = gpu.tflops["fp8"] * 1e12 * shares.gemm["fp8"] * factor
-    bandwidth = gpu.gb_s * 1e9 * shares.shared.bandwidth
+    p8 = gpu.tflops["fp8"] * 1e12 * shares.gemm["fp8"] * (shares.shared.rowwise if rowwise else 1.0)
     if p8 <= p16:
         return None
+    bandwidth = gpu.gb_s * 1e9 * shares.shared.bandwidth
+    cast_bytes = FUSED_CAST_BYTES if fused else EAGER_CAST_BYTES
     least = cast_bytes / (2 * bandwidth * (1 / p16 - 1 / p8))
     return Payoff(round(least), round(p8 / (2 * bandwidth)), p8 / p16)
 
 
-# ------------------------------------------------------------------------------------------
-# The facts of one diagnosed step, from which its causes are read. Plain data, and what follows.
+@dataclass(frozen=True)
+class Prediction:
+    """The step that the estimator expects.
+
+    Attributes:
+        seconds: of one optimizer step.
+        parts: part, as a profile tells them apart -> seconds.
+        speed: over the same run in BF16 (under it, for a run in BF16): most likely, from, to.
+        why: reasons, in plain words.
+        calibrated: on this very device.
+    """
+
+    seconds: float
+    parts: dict[StepPart, float]
+    speed: Interval | None
+    why: tuple[str, ...]
+    calibrated: bool
+
+
+def predict(
+    config: RunConfig, device: Device, processes: int, length: int
+) -> tuple[Prediction | None, str]:
+    """The expected step, or None and the reason why nothing is expected.
+
+    Args:
+        config: of the run.
+        device: this one.
+        processes: of the run.
+        length: tokens of a row as they were.
+    """
+    place = Place(device, find_gpu(device), processes, here=True)
+    if place.gpu is None and load_calibration(device.name) is None:
+        return None, (
+            f"nothing is predicted for {device.name}: its speed is not known "
+            "(python -m finetune estimate --calibrate measures it)"
+        )
+    try:
+        packed = bool(config.train.get("packing"))
+        config = config if packed else changed(config, train={"max_length": length})
+        measured = measure_fast(config, place)
+        beside = twin_of(measured, place)
+    except FinetuneError as error:
+        return None, f"nothing is predicted: {error.why or error.what}"
+    pace = measured.pace
+    if pace is None:
+        return None, f"nothing is predicted for {device.name}"
+    fp8 = measured.config.precision.compute == "fp8"
+    parts: dict[StepPart, float] = {}
+    for name, seconds in pace.classes.items():
+        part = StepPart(name).profiled(fp8=fp8)
+        parts[part] = parts.get(part, 0.0) + seconds
+    speed, why = (beside.speed, beside.why) if beside is not None else (None, ())
+    return Prediction(pace.seconds, parts, speed, why, pace.calibrated), ""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was seen of a step.
+    """One step, as it was seen.
 
     Attributes:
         config: of the run, as it ran.
-        device: where.
+        device: where it ran.
         groups: its layers, with times.
         parts: part -> seconds of one step; they add up to the step.
-        recompute_seconds: of it, what checkpointing computed a second time.
-        adapter_seconds: of it, adapters: their products and what is elementwise of them.
-        micro_batches: of one step.
-        payoff: what the GPU needs for FP8 to pay; None where that is not known.
-        compiled: what the receipt says of compiling.
-        adapters: what the receipt says of fusing adapters.
+        recompute_seconds: part of the step that checkpointing computed a second time.
+        adapter_seconds: part of the step in adapters: their products and elementwise operations.
+        payoff: sizes from which FP8 pays on this GPU; None where they are not known.
+        compiled: the receipt's line on compiling.
+        adapters: the receipt's line on fusing adapters.
         masked: attention runs under an explicit mask over packed rows.
         trainable: parameters that train.
     """
 
     config: RunConfig
     device: Device
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     parts: dict[StepPart, float]
     recompute_seconds: float = 0.0
     adapter_seconds: float = 0.0
-    micro_batches: int = 1
     payoff: Payoff | None = None
     compiled: str = "off"
     adapters: str = ""
@@ -112,16 +164,26 @@ class Facts:
     trainable: int = 0
 
     @property
+    def rows(self) -> int:
+        """Rows of a micro-batch on one device."""
+        return int(self.config.train.get("per_device_train_batch_size", 8))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one step."""
+        return int(self.config.train.get("gradient_accumulation_steps", 1))
+
+    @property
     def seconds(self) -> float:
-        """Of one optimizer step."""
+        """Length of one optimizer step."""
         return sum(self.parts.values()) or 1e-12
 
     def share(self, seconds: float) -> float:
-        """Of the step, 0 to 1."""
+        """These seconds as a share of the step, 0 to 1."""
         return seconds / self.seconds
 
     @property
-    def fp8_groups(self) -> list[Group]:
+    def fp8_groups(self) -> list[LayerGroup]:
         """Layers with FP8 GEMMs."""
         return [group for group in self.groups if group.is_low]
 
@@ -132,12 +194,12 @@ class Facts:
 
     @property
     def low(self) -> str:
-        """FP8 or FP4, whichever was asked."""
+        """`FP8` or `FP4`, whichever was requested."""
         return self.config.precision.low.upper()
 
     @property
     def emulated(self) -> bool:
-        """Whether what ran in FP8 was emulated."""
+        """Whether FP8 was emulated where it ran."""
         emulates = self.config.precision.backend == "emulated" or not self.device.has_fp8
         return self.ran_fp8 and emulates
 
@@ -147,13 +209,8 @@ class Facts:
         return self.compiled.startswith("on")
 
     @property
-    def fp8_seconds(self) -> float:
-        """FP8 products and casts of one step."""
-        return self.parts.get(StepPart.FP8_GEMM, 0.0) + self.parts.get(StepPart.CASTS, 0.0)
-
-    @property
     def bf16_seconds(self) -> float | None:
-        """That the same products take in BF16 here; None where that was not measured."""
+        """Seconds of the FP8 layers' products in BF16 here; None where not measured."""
         times = [group.bf16_seconds if group.seconds else None for group in self.fp8_groups]
         known = [seconds for seconds in times if seconds is not None]
         return sum(known) if known and len(known) == len(times) else None
@@ -192,3 +249,32 @@ class Facts:
         else:
             return None
         return t / (t - b + b / self.ratio)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence: how fast FP8 is here, and how fast it could be at best."""
+        now, best = self.speed_now, self.speed_best
+        if not self.ran_fp8:
+            text = f"Nothing ran in FP8: {self.config.precision.compute.upper()} was asked"
+            if best is None or not self.device.has_fp8:
+                return f"{text}, and FP8 cannot be faster here."
+            return f"{text}. At best it would be {_times_as_fast(best)}."
+        if now is None or best is None:
+            return f"{self.low} ran; what it gains was not measured."
+        if self.emulated:
+            return (
+                f"{self.low} is emulated here, and the step takes {1 / now:.2f} times as long as "
+                "it would in BF16."
+            )
+        step = "this step" if now >= 1 else "it"
+        return (
+            f"{self.low} makes {step} {_times_as_fast(now)}; were casts free and products at their "
+            f"best, it would be {_times_as_fast(best)}."
+        )
+
+
+def _times_as_fast(speed: float) -> str:
+    """`1.32 times as fast as BF16`, or that it is slower."""
+    if speed < 0.995:
+        return f"slower: {1 / speed:.2f} times as long as BF16"
+    return f"{speed:.2f} times as fast as BF16"

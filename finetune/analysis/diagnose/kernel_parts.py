@@ -1,15 +1,4 @@
-"""What part of a step a kernel or an operator is, by its name and by where it ran.
-
-    FP8 GEMMs             products of FP8 operands (emulated ones too)
-    other GEMMs           products in high precision: head, adapters, layers that FP8 leaves alone
-    casts                 what makes FP8 operands: amax, scales, casts, transposes of codes; and the
-                          dequantisation of stored weights
-    attention             fused attention; scores and weighted sums of the unfused one
-    elementwise, norms    norms, activations, rotary embeddings, residuals, the loss
-    optimizer             gradient norm, clipping, update
-    communication         what no computation hides
-    host                  GPU: it waits for the host; CPU: Python, views, allocations
-    other                 copies between host and device, fills
+"""The part of a step (`StepPart`) that a kernel or an operator is, by its name and where it ran.
 
 Names of kernels belong to libraries and change with them, so the operator that launched a kernel
 speaks first where it says enough (`aten::_scaled_mm` multiplies FP8 whatever its kernel is called),

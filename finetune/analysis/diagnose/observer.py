@@ -1,13 +1,22 @@
-"""Names for a profile: which layer is running, in forward and when it is computed a second time.
+"""A callback that leads a trainer through the steps of a diagnosis, and looks.
 
-While entered, every linear layer of the plan, every decoder layer and every PEFT layer opens a
+    witnessed   the proof sees every GEMM, as in any run; compiled layers are compiled after it
+    warm        the proof sees weights move; kernels are chosen, graphs captured
+    timed       the clock only
+    profiled    ranges and `torch.profiler`
+    operands    training health by layer: what casts do to what this step multiplies
+
+The order keeps each look out of the others: what times is not looked at, and what is looked at for
+noise is slow. Clocks are read when the device has caught up.
+
+*Ranges* name the layer that is running, in forward and when it is computed a second time. While
+they are entered, every linear layer of the plan, every decoder layer and every PEFT layer opens a
 `record_function` range around its forward. In a trace everything below a range is that layer's;
 backward is found by autograd's sequence numbers (`timeline`). A forward that runs inside a backward
-is a recomputation of checkpointing, and its ranges say so.
-
-The products of adapters that run in one function with their base, and those of declared parameters,
-are told by what multiplies them. Layers under `torch.compile` cannot be looked into: they are one
-range each, around the compiled call, and what they multiply is told apart by its sizes.
+is a recomputation of checkpointing, and its ranges say so. The products of adapters that run in one
+function with their base, and those of declared parameters, are named by what multiplies them.
+Layers under `torch.compile` cannot be looked into: they are one range each, around the compiled
+call, and what they multiply is told apart by its sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,19 +39,20 @@ from finetune.precision.convert import Conversion
 from finetune.precision.lora import FusedMixin
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import PrecisionPlan
-from finetune.training.health.collector import OperandWatch
-from finetune.training.health.tallies import Tallies
+from finetune.training.health.operands import GroupSums, OperandWatch
 from finetune.training.session import Session
 
 PREFIX = "finetune|"
 WINDOW = f"{PREFIX}window"
 """The range around all profiled steps."""
-RECOMPUTE = "recompute"
+WITNESSED, WARM, OPERANDS = 1, 2, 1
+"""Steps of each kind; `Observer.steps` are timed, and as many profiled."""
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to the terminal otherwise
 
 
-def range_name(layer: str) -> str:
+def _range_name(layer: str) -> str:
     """The range of a layer that begins now."""
-    return f"{PREFIX}{RECOMPUTE if in_backward() else 'forward'}|{layer}"
+    return f"{PREFIX}{'recompute' if in_backward() else 'forward'}|{layer}"
 
 
 class Ranges:
@@ -54,29 +64,28 @@ class Ranges:
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Ranges:
-        model = self.conversion.model
+        model, plan = self.conversion.model, self.conversion.plan
+        compiled = {id(module) for module in self.conversion.compiled}
         inside = {id(m) for c in self.conversion.compiled for m in c.modules()}
         decoder = {
             name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()
         }
-        planned = {layer.owner for layer in self.conversion.plan.layers}
-        peft = {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+        planned = {layer.owner for layer in plan.layers}
         for name, module in model.named_modules():
+            if id(module) in compiled:
+                self._replace(module, "_compiled_call_impl", _in_range(name))
             if id(module) in inside:
                 continue
-            if name in planned or name in peft or type(module).__name__ in decoder:
+            is_layer = name in planned or isinstance(module, BaseTunerLayer)
+            if is_layer or type(module).__name__ in decoder:
                 self._around(name, module)
             if "_gradient_checkpointing_func" in vars(module):
-                self._around_checkpoint(name, module)
+                # Transformers checkpoints inside a layer's forward: hooks do not see it run again.
+                self._replace(module, "_gradient_checkpointing_func", _in_recomputed_range(name))
             if isinstance(module, FusedMixin):
-                module.fp8_listeners.append(self)
-                self._undo.callback(module.fp8_listeners.remove, self)
+                self._listen(module.fp8_listeners)
             if isinstance(module, ParameterMixin):
-                module.fp8_observers.append(self)
-                self._undo.callback(module.fp8_observers.remove, self)
-        for name, module in model.named_modules():
-            if any(module is c for c in self.conversion.compiled):
-                self._around_compiled(name, module)
+                self._listen(module.fp8_observers)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -86,7 +95,7 @@ class Ranges:
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
         """A product of the adapter or parameter of this name begins."""
-        self._push(f"{PREFIX}backward|{name}" if backward else range_name(name))
+        self._push(f"{PREFIX}backward|{name}" if backward else _range_name(name))
 
     def leave(self) -> None:
         """It has ended."""
@@ -101,73 +110,47 @@ class Ranges:
         opened.__enter__()
         self._open.append(opened)
 
+    def _listen(self, listeners: list[Any]) -> None:
+        listeners.append(self)
+        self._undo.callback(listeners.remove, self)
+
     def _around(self, name: str, module: nn.Module) -> None:
-        def before(module: nn.Module, args: Any) -> None:
-            self._push(range_name(name))
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            self.leave()
-
-        first = module.register_forward_pre_hook(before, prepend=True)
-        last = module.register_forward_hook(after, always_call=True)
+        first = module.register_forward_pre_hook(
+            lambda *_: self._push(_range_name(name)), prepend=True
+        )
+        last = module.register_forward_hook(lambda *_: self.leave(), always_call=True)
         self._undo.callback(first.remove)
         self._undo.callback(last.remove)
 
-    def _around_checkpoint(self, name: str, module: nn.Module) -> None:
-        """Transformers checkpoints inside a layer's forward: hooks do not see what runs again."""
-        checkpoint: Any = module._gradient_checkpointing_func
+    def _replace(self, module: nn.Module, attribute: str, wrap: Callable[[Any], Any]) -> None:
+        own = vars(module)  # past `nn.Module.__setattr__`
+        plain = own[attribute]
+        own[attribute] = wrap(plain)
+        self._undo.callback(own.__setitem__, attribute, plain)
 
-        def named(function: Any, *args: Any, **kwargs: Any) -> Any:
-            def run(*inputs: Any, **more: Any) -> Any:
-                with record_function(range_name(name)):
-                    return function(*inputs, **more)
 
-            return checkpoint(run, *args, **kwargs)
-
-        def back() -> None:
-            module.__dict__["_gradient_checkpointing_func"] = checkpoint
-
-        named.finetune_wraps = checkpoint  # pyright: ignore  the engine's wrapper is inside already
-        module.__dict__["_gradient_checkpointing_func"] = named
-        self._undo.callback(back)
-
-    def _around_compiled(self, name: str, module: nn.Module) -> None:
-        call: Any = module._compiled_call_impl
-
+def _in_range(name: str) -> Callable[[Any], Any]:
+    def wrap(call: Any) -> Any:
         def named(*args: Any, **kwargs: Any) -> Any:
-            with record_function(range_name(name)):
+            with record_function(_range_name(name)):
                 return call(*args, **kwargs)
 
-        def back() -> None:
-            module._compiled_call_impl = call
+        return named
 
-        module._compiled_call_impl = named
-        self._undo.callback(back)
+    return wrap
 
 
-@contextlib.contextmanager
-def window() -> Iterator[None]:
-    """The range around all profiled steps."""
-    with record_function(WINDOW):
-        yield
+def _in_recomputed_range(name: str) -> Callable[[Any], Any]:
+    """Wraps a checkpointing function: what it is handed runs in a range, each time."""
 
+    def wrap(checkpoint: Any) -> Any:
+        def named(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(_in_range(name)(function), *args, **kwargs)
 
-# ------------------------------------------------------------------------------------------
-# A callback that leads a trainer through the steps of a diagnosis, and looks.
-#
-#     witnessed   the proof sees every GEMM, as in any run; compiled layers are compiled after it
-#     warm        the proof sees weights move; kernels are chosen, graphs captured
-#     timed       the clock only
-#     profiled    ranges and `torch.profiler`
-#     operands    training health by layer: what casts do to what this step multiplies
-#
-# The order keeps each look out of the others: what times is not looked at, and what is looked at
-# for
-# noise is slow. Clocks are read when the device has caught up.
+        named.finetune_wraps = checkpoint  # pyright: ignore  the engine's wrapper is inside already
+        return named
 
-
-WITNESSED, WARM, OPERANDS = 1, 2, 1
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to the terminal otherwise
+    return wrap
 
 
 @dataclass
@@ -176,11 +159,11 @@ class Observer(TrainerCallback):
 
     Attributes:
         session: in force.
-        steps: timed, and profiled.
+        steps: steps to time, and steps to profile.
         step_seconds: mean of the timed steps.
-        tokens: of a micro-batch, padding included, and without it.
+        tokens: of a micro-batch, with padding and without.
         events: of the profiled steps.
-        tallies: (layer, operand) -> what its cast does.
+        sums: (layer, operand) -> the effect of its cast.
     """
 
     session: Session
@@ -188,13 +171,11 @@ class Observer(TrainerCallback):
     step_seconds: float = 0.0
     tokens: tuple[int, int] = (0, 0)
     events: list[Any] = field(default_factory=list)
-    tallies: Tallies = field(default_factory=dict)
-    _trainer: Any = None
-    _watch: OperandWatch | None = None
+    sums: GroupSums = field(default_factory=dict)
     _looking: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _began: float = 0.0
     _step: int = 0
-    _fresh: bool = False
+    _first: bool = False
 
     @property
     def total(self) -> int:
@@ -203,18 +184,18 @@ class Observer(TrainerCallback):
 
     def attend(self, trainer: Any) -> None:
         """Look at this trainer, which has this callback."""
-        self._trainer, plain = trainer, trainer.training_step
+        plain = trainer.training_step
 
         def training_step(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            fresh, self._fresh = self._fresh, False
-            if fresh and self._step == 0:
+            first, self._first = self._first, False
+            if first and self._step == 0:
                 self._count(inputs)
-            if not fresh or self._step < self.total - OPERANDS:
+            if not first or self._step < self.total - OPERANDS:
                 return plain(model, inputs, *args, **kwargs)
             watch = OperandWatch(self._conversion.model, self._conversion, each_layer)
             with watch.watching():
                 loss = plain(model, inputs, *args, **kwargs)
-            self.tallies = watch.tallies
+            self.sums = watch.sums
             return loss
 
         trainer.training_step = training_step
@@ -231,7 +212,7 @@ class Observer(TrainerCallback):
         self.tokens = ids.numel(), real
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._step, self._fresh = state.global_step, True
+        self._step, self._first = state.global_step, True
         timed = WITNESSED + WARM
         if self._step == timed:
             self._began = self._now()
@@ -254,7 +235,7 @@ class Observer(TrainerCallback):
         self._looking.enter_context(Ranges(self._conversion))
         self._looking.callback(lambda: self.events.extend(profiler.events() or []))
         self._looking.enter_context(profiler)
-        self._looking.enter_context(window())
+        self._looking.enter_context(record_function(WINDOW))
         self._looking.callback(self._now)
 
     def close(self) -> None:

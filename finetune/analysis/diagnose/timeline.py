@@ -2,7 +2,7 @@
 
 The events of `torch.profiler` form a tree by time on each host thread. A context goes down it:
 
-* a range of ours (`ranges`) names a layer, and says whether it is computed a second time;
+* a range of ours (`observer.Ranges`) names a layer, and says whether it is computed again;
 * a node of autograd carries the sequence number and thread of the operator that made it, so its
   backward belongs to the layer in whose range that operator ran; a range inside it speaks first;
 * inside the optimizer's own range everything is the optimizer's.
@@ -35,8 +35,8 @@ from finetune.analysis.diagnose.observer import PREFIX, WINDOW
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 
 BACKWARD_NODE = "autograd::engine::evaluate_function"
-_LATER = {StepPart.COMMUNICATION: 1, StepPart.OTHER: 2}
-"""Of kernels at the same time the one with the lowest number counts; 0, if it is not here."""
+_RANK = {StepPart.COMMUNICATION: 1, StepPart.OTHER: 2}
+"""Of kernels at the same time the one with the lowest rank is charged; 0 where none is given."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Slice:
     Attributes:
         name: of the kernel, on a CPU of the operator.
         part: of the step.
-        seconds: that nothing else is charged for.
+        seconds: that are charged to nothing else.
         owner: the layer, "" where none is known.
         phase: forward, recompute, backward, optimizer, or "".
-        sizes: of a product (m, n, k), sorted; empty where they are not known.
+        sizes: (m, n, k) of a product, sorted; empty where they are not known.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Where the time of some steps went.
+class Timeline:
+    """Slices of some steps.
 
     Attributes:
-        slices: of all of them.
-        steps: how many.
+        slices: of all steps.
+        steps: number of steps.
         step_seconds: of one, from its begin to its end.
         on_gpu: slices are kernels.
     """
@@ -78,7 +78,7 @@ class Trace:
 
     def parts(self) -> dict[StepPart, float]:
         """Part -> seconds of one step; they add up to `step_seconds`."""
-        found: dict[StepPart, float] = dict.fromkeys(PROFILED_PARTS, 0.0)
+        found = dict.fromkeys(PROFILED_PARTS, 0.0)
         for piece in self.slices:
             found[piece.part] += piece.seconds / self.steps
         if self.on_gpu:
@@ -86,27 +86,29 @@ class Trace:
         return found
 
     def seconds(self, *, phase: str) -> float:
-        """Of one step that a phase takes, without waiting."""
+        """Seconds of one step in a phase, without waiting."""
         found = (p.seconds for p in self.slices if p.phase == phase and p.part != StepPart.HOST)
         return sum(found) / self.steps
 
 
 @dataclass(frozen=True)
 class _Context:
+    """Where an event ran, handed down to all below it; `part` overrides what names say."""
+
     owner: str = ""
     phase: str = ""
     part: StepPart | None = None
     sizes: tuple[int, ...] = ()
 
 
-def read_trace(
+def read_profile(
     events: Iterable[Any],
     *,
     steps: int,
     step_seconds: float | None = None,
     low: Mapping[str, bool],
     batched: bool = False,
-) -> Trace:
+) -> Timeline:
     """Slices of a profile.
 
     Args:
@@ -118,30 +120,32 @@ def read_trace(
     """
     ordered = sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end))
     host = [e for e in ordered if e.device_type == DeviceType.CPU and not e.is_async]
-    root = next(e for e in host if e.name == WINDOW)
-    contexts = _contexts(host)
     kernels = [e for e in ordered if e.device_type != DeviceType.CPU and _is_kernel(e)]
+    contexts = _contexts(host)
     if kernels:
-        slices = _kernels(kernels, host, contexts, low, batched)
+        slices = _kernel_slices(kernels, host, contexts, low, batched)
         busy = sum(piece.seconds for piece in slices) / steps
-        length = max(step_seconds or 0.0, busy)
-        return Trace(tuple(slices), steps, length, on_gpu=True)
-    inside = [e for e in host if _is_inside(e, root)]
-    slices = _operators(inside, contexts, low, batched)
-    return Trace(tuple(slices), steps, root.time_range.elapsed_us() * 1e-6 / steps, on_gpu=False)
+        return Timeline(tuple(slices), steps, max(step_seconds or 0.0, busy), on_gpu=True)
+    window = next(e for e in host if e.name == WINDOW)
+    slices = [
+        _operator_slice(event, contexts[id(event)], low, batched)
+        for event in host
+        if _is_inside(event, window)
+    ]
+    length = window.time_range.elapsed_us() * 1e-6 / steps
+    return Timeline(tuple(slices), steps, length, on_gpu=False)
 
 
 def _is_kernel(event: Any) -> bool:
     """Ranges have a shadow on the GPU's time line, which is no work."""
-    return not event.is_user_annotation and not event.name.startswith(
-        (PREFIX, "Optimizer.", "ProfilerStep")
-    )
+    ranges = (PREFIX, "Optimizer.", "ProfilerStep")
+    return not event.is_user_annotation and not event.name.startswith(ranges)
 
 
-def _is_inside(event: Any, root: Any) -> bool:
-    while event is not None and event is not root:
+def _is_inside(event: Any, window: Any) -> bool:
+    while event is not None and event is not window:
         event = event.cpu_parent
-    return event is root
+    return event is window
 
 
 # ------------------------------------------------------------------------------------------ context
@@ -153,8 +157,7 @@ def _contexts(host: Sequence[Any]) -> dict[int, _Context]:
     forward: dict[tuple[int, int], _Context] = {}
     for event in host:
         above = found.get(id(event.cpu_parent), _Context())
-        here = _descend(event, above, forward)
-        found[id(event)] = here
+        here = found[id(event)] = _descend(event, above, forward)
         if event.sequence_nr >= 0 and not event.name.startswith(BACKWARD_NODE):
             # Of operators with one number the last is the one that made the node of that number.
             forward[event.thread, event.sequence_nr] = here
@@ -167,15 +170,15 @@ def _descend(event: Any, above: _Context, forward: Mapping[tuple[int, int], _Con
         _, phase, owner = name.split("|", 2)
         return _Context(owner, phase)
     if name.startswith("Optimizer."):
-        return replace(above, phase=StepPart.OPTIMIZER, part=StepPart.OPTIMIZER)
+        return replace(above, phase="optimizer", part=StepPart.OPTIMIZER)
     if name.startswith(BACKWARD_NODE):
         made = forward.get((event.fwd_thread, event.sequence_nr), _Context())
         return _Context(made.owner, "backward")
     if multiplies_fp8(name):
         return replace(above, part=StepPart.FP8_GEMM, sizes=_sizes(event))
-    if is_gemm(name) and not above.sizes:
-        return replace(above, sizes=_sizes(event))
-    if above.part is None and part_of_operator(name) == StepPart.ATTENTION and not is_gemm(name):
+    if is_gemm(name):
+        return above if above.sizes else replace(above, sizes=_sizes(event))
+    if above.part is None and part_of_operator(name) == StepPart.ATTENTION:
         return replace(above, part=StepPart.ATTENTION)
     return above
 
@@ -184,7 +187,7 @@ def _sizes(event: Any) -> tuple[int, ...]:
     """(m, n, k) of a product, sorted: the two matrices among the inputs that fit together."""
     shapes = [tuple(s) for s in event.input_shapes or () if len(s) in (2, 3) and all(s)]
     for a, b in itertools.pairwise(shapes):
-        if a[-1] == b[-2]:
+        if a[-1] == b[-2]:  # [M, K] @ [K, N]
             rows = a[0] * a[1] if len(a) == 3 and len(b) == 2 else a[-2]
             return tuple(sorted((rows, b[-1], a[-1])))
     return ()
@@ -193,27 +196,19 @@ def _sizes(event: Any) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------------- slices
 
 
-def _operators(
-    inside: Sequence[Any],
-    contexts: Mapping[int, _Context],
-    low: Mapping[str, bool],
-    batched: bool,
-) -> list[Slice]:
-    slices = []
-    for event in inside:
-        here, own = contexts[id(event)], event.self_cpu_time_total * 1e-6
-        is_low = here.owner in low
-        part = part_of_operator(event.name, low=is_low, batched=batched)
-        if part != StepPart.HOST:
-            part = StepPart.FP8_GEMM if part == StepPart.GEMM and low.get(here.owner) else part
-            part = here.part or part
-        elif "CompiledFxGraph" in event.name:  # its kernels are no operators on a CPU
-            part = StepPart.CASTS if is_low else StepPart.ELEMENTWISE
-        slices.append(Slice(event.name, part, own, here.owner, here.phase, here.sizes))
-    return slices
+def _operator_slice(event: Any, here: _Context, low: Mapping[str, bool], batched: bool) -> Slice:
+    is_low = here.owner in low
+    part = part_of_operator(event.name, low=is_low, batched=batched)
+    if part != StepPart.HOST:
+        in_fp8 = part == StepPart.GEMM and low.get(here.owner)
+        part = here.part or (StepPart.FP8_GEMM if in_fp8 else part)
+    elif "CompiledFxGraph" in event.name:  # its kernels are no operators on a CPU
+        part = StepPart.CASTS if is_low else StepPart.ELEMENTWISE
+    seconds = event.self_cpu_time_total * 1e-6
+    return Slice(event.name, part, seconds, here.owner, here.phase, here.sizes)
 
 
-def _kernels(
+def _kernel_slices(
     kernels: Sequence[Any],
     host: Sequence[Any],
     contexts: Mapping[int, _Context],
@@ -225,27 +220,27 @@ def _kernels(
     for event in kernels:
         launcher = by_id.get(event.linked_correlation_id)
         here = contexts[id(launcher)] if launcher is not None else _Context()
-        is_low = here.owner in low
         launched_by = launcher.name if launcher is not None else ""
-        part = part_of_kernel(event.name, launched_by, low=is_low, batched=batched)
+        part = part_of_kernel(event.name, launched_by, low=here.owner in low, batched=batched)
         if here.part is not None and part != StepPart.COMMUNICATION:
             part = here.part
         found.append(Slice(event.name, part, 0.0, here.owner, here.phase, here.sizes))
     spans = [(event.time_range.start, event.time_range.end) for event in kernels]
-    seconds = _alone(spans, [_LATER.get(piece.part, 0) for piece in found])
+    seconds = _alone(spans, [_RANK.get(piece.part, 0) for piece in found])
     return [replace(p, seconds=s * 1e-6) for p, s in zip(found, seconds, strict=True)]
 
 
 def _alone(spans: Sequence[tuple[float, float]], rank: Sequence[int]) -> list[float]:
-    """What each span is charged for, where of overlapping ones the lowest rank, then the first."""
-    edges = sorted({edge for span in spans for edge in span})
+    """Charge every moment to one span: of those that overlap to the lowest rank, then the first.
+
+    Spans (0, 4) and (2, 6) of one rank are charged 4 and 2; of ranks 1 and 0, 2 and 4.
+    """
     starts: dict[float, list[int]] = {}
     for index, (start, _) in enumerate(spans):
         starts.setdefault(start, []).append(index)
     charged, active = [0.0] * len(spans), list[int]()
-    for left, right in itertools.pairwise(edges):
-        active = [i for i in active if spans[i][1] > left] + starts.get(left, [])
-        active = [i for i in active if spans[i][1] > left]
+    for left, right in itertools.pairwise(sorted({edge for span in spans for edge in span})):
+        active = [i for i in (*active, *starts.get(left, [])) if spans[i][1] > left]
         if active:
             charged[min(active, key=lambda i: (rank[i], spans[i][0], i))] += right - left
     return charged

@@ -28,6 +28,8 @@ BF16_REACHED, FP8_REACHED, ATTENTION_REACHED, BANDWIDTH_REACHED = 0.70, 0.67, 0.
 """Shares of a GPU's peaks that are reached: by large GEMMs in either precision, by fused attention
 and by pointwise kernels. From published speeds on Hopper; `finetune/assets/efficiency.yaml` has
 them by GPU and shape."""
+FUSED_CAST_BYTES, EAGER_CAST_BYTES = 3.0, 5.0
+"""Moved for each element that is cast: read and written once, or read once more for its amax."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,10 @@ def _cast_traffic(decoder: Decoder, mode: TrainingMode, tokens: int, forwards: i
     An operand is read twice, for its amax and for its codes, and written once: 5 bytes a number;
     for the weight gradient and dgrad of a weight that trains its codes are also transposed, 2 more.
     """
-    transposed = 2.0 if mode.full else 0.0
+    each, transposed = EAGER_CAST_BYTES, 2.0 if mode.full else 0.0
     inputs = sum(x.k for x in decoder.linears)
     gradients = sum(x.n for x in decoder.linears)
-    numbers = tokens * (inputs * (5 * forwards + transposed) + gradients * (5 + transposed))
+    numbers = tokens * (inputs * (each * forwards + transposed) + gradients * (each + transposed))
     if mode.full:
-        numbers += sum(x.numel for x in decoder.linears) * (5 * forwards + transposed)
+        numbers += sum(x.numel for x in decoder.linears) * (each * forwards + transposed)
     return numbers * decoder.layers

@@ -1,4 +1,4 @@
-"""What the optimizer says about training: gradient signal against noise, update against weight.
+"""Ratios from the optimizer: gradient signal against noise, update against weight.
 
 *Gradient signal-to-noise ratio.* Adam keeps running means m of the gradient g and v of its square
 (Kingma & Ba, arXiv 1412.6980). With the bias corrections of its section 3,
@@ -10,14 +10,14 @@ is the squared mean gradient over its variance, summed over a group's elements: 
 and for one parameter the ratio of Liu et al. (arXiv 2001.07384). It comes for free, and has two
 limits. m̂ still holds noise of its own: gradients without any signal read (1 - β1) / (2 β1), 0.056
 for β1 = 0.9, so only what lies above that floor is signal. And what clipping has scaled is seen
-scaled. Without both moments at hand there is no ratio: SGD, Adafactor, Lion.
+scaled. Optimizers without both moments have no ratio: SGD, Adafactor, Lion.
 
 *Update-to-weight ratio.* ‖w after - w before‖ / ‖w before‖ of one optimizer step. About 1e-3 is
 usual at the peak of a healthy schedule; far below, BF16 weights (8 bits of mantissa) stand still.
 
 Both look at up to `SAMPLE` elements of each parameter, evenly spread, so memory is bounded; sums
 are scaled up to the whole parameter. Moments stored in 8 or 4 bits are looked up element by
-element, never dequantised as a whole.
+element, never dequantized as a whole.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _stored(moment: Any, numel: int, where: slice) -> Tensor | None:
     codes = getattr(local, "codes", None)
     if codes is None:
         return local.reshape(-1)[where].float() if local.numel() == numel else None
-    # torchao's quantised states: blocks of `block_size` share a scale; 4-bit codes are packed.
+    # torchao's quantized states: blocks of `block_size` share a scale; 4-bit codes are packed.
     index = torch.arange(where.start, numel, where.step, device=codes.device)
     packed = codes.numel() * 2 == numel
     if not packed and codes.numel() != numel:
@@ -166,7 +166,7 @@ def ratio_row(snr: dict[str, Ratio], update: dict[str, Ratio]) -> dict[str, floa
     row = {
         f"health/{group}/grad_snr": r.above / r.below
         for group, r in snr.items()
-        if r.below > 1e-6 * r.above  # after one step m̂² = v̂: no variance to tell yet
+        if r.below > 1e-6 * r.above  # after one step m̂² = v̂: there is no variance yet
     }
     row |= {
         f"health/{group}/update_ratio": (r.above / r.below) ** 0.5

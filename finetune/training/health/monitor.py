@@ -4,19 +4,21 @@ It wraps the trainer's `training_step` while it trains, since a callback sees ne
 micro-batch nor its inputs. Two things happen.
 
 *Every `every` steps* it looks at one step from all sides: the operands of its first micro-batch
-(`collector`), the optimizer's moments and the update (`moments`) and, on a GPU of
-known peak, the steps since the last time (`utilisation`). The row goes through the
-trainer's own log, so to `metrics.jsonl` and every tracker, and a reading that means trouble is told
-in words, once per group and kind.
+(`operands`), the optimizer's moments and the update (`moments`) and, on a GPU of known peak, the
+steps since the last time (`speed`). The row goes through the trainer's own log, so to
+`metrics.jsonl` and every tracker, and a reading that means trouble is a warning, once per group and
+kind.
 
 *Every step* losses and gradients are checked to be finite before the optimizer uses them, and
-weights before they are saved; what is not ends the run (`finiteness`).
+weights before they are saved; a run that fails the check ends (`finiteness`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,12 +28,16 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.convert import Conversion, conversion_of
 from finetune.training import session
-from finetune.training.health.collector import OperandWatch
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness, trainable
-from finetune.training.health.groups import groups_of
 from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
+from finetune.training.health.operands import (
+    GroupSums,
+    OperandWatch,
+    groups_of,
+    health_row,
+    merge_sums,
+)
 from finetune.training.health.speed import Speed
-from finetune.training.health.tallies import Tallies, health_row, merge_tallies
 
 OVERFLOW_WARNING = 0.01
 """Share of saturated values above which a group is warned of: amax scaling leaves none."""
@@ -50,7 +56,7 @@ class HealthMonitor(TrainerCallback):
     Args:
         trainer: the `Trainer` it is added to.
         every: optimizer steps between health rows, 0 for none; left out: `precision.health_every`.
-        say: told each warning, one line; left out: `warnings.warn`.
+        say: called with each warning, one line; left out: `warnings.warn`.
     """
 
     def __init__(
@@ -59,11 +65,10 @@ class HealthMonitor(TrainerCallback):
         self.trainer, self.every, self._say = trainer, every, say or _warn
         self._skipped = 0  # since the last row
         self._period = 0
-        self._plain: dict[str, Any] = {}
-        self._own: set[str] = set()
+        self._undo = contextlib.ExitStack()
         self._watch: OperandWatch | None = None
         self._speed = Speed()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._due = False
         self._finiteness: Finiteness | None = None
         self._first = True
@@ -71,8 +76,6 @@ class HealthMonitor(TrainerCallback):
         self._snr: dict[str, Ratio] = {}
         self._update: dict[str, Ratio] = {}
         self._scale = 0.0
-
-    # ------------------------------------------------------------------------------ begin and end
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         precision = self._conversion.plan.precision if self._conversion else PrecisionConfig()
@@ -91,17 +94,15 @@ class HealthMonitor(TrainerCallback):
 
     def close(self) -> None:
         """Give the trainer its own methods back. Harmless when already done."""
-        for name, plain in self._plain.items():
-            if name in self._own:
-                setattr(self.trainer, name, plain)
-            else:
-                delattr(self.trainer, name)
-        self._plain = {}
+        self._undo.close()
 
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        self._own = self._own | {name} if name in vars(self.trainer) else self._own - {name}
-        self._plain[name] = getattr(self.trainer, name)
-        setattr(self.trainer, name, wrapper)
+        own = vars(self.trainer)
+        if name in own:  # somebody else's wrapper
+            self._undo.callback(setattr, self.trainer, name, own[name])
+        else:
+            self._undo.callback(delattr, self.trainer, name)
+        setattr(self.trainer, name, partial(wrapper, getattr(self.trainer, name)))
 
     @property
     def _model(self) -> nn.Module:
@@ -111,21 +112,21 @@ class HealthMonitor(TrainerCallback):
     def _conversion(self) -> Conversion | None:
         return conversion_of(self._model)
 
-    # ------------------------------------------------------------------------------------- a step
-
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._due = self._period > 0 and (state.global_step + 1) % self._period == 0
         self._due = self._due and not self._is_witnessed()
         self._first = True
 
     def _is_witnessed(self) -> bool:
-        """The proof counts the GEMMs of the first micro-step: that one is not for looking into."""
+        """The proof counts the GEMMs of the first micro-step, which is not looked into."""
         running = session.in_force()
         proof = running.training[0] if running is not None else None
         return proof is not None and proof.is_open and not proof.layers
 
-    def _training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        plain, finiteness, watch = self._plain["training_step"], self._finiteness, self._watch
+    def _training_step(
+        self, plain: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        finiteness, watch = self._finiteness, self._watch
         assert finiteness is not None
         assert watch is not None
         self._speed.begin_micro_step(inputs)
@@ -176,10 +177,10 @@ class HealthMonitor(TrainerCallback):
         else:
             self._speed.end_step()
 
-    def _save(self, *args: Any, **kwargs: Any) -> Any:
+    def _save(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._finiteness is not None
         self._finiteness.judge_weights(self.trainer.state.global_step)
-        return self._plain["_save_checkpoint"](*args, **kwargs)
+        return plain(*args, **kwargs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speed.resume()
@@ -187,49 +188,47 @@ class HealthMonitor(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._speed.resume()
 
-    # ------------------------------------------------------------------------------------- health
-
     def _log(self, control: TrainerControl) -> None:
         assert self._watch is not None
-        tallies, snr, update = _of_all_processes(self._watch.tallies, self._snr, self._update)
-        row = health_row(tallies) | ratio_row(snr, update)
-        row |= self._speed.row(trainable(self._model), self.trainer.optimizer, self._tell)
+        sums, snr, update = _of_all_processes(self._watch.sums, self._snr, self._update)
+        row = health_row(sums) | ratio_row(snr, update)
+        row |= self._speed.row(trainable(self._model), self.trainer.optimizer, self._warn_once)
         if self.trainer.accelerator.scaler is not None:
             row["health/skipped_steps"] = float(self._skipped)
         self._skipped = 0
         self._snr, self._update = {}, {}
-        asked = control.should_log
+        should_log = control.should_log
         # Past overrides of `log`: TRL's would empty the averages meant for its next own row.
         Trainer.log(self.trainer, row)
-        control.should_log = asked
+        control.should_log = should_log
         if self.trainer.state.is_world_process_zero:
-            self._warn_of(tallies)
+            self._warn_of(sums)
 
-    def _warn_of(self, tallies: Tallies) -> None:
+    def _warn_of(self, groups: GroupSums) -> None:
         names = {"x": "activations", "w": "weights", "g": "gradients"}
-        for (group, operand), tally in sorted(tallies.items()):
-            share = tally.overflow / tally.elements if tally.elements else 0.0
-            worst, layer = tally.worst
+        for (group, operand), sums in sorted(groups.items()):
+            share = sums.overflow / sums.elements if sums.elements else 0.0
+            worst, layer = sums.worst
             what = f"{names[operand]} of {group}"
             if share > OVERFLOW_WARNING:
-                lags = tally.drift is not None
-                cure = "precision.margin, or a scaling without history" if lags else "precision.map"
-                self._tell(
+                lags = sums.drift is not None
+                fix = "precision.margin, or a scaling without history" if lags else "precision.map"
+                self._warn_once(
                     f"overflow of {what}",
                     f"{share:.1%} of the {what} overflow and are saturated: the scales are too "
-                    f"large for them ({cure})",
+                    f"large for them ({fix})",
                 )
             if worst < SNR_WARNING_DB:
-                self._tell(
+                self._warn_once(
                     f"noise of {what}",
                     f"the cast of the {what} keeps {worst:.0f} dB signal over noise in {layer}: "
                     f"below {SNR_WARNING_DB:.0f} dB little of it is left (precision.keep)",
                 )
 
-    def _tell(self, key: str, line: str) -> None:
+    def _warn_once(self, key: str, line: str) -> None:
         """Say a line once."""
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             self._say(line)
 
     def _parameter_groups(self) -> dict[str, str]:
@@ -260,21 +259,22 @@ def watch_trainers(running: session.Session) -> None:
 
 
 def _warn(line: str) -> None:
-    import warnings
-
     warnings.warn(line, stacklevel=3)
 
 
+Ratios = dict[str, Ratio]
+
+
 def _of_all_processes(
-    tallies: Tallies, snr: dict[str, Ratio], update: dict[str, Ratio]
-) -> tuple[Tallies, dict[str, Ratio], dict[str, Ratio]]:
+    sums: GroupSums, snr: Ratios, update: Ratios
+) -> tuple[GroupSums, Ratios, Ratios]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return tallies, snr, update
+        return sums, snr, update
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (tallies, snr, update))
-    merged: tuple[dict[str, Ratio], dict[str, Ratio]] = ({}, {})
+    dist.all_gather_object(everyone, (sums, snr, update))
+    merged: tuple[Ratios, Ratios] = ({}, {})
     for _, *ratios in everyone:
         for whole, part in zip(merged, ratios, strict=True):
             for group, ratio in part.items():
                 whole[group] = whole.get(group, Ratio()) + ratio
-    return merge_tallies(one[0] for one in everyone), *merged
+    return merge_sums(one[0] for one in everyone), *merged

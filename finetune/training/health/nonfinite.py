@@ -1,7 +1,7 @@
 """Finds the first layer and tensor that is NaN or Inf, by running one micro-batch under hooks.
 
-A number that is not finite spreads: one Inf in one layer makes the loss NaN, the NaN loss makes
-every gradient NaN, and what is seen in the end tells nothing. What helps is order of execution.
+A number that is not finite spreads: one Inf in one layer makes the loss NaN, and the NaN loss makes
+every gradient NaN. Which one came first shows only in the order of execution.
 
 * *Before anything*: a parameter, or an input of the model, that is not finite already.
 * *Forward*: modules end innermost first. The first whose output is not finite made it, unless its
@@ -13,7 +13,7 @@ every gradient NaN, and what is seen in the end tells nothing. What helps is ord
   a weight. A node that is given others first found them in a sum of several finite ones.
 
 Attention masks may hold -Inf and are not judged. Activations that checkpointing computes again are
-those of the first time. What runs inside an engine's kernels shows at the edges of its module.
+those of the first time. Operations inside an engine's kernels show at the edges of its module.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Finding:
     """The first tensor that is not finite.
 
     Attributes:
-        kind: where in the order of execution.
+        kind: its place in the order of execution.
         where: dotted name of the module or parameter.
-        tensor: which tensor of it, in words.
-        counts: how many values are NaN and Inf, of how many.
-        fed: amax of what went in, in words.
+        tensor: which of its tensors.
+        counts: number of NaN, of Inf and of all values.
+        fed: amax of each operand that went in.
     """
 
     kind: Kind
@@ -57,7 +57,7 @@ class Finding:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every element of every tensor is finite, for the price of reading them once.
+    """Test that every element of every tensor is finite, for the price of reading them once.
 
     NaN and Inf outlive any sum, so a finite sum settles it. A sum that is not finite may be one of
     large numbers that overflowed: then, and only then, every element is looked at.

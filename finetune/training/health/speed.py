@@ -1,14 +1,14 @@
-"""How well a GPU was used: model FLOPs utilisation, and memory bandwidth from below.
+"""The use of a GPU between two health rows: model FLOPs utilization, memory bandwidth from below.
 
 *MFU* (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B) is the time that the model's matmuls
 would take at the GPU's peak over the time that the steps took:
 
     MFU = Σ over precisions (FLOPs in p / peak of p) / seconds
 
-so that a step which is half FP8 is held to what FP8 promises for that half. FLOPs are those that
+so that a step which is half FP8 is measured by the peak of FP8 for that half. FLOPs are those that
 the witness saw in the first micro-step, by the precision that really ran, per token of that
 micro-step; what checkpointing and fused losses computed a second time is not counted (that would be
-hardware utilisation). Attention grows with the square of the length and is taken as seen.
+hardware utilization). Attention grows with the square of the length and is taken as seen.
 
 *Bandwidth, at least*: bytes that must move over seconds. Counted are operands and results of the
 GEMMs the witness saw, once each in the precision they had, and, each step, reading and writing
@@ -17,6 +17,12 @@ eager is not: the true figure is higher, by a factor of two or more where little
 that stay in the GPU's cache from one GEMM to the next would make it too high by a little.
 
 Where the GPU's peak is not known, or FP8 is emulated and runs on other units, there is no MFU.
+
+Time runs from the end of a step to the end of the next, data loading included; evaluation, saving
+and steps that were looked into are left out. On a GPU, work is queued ahead of the clock; over an
+interval of many steps, each of which fetches a number before the optimizer, that evens out. (The
+run's `StepTimer` counts tokens without padding, over all processes, and is read when a loss is
+logged; what the GPU computes is padding too, on this process, and a health row may come first.)
 """
 
 from __future__ import annotations
@@ -29,9 +35,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from finetune.hardware.device import Device, this_device
+from finetune.hardware.device import this_device
 from finetune.hardware.gpus import Gpu, find_gpu
-from finetune.precision.proof.proof import Proof
 from finetune.precision.proof.witness import ATTENTION
 from finetune.runs.receipt import LayerReceipt
 from finetune.training import compute_types, session
@@ -45,7 +50,7 @@ FUSED_ATTENTION = {"fprop": 2, "dgrad": 5}
 
 @dataclass(frozen=True)
 class Work:
-    """What one observed micro-step computed and moved.
+    """Computation and traffic of one observed micro-step.
 
     Attributes:
         flops: precision -> floating point operations, recomputation left out.
@@ -116,7 +121,7 @@ def _nbytes(value: Any) -> int:
 
 
 def mfu(work: Work, tokens: int, seconds: float, gpu: Gpu, *, tf32: bool = False) -> float | None:
-    """Model FLOPs utilisation, 0 to 1; None where a precision has no known peak.
+    """Model FLOPs utilization, 0 to 1; None where a precision has no known peak.
 
     Args:
         work: of the observed micro-step.
@@ -150,14 +155,6 @@ def least_bandwidth_gb_s(work: Work, tokens: int, per_steps_bytes: float, second
     return (work.gemm_bytes * tokens / work.tokens + per_steps_bytes) / seconds / 1e9
 
 
-# ------------------------------------------------------------------------------------------
-# Measures the steps between two health rows: tokens, seconds, and what they make of the GPU.
-#
-# Time runs from the end of a step to the end of the next, data loading included; evaluation, saving
-# and steps that were looked into are left out. On a GPU, work is queued ahead of the clock; over an
-# interval of many steps, each of which fetches a number before the optimizer, that evens out.
-
-
 class Speed:
     """Tokens and seconds since the last `restart`.
 
@@ -185,7 +182,8 @@ class Speed:
         ids = inputs.get("input_ids")
         tokens = ids.numel() if isinstance(ids, Tensor) else 0
         self.tokens += tokens
-        proof = _proof()
+        running = session.in_force()
+        proof = running.training[0] if running is not None else None
         if self.work is None and proof is not None and tokens:
             if not proof.layers:
                 self._witnessed_tokens = tokens  # the witness looks at this micro-step
@@ -203,16 +201,17 @@ class Speed:
         self,
         named: Iterable[tuple[str, Tensor]],
         optimizer: Optimizer,
-        tell: Callable[[str, str], None],
+        warn: Callable[[str, str], None],
     ) -> dict[str, float]:
         """`health/mfu` and `health/bandwidth_at_least_gb_s` of the interval; empty on a CPU.
 
         Args:
             named: trainable parameters.
             optimizer: the one that owns them.
-            tell: called with a key and a line where something cannot be known.
+            warn: called with a key and a line where something cannot be known.
         """
-        device = _device()
+        running = session.in_force()
+        device = running.device if running is not None else this_device()
         if device.kind != "cuda" or self.work is None or not self.tokens or self.seconds <= 0:
             return {}
         moved = self.steps * optimizer_bytes(named, optimizer)
@@ -220,26 +219,19 @@ class Speed:
         row = {"health/bandwidth_at_least_gb_s": speed}
         gpu = find_gpu(device)
         if gpu is None:
-            tell("peak", f"the peak of {device.name!r} is not known here, so there is no MFU")
+            warn("peak", f"the peak of {device.name!r} is not known here, so there is no MFU")
             return row
         row["health/bandwidth_at_least"] = speed / gpu.gb_s
         tf32 = compute_types.in_force()["cuda.matmul"] == "tf32"
-        share = None if _emulates() else mfu(self.work, self.tokens, self.seconds, gpu, tf32=tf32)
+        share = (
+            None
+            if _emulates(running)
+            else mfu(self.work, self.tokens, self.seconds, gpu, tf32=tf32)
+        )
         return row if share is None else row | {"health/mfu": share}
 
 
-def _proof() -> Proof | None:
-    running = session.in_force()
-    return running.training[0] if running is not None else None
-
-
-def _device() -> Device:
-    running = session.in_force()
-    return running.device if running is not None else this_device()
-
-
-def _emulates() -> bool:
-    running = session.in_force()
+def _emulates(running: session.Session | None) -> bool:
     if running is None or running.precision.compute != "fp8":
         return False
     return running.precision.backend == "emulated" or not running.device.has_fp8

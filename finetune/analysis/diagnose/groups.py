@@ -1,0 +1,264 @@
+"""Layer groups of a diagnosis: layers of one kind that ran alike, with what was seen of them.
+
+A group has one role, one kind of projection (`q_proj`), one shape, one precision for each of its
+three GEMMs and one reason; every linear layer is in exactly one, and so is what multiplies outside
+of layers (attention, the rest). Precisions and FLOPs are those of the receipt: what the witness saw
+in the first micro-step, not what was planned. Signal-to-noise ratios are those of training health
+by layer: x and w as fprop casts them, g as dgrad does.
+
+Kernels come to a group by the layer in whose range they ran; products in compiled layers, which
+have no ranges inside, by their sizes {M, N, K}. Where several groups multiply alike they share the
+time by their FLOPs: 3 seconds of products {64, 128, 256} are 1 second of one `q_proj` and 2 of two
+`v_proj` of that size.
+
+What FP8 saves is measured: of each group and GEMM one product of the same sizes is multiplied in
+BF16 by torch on the same device, from random operands that lie as linear layers have them (x
+[M, K], w [N, K], g [M, N], the last dimension innermost). Limit: on a GPU products of less than
+some ten microseconds are timed with what a launch costs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from finetune.analysis.diagnose.timeline import Slice, Timeline
+from finetune.estimator.speed.step_parts import StepPart
+from finetune.precision.proof import witness
+from finetune.runs.layer_groups import layer_groups, layer_kind
+from finetune.runs.receipt import LayerReceipt
+from finetune.training.health.operands import GroupSums
+
+LOW = frozenset({"fp8", "fp4"})
+GEMMS = ("fprop", "dgrad", "wgrad")
+KERNELS, LEAST = 3, 0.02
+"""Kernels of a group that are named: the longest, each at least this share of its time."""
+REPEAT = 5
+QUEUED = 10
+"""Products between two looks at the clock on a GPU, where a look costs as much as a small one."""
+LONGEST_S = 0.2
+"""Seconds of one product above which it is timed once."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of one kind that ran alike.
+
+    Attributes:
+        kind: last part of their names.
+        role: base, adapter, router, head, or other.
+        layers: their names.
+        shape: (N, K); (0, 0) of matmuls outside of layers.
+        fprop, dgrad, wgrad: precision that ran, `none` where the GEMM did not.
+        reason: why that precision was planned.
+        tokens: M of a product, the mean over calls; 0 outside of layers.
+        calls: GEMM -> calls in the observed micro-step.
+        flops: floating point operations of the observed micro-step.
+        share: their share of that micro-step's matmul FLOPs, 0 to 1.
+        snr_db: operand (x, w, g) -> mean over layers in dB, of those that are quantized.
+        worst_snr_db: operand -> dB of the worst layer.
+        gemm_seconds, cast_seconds: of one optimizer step.
+        bf16_seconds: that the same products take in BF16 here; None where not measured.
+        kernels: (name, seconds of one step), longest first.
+    """
+
+    kind: str
+    role: str
+    layers: tuple[str, ...]
+    shape: tuple[int, int]
+    fprop: str
+    dgrad: str
+    wgrad: str
+    reason: str
+    tokens: int
+    calls: dict[str, int]
+    flops: int
+    share: float
+    snr_db: dict[str, float] = field(default_factory=dict)
+    worst_snr_db: dict[str, float] = field(default_factory=dict)
+    gemm_seconds: float = 0.0
+    cast_seconds: float = 0.0
+    bf16_seconds: float | None = None
+    kernels: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def ran(self) -> dict[str, str]:
+        """GEMM -> precision, of those that ran."""
+        found = {gemm: str(getattr(self, gemm)) for gemm in GEMMS}
+        return {gemm: precision for gemm, precision in found.items() if precision != "none"}
+
+    @property
+    def is_low(self) -> bool:
+        """Whether some GEMM ran in FP8 or FP4."""
+        return not LOW.isdisjoint(self.ran.values())
+
+    @property
+    def recomputed(self) -> float:
+        """Share of its products that checkpointing ran a second time, by calls, 0 to 1."""
+        backward = max(self.calls["dgrad"], self.calls["wgrad"])
+        if not backward or not all(self.shape) or self.role == "head":
+            return 0.0
+        return max(0, self.calls["fprop"] - backward) / sum(self.calls.values())
+
+    @property
+    def seconds(self) -> float:
+        """Products and casts, of one optimizer step."""
+        return self.gemm_seconds + self.cast_seconds
+
+
+def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
+    """Fold the rows of a receipt into groups, in the order of the model."""
+    total = sum(row.flops for row in layers) or 1
+    groups = []
+    for rows in layer_groups(layers, by_kind=True):
+        one, flops = rows[0], sum(row.flops for row in rows)
+        calls = {gemm: sum(row.calls.get(gemm, 0) for row in rows) for gemm in GEMMS}
+        flops_of_a_token = 2 * math.prod(one.shape) * sum(calls.values())
+        groups.append(
+            LayerGroup(
+                *(layer_kind(one.name), one.role, tuple(row.name for row in rows)),
+                *(tuple(one.shape), one.fprop, one.dgrad, one.wgrad, one.reason),
+                tokens=round(flops / flops_of_a_token) if flops_of_a_token else 0,
+                calls=calls,
+                flops=flops,
+                share=flops / total,
+            )
+        )
+    return groups
+
+
+def with_noise(groups: Iterable[LayerGroup], sums: GroupSums) -> list[LayerGroup]:
+    """Add the signal-to-noise ratios seen of their layers, of (layer name, operand)."""
+    found = []
+    for group in groups:
+        mean: dict[str, float] = {}
+        worst: dict[str, float] = {}
+        for operand in ("x", "w", "g"):
+            seen = [sums[name, operand] for name in group.layers if (name, operand) in sums]
+            if layers := sum(one.layers for one in seen):
+                mean[operand] = sum(one.snr_db for one in seen) / layers
+                worst[operand] = min(one.worst[0] for one in seen)
+        found.append(replace(group, snr_db=mean, worst_snr_db=worst))
+    return found
+
+
+# --------------------------------------------------------------------------------- time as it ran
+
+
+def with_times(groups: Sequence[LayerGroup], timeline: Timeline) -> list[LayerGroup]:
+    """Add the seconds of their products and casts, and the names of the kernels behind them."""
+    by_layer = {name: index for index, group in enumerate(groups) for name in group.layers}
+    gemm, casts = [0.0] * len(groups), [0.0] * len(groups)
+    kernels: list[dict[str, float]] = [{} for _ in groups]
+    for piece in timeline.slices:
+        for index, share in _shares(piece, groups, by_layer):
+            seconds = share * piece.seconds / timeline.steps
+            times = casts if piece.part == StepPart.CASTS else gemm
+            times[index] += seconds
+            kernels[index][piece.name] = kernels[index].get(piece.name, 0.0) + seconds
+    return [
+        replace(group, gemm_seconds=g, cast_seconds=c, kernels=_longest(names))
+        for group, g, c, names in zip(groups, gemm, casts, kernels, strict=True)
+    ]
+
+
+def _longest(kernels: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    least = LEAST * sum(kernels.values())
+    found = sorted(kernels.items(), key=lambda kernel: -kernel[1])[:KERNELS]
+    return tuple((name, seconds) for name, seconds in found if seconds > least)
+
+
+def _shares(
+    piece: Slice, groups: Sequence[LayerGroup], by_layer: dict[str, int]
+) -> list[tuple[int, float]]:
+    """(index of a group, its share of the slice); empty where the slice belongs to no group."""
+    if piece.part == StepPart.ATTENTION:
+        return _first_of((witness.ATTENTION, witness.BATCHED), by_layer)
+    if piece.part not in (StepPart.FP8_GEMM, StepPart.GEMM, StepPart.CASTS):
+        return []
+    if piece.owner in by_layer:
+        return [(by_layer[piece.owner], 1.0)]
+    alike = [i for i, g in enumerate(groups) if g.tokens and _multiplies(g, piece)]
+    if total := sum(groups[i].flops for i in alike):
+        return [(i, groups[i].flops / total) for i in alike]
+    is_cast = piece.part == StepPart.CASTS
+    return [] if is_cast else _first_of((witness.OTHER, witness.BATCHED), by_layer)
+
+
+def _first_of(names: tuple[str, ...], by_layer: dict[str, int]) -> list[tuple[int, float]]:
+    return [(by_layer[name], 1.0) for name in names if name in by_layer][:1]
+
+
+def _multiplies(group: LayerGroup, piece: Slice) -> bool:
+    low = {precision in LOW for precision in group.ran.values()}
+    if not piece.sizes or (piece.part == StepPart.FP8_GEMM) not in low:
+        return False
+    if group.role == "head":  # multiplied in pieces of the tokens
+        return set(group.shape) <= set(piece.sizes)
+    return tuple(sorted((group.tokens, *group.shape))) == piece.sizes
+
+
+# ----------------------------------------------------------------------------------- time in BF16
+
+
+def with_bf16_times(
+    groups: Iterable[LayerGroup], device: torch.device, micro_batches: int
+) -> list[LayerGroup]:
+    """Add `bf16_seconds` to the groups that have FP8 GEMMs.
+
+    Args:
+        groups: with tokens and calls of one micro-step.
+        device: that they ran on.
+        micro_batches: of one optimizer step.
+    """
+    known: dict[tuple[str, int, int, int], float] = {}
+
+    def seconds(group: LayerGroup) -> float:
+        total = 0.0
+        for gemm in group.ran:  # those kept high too: their time is among the group's seconds
+            key = (gemm, group.tokens, *group.shape)
+            known[key] = known.get(key) or _bf16_seconds(*key, device)
+            total += known[key] * group.calls[gemm] * micro_batches
+        return total
+
+    return [replace(g, bf16_seconds=seconds(g)) if g.is_low and g.tokens else g for g in groups]
+
+
+def _bf16_seconds(gemm: str, m: int, n: int, k: int, device: torch.device) -> float:
+    def made(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+
+    match gemm:
+        case "fprop":
+            a, b = made(m, k), made(n, k).t()  # [M, K] @ [K, N]
+        case "dgrad":
+            a, b = made(m, n), made(n, k)  # [M, N] @ [N, K]
+        case _:
+            a, b = made(m, n).t(), made(m, k)  # [N, M] @ [M, K]
+    return _median_seconds(lambda: a @ b, device)
+
+
+def _median_seconds(product: Callable[[], Tensor], device: torch.device) -> float:
+    on_gpu = device.type == "cuda"
+    times: list[float] = []
+    calls = QUEUED if on_gpu else 1
+    for repetition in range(REPEAT + 1):
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            product()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - start) / calls
+        if repetition or seconds > LONGEST_S:  # the first one chooses a kernel
+            times.append(seconds)
+        if seconds > LONGEST_S:
+            break
+    return median(times)

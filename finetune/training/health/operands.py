@@ -1,0 +1,451 @@
+"""What the matmuls of one micro-step are fed: range, overflow, underflow and noise by layer group.
+
+A linear layer multiplies three operands: the input x [M, K], the weight w [N, K] and the gradient
+of the output g [M, N]. Hooks see them in high precision, as every engine gets them. Of each:
+
+* `amax`, the largest magnitude, over the whole operand;
+* where the layer runs in FP8 (or FP4), the effect of the recipe's cast on up to `SAMPLE_ROWS` rows,
+  evenly spread, by the project's own reference rule and therefore alike for every engine (of x and
+  w the cast for fprop, of g that for dgrad): the share of values that saturate (`overflow`) and of
+  those that are not zero and become zero (`underflow`), and the signal-to-noise ratio of the
+  quantized operand, 10 log10(Σx² / Σ(x - x̂)²) dB (a weight stored as codes has an amax, and nothing
+  to lose);
+* with delayed scaling, which uses the scale of an earlier amax, `scale_drift`: |log2(scale in
+  force / scale that this amax asks for)|, and `scale_change`: |log2(scale / scale when last seen)|.
+
+*Groups.* Layers of one kind behave alike, so they share a row: `attn`, `mlp`, `experts`, `embed`,
+`norm`, `head`, `adapter`, `router`. Other modules go by the name of their parent (`mixer`,
+`encoder`), so that unknown models stay readable too; a module that multiplies by parameters of its
+own goes by its own name (`block`). Of the layers of a group, and of the processes of a run: amax,
+drift and change by the largest, shares over all elements, the signal-to-noise ratio by its mean
+over layers and by its worst layer.
+
+A declared parameter that multiplies (`finetune.precision.parameters`) is judged by its first
+`PRODUCTS` products: its weight is the matrix of one product, one expert's for instance. Adapters
+that run inside their base layer's call show their weights only.
+
+Looking on changes nothing: hooks only read, random rounding draws from a generator of its own, an
+activation that checkpointing computes twice is counted once, and nothing is hooked outside
+`watching()`. One exception: layers under `torch.compile` cannot be looked into, so a part of them,
+another each time, runs uncompiled in a watched micro-step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.config.schema import Gemm, PrecisionConfig
+from finetune.precision.backends.base import compute_dtype, in_backward
+from finetune.precision.convert import Conversion
+from finetune.precision.formats import amax, scale_from_amax, snr_db
+from finetune.precision.gemm import Codes
+from finetune.precision.layers import HEADS, Role, declared_matmuls, is_conv1d
+from finetune.precision.overrides import part_of
+from finetune.precision.parameters import ParameterMixin, Seat
+from finetune.precision.planner import LayerPlan, PrecisionPlan
+from finetune.precision.scaling import (
+    BLOCK,
+    NV_BLOCK,
+    Formats,
+    Operand,
+    make_rule,
+    multiply_in_bf16,
+    scaled,
+    to_codes,
+)
+from finetune.precision.weights import StoredMixin
+from finetune.runs.layer_groups import name_parts
+
+SAMPLE_ROWS = 256
+PRODUCTS = 8
+COMPILED_SHARE = 4
+"""Of compiled layers one in so many is looked into at a time: uncompiled layers are slow."""
+EXACT_DB = 144.5
+"""Reported for a cast without any noise: 20 log10(2^24), the resolution of float32 itself."""
+
+
+def group_of(name: str, module: nn.Module, role: Role | None = None) -> str:
+    """The group of one module.
+
+    Args:
+        name: dotted module name, empty for the root.
+        module: the module itself; its class tells embeddings and norms.
+        role: of a linear layer, from the plan.
+    """
+    parts = name_parts(name)
+    if role in ("head", "adapter", "router"):
+        return role
+    if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+        return "adapter"
+    if isinstance(module, nn.Embedding):
+        return "embed"
+    if "norm" in type(module).__name__.lower():
+        return "norm"
+    if "expert" in name.lower():
+        return "experts"
+    if parts and parts[-1] in HEADS and len(parts) <= 3:
+        return "head"
+    if declared_matmuls(module):  # not a layer of something: the thing itself
+        return part_of(name) or parts[-1]
+    return part_of(name) or (parts[-2] if len(parts) > 1 else "other")
+
+
+def groups_of(model: nn.Module, plan: PrecisionPlan | None) -> dict[str, str]:
+    """Module name -> group, for every module that holds parameters of its own."""
+    rows = plan.layers if plan is not None else ()
+    roles: dict[str, Role] = {layer.name: layer.role for layer in rows}
+    return {
+        name: group_of(name, module, roles.get(name))
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    }
+
+
+@dataclass(frozen=True)
+class OperandHealth:
+    """How one operand survives its quantization.
+
+    Attributes:
+        amax: largest magnitude before it.
+        overflow: share of values that saturated, 0 to 1.
+        underflow: share of values that were not zero and became zero, 0 to 1.
+        snr_db: signal-to-noise ratio in dB; infinite when nothing was lost, NaN for zeros.
+    """
+
+    amax: float
+    overflow: float
+    underflow: float
+    snr_db: float
+
+
+def _quantize(
+    x: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None
+) -> Codes:
+    """Codes of a matrix as the emulated GEMM would cast it in fprop (x, w) or dgrad (g)."""
+    if scale is None:
+        update = {"scaling": "tensorwise"} if precision.scaling == "delayed" else {}
+        return make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
+    fmt = Formats.of(precision)[operand]
+    values = to_codes(scaled(x, scale), fmt, saturate=True)
+    return Codes(values, scale.reciprocal(), fmt, multiply_in_bf16(precision))
+
+
+@torch.no_grad()
+def inspect_operand(
+    x: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None = None
+) -> OperandHealth:
+    """Health of one operand, cast by the rule in force whatever engine multiplies.
+
+    Args:
+        x: [rows, columns], the contracted dimension last.
+        operand: which one it is.
+        precision: with the scaling rule and format.
+        scale: the delayed scale in force, float32. Without it delayed scaling is taken as
+            tensorwise, that is, with the scale that its amax asks for.
+    """
+    codes = _quantize(x, operand, precision, scale)
+    back, wide = codes.dequantise(), x.float()
+    lost = (codes.values == 0) & (wide != 0)
+    # Rounding moves a value by half a unit at most; what moved further down had no room.
+    half_unit = 2.0 ** -(codes.fmt.mantissa + 1)
+    at_limit = codes.values.abs() == codes.fmt.max
+    saturated = at_limit & (back.abs() < wide.abs() * (1 - half_unit))
+    return OperandHealth(
+        amax=float(amax(x)),
+        overflow=float(saturated.float().mean()),
+        underflow=float(lost.float().mean()),
+        snr_db=snr_db(wide, back),
+    )
+
+
+def inspect_sample(
+    rows: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None = None
+) -> OperandHealth:
+    """`inspect_operand` of some rows of a matrix [R, C], scaled as the whole matrix would be.
+
+    Rows are taken in runs as high as the tiles that share a scale. A scale of a whole tensor is
+    taken of it all; NVFP4's outer one is kept by the run that holds the amax.
+    """
+    largest = amax(rows)
+    run = {"blockwise": BLOCK, "nvfp4": NV_BLOCK}.get(precision.scaling, 1) if operand == "w" else 1
+    if scale is None and precision.scaling in ("tensorwise", "delayed"):
+        fmt = Formats.of(precision)[operand]
+        scale = scale_from_amax(largest, fmt, pow2=precision.pow2_scales)
+    every = -(-rows.shape[0] // max(SAMPLE_ROWS, run))
+    sample = rows
+    if every > 1:
+        first = torch.arange(0, rows.shape[0], run, device=rows.device)[::every]
+        if precision.scaling == "nvfp4":
+            top = rows.abs().amax(1).argmax() // run * run
+            first = torch.cat((first, top[None])).unique()
+        index = (first[:, None] + torch.arange(run, device=rows.device)).flatten()
+        sample = rows[index[index < rows.shape[0]]]
+    return replace(inspect_operand(sample, operand, precision, scale), amax=float(largest))
+
+
+@dataclass
+class OperandSums:
+    """One operand of all layers in a group.
+
+    Attributes:
+        amax: largest magnitude.
+        elements: number of values judged by a cast, 0 without one.
+        overflow, underflow: number of these values that saturated, and that became zero.
+        snr_db: sum over layers, in dB.
+        layers: number of layers in that sum.
+        worst: lowest ratio in dB and the layer that has it.
+        drift, change: largest, in powers of two; None without delayed scaling.
+    """
+
+    amax: float = 0.0
+    elements: int = 0
+    overflow: float = 0.0
+    underflow: float = 0.0
+    snr_db: float = 0.0
+    layers: int = 0
+    worst: tuple[float, str] = (math.inf, "")
+    drift: float | None = None
+    change: float | None = None
+
+    def add(self, name: str, elements: int, seen: OperandHealth) -> None:
+        """Add one operand that is quantized."""
+        self.amax = max(self.amax, seen.amax)
+        self.elements += elements
+        self.overflow += seen.overflow * elements
+        self.underflow += seen.underflow * elements
+        snr = min(seen.snr_db, EXACT_DB)
+        if not math.isnan(snr):  # nothing but zeros has no ratio
+            self.snr_db += snr
+            self.layers += 1
+            self.worst = min(self.worst, (snr, name))
+
+    def merge(self, other: OperandSums) -> None:
+        """Add another layer, or the same group as another process saw it."""
+        self.amax = max(self.amax, other.amax)
+        self.worst = min(self.worst, other.worst)
+        for name in ("elements", "overflow", "underflow", "snr_db", "layers"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("drift", "change"):
+            both = [v for v in (getattr(self, name), getattr(other, name)) if v is not None]
+            setattr(self, name, max(both, default=None))
+
+
+GroupSums = dict[tuple[str, Operand], OperandSums]
+"""(group, operand) -> its sums."""
+
+
+def health_row(sums: GroupSums) -> dict[str, float]:
+    """`health/attn/x_amax` and so on: the metrics that are logged, plain finite floats."""
+    row: dict[str, float] = {}
+    for (group, operand), of in sorted(sums.items()):
+        at = f"health/{group}/{operand}"
+        row[f"{at}_amax"] = of.amax
+        if of.elements:
+            row[f"{at}_overflow"] = of.overflow / of.elements
+            row[f"{at}_underflow"] = of.underflow / of.elements
+        if of.layers:
+            row[f"{at}_snr_db"] = of.snr_db / of.layers
+            row[f"{at}_worst_snr_db"] = of.worst[0]
+        for name, value in (("scale_drift", of.drift), ("scale_change", of.change)):
+            if value is not None:
+                key = f"health/{group}/{name}"
+                row[key] = max(row.get(key, 0.0), value)
+    return {key: value for key, value in row.items() if math.isfinite(value)}
+
+
+def merge_sums(parts: Iterable[GroupSums]) -> GroupSums:
+    """The sums over all processes, from those of each."""
+    whole: GroupSums = {}
+    for part in parts:
+        for key, sums in part.items():
+            whole.setdefault(key, OperandSums()).merge(sums)
+    return whole
+
+
+@dataclass(eq=False)
+class OperandWatch:
+    """Watches a model's operands. Enter `watching()` around one forward and backward.
+
+    Attributes:
+        model: the root module, converted or not.
+        conversion: its plan and engine, None where no precision was set up.
+        grouping: from the model and its plan to the group of each module; `groups_of`, or finer.
+        sums: of the last `watching()`.
+    """
+
+    model: nn.Module
+    conversion: Conversion | None
+    grouping: Callable[[nn.Module, PrecisionPlan | None], dict[str, str]] = groups_of
+    sums: GroupSums = field(default_factory=dict)
+    _turn: int = 0
+    _scales: dict[tuple[str, Operand], float] = field(default_factory=dict)
+    _scales_before: dict[tuple[str, Operand], float] = field(default_factory=dict)
+    _amaxes: list[tuple[tuple[str, Operand], Tensor]] = field(default_factory=list)
+    _unseen: dict[str, nn.Module] = field(default_factory=dict)
+    _groups: dict[str, str] = field(default_factory=dict)
+    _seats: dict[str, Seat] = field(default_factory=dict)
+    _products: Counter[tuple[str, bool]] = field(default_factory=Counter)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at every operand inside the block; `sums` holds the result afterwards."""
+        plan = self.conversion.plan if self.conversion is not None else None
+        self._groups = self.grouping(self.model, plan)
+        low = {layer.name: low_operands(layer) for layer in plan.fp8_layers} if plan else {}
+        modules = {n: m for n, m in self.model.named_modules() if n in self._groups}
+        self.sums, self._amaxes, self._unseen = {}, [], dict(modules)
+        self._seats, self._products = {}, Counter()
+        self._scales_before |= self._scales
+        with contextlib.ExitStack() as undo:
+            self._uncompile_some(undo)
+            for name, module in modules.items():
+                hook = partial(self._after, name, low.get(name, ()))
+                undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                if isinstance(module, ParameterMixin):
+                    self._seats |= {seat.layer.name: seat for seat in module.fp8_seats}
+                    module.fp8_observers.append(self)
+                    undo.callback(module.fp8_observers.remove, self)
+            yield
+        with torch.no_grad():
+            for name, module in self._unseen.items():  # TRL multiplies by the head's weight itself
+                self._see_weights(name, module, ())
+        self._fetch_amaxes()
+
+    def _uncompile_some(self, undo: contextlib.ExitStack) -> None:
+        """Every fourth compiled layer, plain: hooks inside a compiled layer are not called."""
+        compiled = list(self.conversion.compiled) if self.conversion is not None else []
+        share = min(COMPILED_SHARE, len(compiled)) or 1
+        for module in compiled[self._turn % share :: share]:
+            undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+            module._compiled_call_impl = None
+        self._turn += 1
+
+    def _after(
+        self,
+        name: str,
+        low: Collection[Operand],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> None:
+        if not in_backward():  # a recomputation computes the same operands again
+            with torch.no_grad():
+                self._unseen.pop(name, None)
+                x = _first_tensor((*args, *kwargs.values()))
+                if x is not None:
+                    self._see(name, "x", module, x.to(compute_dtype(x)), "x" in low)
+                self._see_weights(name, module, low)
+        y = _first_tensor(output if isinstance(output, (tuple, list)) else (output,))
+        # Also in a recomputation: there, or in the first forward, is the graph that is used.
+        self._see_gradient_of(y, name, low, module)
+
+    def _see_weights(self, name: str, module: nn.Module, low: Collection[Operand]) -> None:
+        if isinstance(module, StoredMixin):  # what codes stand for is multiplied without loss
+            self._see(name, "w", module, module.dequantise(), False)
+        for own, parameter in module.named_parameters(recurse=False):
+            w = getattr(parameter, "_local_tensor", parameter).detach()
+            if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
+                continue  # quantized storage has no magnitudes of its own
+            is_low = "w" in low and own == "weight"
+            self._see(name, "w", module, w.t() if is_low and is_conv1d(type(module)) else w, is_low)
+
+    def _see_gradient_of(
+        self, y: Tensor | None, name: str, low: Collection[Operand], module: nn.Module
+    ) -> None:
+        def hook(g: Tensor) -> None:
+            with torch.no_grad():
+                self._see(name, "g", module, g, "g" in low)
+
+        if y is not None and y.requires_grad:
+            y.register_hook(hook)
+
+    def enter(self, name: str, shape: tuple[int, int]) -> None:
+        """A product of a declared parameter begins."""
+
+    def leave(self) -> None:
+        """It has ended."""
+
+    def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
+        """Look at the product `y` of `inputs`, tokens, matrix and bias: [M, K] @ [K, N]."""
+        self._products[name, in_backward()] += 1
+        if self._products[name, in_backward()] > PRODUCTS:
+            return
+        layer, (x, w, _) = self._seats[name].layer, inputs
+        linear: Any = self._seats[name].linear  # bound to the module that holds its scales
+        low, module = low_operands(layer), linear.args[0]
+        self._groups.setdefault(name, self._groups[name.rpartition(".")[0]])
+        if not in_backward():
+            with torch.no_grad():
+                self._see(name, "x", module, x.to(compute_dtype(x)), "x" in low)
+                self._see(name, "w", module, w.detach(), "w" in low)
+        self._see_gradient_of(y, name, low, module)
+
+    def _see(
+        self, name: str, operand: Operand, module: nn.Module, value: Tensor, is_low: bool
+    ) -> None:
+        key = (self._groups[name], operand)
+        sums = self.sums.setdefault(key, OperandSums())
+        if not value.numel():
+            return  # an expert without tokens
+        if not is_low:
+            self._amaxes.append((key, amax(value)))
+            return
+        engine: Any = module.fp8_backend
+        rows, precision = engine.as_cast(module, operand, value.reshape(-1, value.shape[-1]))
+        scale = engine.scale_in_force(module, operand)
+        seen = inspect_sample(rows, operand, precision, scale)
+        sums.add(name, rows.numel(), seen)
+        if scale is not None:
+            self._see_scale(name, operand, sums, float(scale), seen.amax)
+
+    def _see_scale(
+        self, name: str, operand: Operand, sums: OperandSums, scale: float, amax: float
+    ) -> None:
+        assert self.conversion is not None
+        precision = self.conversion.plan.precision
+        if amax > 0 and math.isfinite(amax):
+            fmt, pow2 = Formats.of(precision)[operand], precision.pow2_scales
+            wanted = float(scale_from_amax(torch.tensor(amax), fmt, pow2=pow2))
+            lag = abs(math.log2(scale * 2**precision.margin / wanted))
+            sums.drift = max(sums.drift or 0.0, lag)
+        before = self._scales_before.get((name, operand))
+        if before is not None:
+            sums.change = max(sums.change or 0.0, abs(math.log2(scale / before)))
+        self._scales[(name, operand)] = scale
+
+    def _fetch_amaxes(self) -> None:
+        """Fetch the amaxes of layers in high precision, all at once: each fetch waits for a GPU."""
+        for device in {value.device for _, value in self._amaxes}:
+            here = [(key, value) for key, value in self._amaxes if value.device == device]
+            values = torch.stack([value for _, value in here]).tolist()
+            for (key, _), value in zip(here, values, strict=True):
+                self.sums[key].amax = max(self.sums[key].amax, value)
+        self._amaxes.clear()
+
+
+_GEMMS: dict[Operand, tuple[Gemm, Gemm]] = {
+    "x": ("fprop", "wgrad"),
+    "w": ("fprop", "dgrad"),
+    "g": ("dgrad", "wgrad"),
+}
+
+
+def low_operands(layer: LayerPlan) -> list[Operand]:
+    """The operands of a converted layer that some GEMM of it takes quantized."""
+    low = {gemm for gemm in layer.gemms if layer.precision_of(gemm) in ("fp8", "fp4")}
+    return [operand for operand, gemms in _GEMMS.items() if low.intersection(gemms)]
+
+
+def _first_tensor(values: Iterable[Any]) -> Tensor | None:
+    """The first floating tensor: of arguments the input, of a tuple the output."""
+    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
