@@ -123,7 +123,7 @@ def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
         groups.append(
             LayerGroup(
                 *(layer_kind(one.name), one.role, tuple(row.name for row in rows)),
-                *(tuple(one.shape), one.fprop, one.dgrad, one.wgrad, one.reason),
+                *(one.shape, one.fprop, one.dgrad, one.wgrad, one.reason),
                 tokens=round(flops / flops_of_a_token) if flops_of_a_token else 0,
                 calls=calls,
                 flops=flops,

@@ -70,14 +70,14 @@ class Ranges:
         decoder = {
             name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()
         }
-        planned = {layer.owner for layer in plan.layers}
+        layers = {layer.owner for layer in plan.layers}
+        layers |= {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
         for name, module in model.named_modules():
             if id(module) in compiled:
                 self._replace(module, "_compiled_call_impl", _in_range(name))
             if id(module) in inside:
                 continue
-            is_layer = name in planned or isinstance(module, BaseTunerLayer)
-            if is_layer or type(module).__name__ in decoder:
+            if name in layers or type(module).__name__ in decoder:
                 self._around(name, module)
             if "_gradient_checkpointing_func" in vars(module):
                 # Transformers checkpoints inside a layer's forward: hooks do not see it run again.
