@@ -49,11 +49,11 @@ def as_published(job: Job) -> Iterator[None]:
     from transformers.models.mixtral import modeling_mixtral
 
     register_repeated_keys()
-    hold_base, make_adapters = rehearsal.hold_base, peft.get_peft_model
+    store_base, make_adapters = rehearsal.store_base, peft.get_peft_model
     rehearse = measure.rehearse
 
-    def hold(model: Any, storage: str | None) -> None:
-        hold_base(model, storage)
+    def store(model: Any, storage: str | None) -> None:
+        store_base(model, storage)
         rebuild(model, job)
 
     def adapt(base: Any, _: Any) -> Any:
@@ -69,7 +69,7 @@ def as_published(job: Job) -> Iterator[None]:
         (measure, "rehearse", rehearse_rows),
         (overheads, "installed_torch", lambda: job.torch),
         (attention, "installed_torch", lambda: job.torch),
-        (rehearsal, "hold_base", hold),
+        (rehearsal, "store_base", store),
         (peft, "get_peft_model", adapt),
         (sft, "add_fused_lm_head", lambda *_, **__: None),
         (sft.SFTTrainer, "compute_loss", _compute_loss(job)),
