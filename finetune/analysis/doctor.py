@@ -1,4 +1,4 @@
-"""FP8 on this machine: device, versions, what each backend can do and why, a real GEMM, advice."""
+"""FP8 on this machine: device, versions, support by backend with reasons, a real GEMM, advice."""
 
 from __future__ import annotations
 
@@ -36,22 +36,19 @@ COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
     ("emulated", "rowwise"),
 )
 GEMM_TOLERANCE = 0.06
-"""Relative Frobenius error allowed of a real FP8 GEMM; E4M3 x E5M2 of normal data has 4 to 5 %."""
+"""Relative Frobenius error allowed in an FP8 GEMM; E4M3 x E5M2 of normal data has 4 to 5 %."""
 
 
 @dataclass
 class Findings(JupyterMixin):
-    """Findings of `doctor`.
+    """Result of `doctor`.
 
     Attributes:
-        device: facts of the device.
-        free_gib: memory that is free.
-        versions: installed libraries.
-        fp8, block_fp8: verdicts on the hardware.
-        backends: `backend/scaling` -> verdict, with emulation allowed.
-        auto: engine that `precision.backend=auto` takes here, or why none.
-        gemm: result of a real FP8 forward and backward on the GPU.
-        known_bad: version pairs that are known not to work together.
+        fp8, block_fp8: support in the hardware.
+        backends: verdict by `backend/scaling`, with emulation allowed.
+        auto: engine that `precision.backend=auto` selects, or the reason for none.
+        gemm: result of a real FP8 forward and backward; None without FP8 hardware.
+        known_bad: pairs of installed versions known not to work together.
         advice: recommended way to train on this machine.
     """
 
@@ -67,7 +64,6 @@ class Findings(JupyterMixin):
     advice: str = ""
 
     def to_json(self) -> str:
-        """Give all findings as JSON."""
         return json.dumps(asdict(self), indent=1)
 
     def __rich__(self) -> RenderableType:
@@ -99,7 +95,7 @@ class Findings(JupyterMixin):
 
 
 def examine(device: Device | None = None) -> Findings:
-    """Look at this machine (or at a described device, then without running a GEMM)."""
+    """Examine this machine, or a described device without running a GEMM."""
     real = device is None
     device = device or this_device()
     backends = {
@@ -129,7 +125,7 @@ def examine(device: Device | None = None) -> Findings:
 
 
 def known_bad(versions: dict[str, Any]) -> list[str]:
-    """List pairs of installed versions known not to work together, each with what to do."""
+    """List pairs of installed versions known not to work together, each with a fix."""
     from packaging.version import Version
 
     def at(name: str) -> Version | None:
@@ -148,10 +144,10 @@ def known_bad(versions: dict[str, Any]) -> list[str]:
 
 
 def real_gemm(size: int = 512) -> Verdict:
-    """Run one FP8 fprop, dgrad and wgrad on the GPU through `torch._scaled_mm`, against float32.
+    """Run one FP8 fprop, dgrad and wgrad through `torch._scaled_mm`, against float32.
 
-    Operands are normal numbers, x and W in E4M3 and g in E5M2, one scale per tensor. The relative
-    error is that of the Frobenius norm of the difference.
+    Operands are normal: x [M, K] and W [N, K] in E4M3, g [M, N] in E5M2, one scale per tensor. The
+    error is ||y - ref|| / ||ref|| in the Frobenius norm.
     """
     import torch
 
@@ -167,7 +163,7 @@ def real_gemm(size: int = 512) -> Verdict:
     (xq, wq, gq), (xs, ws, gs) = codes, inverse
 
     def multiply(a: Any, b: Any, sa: Any, sb: Any) -> Any:
-        b = b.t().contiguous().t()  # the hardware multiplies row-major by column-major
+        b = b.t().contiguous().t()  # cuBLASLt multiplies FP8 row-major by column-major
         return torch._scaled_mm(a.contiguous(), b, sa, sb, out_dtype=torch.bfloat16).float()
 
     try:
@@ -184,7 +180,6 @@ def real_gemm(size: int = 512) -> Verdict:
 
 
 def advice(device: Device) -> str:
-    """Recommend a way to train on this device."""
     if device.has_fp8:
         extra = (
             " (MXFP8 and NVFP4 too)" if (device.capability or (0, 0)) >= BLOCK_CAPABILITY else ""

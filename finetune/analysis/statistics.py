@@ -1,33 +1,28 @@
-"""What a few paired runs can say: gaps of losses with intervals, equivalence, ratios of speed.
+"""Statistics of a few paired runs: loss gaps with intervals, equivalence, ratios of speed.
 
-*Losses.* A seed draws the order of rows and the initial adapters, and both sides of a pair share
-it, so what seeds do to a loss is in both and cancels in d = ln(a / b). The n values of d are taken
-as draws around one gap, normal in good approximation (each is a mean over many tokens), and the
-interval of their mean is Student's with n - 1 degrees of freedom. It speaks of other seeds of the
-same recipe on the same rows; of other data or longer runs it says nothing.
+*Losses.* A seed sets the order of rows and the initial adapters. Both sides of a pair share it, so
+its effect on the loss cancels in d = ln(a / b). The n values of d are draws around one gap, nearly
+normal (each is a mean over many tokens); the interval of their mean is Student's with n - 1 degrees
+of freedom. It holds for other seeds of the same recipe and rows, not for other data or longer runs.
 
 *Equivalence* is two one-sided tests (TOST; Schuirmann 1987, J. Pharmacokinet. Biopharm. 15:657):
-the gap is shown to lie above -margin and below +margin, each at level alpha = 1 - confidence, which
-is to say that the interval at 1 - 2 alpha lies inside the margin. Beyond the margin the same
-interval is read the other way: wholly outside, the two differ by more than the margin. Where it
-straddles the margin nothing was shown, and the verdict is `undecided`: a wide interval is no
+the gap is above -margin and below +margin, each at level alpha = 1 - confidence; that is, the
+interval at 1 - 2 alpha lies inside the margin. If it lies wholly outside, the two differ by more
+than the margin; if it straddles the margin, the verdict is `undecided`: a wide interval is no
 evidence of equivalence. So each verdict is wrong in at most alpha of the cases, wherever the true
-gap lies: where it is the margin itself, `equivalent` is said in alpha of them. That two losses have
-to be equivalent, both, needs no correction (intersection-union test; Berger 1982, Technometrics
-24:295). One seed has no spread, so no interval and no verdict.
-`python -m tests.benchmarks.interval_coverage` prints how often each statement is right.
+gap lies. Requiring it of two losses needs no correction (intersection-union test; Berger 1982,
+Technometrics 24:295). One seed has no spread, so no interval and no verdict.
+`python -m tests.benchmarks.interval_coverage` measures the coverage of each statement.
 
-*Speed.* The ratio of tokens per second is taken step by step, since step s of both sides has the
-same tokens; the median over the steps of a run is not moved by steps that stall or log. The times
-of neighboring steps are alike (a neighbor's load, clocks), so steps are no independent draws. With
-two pairs of runs or more a pair is the unit: Student's interval over the medians of the pairs,
-right whatever the steps of a run have in common, and it contains what differs from process to
-process (memory layout, autotuning). With one pair there are only its steps: they are cut into six
-sections, and Student's interval is taken over the sections' medians (batch means; Law and Kelton,
-Simulation Modeling and Analysis, 9.5.3), which hardly depend on each other where a section is much
-longer than the time over which steps are alike. It cannot contain what differs between processes.
-A percentile bootstrap of three pairs is not used: it never leaves the range that was seen, and
-covers the truth in 75 % of cases where 95 % is claimed.
+*Speed.* Step s of both sides has the same tokens, so tokens per second are divided step by step;
+the median over steps ignores those that stall or log. Times of neighboring steps correlate (other
+load, clocks). With two pairs of runs or more a pair is the unit: Student's interval over the pairs'
+medians is right whatever the correlation, and contains the spread between processes (memory layout,
+autotuning). A single pair is cut into six sections, with Student's interval over their medians
+(batch means; Law and Kelton, Simulation Modeling and Analysis, 9.5.3), nearly independent where a
+section is much longer than the correlation; it lacks the spread between processes. A percentile
+bootstrap of three pairs never leaves the observed range: it covers the truth in 75 % of cases where
+95 % is claimed.
 """
 
 from __future__ import annotations
@@ -41,19 +36,19 @@ from typing import NamedTuple
 from finetune.analysis.compare.result import Interval, LossGap, Verdict
 
 MOST_SEEDS = 50
-"""More seeds than these are no advice."""
+"""Largest number of seeds that is recommended."""
 
 SECTIONS = 6
 """Sections of a single pair's steps; an interval needs at least as many steps."""
 
 
 def student(values: Sequence[float], confidence: float, n: int = 0) -> Interval:
-    """Student's interval of the mean of two values or more.
+    """Student's interval of the mean: mean +- t((1 + confidence) / 2, n - 1) * stdev / sqrt(n).
 
     Args:
-        values: what was observed.
-        confidence: that the interval contains the mean, 0.95 for 95 %.
-        n: observations to plan for, if they spread as `values` do; left out, `len(values)`.
+        values: two observations or more.
+        confidence: 0.95 for 95 %.
+        n: number of observations to plan for, if they spread as `values`; default `len(values)`.
     """
     from scipy.special import (
         stdtrit,  # the quantile of `scipy.stats.t`, without its second of import
@@ -76,7 +71,7 @@ def _as_gap(logs: Interval) -> Interval:
 def loss_gap(
     a: Sequence[float], b: Sequence[float], *, margin: float, confidence: float
 ) -> LossGap:
-    """Give the relative gap of paired losses, its intervals, and the verdict.
+    """Relative gap of paired losses, its intervals, and the verdict.
 
     Args:
         a, b: final losses, one a seed, in the same order; all above zero.
@@ -99,7 +94,7 @@ def loss_gap(
 
 
 def verdict_of(inner: Interval, margin: float) -> Verdict:
-    """Read the interval of the two one-sided tests: inside, outside, or astride the margin."""
+    """Verdict from the two one-sided tests: interval inside, outside or astride the margin."""
     low, high = inner
     if -margin < low and high < margin:
         return "equivalent"
@@ -109,12 +104,11 @@ def verdict_of(inner: Interval, margin: float) -> Verdict:
 def seeds_to_settle(found: LossGap, margin: float, confidence: float) -> int | None:
     """Number of seeds that would settle an undecided gap, if more of them spread like these.
 
-    With the log ratios 0.012, 0.002 and -0.002 at a margin of 1 %: three seeds give an interval up
-    to 1.6 %; at the same mean (0.4 %) and spread, 6 seeds are the first whose interval ends below
-    1 %.
+    With the log ratios 0.012, 0.002 and -0.002 at a margin of 1 %, three seeds give an interval up
+    to 1.6 %; with the same mean (0.4 %) and spread, six are the first to end below 1 %.
 
     Returns:
-        None where more than `MOST_SEEDS` would be needed, or with one seed, which has no spread.
+        None if more than `MOST_SEEDS` would be needed, or with one seed, which has no spread.
     """
     n = len(found.a)
     if n == 1:
@@ -128,7 +122,7 @@ def seeds_to_settle(found: LossGap, margin: float, confidence: float) -> int | N
 
 
 def band(losses: Sequence[float]) -> float:
-    """Relative range of a loss over seeds alone: (largest - smallest) / mean."""
+    """Relative range of a loss over seeds: (max - min) / mean."""
     return (max(losses) - min(losses)) / fmean(losses)
 
 
@@ -136,7 +130,7 @@ def band(losses: Sequence[float]) -> float:
 
 
 class Step(NamedTuple):
-    """One optimizer step: its number, seconds on the device, tokens without padding."""
+    """An optimizer step: its number, seconds on the device, tokens without padding."""
 
     step: int
     seconds: float
@@ -144,7 +138,7 @@ class Step(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A ratio of speeds and its interval; None where there is too little for one."""
+    """A ratio of speeds and its interval; None with too few steps."""
 
     value: float
     interval: Interval | None = None
@@ -156,15 +150,12 @@ class Ratio(NamedTuple):
 
 
 def warm_up_steps(total: int) -> int:
-    """Number of first steps that are no evidence of speed: witness, proof, compiling, caches.
-
-    A tenth of the run, at least 5 and at most 20.
-    """
+    """Number of first steps without a timing (witness, proof, compiling): a tenth, 5 to 20."""
     return min(20, max(5, total // 10))
 
 
 def step_ratios(a: Sequence[Step], b: Sequence[Step], warm_up: int) -> list[float]:
-    """Natural logarithms of tokens per second of a over those of b, for each step of both."""
+    """ln(tokens per second of a / those of b), for each step of both."""
     others = {step.step: step for step in b}
     return [
         math.log((step.tokens / step.seconds) / (other.tokens / other.seconds))
@@ -175,17 +166,14 @@ def step_ratios(a: Sequence[Step], b: Sequence[Step], warm_up: int) -> list[floa
 
 
 def speed_ratio(pairs: Sequence[Sequence[float]], confidence: float = 0.95) -> Ratio:
-    """Give the ratio of speeds and its interval.
+    """Ratio of speeds and its interval; none for a single pair of fewer than `SECTIONS` steps.
 
     Three pairs with medians 0.68, 0.70 and 0.69 (ln): the ratio is exp(0.69) = 1.99, and with
     t(0.975, 2) = 4.303 the interval is exp(0.69 +- 4.303 * 0.01 / sqrt(3)), 1.94 to 2.04.
 
     Args:
         pairs: for each pair of runs the log ratios of its steps, in their order.
-        confidence: that the interval contains the ratio.
-
-    Returns:
-        No interval with a single pair of fewer than `SECTIONS` steps.
+        confidence: 0.95 for 95 %.
     """
     medians = [median(steps) for steps in pairs]
     value = math.exp(fmean(medians))

@@ -1,7 +1,7 @@
-"""Speed and memory of recipes, measured: random weights, synthetic tokens, no data and no hub.
+"""Speed and memory of recipes, measured with random weights and synthetic tokens.
 
-benchmark  all points in turn, each in a process of its own: `benchmark(...)`
-grid       the points to measure, and the job of a process: a recipe at a point
+benchmark  entry point and runner: every point of every recipe in a process of its own
+grid       the points to measure, and the job that a process receives
 point      the process that measures one point
-result     the rows it ends in, as a table, JSON, CSV and Markdown
+result     the rows, as a table, JSON, CSV and Markdown
 """

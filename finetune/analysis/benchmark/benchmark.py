@@ -1,10 +1,9 @@
-"""`benchmark(recipe, vs=...)`: all points in turn, rounds of recipes alternating.
+"""`benchmark(recipe, vs=...)`: measure all points in turn, recipes alternating within each.
 
     for each point, smallest first:  for each round:  for each recipe:  one process
 
-Two recipes that are compared meet the same clock that way (A B A B ...), and what an earlier point
-left behind meets none. Rows are written after each of them, so that an interrupted benchmark keeps
-what it has. Ctrl-C at a terminal reaches the process too; one that does not end by itself is ended.
+Alternating recipes (A B A B ...) meet the same clock, and no process inherits memory or caches of
+an earlier one. Rows are written after each round, so that an interrupted benchmark keeps them.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from finetune.runs.folder import new_folder
 from finetune.training.preflight import processes
 
 PATIENCE_S = 10.0
-"""Seconds that a point's process has to end by itself when it is interrupted."""
+"""Seconds between SIGTERM and SIGKILL for the process of an interrupted point."""
 POINT = "finetune.analysis.benchmark.point"
 TOO_LARGE = "skipped: larger than one that did not fit"
 STEPS, ROUNDS = 10, 3
 Say = Callable[[str], None]
 Run = Callable[[Job, Path], list[dict[str, Any]]]
-"""Measures a job, with a file for the process's stderr; gives the lines that it printed."""
+"""Measures a job, with a file for the process's stderr; returns the JSON lines it printed."""
 
 
 def benchmark(
@@ -61,21 +60,21 @@ def benchmark(
         finetune.benchmark("tiny_lora_fp8", vs=["tiny_lora_bf16"], grid="batch=1,4")
 
     Args:
-        recipe: a recipe's name or path, or one that is loaded.
-        vs: others, compared with it at its points.
-        overrides: `section.key=value`, for all of them that are given by name.
-        grid: micro-batches and lengths; left out, the first recipe's own.
+        recipe: name, path, or a loaded recipe.
+        vs: other recipes, measured at the same points.
+        overrides: `section.key=value`, for all recipes that are given by name.
+        grid: micro-batches and lengths; default: the first recipe's own.
         steps: timed steps of each round.
-        rounds: processes for each point and recipe; left out, 3 where something is compared
-            (an interval needs two), else 1.
+        rounds: processes for each point and recipe; default 3 where recipes are compared (an
+            interval needs two), else 1.
         out: folder of benchmarks.
-        force: also try what is predicted to be far too large.
-        all_points: also try what is larger than a point that did not fit.
+        force: also try points that are predicted to be far too large.
+        all_points: also try points larger than one that did not fit.
         say: called with one line for each row.
-        run: measures a job; left out, in a process of its own.
+        run: measures a job; default `run_apart`.
 
     Raises:
-        FinetuneError: a mistake in the arguments; what happens at a point is its row.
+        FinetuneError: an invalid argument; errors at a point are in its row.
     """
     check_start(steps, rounds)
     recipes = [r if isinstance(r, Recipe) else load_recipe(r, overrides) for r in (recipe, *vs)]
@@ -96,10 +95,10 @@ def benchmark(
 
 
 def check_start(steps: int, rounds: int | None) -> None:
-    """Refuse numbers that measure nothing, and a start as several processes.
+    """Check the numbers, and that this is the only process.
 
     Raises:
-        ConfigError: one of these.
+        ConfigError: `steps` or `rounds` below 1, or started by torchrun.
     """
     for name, value in (("steps", steps), ("rounds", rounds)):
         if value is not None and value < 1:
@@ -113,20 +112,20 @@ def check_start(steps: int, rounds: int | None) -> None:
 
 
 def points_of(grid: Grid | str | None, recipe: Recipe) -> list[Point]:
-    """Points of a grid, smallest first; without one, the recipe's own."""
+    """Points of a grid, smallest first; by default the recipe's own."""
     grid = parse_grid(grid) if isinstance(grid, str) else grid or Grid()
     return grid.points(recipe.config)
 
 
 def check_points(jobs: Sequence[Job], points: Sequence[Point]) -> None:
-    """Raise what is wrong with any job at any point, before anything is measured."""
+    """Raise the configuration errors of any job at any point, before anything is measured."""
     for job in jobs:
         for point in points:
             at_point(job.config, point, job.steps)
 
 
 def _names(recipes: Sequence[Recipe]) -> list[str]:
-    """Names of rows; a recipe that is there twice gets a number."""
+    """Names of rows; a repeated recipe gets a number: `x`, `x#2`."""
     names: list[str] = []
     for recipe in recipes:
         again = sum(name.partition("#")[0] == recipe.name for name in names)
@@ -135,9 +134,9 @@ def _names(recipes: Sequence[Recipe]) -> list[str]:
 
 
 def differences(jobs: Sequence[Job], point: Point, *, on_cpu: bool) -> list[str]:
-    """List conditions of a fair pair, besides precision, in which recipes differ from the first.
+    """List the differences in precision-unrelated conditions of a fair pair, from the first recipe.
 
-    The conditions are those of a comparison, less what a benchmark replaces: data and evaluation.
+    Data and evaluation, which a benchmark replaces, are left out.
     """
     first, *others = (at_point(job.config, point, job.steps) for job in jobs)
     found = []
@@ -152,7 +151,7 @@ def differences(jobs: Sequence[Job], point: Point, *, on_cpu: bool) -> list[str]
 
 
 def _parts(where: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    """Split two sections into their keys that differ; leave other values as they are."""
+    """Split two mappings into the keys in which they differ; other values are one part."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = dict.fromkeys((*a, *b))
         return [(f"{where}.{k}", a.get(k), b.get(k)) for k in keys if a.get(k) != b.get(k)]
@@ -167,12 +166,11 @@ class Runner:
     """Measures jobs at points, and writes the rows after each.
 
     Attributes:
-        result: where rows go.
+        result: receives the rows.
         rounds: processes for each point and job.
-        folder: folder of the benchmark.
         run: measures one job.
         say: called with one line for each row.
-        all_points: also try what is larger than a point that did not fit.
+        all_points: also try points larger than one that did not fit.
     """
 
     result: Benchmark
@@ -223,7 +221,7 @@ class Runner:
             self.say(self._line(row, job.round))
 
     def _is_larger(self, row: Row) -> bool:
-        """Tell if a point that the same recipe did not fit in lies within this one."""
+        """True if a point in which the same recipe ran out of memory is contained in this one."""
         at = Point(*row.key)
         return any(
             other.label == row.label and other.out_of_memory and at.contains(Point(*other.key))
@@ -246,14 +244,14 @@ def run_apart(job: Job, log: Path, program: Sequence[str] = (POINT,)) -> list[di
     """Measure a job in a process of its own.
 
     Args:
-        job: at its point.
+        job: a job at its point.
         log: file for the process's stderr.
         program: module of the process, and its arguments.
 
     Returns:
-        The lines that it printed; where it ended without a result, one that says how.
+        The JSON lines it printed; if it ended without a result, the last one is `ended(...)`.
     """
-    # No point asks the hub. What allocates is left as the user has it (PYTORCH_CUDA_ALLOC_CONF).
+    # Allocator settings (PYTORCH_CUDA_ALLOC_CONF) stay the user's.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": import_path()}
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
@@ -273,7 +271,7 @@ def run_apart(job: Job, log: Path, program: Sequence[str] = (POINT,)) -> list[di
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that was interrupted with us, or that has to be."""
+    """Wait for the process, which got Ctrl-C too; then SIGTERM, then SIGKILL."""
     for patience, insist in ((1.0, process.terminate), (PATIENCE_S, process.kill)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
@@ -283,11 +281,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def ended(code: int, log: Path) -> dict[str, Any]:
-    """Give the line of a process that ended without a result.
+    """Give the JSON line of a process that ended without a result.
 
     Args:
-        code: exit code as `subprocess` has it; negative is a signal.
-        log: what it wrote to stderr.
+        code: exit code as in `subprocess`; negative is a signal.
+        log: file of its stderr.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended it.

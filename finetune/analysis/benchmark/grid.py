@@ -1,18 +1,16 @@
-"""The points of a benchmark, smallest first, and what is measured at each.
+"""Points of a benchmark, smallest first, and the job measured at each.
 
-    batch=1,2,4 length=512,2048
+    batch=1,2 length=512,1024    is, in this order,    1 x 512, 2 x 512, 1 x 1024, 2 x 1024
 
-is six points. What is left out is the first recipe's own. Points go by their tokens, so that what
-fits is measured before what may not, and once a recipe did not fit, points that are at least as
-large in both directions are not tried: their activations are no smaller.
+A key left out is the first recipe's own. Once a point ran out of memory, points at least as large
+in both directions are skipped: their activations are no smaller.
 
-At a point a recipe trains as it always does (optimizer, accumulation, checkpointing, attention,
-packing, fused kernels), without what does not belong to a step's speed or memory: weights are
-random, rows are synthetic and of one length, nothing is evaluated, saved or logged, and the
-learning rate is constant, so that the proof is complete after two steps. Rows of exactly `length`
-tokens fill a packed row each, so a step has batch x length x accumulation tokens either way, all
-of them with a loss; packed rows of real data hold several texts, which attention that knows their
-borders computes faster.
+A recipe keeps its optimizer, accumulation, checkpointing, attention, packing and fused kernels.
+Weights are random, rows are synthetic; nothing is evaluated, saved or logged; the learning rate is
+constant, so that the proof is complete after two steps. Rows of exactly `length` tokens fill a
+packed row each, so a step has batch x length x accumulation tokens with or without packing, all of
+them with a loss. Packed rows of real data hold several texts, which varlen attention computes
+faster.
 """
 
 from __future__ import annotations
@@ -30,8 +28,9 @@ from finetune.training.model import locate
 
 KEYS = ("batch", "length")
 WARM_UP = 5
-"""Steps before the clock starts: the witnessed one, the second which completes the proof and
-compiles, the third whose tensors are counted on a CPU, and two for what autotunes."""
+"""Steps before timing: the first has the witness, the second completes the proof and compiles, on
+a CPU the third counts its tensors, and two are for autotuning.
+"""
 _REPLACED: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
@@ -46,7 +45,7 @@ _LEFT_OUT = (
     *("neftune_noise_alpha", "per_device_eval_batch_size"),
     *("lr_scheduler_kwargs", "eval_on_start", "metric_for_best_model", "logging_first_step"),
 )
-"""Keys of the train section that are about other rows, evaluation or checkpoints."""
+"""Keys of the train section for other rows, evaluation or checkpoints."""
 
 
 class Point(NamedTuple):
@@ -57,23 +56,22 @@ class Point(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
         return self.batch * self.length
 
     def contains(self, other: Point) -> bool:
-        """Tell if it is at least as large in both directions."""
+        """True if at least as large in both directions."""
         return self.batch >= other.batch and self.length >= other.length
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Values to combine; an empty tuple stands for the recipe's own."""
+    """Values to combine; an empty tuple is the recipe's own."""
 
     batch: tuple[int, ...] = ()
     length: tuple[int, ...] = ()
 
     def points(self, config: RunConfig) -> list[Point]:
-        """List all combinations, those of fewest tokens first, short rows before long ones."""
+        """List all combinations, fewest tokens first, then short rows before long ones."""
         own = own_point(config)
         batches, lengths = self.batch or (own.batch,), self.length or (own.length,)
         found = {Point(b, n) for b in batches for n in lengths}
@@ -81,13 +79,13 @@ class Grid:
 
 
 def own_point(config: RunConfig) -> Point:
-    """Give the point a recipe trains with, TRL's defaults included."""
+    """Point that a recipe trains at, with TRL's defaults."""
     batch = config.train.get("per_device_train_batch_size", 8)
     return Point(int(batch), int(config.train.get("max_length") or 1024))
 
 
 def parse_grid(text: str) -> Grid:
-    """Read `batch=1,2,4 length=512,2048`; either may be left out.
+    """Parse `batch=1,2,4 length=512,2048`; either may be left out.
 
     Raises:
         ConfigError: anything else, with an example.
@@ -126,15 +124,14 @@ def _refused(text: str, what: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures.
+    """Measurement that one process does.
 
     Attributes:
-        label: name of its row.
         config: the recipe at its point (`at_point`).
         steps: timed steps.
         round: number of the process at this point, from 0.
-        forecast: whether to predict memory and time before it trains.
-        force: whether to train although the prediction is far beyond the device.
+        forecast: predict memory and time before training.
+        force: train even if the prediction is far beyond the device.
         note: remark for its row.
     """
 
@@ -148,7 +145,6 @@ class Job:
 
     @property
     def point(self) -> Point:
-        """Micro-batch and length."""
         train = self.config.train
         return Point(train["per_device_train_batch_size"], train["max_length"])
 
@@ -158,23 +154,23 @@ class Job:
         return self.point.tokens * int(self.config.train.get("gradient_accumulation_steps", 1))
 
     def to_json(self) -> str:
-        """Write the job as one line."""
+        """Serialize to one line."""
         data = {k: v for k, v in asdict(self).items() if k != "config"}
         return json.dumps(data | {"config": self.config.model_dump(mode="json")})
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Read `to_json()`."""
+        """Inverse of `to_json`."""
         data = json.loads(line)
         return cls(**data | {"config": RunConfig.model_validate(data["config"])})
 
 
 def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
-    """Give a recipe's configuration at a point, with as many timed steps.
+    """Configuration of a recipe at a point, with `steps` timed steps.
 
     Raises:
         ConfigError: rows of that length would be padded.
-        ModelNotFoundError: the shape of the model is not packaged, and no local folder has it.
+        ModelNotFoundError: the shape of the model is neither packaged nor in a local folder.
     """
     _check_shape(config)
     multiple = int(config.train.get("pad_to_multiple_of") or 1)
@@ -199,7 +195,7 @@ def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
 
 
 def _check_shape(config: RunConfig) -> None:
-    """Refuse a model whose architecture only the hub knows."""
+    """Raise for a model whose architecture only the hub has."""
     source = locate(config.model.model_copy(update={"weights": "random"}))
     if config.model.name.startswith(BUILTIN) or Path(source).is_dir():
         return

@@ -2,14 +2,13 @@
 
     python -m finetune.analysis.benchmark.point < job.json
 
-It prints a JSON object a line, in this order, of which the last is missing where it crashed:
+It prints one JSON object per line; the second is missing after a crash:
 
-    {"kind": "forecast", ...}   memory and time as the estimator predicts them, before anything runs
+    {"kind": "forecast", ...}   memory and time as the estimator predicts them, before training
     {"kind": "result", ...}     or "skipped" (far too large), or "failed" (the reason)
 
-Each point has a process of its own because memory that an earlier one has fragmented, a compiler's
-caches and a clock that has got warm are what makes benchmarks disagree; and because a process that
-the system kills, which no exception reports, must not end the benchmark.
+A process per point keeps fragmented memory, compiler caches and a warm clock of one point from
+affecting the next, and survives one that the system kills for memory, which raises nothing.
 """
 
 from __future__ import annotations
@@ -51,19 +50,20 @@ from finetune.training.timer import StepTimer
 from finetune.training.trainer import make_trainer
 
 FAR = 1.25
-"""A GPU is tried although it may be too small, up to this many times its memory: the prediction
-may be wrong. The memory of a host is not: what does not fit there takes the machine down."""
+"""Largest predicted share of a GPU's memory that is tried, since predictions err. On a CPU it is 1:
+running out of host memory takes the machine down.
+"""
 Emit = Callable[[dict[str, Any]], None]
 Train = Callable[[Job, Device], dict[str, Any]]
 
 
 def measure_point(job: Job, emit: Emit, train: Train | None = None) -> None:
-    """Predict, train and measure a point; hand the result to `emit`, line by line.
+    """Predict, train and measure a point; pass each line to `emit`.
 
     Args:
-        job: the point.
-        emit: called with each line.
-        train: trains and measures; left out, `train_point`.
+        job: a job at its point.
+        emit: receives each line.
+        train: trains and measures; default `train_point`.
     """
     device = this_device()
     try:
@@ -96,7 +96,7 @@ def _is_out_of_memory(error: BaseException, text: str) -> bool:
 
 
 def forecast(job: Job, device: Device) -> dict[str, Any]:
-    """Predict memory (GiB) and time (seconds) of a point here, or say why not."""
+    """Predict memory (GiB) and time (seconds) of a point, or give the reason why not."""
     try:
         found = measure_well(job.config, here(device))
     except FinetuneError as error:
@@ -115,7 +115,7 @@ def forecast(job: Job, device: Device) -> dict[str, Any]:
 
 
 def _too_large(expected: dict[str, Any], device: Device) -> str:
-    """Say why a point is not tried; empty where it is."""
+    """Give the reason to skip a point; empty if there is none."""
     needed = expected.get("needed_gib", 0.0)
     if device.kind == "cuda":
         there, limit = f"{device.memory_gib:.1f} GiB", FAR * device.memory_gib
@@ -131,10 +131,10 @@ def _too_large(expected: dict[str, Any], device: Device) -> str:
 
 
 def train_point(job: Job, device: Device) -> dict[str, Any]:
-    """Train as the recipe trains, and read time, memory, receipt and work.
+    """Train as in a run, and read time, memory, receipt and FLOPs.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: as the run itself.
     """
     ahead = preflight(job.config, device, forecast=MemoryForecast(), force=True)
     running = session.install(ahead.resolution, ahead.plan)
@@ -168,22 +168,22 @@ def train_steps(
     callbacks: Sequence[TrainerCallback] = (),
     kind: type[SFTTrainer] | None = None,
 ) -> dict[str, Any]:
-    """Train warm-up and timed steps under the session in force.
+    """Train warm-up and timed steps under the installed session.
 
     Args:
-        job: the point.
+        job: a job at its point.
         device: the device that trains.
-        meter: reads the memory of a step.
+        meter: measures the memory of a step.
         held: layers whose weights are stored in FP8 from the beginning.
-        monitored: whether health is monitored, as in a run.
-        callbacks: further ones.
-        kind: class of trainer; left out, `trl.SFTTrainer`.
+        monitored: monitor health, as a run does.
+        callbacks: further trainer callbacks.
+        kind: class of trainer; default `trl.SFTTrainer`.
 
     Returns:
         Seconds of each timed step, peaks in GiB, environment, note.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: as the run itself.
     """
     from accelerate import PartialState
     from transformers import set_seed
@@ -204,7 +204,7 @@ def train_steps(
         trainer = make_trainer(
             config,
             args,
-            # As many rows as the steps take, each seen once.
+            # as many rows as the steps take, each seen once
             train=random_rows(config.model, count, job.point.length, job.round),
             held_out=None,
             tokenizer=tokenizer,
@@ -232,7 +232,7 @@ def train_steps(
 
 
 def _work(receipt: Receipt, job: Job, device: Device) -> dict[str, Any]:
-    """FLOPs of a step as the witness counted them, and the seconds they take at the GPU's peak."""
+    """Matmul FLOPs of a step as the witness counted them, and their seconds at the GPU's peak."""
     work = work_of(receipt.layers, job.point.tokens)
     steps = job.tokens / job.point.tokens
     found: dict[str, Any] = {"tflop": sum(work.flops.values()) * steps / 1e12}
@@ -244,7 +244,7 @@ def _work(receipt: Receipt, job: Job, device: Device) -> dict[str, Any]:
 
 
 def _check_batch(job: Job, meter: MemoryMeter) -> None:
-    """Refuse a micro-batch of other tokens than were asked for: it is another point."""
+    """Raise if a micro-batch had other tokens than requested: that is another point."""
     if meter.batch is None:
         return
     rows, length, padded = meter.batch
@@ -256,7 +256,7 @@ def _check_batch(job: Job, meter: MemoryMeter) -> None:
 
 
 def _environment(device: Device) -> dict[str, Any]:
-    """Versions, device and threads, on which the figures depend besides the recipe."""
+    """Library versions, device and threads."""
     return {
         "versions": {name: v for name in LIBRARIES if (v := version(name))},
         "device": {
@@ -269,7 +269,7 @@ def _environment(device: Device) -> dict[str, Any]:
 
 
 def serve(measure: Callable[[str, Emit], None]) -> None:
-    """Read a job's line, print what is emitted; everything else that is printed goes to stderr."""
+    """Measure the job on stdin and print its lines; all other output goes to stderr."""
     quiet_libraries()
     line = sys.stdin.readline()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:

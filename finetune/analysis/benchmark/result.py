@@ -1,8 +1,8 @@
-"""What a benchmark found: a row for each point, as a table, JSON, CSV and Markdown. Knows no torch.
+"""Rows of a benchmark, as a table, JSON, CSV and Markdown. Imports no torch.
 
-A row holds what was measured (seconds of each step by round, GiB) and what was predicted; medians,
-tokens/s and ratios are computed from it where they are shown, and written out beside it for other
-tools. A point that did not fit, crashed or was not tried is a row with the reason.
+A row stores measurements (seconds of each step by round, GiB) and predictions; medians, tokens/s
+and ratios are computed from it, and written to the files for other tools. A point that did not
+fit, crashed or was skipped is a row with the reason.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ class Row:
         batch, length: rows of a micro-batch, tokens of a row.
         tokens: tokens of an optimizer step.
         precision, backend, scaling, compile: as executed, from the receipt.
-        proven: status of the receipt; without one, what could be seen of the run.
+        proven: status of the receipt; without a receipt, what was observed.
         fp8_share: share of matmul FLOPs that ran in FP8.
         rounds: seconds of each timed step, a list for each round (process).
-        tflop: 10^12 FLOPs of a step as the witness counted, nothing computed twice.
-        peak_seconds: seconds that those take at the GPU's peaks; None where they are not known.
-        allocated_gib, reserved_gib, memory: measured peaks, and how they were measured.
+        tflop: 10^12 matmul FLOPs of a step, recomputation not counted.
+        peak_seconds: seconds of those FLOPs at the GPU's peaks; None for an unknown GPU.
+        allocated_gib, reserved_gib, memory: measured peaks, and the method.
         predicted_gib, predicted_reserved_gib, predicted_seconds: predictions of the estimator.
-        prediction: why something is not predicted.
-        error: why there is no measurement, or not all rounds of one.
-        out_of_memory: whether the point did not fit.
-        note: remark on this row.
+        prediction: reason for a missing prediction.
+        error: reason for a missing or incomplete measurement.
+        out_of_memory: True if the point did not fit.
     """
 
     label: str
@@ -75,12 +74,10 @@ class Row:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Micro-batch and length."""
         return self.batch, self.length
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of all timed steps."""
         return [value for values in self.rounds for value in values]
 
     @property
@@ -106,12 +103,12 @@ class Row:
 
     @property
     def explanation(self) -> str:
-        """Error or status where `state` is only a part of it."""
+        """Full error or status, if `state` shortens it."""
         said = self.error or self.proven
         return "" if said == self.state else said
 
     def facts(self) -> dict[str, Any]:
-        """Figures that are computed from the row, which stand beside it in the files."""
+        """Figures computed from the row, for the files."""
         step, quartiles = self.step, self.quartiles
         return {
             "step_seconds": step,
@@ -125,7 +122,7 @@ class Row:
         }
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in a line that a point's process printed."""
+        """Add a JSON line that a point's process printed."""
         match line["kind"]:
             case "forecast":
                 self.predicted_gib = line.get("allocated_gib")
@@ -151,15 +148,14 @@ class Benchmark(JupyterMixin):
     """All rows of a benchmark.
 
     Attributes:
-        rows: in the order in which they were measured.
-        references: labels that others are compared with, where they have the same point.
-        differences: conditions in which other recipes differ from the first, besides precision.
-        alike: settings that were made the same on all sides, so that they are a fair pair.
+        rows: one for each point and recipe, in the order of measurement.
+        references: labels of the rows that others are compared with, at the same point.
+        differences: conditions besides precision in which recipes differ from the first.
+        alike: settings that were made the same on all sides, for a fair comparison.
         environment: versions, device, threads.
-        command: command line that was typed.
         started: local time, ISO 8601.
-        interrupted: by Ctrl-C; the rows are those that were measured until then.
-        folder: folder of `benchmark.json` and `benchmark.csv`; None where nothing was written.
+        interrupted: True after Ctrl-C; the rows are those measured before.
+        folder: folder of `benchmark.json` and `benchmark.csv`; None if nothing was written.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -173,7 +169,7 @@ class Benchmark(JupyterMixin):
     folder: Path | None = None
 
     def ratio(self, row: Row, reference: str) -> Ratio | None:
-        """Give the speed of a row over that of the reference at the same point."""
+        """Speed of a row over that of the reference at the same point."""
         other = self._at(row, reference)
         rounds = zip(other.rounds, row.rounds, strict=False) if other else ()
         logs = [
@@ -184,12 +180,12 @@ class Benchmark(JupyterMixin):
         return speed_ratio([[log] for log in logs]) if logs else None
 
     def predicted_ratio(self, row: Row, reference: str) -> float | None:
-        """Give the same ratio as the estimator predicts it."""
+        """The same ratio as the estimator predicts it."""
         other = self._at(row, reference)
         return _over(other.predicted_seconds, row.predicted_seconds) if other else None
 
     def memory_ratio(self, row: Row, reference: str) -> float | None:
-        """Give the measured peak over that of the reference."""
+        """Measured peak memory over that of the reference."""
         other = self._at(row, reference)
         return _over(row.allocated_gib, other.allocated_gib) if other else None
 
@@ -200,7 +196,7 @@ class Benchmark(JupyterMixin):
     # -------------------------------------------------------------------------------------- files
 
     def to_json(self) -> str:
-        """Give everything, in seconds and GiB."""
+        """Everything as JSON, in seconds and GiB."""
         data = {k: v for k, v in asdict(self).items() if k != "rows"}
         data["folder"] = str(self.folder) if self.folder else None
         rows = [asdict(r) | r.facts() | {"against": self._against(r)} for r in self.rows]
@@ -220,7 +216,7 @@ class Benchmark(JupyterMixin):
 
     @classmethod
     def from_json(cls, text: str) -> Benchmark:
-        """Read `to_json()`."""
+        """Inverse of `to_json`."""
         data = json.loads(text)
         known = {f.name for f in fields(Row)}
         rows = [Row(**{k: v for k, v in r.items() if k in known}) for r in data["rows"]]
@@ -229,7 +225,7 @@ class Benchmark(JupyterMixin):
         return cls(**own | {"rows": rows, "references": tuple(own["references"]), "folder": folder})
 
     def to_csv(self) -> str:
-        """Give a line for each row; ratios are against the first reference."""
+        """A line for each row; ratios are to the first reference."""
         out = io.StringIO()
         lines = [self._csv_line(row) for row in self.rows]
         names = list(lines[0]) if lines else [f.name for f in fields(Row)]
@@ -254,7 +250,7 @@ class Benchmark(JupyterMixin):
         }
 
     def save(self, folder: Path) -> None:
-        """Write `benchmark.json` and `benchmark.csv` so that a reader never sees half a file."""
+        """Write `benchmark.json` and `benchmark.csv` atomically."""
         self.folder = folder
         write_whole(folder / "benchmark.json", self.to_json() + "\n")
         write_whole(folder / "benchmark.csv", self.to_csv())
@@ -262,7 +258,7 @@ class Benchmark(JupyterMixin):
     # ------------------------------------------------------------------------------------- display
 
     def cells(self) -> list[list[str]]:
-        """Give head and rows of the table, as text."""
+        """Head and rows of the table, as text."""
         head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "MFU"]
         head += ["peak", "predicted"]
         for name in self.references:
@@ -295,7 +291,7 @@ class Benchmark(JupyterMixin):
         return [str(ratio) if ratio else "", f"{memory:.2f}x" if memory else ""]
 
     def notes(self) -> list[str]:
-        """List the sentences below the table."""
+        """Sentences below the table."""
         lines = [
             f"{row.label}, {row.batch} x {row.length}: {row.explanation}"
             for row in self.rows
@@ -322,7 +318,7 @@ class Benchmark(JupyterMixin):
         return list(dict.fromkeys(lines))
 
     def to_markdown(self) -> str:
-        """Give the table and its notes."""
+        """The table and its notes."""
         head, *rows = [[cell.replace("|", "/") for cell in cells] for cells in self.cells()]
         lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
         return "\n".join(lines) + "".join(f"\n\n{note}" for note in self.notes()) + "\n"

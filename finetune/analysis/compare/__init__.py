@@ -1,1 +1,1 @@
-"""The fair twin: two recipes, paired seeds, separate processes, and a verdict with its interval."""
+"""Comparison of two recipes: paired seeds, a process for each run, a verdict with its interval."""

@@ -1,4 +1,4 @@
-"""`compare(a, b)`: both sides checked, trained over paired seeds, and judged; top to bottom."""
+"""`compare(a, b)`: check both recipes, train them over paired seeds, and judge the runs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
 _REQUESTED = ("model.", "lora", "data.", "eval.", "precision.", "train.")
-"""Beginnings of `Difference.where` of what the recipes ask for differently."""
+"""Prefixes of `Difference.where` for differences between the recipes."""
 _AGAIN = "the margin was chosen after the runs"
 _BEFORE = ("held-out rows are", "precision.compile=", _AGAIN)
-"""Beginnings of notes that judging does not make."""
+"""Prefixes of notes written before the runs, which judging again keeps."""
 
 
 def compare(
@@ -52,25 +52,25 @@ def compare(
 
     Args:
         a, b: recipes by name or path; without `b`, the twin of `a`. The one that computes in BF16
-            is the reference; of two others, `b`.
-        overrides: `section.key=value` for both; behind `a.` or `b.` for the first or second alone.
-        seeds: how many, counted up from the recipe's own, or which.
+            is the reference; if neither or both do, `b`.
+        overrides: `section.key=value` for both; prefixed `a.` or `b.` for one of them.
+        seeds: number of seeds, counted up from the recipe's own, or a list of seeds.
         margin: relative gap of final losses that counts as none.
         confidence: of the intervals; the verdict errs in at most 1 - confidence of the cases.
-        allow: compare although the two do not train the same; the result lists how they differ.
+        allow: compare although training settings differ; the result lists the differences.
         out: folder of runs; the comparison is in `out/compare/<a>-vs-<b>/<time>`.
-        jobs: runs at once on a CPU; left out: two where there are two cores.
-        force: train even where the memory bound says it cannot fit.
-        console: where to show progress.
+        jobs: concurrent runs on a CPU; default two where there are two cores.
+        force: train even if the memory bound exceeds the device.
+        console: receives the progress.
 
     Returns:
         The comparison, saved as `comparison.json` in its folder.
 
     Raises:
-        UnfairPairError: they do not train the same, and `allow` was not given.
+        UnfairPairError: training settings differ, and `allow` is not set.
         RunFailedError: a run ended without a result.
-        FinetuneError: anything else that the user can correct.
-        KeyboardInterrupt: Ctrl-C; the runs have saved where they were.
+        FinetuneError: any other error that the user can correct.
+        KeyboardInterrupt: Ctrl-C; the runs have saved a checkpoint.
     """
     from finetune.hardware.device import this_device
 
@@ -115,10 +115,10 @@ def compare(
 def judge_again(
     folder: Path | str, *, margin: float | None, confidence: float | None, allow: bool
 ) -> Comparison:
-    """Judge the finished runs of a comparison again, by another margin or with `allow`.
+    """Judge the finished runs of a comparison again, with another margin or with `allow`.
 
     Raises:
-        ConfigError: there is no finished comparison in `folder`, or nothing can be written there.
+        ConfigError: no finished comparison in `folder`, or the folder is read-only.
     """
     found = read_comparison(folder)
     if len(found.runs) != len(found.seeds) or not found.runs:
@@ -167,14 +167,14 @@ def _judged(found: Comparison) -> Comparison:
 
 
 def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) -> list[Difference]:
-    """Refuse what cannot run here, and what would not be fair, before anything runs.
+    """Raise, before any run, if the pair is unfair or one side cannot run on `device`.
 
     Returns:
         The differences that `allow` accepts.
 
     Raises:
-        UnfairPairError: there are some, and `allow` is not set.
-        FinetuneError: one of the two cannot run here, or its rows or its model are not there.
+        UnfairPairError: settings differ, and `allow` is not set.
+        FinetuneError: one side cannot run here, or its data or model are missing.
     """
     from finetune.estimator.gate import MemoryForecast
     from finetune.hardware.device import resolve

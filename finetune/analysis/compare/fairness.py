@@ -1,17 +1,15 @@
-"""The conditions that a fair pair shares: did both sides train the same thing?
+"""Conditions that both sides of a fair pair share, checked twice from one list (`CONDITIONS`).
 
-One list (`CONDITIONS`) is checked twice. *Before*, on the two configurations, where a difference
-costs nothing yet (`requested_differences`): both `train` sections are made a `trl.SFTConfig` first,
-so that a default left out equals the same value written out. Every field of it belongs to a
-condition; one that nobody has sorted belongs to `other training settings`, so that a new release of
-TRL adds a condition and not a hole. *After*, on what was executed (`executed_differences`): the
-receipts' `conditions` and `environment`, the linear layers the proof saw, and the tokens of every
-step, which are equal only if both sides met the same rows in the same order.
+*Before* the runs, on the two configurations (`requested_differences`): both `train` sections are
+first made a `trl.SFTConfig`, so that a default left out equals the same value written out. A field
+in no condition and not in `FREE` belongs to `other training settings`: what a new release of TRL
+adds is compared too. *After* them, on what was executed (`executed_differences`): the receipts'
+`conditions` and `environment`, the linear layers of the proof, and the tokens of every step, which
+are equal only if both sides saw the same rows in the same order.
 
-The precision section is the point of the comparison and may differ, with three exceptions that are
-not precision: `compile` and `fused_adapters` are about kernels, `health_every` is about watching.
-How an FP8 run stores its frozen base (`precision.frozen`) is part of its precision; `model.storage`
-is not: a base in NF4 is another model.
+The precision section may differ, with three exceptions: `compile` and `fused_adapters` choose
+kernels, `health_every` chooses logging. Frozen weights stored in FP8 (`precision.frozen`) are part
+of the precision; `model.storage` is not: a base in NF4 is another model.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from finetune.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Condition:
-    """One thing that both sides of a fair pair share.
+    """One condition of a fair pair.
 
     Attributes:
-        name: as the report and the receipts' `conditions` call it.
-        why: why a difference in it makes the pair unfair.
-        settings: configuration keys of the condition; plain names are fields of `trl.SFTConfig`,
-            `model.` and `data.` stand for all other keys of the section.
-        receipt: key of `receipt.json`, and how it is read, for what is not under `conditions`.
+        name: also its key in the receipts' `conditions`.
+        why: reason why a difference makes the pair unfair.
+        settings: configuration keys; plain names are fields of `trl.SFTConfig`, `model.` and
+            `data.` stand for all other keys of the section.
+        receipt: (key of `receipt.json`, reader), for values outside `conditions`.
     """
 
     name: str
@@ -55,7 +53,7 @@ def _device(receipt: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored(receipt: dict[str, Any]) -> dict[str, int]:
-    """Layers in few bits that their precision did not ask for: NF4, or FP8 in a BF16 run."""
+    """Count layers in few bits for another reason than FP8 compute: NF4, or FP8 in a BF16 run."""
     precision = receipt["precision"]
     stored = precision.get("storage", {})
     return {k: n for k, n in stored.items() if not (k == "fp8" and precision["asked"] == "fp8")}
@@ -140,7 +138,7 @@ FREE = frozenset(
      "trackio_static_space_id", "skip_memory_metrics", "do_train", "do_eval", "do_predict",
      "restore_callback_states_from_checkpoint", "logging_nan_inf_filter"),
 )  # fmt: skip
-"""Fields that move neither a loss nor a step's time: names, logs, checkpoints; and precision."""
+"""Fields that affect neither loss nor step time: names, logs, checkpoints; and the precision."""
 
 _OF_SETTING = {setting: condition for condition in CONDITIONS for setting in condition.settings}
 _BY_NAME = {condition.name: condition for condition in CONDITIONS}
@@ -151,17 +149,17 @@ _OTHER = _BY_NAME["other training settings"]
 
 
 def requested_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[Difference]:
-    """List what two configurations ask for differently that a fair pair shares.
+    """List the fairness conditions in which two configurations differ.
 
     Args:
-        a, b: with `precision.compile` settled (`finetune.analysis.compare.pairing`).
-        on_cpu: whether they will train on a CPU.
+        a, b: configurations after `finetune.analysis.compare.pairing.settle_compile`.
+        on_cpu: True if both will train on a CPU.
 
     Returns:
         Differences in the order of `CONDITIONS`.
 
     Raises:
-        FinetuneError: one of them cannot be made a training at all.
+        FinetuneError: a configuration makes no valid `SFTConfig`.
     """
     first, second = dict(_settings(a, on_cpu=on_cpu)), dict(_settings(b, on_cpu=on_cpu))
     found = []
@@ -185,7 +183,9 @@ def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
     yield "lora", config.lora and config.lora.model_dump(mode="json")
     for name in ("compile", "fused_adapters", "health_every"):
         yield f"precision.{name}", getattr(config.precision, name)
-    optimizer = config.train.get("optim")  # ours are taken out of the SFTConfig
+    optimizer = config.train.get(
+        "optim"
+    )  # the project's own optimizers are removed from the SFTConfig
     args = sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
     args |= {"resume_from_checkpoint": config.train.get("resume_from_checkpoint")}
     args |= {"optim": optimizer or args["optim"]}
@@ -205,11 +205,11 @@ def executed_differences(
     steps_a: Sequence[Step] = (),
     steps_b: Sequence[Step] = (),
 ) -> list[Difference]:
-    """List what two finished runs of one seed did differently that a fair pair shares.
+    """List the fairness conditions in which two finished runs of one seed differ.
 
     Args:
-        a, b: their `receipt.json`.
-        steps_a, steps_b: their `steps.jsonl`.
+        a, b: contents of their `receipt.json`.
+        steps_a, steps_b: rows of their `steps.jsonl`.
     """
     first, second = a.get("conditions", {}), b.get("conditions", {})
     found = []
@@ -234,7 +234,7 @@ def executed_differences(
 
 
 def _unequal(a: Any, b: Any) -> tuple[Any, Any]:
-    """Leave the equal parts of two mappings out; other values stay."""
+    """Drop equal entries of two mappings: {r: 8, s: 1}, {r: 16, s: 1} -> {r: 8}, {r: 16}."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = [key for key in dict.fromkeys((*a, *b)) if a.get(key) != b.get(key)]
         return {key: a.get(key) for key in keys}, {key: b.get(key) for key in keys}

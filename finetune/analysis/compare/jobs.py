@@ -1,17 +1,15 @@
-"""The runs of a comparison: each one a process of its own, in its own run folder.
+"""Runs of a comparison, each a process with its own run folder.
 
 Precision is process-wide (patches of Accelerate, compiled kernels, the allocator's peaks), so two
-runs in one process would see each other. `python -m finetune run` trains each, from a complete copy
-of its recipe in the comparison's folder, so that a recipe edited meanwhile changes nothing and
-every other command works on the runs. Their progress is read where they write it.
+runs in one process would affect each other. Each is a `python -m finetune run` of a complete copy
+of its recipe in the comparison's folder, so that later edits of the recipe change nothing.
 
-In what order matters for speed. On a GPU they run one at a time, in ABBA order: a machine that gets
-slower over the hours does so for both sides. On a CPU with two cores or more two runs are under way
-at any time, each with an equal share of the threads: what else the machine does meets both sides.
-Speed there is that of an emulation, and no claim.
+On a GPU they run one at a time in ABBA order, so that a drift of the clock affects both sides. On
+a CPU with two cores or more two run at once, each with an equal share of the threads, so that other
+load affects both; speed there is that of an emulation, and no claim.
 
-Ctrl-C reaches the runs once, from here: each finishes its step, saves and writes its receipt, as it
-does when it runs alone; a second Ctrl-C stops them at once.
+Ctrl-C is forwarded to the runs once: each finishes its step, saves and writes its receipt. A second
+Ctrl-C stops them at once.
 """
 
 from __future__ import annotations
@@ -36,24 +34,22 @@ from finetune.errors import ConfigError, RunFailedError
 from finetune.runs.folder import Run
 
 POLL = 0.2  # seconds
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code, 128 + SIGINT
 
 
 @dataclass
 class Job:
-    """One run.
+    """A run of the comparison.
 
     Attributes:
         side: `a` or `b`.
         label: short name of the side.
-        seed: `train.seed`.
         recipe: file of the complete recipe.
-        out: folder in which it makes its run folder.
-        log: file that gets what it prints.
-        steps: optimizer steps; None where its epochs decide.
+        out: parent of the run folder.
+        log: file for stdout and stderr.
+        steps: optimizer steps; None if set by the number of epochs.
         options: further options of `finetune run`.
-        program: what Python runs.
-        process: the process, once it was started.
+        program: arguments of the Python interpreter.
     """
 
     side: str
@@ -74,16 +70,16 @@ class Job:
 
     @property
     def folder(self) -> Path | None:
-        """Its run folder, once it made one."""
+        """Run folder; None until the process has made it."""
         made = (p for p in self.out.glob("*/*/") if (p / "config.yaml").is_file())
         return next(made, None)
 
     @property
     def run_folder(self) -> Path:
-        """The run folder of a run that ended well.
+        """Run folder of a finished run.
 
         Raises:
-            RunFailedError: there is none all the same.
+            RunFailedError: the process left none.
         """
         folder = self.folder
         if folder is None:
@@ -91,7 +87,6 @@ class Job:
         return folder
 
     def start(self, threads: int | None) -> None:
-        """Start the process."""
         run = ["run", str(self.recipe), f"train.seed={self.seed}", "--out", str(self.out)]
         environment = os.environ | {"PYTHONPATH": import_path()}
         if threads is not None:
@@ -103,19 +98,19 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C comes from us alone, so once
+                start_new_session=True,  # Ctrl-C reaches it through `_stop` alone, so once
             )
 
 
 def import_path() -> str:
-    """Give the `PYTHONPATH` by which a child imports this very package, wherever it starts."""
+    """`PYTHONPATH` with which a child process imports this package from any working directory."""
     package = str(Path(finetune.__file__).parent.parent)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([package, *filter(None, paths)]))
 
 
 def plan_jobs(pair: Pair, folder: Path, *, force: bool = False) -> list[Job]:
-    """List the runs in ABBA order, with their recipes written into `folder`.
+    """List the runs in ABBA order, and write their recipes into `folder`.
 
     Seeds 42, 43 and 44 run as a42 b42 b43 a43 a44 b44.
     """
@@ -144,10 +139,12 @@ def cores() -> int:
 
 
 def places(on_gpu: bool, jobs: int | None, cores: int) -> tuple[int, int | None]:
-    """Give the number of runs at once, and threads for each (None: as torch chooses).
+    """Give the number of concurrent runs, and the threads of each (None: torch's default).
+
+    On a CPU with 4 cores: two runs of 2 threads each. On a GPU: one run.
 
     Raises:
-        ConfigError: more at once than the machine can keep apart.
+        ConfigError: more runs than the machine can run without slowing each other down.
     """
     if on_gpu:
         if jobs not in (None, 1):
@@ -178,17 +175,17 @@ def run_jobs(
     watch: Callable[[Sequence[Job]], None],
     done: Callable[[Job], None],
 ) -> None:
-    """Run all of them, in order.
+    """Run all jobs in order, `at_once` at a time.
 
     Args:
         jobs: from `plan_jobs`.
         at_once, threads: from `places`.
-        watch: called again and again with the runs that are under way.
-        done: called with each that ended well.
+        watch: called every `POLL` seconds with the current runs.
+        done: called with each run that succeeded.
 
     Raises:
-        RunFailedError: one of them did not end well; the others were stopped.
-        KeyboardInterrupt: Ctrl-C; all of them have ended by then.
+        RunFailedError: a run failed; the others were stopped.
+        KeyboardInterrupt: Ctrl-C; all runs have ended.
     """
     waiting, running = list(jobs), list[Job]()
     with _terminated_like_interrupted():
@@ -209,18 +206,18 @@ def run_jobs(
 
 
 def _check_end(job: Job) -> None:
-    if job.process.returncode == INTERRUPTED:  # by somebody else, and saved
+    if job.process.returncode == INTERRUPTED:  # interrupted from outside, and saved
         raise KeyboardInterrupt
     if job.process.returncode:
         raise _failure(job)
 
 
 def _stop(running: Sequence[Job]) -> None:
-    """Ask the runs to finish their step and save; insist when asked a second time."""
+    """Let the runs finish their step and save; a second interrupt stops them."""
     for _ in range(2):
         for job in running:
             if job.process.poll() is None:
-                # SIGINT is ignored by what a shell started behind `&`.
+                # A shell starts background jobs (`&`) with SIGINT ignored.
                 job.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(KeyboardInterrupt):
             for job in running:
@@ -236,7 +233,7 @@ def _stop(running: Sequence[Job]) -> None:
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM stop the runs too, which would go on alone."""
+    """Treat SIGTERM like Ctrl-C, so that no run outlives this process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -248,10 +245,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 
 def _failure(job: Job) -> RunFailedError:
-    """Make the run's own error, with where it happened.
-
-    The last `error:` of its log with `where:`, `why:` and `fix:`, as the command line prints them.
-    """
+    """Build an error from the last `error:` in a run log, with its `where:`, `why:`, `fix:`."""
     lines = [x.rstrip() for x in job.log.read_text("utf-8", errors="replace").splitlines()]
     parts: dict[str, str] = {}
     for line in lines:
@@ -280,10 +274,10 @@ def _failure(job: Job) -> RunFailedError:
 
 
 class Watcher:
-    """Shows how far runs are on a terminal, and prints a line when one ends.
+    """Shows the progress of runs on a terminal, and prints a line when one ends.
 
     Attributes:
-        finished: runs that ended well, in the order in which they did.
+        finished: runs that succeeded, in order of completion.
     """
 
     def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
@@ -307,13 +301,11 @@ class Watcher:
         self.close()
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
 
     def look(self, running: Sequence[Job]) -> None:
-        """Show how far the runs are."""
         if self._bars is None:
             return
         for job in running:
@@ -329,7 +321,6 @@ class Watcher:
                 )
 
     def finish(self, job: Job) -> None:
-        """Print the end of a run."""
         self.finished.append(job)
         report = Run(job.run_folder).report
         facts = [f"loss {report['first_loss']:.3f} -> {report['final_loss']:.3f}"]

@@ -1,16 +1,15 @@
-"""The two sides of a comparison: the twin of a recipe, and what both are set to alike.
+"""The two sides of a comparison: the twin of a recipe, and settings made the same on both.
 
-Twins share a name but for its end: `x_fp8` and `x_bf16`. The reference is the side that computes in
-BF16; of two others, the second.
+Twins differ in the end of their names: `x_fp8` and `x_bf16`. The reference is the side that
+computes in BF16, else the second.
 
-Set on both sides, and said in the result's notes:
+Set on both sides, and listed in the result's notes:
 
-* `train.logging_steps=1`: the loss of every step is what the final loss is a mean of.
-* `train.seed`, for each pair another one; and one `data.seed` for all, so that all seeds are judged
-  on the same held-out rows, and the spread between seeds is not that between rows.
-* `precision.compile`, where it is left to `auto`: on a GPU that compiles some FP8 engines and never
-  BF16, which would credit FP8 with the gain of compiling. Both sides get what one of them would
-  have; what a recipe chooses itself is left, and compared.
+* `train.logging_steps=1`: the final loss is a mean over the losses of single steps.
+* `train.seed` for each pair, and one `data.seed` for all: every seed is evaluated on the same rows,
+  so that the spread between seeds contains no spread between evaluation sets.
+* `precision.compile` where it is `auto`, which on a GPU compiles some FP8 engines and never BF16:
+  FP8 would be credited with the gain of compiling. An explicit setting is kept, and compared.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from finetune.errors import ConfigError, RecipeNotFoundError, nearest
 from finetune.hardware.device import Device, resolve
 
 ENDS = {"_fp8": "_bf16", "_bf16": "_fp8"}
-FIRST_SEED = 42
+FIRST_SEED = 42  # default of `TrainingArguments.seed`
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,8 @@ class Pair:
     """Two recipes to compare.
 
     Attributes:
-        a, b: the side in question and the reference; they run as they stand here, but for
-            `train.seed`.
-        labels: short names of the two, different.
+        a, b: the recipe in question and the reference, final except for `train.seed`.
+        labels: distinct short names.
         seeds: one for each pair of runs.
         notes: settings that were made the same on both sides.
     """
@@ -90,17 +88,17 @@ def make_pair(
     seeds: Sequence[int] | int,
     device: Device,
 ) -> Pair:
-    """Load and settle the two sides.
+    """Load both recipes and make their shared settings the same.
 
     Args:
-        first, second: recipes by name or path; without a second one, the twin of the first.
-        overrides: `section.key=value`, `~section.key`: for both sides; behind `a.` or `b.`, for
+        first, second: recipes by name or path; without `second`, the twin of `first`.
+        overrides: `section.key=value`, `~section.key` for both sides; prefixed `a.` or `b.`, for
             the first or the second recipe alone.
-        seeds: how many, counted up from the recipe's own, or which.
-        device: the device they will run on.
+        seeds: number of seeds, counted up from the recipe's own, or a list of seeds.
+        device: the device that both train on.
 
     Raises:
-        FinetuneError: a recipe or an override that cannot be read, no twin, or no seeds.
+        FinetuneError: an unreadable recipe or override, no twin, or no seeds.
     """
     second = second if second is not None else twin_of(first)
     shared = [item for item in overrides if item[:2] not in ("a.", "b.")]
@@ -140,7 +138,7 @@ def make_pair(
 
 
 def _draws_held_out_rows(config: RunConfig) -> bool:
-    """Tell if held-out rows would be drawn by the run's own seed."""
+    """True if the run's own seed would choose the evaluation rows."""
     data = config.data
     drawn = not data.eval_path and not data.eval_split and data.eval_fraction > 0
     return drawn and data.seed is None
@@ -158,7 +156,7 @@ def _seeds(seeds: Sequence[int] | int, first: int) -> tuple[int, ...]:
 
 
 def _labels(a: Recipe, b: Recipe) -> tuple[str, str]:
-    """`FP8` and `BF16` where that tells them apart, else their names."""
+    """Give `FP8` and `BF16` where these differ, else the recipes' names."""
     first, second = (
         (p.low if p.compute == "fp8" else p.compute).upper()
         for p in (a.config.precision, b.config.precision)
@@ -169,11 +167,7 @@ def _labels(a: Recipe, b: Recipe) -> tuple[str, str]:
 
 
 def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], str]:
-    """Give all sides the same `precision.compile` where they leave it to `auto`.
-
-    Args:
-        configs: the sides that are compared.
-        device: the device they will run on.
+    """Give all sides the same `precision.compile` where it is `auto`.
 
     Returns:
         The sides in their order, and a note; empty where nothing had to be set.
@@ -183,7 +177,7 @@ def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[R
     if len(configs) < 2 or "auto" not in requested:
         return list(configs), ""
     if not explicit and not any(_auto_compiles(config, device) for config in configs):
-        return list(configs), ""  # none compiles: `auto` may stay as it is written
+        return list(configs), ""  # none compiles, so `auto` means the same for all
     setting = f"precision.compile={explicit[0] if explicit else 'on'}"
     sides = "both sides" if len(configs) == 2 else "all sides"
     return [
@@ -193,7 +187,7 @@ def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[R
 
 
 def _auto_compiles(config: RunConfig, device: Device) -> bool:
-    """Tell if `auto` compiles this run here: torchao, or frozen weights in FP8, on a GPU."""
+    """True if `auto` compiles this run: torchao, or frozen weights stored in FP8, on a GPU."""
     if device.kind != "cuda" or config.precision.compute != "fp8":
         return False
     precision = resolve(config.precision, device).precision

@@ -1,13 +1,11 @@
-"""The result of a comparison, as `comparison.json` holds it and a terminal shows it.
+"""The result of a comparison, as stored in `comparison.json` and shown in a terminal.
 
-`a` is the run in question (FP8), `b` the reference (BF16); a gap is `a / b - 1`, so a positive gap
-of losses says that `a` ended higher. A speed ratio above 1 says that `a` is faster, a memory ratio
-below 1 that `a` takes less. Every interval is a pair (low, high) of such gaps or ratios, at
-`confidence`; `equivalence_interval` is the narrower one of the two one-sided tests, which has to
-lie inside the margin (`finetune/analysis/statistics.py`). With one seed there are no intervals.
+`a` is the run in question (FP8), `b` the reference (BF16). A gap is `a / b - 1`: positive if `a`
+ends at a higher loss. Ratios are `a / b`: speed above 1 is faster, memory below 1 is less.
+Intervals are pairs (low, high) at `confidence`, absent with one seed; `equivalence_interval`, that
+of the two one-sided tests, is narrower and has to lie inside the margin (`analysis/statistics.py`).
 
-`comparison.json` lies beside the run folders it speaks of; `runs` names them relative to it, so
-that the folder can be moved.
+`runs` names the run folders relative to `comparison.json`, so that the folder can be moved.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ STYLES = {
 }  # fmt: skip
 SHOWN_CHARACTERS = 200
 EMULATED = "FP8 was emulated: its speed says nothing of FP8 hardware"
-"""The note of a comparison whose FP8 no hardware ran."""
+"""Note of a comparison whose FP8 was emulated."""
 Verdict = Literal["equivalent", "not equivalent", "undecided"]
 Interval = tuple[float, float]
 
@@ -44,7 +42,7 @@ class _Part(BaseModel):
 
 
 class Side(_Part):
-    """One of the two: the recipe as it was named, and what to call it (`FP8`, `BF16`)."""
+    """One side: the recipe as it was named, and its label (`FP8`, `BF16`)."""
 
     recipe: str
     label: str
@@ -59,9 +57,9 @@ class PairOfRuns(_Part):
 
 
 class Difference(_Part):
-    """A fairness condition that the two sides do not share, where, the values, and why it matters.
+    """A fairness condition in which the sides differ, with both values and the reason it matters.
 
-    `where` is a setting of the recipes, or what of the runs' files.
+    `where` is a setting of the recipes, or a key of a file in the run folders.
     """
 
     condition: str
@@ -77,8 +75,8 @@ class LossGap(_Part):
     Attributes:
         a, b: one loss a seed, in the order of `seeds`.
         gap: geometric mean of a / b over the seeds, less 1.
-        interval: of the gap at `confidence`; None with one seed.
-        equivalence_interval: of the gap at 1 - 2 (1 - `confidence`); None with one seed.
+        interval: interval of the gap at `confidence`.
+        equivalence_interval: interval of the gap at 1 - 2 (1 - `confidence`).
     """
 
     a: list[float]
@@ -107,7 +105,7 @@ class MemoryRatio(_Part):
 
 
 class TaskScore(_Part):
-    """One metric of one downstream task, mean over seeds; `*_stderr`: as the task reports it."""
+    """One metric of one downstream task, mean over seeds; `*_stderr` as the task reports it."""
 
     metric: str
     a: float
@@ -117,7 +115,7 @@ class TaskScore(_Part):
 
 
 class Comparison(JupyterMixin, _Part):
-    """Everything that `compare` found.
+    """Result of `compare`.
 
     Attributes:
         folder: folder of the comparison; not stored.
@@ -125,12 +123,12 @@ class Comparison(JupyterMixin, _Part):
         confidence: confidence of every `interval`.
         differences: fairness conditions that differ; with `allowed`, the user accepted them.
         notes: settings that were made the same on both sides, and remarks on the figures.
-        losses: `train` (mean over the last part of the steps) and `eval` (held-out, at the end).
+        losses: `train` (mean over the last part of the steps) and `eval` (at the end).
         band: relative spread, (max - min) / mean, of the final losses of `b` over the seeds.
-        speed, memory: None where there is none to give, and `notes` says why.
-        tasks: task -> its scores, where `eval.tasks` is set.
+        speed, memory: ratios; None with the reason in `notes`.
+        tasks: scores by task, where `eval.tasks` is set.
         verdict: the worst of `losses`; `refused` where the pair is not fair.
-        reasons: reasons of the verdict, in plain words.
+        reasons: reasons of the verdict, one sentence each.
     """
 
     kind: Literal["comparison"] = "comparison"
@@ -154,7 +152,7 @@ class Comparison(JupyterMixin, _Part):
 
     @property
     def emulated(self) -> bool:
-        """True where the speeds are those of an emulation, which no claim can rest on."""
+        """True if FP8 was emulated: no claim can rest on such speeds."""
         return EMULATED in self.notes
 
     def to_json(self) -> str:
@@ -162,7 +160,7 @@ class Comparison(JupyterMixin, _Part):
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
 
     def save(self, folder: Path) -> Path:
-        """Write `comparison.json` so that a reader never sees half a file; returns its path."""
+        """Write `comparison.json` atomically; returns its path."""
         file = folder / COMPARISON
         write_whole(file, self.to_json() + "\n")
         self.folder = folder
@@ -186,7 +184,6 @@ class Comparison(JupyterMixin, _Part):
                 return f"refused: {a} and {b} cannot be compared"
 
     def __rich__(self) -> RenderableType:
-        """Verdict, differences, losses, speed, memory, tasks, samples, notes."""
         return Group(*self._parts())
 
     def _parts(self) -> Iterator[RenderableType]:
@@ -213,7 +210,7 @@ class Comparison(JupyterMixin, _Part):
             yield from (Text(f"  {note}", style="dim") for note in self.notes)
 
     def _loss_table(self) -> Table:
-        """Losses by seed and over them; `seeds` is the band that the seeds of b span."""
+        """Losses per seed and their means; column `seeds` is `band`."""
         level = percent(self.confidence, 0, space=True)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("final loss")
@@ -264,7 +261,7 @@ class Comparison(JupyterMixin, _Part):
         return [table]
 
     def _samples(self) -> list[Text]:
-        """What both sides of the first seed answered at the end, one above the other."""
+        """Final answers of both sides of the first seed, one below the other."""
         if not self.runs or self.folder is None or self.verdict == "refused":
             return []
         first = self.runs[0]
@@ -279,7 +276,7 @@ class Comparison(JupyterMixin, _Part):
 
 
 def read_comparison(path: Path | str) -> Comparison:
-    """Read the comparison in `path`, a `comparison.json` or the folder that holds one.
+    """Read a comparison from `path`: a `comparison.json`, or its folder.
 
     Raises:
         ConfigError: there is none, or it is not one.
@@ -309,7 +306,7 @@ def signed(share: float) -> str:
 
 
 def as_text(value: object) -> str:
-    """Give text as it is, other values as JSON."""
+    """Text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

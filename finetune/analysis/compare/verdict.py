@@ -1,14 +1,14 @@
-"""The verdict of finished pairs of runs, and the figures it rests on.
+"""The verdict on finished pairs of runs, and the figures it rests on.
 
-The final training loss of a run is the mean over the last tenth of its steps, ten at least: one
-step's loss is that of eight rows or so. It is what the run's own forward says, in FP8 with the
-rounding of FP8 in it, a constant few thousandths of a nat; where a run repeats rows until it knows
-them by heart, these are more and more of what is left. The final held-out loss is the last
-evaluation, in high precision unless `precision.eval` says otherwise: it is about the weights that
-were learnt. The verdict is about both, and as bad as the worse. Where A ends in a loss that is no
-number and B does not, they are not equivalent, and nothing else is worth a figure. Everything is
-read from the run folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a comparison can
-be judged again from what lies on disk.
+The final training loss is the mean over the last tenth of the steps, at least ten: the loss of one
+step is that of eight rows or so. It contains the rounding of the FP8 forward, a constant few
+thousandths of a nat, which dominates where a run has memorized its rows. The final eval loss is the
+last evaluation, in high precision unless `precision.eval` differs: it judges the learned weights.
+The verdict is the worse of the two. A loss of A alone that is not finite is `not equivalent`,
+without figures.
+
+Everything is read from the run folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a
+comparison can be judged again.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ from finetune.units import percent
 LAST_SHARE, LAST_LEAST = 0.1, 10
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
 RECEIPT = ("status", "precision", "trainable", "environment", "memory", "conditions")
-"""Keys of a receipt that are read here and by `finetune.analysis.compare.fairness`."""
+"""Keys of a receipt that this module and `finetune.analysis.compare.fairness` read."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of one finished run.
+    """Figures of one finished run.
 
     Attributes:
-        run: the run folder.
-        train: mean training loss of the last steps, nats per token; `train_steps`, how many.
-        eval: last held-out loss; None without held-out rows.
+        train: mean training loss of the last `train_steps` steps, nats per token.
+        eval: last eval loss; None without evaluation rows.
         steps: rows of `steps.jsonl`.
-        tasks: task -> metric -> score.
+        tasks: metrics and their scores by task.
     """
 
     run: Run
@@ -66,7 +65,7 @@ class Outcome:
 
     @property
     def receipt(self) -> dict[str, Any]:
-        """`receipt.json`."""
+        """Contents of `receipt.json`."""
         return self.run.receipt
 
 
@@ -75,7 +74,7 @@ def read_outcome(folder: Path) -> Outcome:
 
     Raises:
         ConfigError: a file of the run is missing or cannot be read.
-        RunFailedError: it logged no loss.
+        RunFailedError: the run logged no loss.
     """
     run = Run(folder)
     if unread := [name for name, rows in _files(run) if not rows]:
@@ -117,7 +116,7 @@ Pairs = Sequence[tuple[Outcome, Outcome]]
 
 
 def judge(found: Comparison, pairs: Pairs) -> Comparison:
-    """Fill in what follows from the runs of a comparison: differences, figures, verdict, reasons.
+    """Add to a comparison what follows from its runs: differences, figures, verdict, reasons.
 
     Args:
         found: the comparison with its sides, seeds, runs, margin and confidence.
@@ -162,7 +161,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
 
 
 def _broken(found: Comparison, pairs: Pairs) -> tuple[list[str], list[str]]:
-    """List final losses of a, and of b, that have no ratio: NaN, infinite, or zero."""
+    """List the final losses of a, and of b, that have no ratio: NaN, infinite, or zero."""
     broken: tuple[list[str], list[str]] = ([], [])
     labels = (found.a.label, found.b.label)
     for seed, pair in zip(found.seeds, pairs, strict=True):
@@ -174,7 +173,7 @@ def _broken(found: Comparison, pairs: Pairs) -> tuple[list[str], list[str]]:
 
 
 def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
-    """Differences that the runs show and the recipes did not, each condition once."""
+    """Differences that the runs show and the recipes do not, each condition once."""
     seen = {d.condition for d in known}
     found: list[Difference] = []
     for a, b in pairs:
