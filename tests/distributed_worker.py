@@ -40,7 +40,7 @@ from finetune import (
     teardown_fp8_mixed_precision_training,
 )
 from finetune.precision.convert import conversion_of
-from finetune.precision.weights import StoredMixin
+from finetune.precision.stored import StoredMixin
 
 
 def rows(rank: int) -> list[dict]:

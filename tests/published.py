@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.precision.formats import E4M3
-from finetune.precision.weights import quantise_weight, tile_of
+from finetune.precision.weights import quantize_weight, tile_of
 
 FINE_GRAINED = {
     "quant_method": "fp8",
@@ -90,7 +90,7 @@ def publish(
         if not isinstance(module, nn.Linear) or name == "lm_head":
             continue
         w = module.weight.detach()
-        bits, inverse = quantise_weight(w, tile_of(granularity, tuple(w.shape)))
+        bits, inverse = quantize_weight(w, tile_of(granularity, tuple(w.shape)))
         inverse = inverse.to(scale_dtype)
         written[name] = bits, inverse.float()
         tensors[f"{name}.weight"] = bits.view(E4M3.dtype)

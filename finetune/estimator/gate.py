@@ -222,9 +222,9 @@ def bound(
         weights += (
             stored_bytes(storage, *shape) - layer.weight.numel() * layer.weight.element_size()
         )
-    for layer in plan.held:
+    for layer in plan.stored:
         plain: Any = model.get_submodule(layer.name).weight
-        scales = None if layer.held == "row" else 1
+        scales = None if layer.stored == "row" else 1
         weights += fp8_bytes(*layer.shape, scales) - plain.numel() * plain.element_size()
     return MemoryBound(
         weights=weights / GIB / shards,

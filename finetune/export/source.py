@@ -144,7 +144,7 @@ def open_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> Checkpo
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     keys = _keys(folder)
-    _refuse_quantised(folder, keys)
+    _refuse_quantized(folder, keys)
     name_of = _Names(outline)
     shards = {file: tuple(map(name_of, held)) for file, held in keys.items()}
     return Checkpoint(folder, outline, shards)
@@ -168,7 +168,7 @@ def _keys(folder: Path) -> dict[str, list[str]]:
         return {SINGLE: list(file.keys())}
 
 
-def _refuse_quantised(folder: Path, keys: dict[str, list[str]]) -> None:
+def _refuse_quantized(folder: Path, keys: dict[str, list[str]]) -> None:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found = config.get("quantization_config", {}).get("quant_method", "")
     for shard, held in () if found else keys.items():

@@ -119,9 +119,10 @@ def contract(product: Product, linear: Linear) -> Tensor:
     x = _grouped(p.x, p.of_x, p.batch, p.rows, p.contracted)
     w = _grouped(p.w, p.of_w, p.batch, p.columns, p.contracted)
     if not p.batch:
-        y = linear(x[0], w[0], p.bias)
+        y = linear(x[0], w[0], p.bias)  # [M, K] @ [K, N]
     else:
         pairs = zip(x.unbind(0), w.unbind(0), strict=True)
+        # [M, K] @ [K, N] for each value of the batch
         y = torch.stack([linear(x_MK, w_NK, p.bias) for x_MK, w_NK in pairs])
     found = (*p.batch, *p.rows, *p.columns)
     y = y.reshape([size[label] for label in found])
@@ -155,7 +156,7 @@ def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
     pieces = x.split([*sizes, x.shape[0] - ends[-1]])
     found = [
-        linear(x_MK, w_NK, None)
+        linear(x_MK, w_NK, None)  # [M, K] @ [K, N], M the tokens of one expert
         for x_MK, w_NK in zip(pieces[:-1], w.unbind(0), strict=True)
         if x_MK.shape[0]
     ]

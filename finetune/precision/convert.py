@@ -4,7 +4,7 @@ Two rules hold the design together. *Modules change class, parameters never chan
 parameter stays the object the optimizer knows. *The model equals the plan or an error is raised.*
 
 A frozen weight may be stored anew, as FP8 codes, where the plan says so. That is not undone by
-reverting: the high-precision weight is gone, and the layer dequantises what it holds.
+reverting: the high-precision weight is gone, and the layer dequantizes what it holds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 from finetune.errors import ConversionError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
-from finetune.precision.forced import DTYPES, ForcedMixin
-from finetune.precision.holdings import iter_weights
+from finetune.precision.layers import iter_weights
 from finetune.precision.lora import AdaptedMixin, FusedMixin, iter_fusable
-from finetune.precision.parameters import ParameterMixin, seats
+from finetune.precision.overrides import DTYPES, OverrideMixin
+from finetune.precision.parameters import ParameterMixin, planned_parameters
 from finetune.precision.planner import PrecisionPlan
-from finetune.precision.rescaling import store
+from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap, unswap
 
 ATTRIBUTE = "_finetune_conversion"
@@ -74,18 +74,20 @@ class Conversion:
             if layer.kind == "parameter":
                 continue
             module = modules[layer.name]
-            engine = self.frozen if layer.held else self.backend
+            engine = self.frozen if layer.stored else self.backend
             assert engine is not None
-            if layer.held:
-                store(module, layer.held)
+            if layer.stored:
+                store(module, layer.stored)
             facts = engine.attributes(module, layer)
             self._swap(module, engine.mixin, fp8_backend=engine, **facts)
         if self.backend is not None:
             for owner, layers in self.plan.fp8_parameters.items():
                 module = modules[owner]
-                self._swap(module, ParameterMixin, **seats(self.backend, module, layers))
-        for name, compute in self.plan.forced.items():
-            self._swap(self.model.get_submodule(name), ForcedMixin, fp8_dtype=DTYPES[compute])
+                self._swap(
+                    module, ParameterMixin, **planned_parameters(self.backend, module, layers)
+                )
+        for name, compute in self.plan.overrides.items():
+            self._swap(self.model.get_submodule(name), OverrideMixin, fp8_dtype=DTYPES[compute])
         if self.plan.precision.fused_adapters:
             self._fuse_adapters()
         self._swap(self.model, RootMixin, **{ATTRIBUTE: self})
@@ -100,14 +102,14 @@ class Conversion:
 
     def _parameters(self) -> dict[str, tuple[int, bool]]:
         """Identity and trainability of every parameter that conversion must not touch."""
-        held = {f"{layer.name}.weight" for layer in self.plan.held}
+        held = {f"{layer.name}.weight" for layer in self.plan.stored}
         named = self.model.named_parameters()
         return {name: (id(p), p.requires_grad) for name, p in named if name not in held}
 
     def _fuse_adapters(self) -> None:
         for name, module in list(iter_fusable(self.model)):
             self._swap(module.base_layer, AdaptedMixin)
-            self._swap(module, FusedMixin, fp8_name=name, fp8_listeners=[])
+            self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
             self.fused.append(module)
 
     def _swap(self, module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
@@ -116,12 +118,12 @@ class Conversion:
 
     def check(self) -> None:
         """Raise `ConversionError` unless exactly the planned layers are FP8 layers."""
-        planned = {layer.name for layer in self.plan.fp8_layers} | self.plan.forced.keys()
-        ours = Fp8Mixin, ForcedMixin
+        planned = {layer.name for layer in self.plan.fp8_layers} | self.plan.overrides.keys()
+        ours = Fp8Mixin, OverrideMixin
         found = {n for n, m in self.model.named_modules() if isinstance(m, ours)}
         for name, module in self.model.named_modules():
             if isinstance(module, ParameterMixin):
-                found |= {f"{name}.{seat.local}".lstrip(".") for seat in module.fp8_seats}
+                found |= {f"{name}.{each.local}".lstrip(".") for each in module.fp8_parameters}
         if planned != found:
             raise ConversionError(
                 "the model does not equal its precision plan",
@@ -217,7 +219,7 @@ def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
         plan: its `precision.backend` must be concrete (see `finetune.hardware.device.resolve`).
         hardware: the device multiplies FP8; otherwise torchao emulates.
     """
-    layers = sum(not layer.held for layer in plan.fp8_layers)
+    layers = sum(not layer.stored for layer in plan.fp8_layers)
     if not layers:
         return None
     match plan.precision.backend:
@@ -245,7 +247,7 @@ def apply(model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False) -> C
     """
     revert(model)
     emulate = not hardware or plan.precision.backend == "emulated"
-    frozen = FrozenBackend(plan.precision, emulate=emulate) if plan.held else None
+    frozen = FrozenBackend(plan.precision, emulate=emulate) if plan.stored else None
     conversion = Conversion(model, plan, make_backend(plan, hardware=hardware), frozen)
     try:
         conversion.apply()

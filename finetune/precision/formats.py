@@ -145,7 +145,7 @@ def decode_bits(bits: Tensor) -> Tensor:
     return (wide << 4).bitwise_and_(~0x7800).view(torch.bfloat16).mul_(2.0**120)
 
 
-def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """`codes / scale` in float32, rounded once to `dtype`; codes are FP8 bit patterns."""
     return decode(codes).div_(scale).to(dtype)
 

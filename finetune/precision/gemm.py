@@ -1,6 +1,6 @@
-"""The scaled GEMM: quantised matrices, and their product.
+"""The scaled GEMM: quantized matrices, and their product.
 
-A quantised matrix is `Codes`: numbers on a format's grid, and the scales that undo the cast. The
+A quantized matrix is `Codes`: numbers on a format's grid, and the scales that undo the cast. The
 emulated GEMM multiplies codes exactly, accumulates in float32, multiplies by the inverse scales and
 rounds to the output type, as FP8 tensor cores and cuBLASLt's epilogue do.
 """
@@ -16,7 +16,7 @@ from finetune.precision.formats import E2M1, Format, times_blocks
 
 
 class Codes(NamedTuple):
-    """A quantised matrix [R, C]: `values · block · inverse ≈ x`.
+    """A quantized matrix [R, C]: `values · block · inverse ≈ x`.
 
     Attributes:
         values: BF16 numbers on the grid of `fmt`, [R, C].
@@ -41,7 +41,7 @@ class Codes(NamedTuple):
         values, tile = self.values.t(), self.tile[::-1]
         return self._replace(values=values, inverse=inverse, block=block, tile=tile)
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The matrix that the codes stand for, float32 [R, C]."""
         values = self.values.float()
         if self.block is not None:
@@ -81,10 +81,10 @@ def _scaled_mm(
         if b_block is not None:
             b = times_blocks(b.to(held), b_block.to(held), (tiles[2], tiles[3]))
         if a.is_cuda and a.dtype is b.dtype is bf16:
-            product = torch.mm(a, b, out_dtype=torch.float32)
+            product = torch.mm(a, b, out_dtype=torch.float32)  # [M, K] @ [K, N]
         else:
             wide = bf16 if in_bf16 and out_dtype is bf16 else torch.float32
-            product = a.to(wide) @ b.to(wide)
+            product = a.to(wide) @ b.to(wide)  # [M, K] @ [K, N]
     # One scale at a time would be the same up to rounding; cuBLASLt multiplies by both at the end.
     return product.mul_(inverse).to(out_dtype)
 
@@ -111,7 +111,7 @@ EMULATED = torch.ops.finetune.scaled_mm
 
 
 def scaled_mm(a: Codes, b: Codes, out_dtype: torch.dtype) -> Tensor:
-    """The product of two quantised matrices, accumulated in float32 and rounded once.
+    """The product of two quantized matrices, accumulated in float32 and rounded once.
 
     Products of two codes are exact in float32. CPUs have no GEMM from BF16 to float32; a float32
     one is exact, and a BF16 one (`in_bf16` in both operands) two to four times faster. That rounds

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.errors import PlanError, nearest
-from finetune.precision.overrides import matches
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names this module: the whole name, or any run of its parts."""
+    if fnmatch.fnmatchcase(name, pattern):
+        return True
+    parts = name.split(".")
+    width = pattern.count(".") + 1
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
+        for i in range(len(parts) - width + 1)
+    )
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
@@ -307,3 +319,11 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
         if type(wrapper).__name__ == "ParamWrapper" and wrapper.parameter_name == local:
             return "adapted by PEFT's target_parameters: the operand is W + BA, made anew"
     return ""
+
+
+def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
+    """Name, weight and (N, K) of all that multiplies: linear layers and declared parameters."""
+    for name, module, shape in iter_linears(model):
+        yield name, module.weight, shape
+    for name, _, parameter in iter_parameters(model):
+        yield name, parameter, (parameter.shape[-2], parameter.shape[-1])

@@ -27,32 +27,26 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.backends.base import Fp8Mixin, compute_dtype
+from finetune.precision.backends.base import (
+    Fp8Mixin,
+    ObservedMixin,
+    Owner,
+    compute_dtype,
+    multiplying,
+)
 from finetune.precision.backends.frozen import Arithmetic, FrozenMixin, dgrad, fprop, operand
-from finetune.precision.forced import ForcedMixin
 from finetune.precision.formats import decode_bits
 from finetune.precision.layers import is_conv1d, linear_shape
+from finetune.precision.overrides import OverrideMixin
+from finetune.precision.stored import StoredMixin, refuse_merge
 from finetune.precision.swap import Swapped
-from finetune.precision.weights import StoredMixin, refuse_merge
-
-
-class Listener(Protocol):
-    """Is told whose GEMM runs inside the fused function."""
-
-    def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
-        """A GEMM of the layer of this name and shape (N, K) begins."""
-        ...
-
-    def leave(self) -> None:
-        """It has ended."""
-        ...
 
 
 class Adapter(NamedTuple):
@@ -61,36 +55,13 @@ class Adapter(NamedTuple):
     Attributes:
         a, b: the masters [r, K] and [N, r].
         scaling: s.
-        names: of the modules that hold them.
-        listeners: who is told, usually nobody.
+        owners: names of the two, for observers of their GEMMs.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
-    names: tuple[str, str]
-    listeners: list[Listener]
-
-
-def _of(
-    adapter: tuple[list[Listener], tuple[str, str]],
-    which: int,
-    weight: Tensor,
-    backward: bool,
-    product: Callable[..., Tensor],
-    *args: Any,
-) -> Tensor:
-    """A product of one adapter matrix; listeners, if any, are told whose."""
-    listeners, names = adapter
-    if not listeners:
-        return product(*args)
-    for listener in listeners:
-        listener.enter(names[which], (weight.shape[0], weight.shape[1]), backward)
-    try:
-        return product(*args)
-    finally:
-        for listener in listeners:
-            listener.leave()
+    owners: tuple[Owner, Owner]
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -107,9 +78,9 @@ class AdaptedLinear(torch.autograd.Function):
         w_inverse: Tensor | None,
         a: Tensor,
         b: Tensor,
-        scaling: float,
+        s: float,
         how: Arithmetic | None,
-        told: tuple[list[Listener], tuple[str, str]],
+        owners: tuple[Owner, Owner],
     ) -> Tensor:
         """x [M, K] -> y [M, N] in the type of `x`.
 
@@ -120,21 +91,24 @@ class AdaptedLinear(torch.autograd.Function):
             kept: the codes of `x` in one byte each, to be kept in its place; None keeps `x`.
             w, w_inverse: the weight [N, K]: codes and scales, or a plain matrix and None.
             a, b: masters of the adapter, [r, K] and [N, r].
-            scaling: s.
+            s: its scaling.
             how: arithmetic of the base, None for a plain matmul.
-            told: listeners, and the names of the two matrices.
+            owners: names of a and b.
         """
+        low_a, low_b = a.to(x.dtype), b.to(x.dtype)
         if how is None:
-            y = x @ w.t().to(x.dtype)
+            y = x @ w.t().to(x.dtype)  # [M, K] @ [K, N]
         else:
             assert w_inverse is not None
-            y = fprop(x, operand(values, x_inverse), w, w_inverse, how)
-        t = _of(told, 0, a, False, torch.mm, x, a.t().to(x.dtype)).mul_(scaling)
-        y = _of(told, 1, b, False, y.addmm_, t, b.t().to(x.dtype))
+            y = fprop(x, operand(values, x_inverse), w, w_inverse, how)  # [M, K] @ [K, N]
+        with multiplying(owners[0], a):
+            t = torch.mm(x, low_a.t()).mul_(s)  # [M, K] @ [K, r]
+        with multiplying(owners[1], b):
+            y = y.addmm_(t, low_b.t())  # [M, r] @ [r, N]
         saved = (x, None) if kept is None else (kept, x_inverse)
         saved = saved if ctx.needs_input_grad[6] else (None, None)
         ctx.save_for_backward(*saved, t, w, w_inverse, a, b)
-        ctx.scaling, ctx.how, ctx.told = scaling, how, told
+        ctx.s, ctx.how, ctx.owners = s, how, owners
         return y
 
     @staticmethod
@@ -142,22 +116,27 @@ class AdaptedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor):
         """g [M, N] -> dx [M, K], da [r, K], db [N, r]."""
         x, x_inverse, t, w, w_inverse, a, b = ctx.saved_tensors
-        how, told = ctx.how, ctx.told
-        dx = da = db = None
+        low_a, low_b, dtype = a.to(g.dtype), b.to(g.dtype), g.dtype
+        of_a, of_b = ctx.owners
         needs_x, needs_a, needs_b = (ctx.needs_input_grad[i] for i in (0, 6, 7))
+        dx = da = db = None
+        u: Any = None
         if needs_x:
-            plain = how is None
-            dx = g @ w.to(g.dtype) if plain else dgrad(g, w, w_inverse, how)
+            plain = ctx.how is None
+            dx = g @ w.to(dtype) if plain else dgrad(g, w, w_inverse, ctx.how)  # [M, N] @ [N, K]
         if needs_x or needs_a:
-            u = _of(told, 1, b, True, torch.mm, g, b.to(g.dtype)).mul_(ctx.scaling)
+            with multiplying(of_b, b, backward=True):
+                u = torch.mm(g, low_b).mul_(ctx.s)  # [M, N] @ [N, r]
+        with multiplying(of_a, a, backward=True):
             if dx is not None:
-                dx = _of(told, 0, a, True, dx.addmm_, u, a.to(g.dtype))
+                dx = dx.addmm_(u, low_a)  # [M, r] @ [r, K]
             if needs_a:
-                if x_inverse is not None:  # codes: their scales go into u
-                    x, u = decode_bits(x.view(torch.uint8)).to(g.dtype), u * x_inverse
-                da = _of(told, 0, a, True, torch.mm, u.t().to(g.dtype), x.to(g.dtype)).to(a.dtype)
+                if x_inverse is not None:  # x̂ = codes · scale: the scale goes into u
+                    x, u = decode_bits(x.view(torch.uint8)), u * x_inverse
+                da = torch.mm(u.t().to(dtype), x.to(dtype)).to(a.dtype)  # [r, M] @ [M, K]
         if needs_b:
-            db = _of(told, 1, b, True, torch.mm, g.t(), t.to(g.dtype)).to(b.dtype)
+            with multiplying(of_b, b, backward=True):
+                db = torch.mm(g.t(), t.to(dtype)).to(b.dtype)  # [N, M] @ [M, r]
         return dx, None, None, None, None, None, da, db, None, None, None
 
 
@@ -181,30 +160,22 @@ class AdaptedMixin(Swapped):
             how = self.fp8_how
             if "fprop" not in how.high:
                 values, x_inverse, kept = self.fp8_backend.cast_and_keep(input, how, dtype)
-        told = adapter.listeners, adapter.names
+        a, b, s, owners = adapter
         y = AdaptedLinear.apply(
-            *(rows, values, x_inverse, kept, w, inverse),
-            *(adapter.a, adapter.b, adapter.scaling, how, told),
-        )
+            rows, values, x_inverse, kept, w, inverse, a, b, s, how, owners
+        )  # fmt: skip
         y = y if self.bias is None else y + self.bias.to(dtype)
         return y.reshape(*input.shape[:-1], y.shape[-1])
 
 
-# A compiled layer must not depend on its name: each decoder layer would be a graph of its own, and
-# those past `torch._dynamo.config.recompile_limit` none.
-_UNHEARD = ("", "")
-
-
-class FusedMixin(Swapped):
+class FusedMixin(ObservedMixin):
     """In front of PEFT's LoRA layer: in training its adapter goes into the call of the base.
 
     Attributes:
         fp8_name: dotted name of this module.
-        fp8_listeners: who is told of the adapter's GEMMs.
     """
 
     fp8_name: str
-    fp8_listeners: list[Listener]
     base_layer: nn.Module
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -213,19 +184,14 @@ class FusedMixin(Swapped):
         if args or kwargs or not this.training or why_not_fused(this, active):
             return self.plain_class.forward(this, x, *args, **kwargs)
         (name,) = active
-        names = _UNHEARD
-        if self.fp8_listeners:
-            names = f"{self.fp8_name}.lora_A.{name}", f"{self.fp8_name}.lora_B.{name}"
-        return self.base_layer(
-            x,
-            Adapter(
-                this.lora_A[name].weight,
-                this.lora_B[name].weight,
-                float(this.scaling[name]),
-                names,
-                self.fp8_listeners,
-            ),
-        )
+        # Nobody looks: then a compiled layer must not depend on its name. Each decoder layer would
+        # be a graph of its own, and those past `torch._dynamo.config.recompile_limit` none.
+        a_name = b_name = ""
+        if self.fp8_observers:
+            a_name, b_name = (f"{self.fp8_name}.lora_{which}.{name}" for which in "AB")
+        owners = Owner(a_name, self.fp8_observers), Owner(b_name, self.fp8_observers)
+        a, b = this.lora_A[name].weight, this.lora_B[name].weight
+        return self.base_layer(x, Adapter(a, b, float(this.scaling[name]), owners))
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.base_layer, StoredMixin):
@@ -240,7 +206,7 @@ def why_not_fused(layer: Any, active: list[str]) -> str:
         layer: PEFT's LoRA layer.
         active: names of its active adapters.
     """
-    if not isinstance(layer.base_layer, AdaptedMixin):  # switched off for a while
+    if not isinstance(layer.base_layer, AdaptedMixin):  # `disabled` for a while
         return "the base layer is not its own"
     if layer.base_layer.weight.requires_grad:
         return "the base trains"
@@ -273,7 +239,7 @@ def fused_adapters(layers: Iterable[Any]) -> str:
 
 
 def iter_fusable(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each of PEFT's LoRA layers whose base this module can multiply."""
+    """Name and module of each of PEFT's LoRA layers whose base `AdaptedLinear` can multiply."""
     peft = sys.modules.get("peft.tuners.lora.layer")
     for name, module in model.named_modules() if peft is not None else ():
         if type(module) is not peft.Linear:  # pyright: ignore[reportOptionalMemberAccess]
@@ -288,8 +254,5 @@ def iter_fusable(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _plain_forward(cls: type[nn.Module]) -> bool:
-    own = getattr(cls, "forward", None)
-    return own is nn.Linear.forward or (is_conv1d(cls) and not issubclass(cls, _OTHERS))
-
-
-_OTHERS = (Fp8Mixin, ForcedMixin, StoredMixin)
+    others = (Fp8Mixin, OverrideMixin, StoredMixin)
+    return cls.forward is nn.Linear.forward or (is_conv1d(cls) and not issubclass(cls, others))

@@ -12,23 +12,34 @@ Every choice must decide over something. One that matches nothing, whose every m
 choice decides over, or that asks what cannot be had (an embedding is a lookup and no matmul, so it
 has no FP8), is an error that names what to use: a part meant for high precision would otherwise
 silently run in FP8, or the other way round.
+
+The module itself changes class (`OverrideMixin`), whatever autocast says: a linear layer multiplies
+inputs and weights cast to its type; an embedding or a norm gets its input in that type and gives
+its result in it (norms compute inside in that type or a higher one, as they are written). Where
+autocast is on, only its own type and float32 can meet afterwards, so a result in a third type
+(float16 in a BF16 run) is handed on in autocast's. Parameters stay what the optimizer knows, and
+gradients come back in their own type.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
 
 from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import PlanError, nearest
-
-if TYPE_CHECKING:
-    from torch import nn
+from finetune.precision.layers import is_conv1d, matches
+from finetune.precision.swap import Swapped
 
 Part = Literal["embed", "attn", "mlp", "norm", "output", "router", ""]
 PARTS: tuple[Part, ...] = ("embed", "attn", "mlp", "norm", "output", "router")
 NO_MATMUL: tuple[Part, ...] = ("embed", "norm")
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -44,18 +55,6 @@ class Choice:
     compute: Compute
     reason: str
     asked: bool
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern names this module: the whole name, or any run of its parts."""
-    if fnmatch.fnmatchcase(name, pattern):
-        return True
-    parts = name.split(".")
-    width = pattern.count(".") + 1
-    return any(
-        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
-        for i in range(len(parts) - width + 1)
-    )
 
 
 def part_of(name: str) -> Part:
@@ -222,8 +221,6 @@ class Choices:
 
 def _decoder_blocks(model: nn.Module, names: list[str]) -> tuple[str, int]:
     """Name and length of the list of decoder blocks: the longest list that holds weights."""
-    from torch import nn
-
     lists = [
         (len(module), name)
         for name, module in model.named_modules()
@@ -240,3 +237,28 @@ def _decoder_blocks(model: nn.Module, names: list[str]) -> tuple[str, int]:
     depth = min(name.count(".") for _, name in lists)
     count, name = max((c, n) for c, n in lists if n.count(".") == depth)
     return name, count
+
+
+class OverrideMixin(Swapped):
+    """In front of a module's own class: computes in `fp8_dtype`, with autocast off."""
+
+    fp8_dtype: torch.dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        dtype = self.fp8_dtype
+        # The input is the first argument, whatever the module calls it.
+        name, x = ("", args[0]) if args else next(iter(kwargs.items()))
+        kind = x.device.type
+        around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+        with torch.autocast(kind, enabled=False):
+            if isinstance(self, nn.Linear) or is_conv1d(type(self)):  # pyright: ignore
+                weight: Any = self.weight
+                weight = weight if isinstance(self, nn.Linear) else weight.t()
+                bias: Any = None if self.bias is None else self.bias.to(dtype)
+                y = nn.functional.linear(x.to(dtype), weight.to(dtype), bias)  # [M, K] @ [K, N]
+            else:
+                x = x.to(dtype) if x.is_floating_point() else x  # token ids stay
+                args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
+                y = self.plain_class.forward(self, *args, **kwargs)
+                y = y.to(dtype)
+        return y.to(around) if dtype not in (torch.float32, around) else y

@@ -13,7 +13,7 @@ of three) raises; one that is not seen as such (of a cast or a copy of the param
 kernel of somebody else, outside its owner's forward) is caught by the proof's witness.
 
 A gather of whole matrices, `weight[expert_ids]`, is remembered, and its product made from the
-parameter itself: each expert's matrix is quantised and multiplied once, not once a token.
+parameter itself: each expert's matrix is quantized and multiplied once, not once a token.
 
 Limits: `torch.compile` leaves these modules' forwards out, since the mode asks tensors for their
 memory. A part of the forward that is checkpointed *inside* it is recomputed outside the mode;
@@ -27,7 +27,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,33 +36,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import Backend, compute_dtype
+from finetune.precision.backends.base import (
+    Backend,
+    ObservedMixin,
+    Owner,
+    compute_dtype,
+    multiplying,
+)
 from finetune.precision.contractions import Linear, contract, gathered, grouped, products, read
 from finetune.precision.planner import LayerPlan, alignment
-from finetune.precision.swap import Swapped
 
 PLAIN = (nn.Parameter, FakeTensor)
 """Types of a parameter that has memory of its own, or is said to (rehearsals)."""
 
 
-class Observer(Protocol):
-    """Is told which parameter each 2-D product belongs to, and its (N, K)."""
-
-    def enter(self, name: str, shape: tuple[int, int]) -> None:
-        """A product of this parameter begins."""
-        ...
-
-    def leave(self) -> None:
-        """It has ended."""
-        ...
-
-    def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
-        """Its gradients run in the autograd nodes between `y` and `inputs`."""
-        ...
-
-
 @dataclass
-class Seat:
+class PlannedParameter:
     """A planned parameter of a module, and what multiplies by it."""
 
     layer: LayerPlan
@@ -118,13 +107,13 @@ class ParameterMode(TorchFunctionMode):
 
     def __init__(self, owner: ParameterMixin) -> None:
         super().__init__()
-        self.seats = {seat.layer.name: seat for seat in owner.fp8_seats}
+        self.planned = {each.layer.name: each for each in owner.fp8_parameters}
         self.observers = owner.fp8_observers
         self.multiple = alignment(owner.fp8_backend.precision)
         self._parameters = Parameters()
         self._taken = WeakTensorKeyDictionary()
-        for name, seat in self.seats.items():
-            parameter = getattr(owner, seat.local)
+        for name, entry in self.planned.items():
+            parameter = getattr(owner, entry.local)
             if type(parameter) not in PLAIN:
                 raise ConversionError(
                     f"{name!r} is planned in FP8 and is a {type(parameter).__name__} in its "
@@ -159,7 +148,7 @@ class ParameterMode(TorchFunctionMode):
         return self._parameters.find(x if taken is None else taken[0])
 
     def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Tensor:
-        seat, call = self.seats[name], read(func, args, kwargs)
+        entry, call = self.planned[name], read(func, args, kwargs)
         if call is None:
             raise _refused(name, func, "this form of the call is not served")
         a, b = self._name_of(call.a), self._name_of(call.b)
@@ -167,17 +156,17 @@ class ParameterMode(TorchFunctionMode):
             return func(*args, **kwargs)
         product = call.product(weight_first=a is not None)
         taken = self._taken.get(product.w)
-        linear = functools.partial(self._linear, seat)
+        linear = functools.partial(self._linear, entry)
         if call.ends is not None:
             if a is not None or taken is not None:
                 raise _refused(name, func, "the parameter must be the stack of the groups' weights")
-            self._check_aligned(seat, func, (call.b.shape[2], call.b.shape[1]))
+            self._check_aligned(entry, func, (call.b.shape[2], call.b.shape[1]))
             return grouped(call.a, call.b.mT, call.ends.tolist(), linear)
         if taken is None:
             product = product.narrowed()
         if not product.is_linear:
             raise _refused(name, func, "it is no linear product of tokens and weights")
-        self._check_aligned(seat, func, product.shape)
+        self._check_aligned(entry, func, product.shape)
         if taken is None:
             return contract(product, linear)
         source, index = taken
@@ -185,24 +174,19 @@ class ParameterMode(TorchFunctionMode):
             raise _refused(name, func, "gathered matrices are multiplied by one token each")
         return gathered(product, source, index, linear)
 
-    def _check_aligned(self, seat: Seat, func: Any, shape: tuple[int, int]) -> None:
+    def _check_aligned(self, entry: PlannedParameter, func: Any, shape: tuple[int, int]) -> None:
         for label, size in zip("NK", shape, strict=True):
             if size % self.multiple:
                 why = f"{label}={size} of this product is not a multiple of {self.multiple}"
-                raise _refused(seat.layer.name, func, why)
+                raise _refused(entry.layer.name, func, why)
 
-    def _linear(self, seat: Seat, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, entry: PlannedParameter, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         if not x.shape[0]:  # an expert without tokens has nothing to scale
             dtype = compute_dtype(x)
-            return x.to(dtype) @ w.to(dtype).t()
-        name, shape = seat.layer.name, (w.shape[0], w.shape[1])
-        for observer in self.observers:
-            observer.enter(name, shape)
-        try:
-            y = seat.linear(x, w, bias)
-        finally:
-            for observer in self.observers:
-                observer.leave()
+            return x.to(dtype) @ w.to(dtype).t()  # [0, K] @ [K, N]
+        name, shape = entry.layer.name, (w.shape[0], w.shape[1])
+        with multiplying(Owner(name, self.observers), w):
+            y = entry.linear(x, w, bias)  # [M, K] @ [K, N]
         for observer in self.observers:
             observer.watch(name, shape, y, (x, w, bias))
         return y
@@ -227,26 +211,27 @@ def _refused(name: str, func: Any, why: str) -> ConversionError:
     )
 
 
-class ParameterMixin(Swapped):
+class ParameterMixin(ObservedMixin):
     """In front of a module's own class: training multiplies by its planned parameters in FP8."""
 
     fp8_backend: Backend
-    fp8_seats: list[Seat]
-    fp8_observers: list[Observer]
+    fp8_parameters: list[PlannedParameter]
     keeps_name = True
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, ParameterMixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, *args, **kwargs)
-        reverted = "fp8_seats" not in self.__dict__  # and FSDP2's class has stayed in front
+        reverted = "fp8_parameters" not in self.__dict__  # and FSDP2's class has stayed in front
         if reverted or (not self.training and self.fp8_backend.precision.eval == "high"):
             return self.plain_class.forward(self, *args, **kwargs)
         with ParameterMode(self):
             return self.plain_class.forward(self, *args, **kwargs)
 
 
-def seats(backend: Backend, module: nn.Module, layers: list[LayerPlan]) -> dict[str, Any]:
+def planned_parameters(
+    backend: Backend, module: nn.Module, layers: list[LayerPlan]
+) -> dict[str, Any]:
     """Attributes of a converted owner of these planned parameters."""
-    found = [Seat(layer, backend.linear(module, layer)) for layer in layers]
-    return {"fp8_backend": backend, "fp8_seats": found, "fp8_observers": []}
+    found = [PlannedParameter(layer, backend.linear(module, layer)) for layer in layers]
+    return {"fp8_backend": backend, "fp8_parameters": found, "fp8_observers": []}

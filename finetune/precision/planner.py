@@ -24,20 +24,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.schema import Compute, Gemm, PrecisionConfig
-from finetune.errors import PlanError
-from finetune.precision.holdings import refuse_quantised, tell_holdings
+from finetune.errors import PlanError, StorageNotComputeError
 from finetune.precision.layers import (
     Role,
     is_low_rank,
     iter_linears,
     iter_parameters,
     iter_roles,
+    iter_weights,
     output_head,
     why_made_anew,
     why_own_forward,
 )
 from finetune.precision.overrides import Choices, Part, part_of
-from finetune.precision.weights import Granularity, StoredMixin, serves
+from finetune.precision.stored import StoredMixin, iter_stored, stored_as
+from finetune.precision.weights import Granularity, serves
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,11 +59,11 @@ class LayerPlan:
         compute: precision of its GEMMs; `fp8` where the layer is converted.
         reason: why this precision.
         gemm_precision: of a converted layer, where it is not all FP8: GEMM -> precision.
-        forced: the type was chosen by the user and is not that of the rest of the model: the
+        override: the type was chosen by the user and is not that of the rest of the model: the
             layer computes in it whatever autocast says.
         kind: `linear` for a module that is a linear layer, `parameter` for a declared parameter.
-        held: of a converted layer whose weight is held only as FP8 codes (`storage`), what shares a
-            scale in it; empty where the weight stays as it is.
+        stored: of a converted layer whose weight is stored only as FP8 codes, what shares a scale
+            in it; empty where the weight stays as it is.
     """
 
     name: str
@@ -72,9 +73,9 @@ class LayerPlan:
     compute: Compute
     reason: str
     gemm_precision: tuple[tuple[Gemm, str], ...] = ()
-    forced: bool = False
+    override: bool = False
     kind: Literal["linear", "parameter"] = "linear"
-    held: Granularity | Literal[""] = ""
+    stored: Granularity | Literal[""] = ""
 
     @property
     def owner(self) -> str:
@@ -123,9 +124,9 @@ class PrecisionPlan:
         return tuple(layer for layer in self.layers if layer.compute == "fp8")
 
     @property
-    def held(self) -> tuple[LayerPlan, ...]:
-        """The layers whose weights are held only as FP8 codes."""
-        return tuple(layer for layer in self.layers if layer.held)
+    def stored(self) -> tuple[LayerPlan, ...]:
+        """The layers whose weights are stored only as FP8 codes."""
+        return tuple(layer for layer in self.layers if layer.stored)
 
     @property
     def fp8_parameters(self) -> dict[str, list[LayerPlan]]:
@@ -137,9 +138,9 @@ class PrecisionPlan:
         return found
 
     @property
-    def forced(self) -> dict[str, Compute]:
+    def overrides(self) -> dict[str, Compute]:
         """Modules that compute in a type of their own, by the user's choice."""
-        named = [layer for layer in self.layers if layer.forced]
+        named = [layer for layer in self.layers if layer.override]
         return {item.name: item.compute for item in (*named, *self.casts)}
 
     def __str__(self) -> str:
@@ -184,7 +185,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         StorageNotComputeError: FP8 was asked and the model's weights are held quantised.
     """
     if precision.compute == "fp8":
-        refuse_quantised(model, precision)
+        refuse_quantized(model, precision)
     linears = list(iter_linears(model))
     head = output_head(model)
     in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
@@ -208,13 +209,19 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         frozen = not module.weight.requires_grad
         row = _plan_layer(name, shape, frozen, roles[name], cannot, choices)
         plain = id(module.weight) in shared or id(module) in parametrised
-        layers.append(row if plain else _held(row, module, precision))
+        layers.append(row if plain else _stored(row, module, precision))
     for name, owner, parameter in parameters:
         n, k = parameter.shape[-2:]
         cannot = why_made_anew(model, name, owner) or _why_not_parameter((n, k), precision)
         row = _plan_layer(name, (n, k), not parameter.requires_grad, roles[name], cannot, choices)
         layers.append(_as_parameter(row))
-    layers = tell_holdings(layers, model)
+    kinds = {name: kind for name, module, _ in linears if (kind := stored_as(module))}
+    layers = [
+        replace(row, reason=f"{row.reason}; weight held in {kinds[row.name]}")
+        if row.name in kinds and row.compute != "fp8"
+        else row
+        for row in layers
+    ]
     casts = [
         CastPlan(name, choice.compute, choice.reason)
         for name in _elementwise(model)
@@ -230,7 +237,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             or "no linear layers, and no parameters declared to multiply (fp8_matmuls)",
             fix="keep fewer layers, or choose precision.compute=bf16",
         )
-    if precision.frozen == "fp8" and not result.held:
+    if precision.frozen == "fp8" and not result.stored:
         raise PlanError(
             "frozen=fp8 was asked and this model has no frozen layer to hold in FP8",
             where="precision.frozen",
@@ -240,13 +247,56 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     return result
 
 
+def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
+    """Raise `StorageNotComputeError` for quantised weights that FP8 GEMMs cannot be fed from.
+
+    Storage (4-bit, 8-bit, `load_in_fp8`) saves memory and is dequantised before each matmul;
+    compute multiplies in FP8. Frozen weights stored in FP8 can do both (`precision.frozen`).
+    """
+    stored = {f"{name}.weight" for name, _ in iter_stored(model)}
+    quantised = [
+        (name, f"{name}.weight" in stored)
+        for name, weight, _ in iter_weights(model)
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
+    ]
+    flags = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized")
+    flag = next((name for name in flags if getattr(model, name, False)), None)
+    if not flag and getattr(getattr(model, "config", None), "quantization_config", None):
+        flag = "config.quantization_config"
+    where = next((name for name, ours in quantised if not ours), flag)
+    if quantised and all(ours for _, ours in quantised):
+        if precision.frozen == "fp8":
+            return
+        raise StorageNotComputeError(
+            "this model is stored in FP8 (load_in_fp8), and FP8 compute was not told to use that",
+            where=quantised[0][0],
+            why="load_in_fp8 is about storage: weights are dequantised before a 16-bit matmul; "
+            "frozen weights can also be multiplied as they are stored",
+            fix="frozen='fp8' with adapters over it, in setup_fp8_mixed_precision_training("
+            "scaling='rowwise', frozen='fp8') or precision.frozen=fp8; to train all parameters, "
+            "load the model plain",
+        )
+    if where is None:
+        return
+    raise StorageNotComputeError(
+        "this model was loaded quantised, and FP8 compute needs plain weights",
+        where=where,
+        why="load_in_4bit, load_in_8bit and load_in_fp8 are about storage: weights are kept small "
+        "and dequantised before a 16-bit matmul; FP8 training is about compute: the matmul itself "
+        "runs in FP8 from 16- or 32-bit weights",
+        fix="load the model without a quantization_config to train in FP8 (precision.frozen=fp8 "
+        "holds a base under adapters in one byte a number), or keep it quantised and train without "
+        "setup_fp8_mixed_precision_training (QLoRA in BF16)",
+    )
+
+
 def _shared_parameters(model: nn.Module) -> set[int]:
     """Identities of parameters that several modules hold, such as a head tied to an embedding."""
     held = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     return {key for key, count in held.items() if count > 1}
 
 
-def _held(row: LayerPlan, module: Any, precision: PrecisionConfig) -> LayerPlan:
+def _stored(row: LayerPlan, module: Any, precision: PrecisionConfig) -> LayerPlan:
     """The row of a linear layer, whose weight is held in FP8 where it is frozen and computes so."""
     if precision.frozen != "fp8" or row.compute != "fp8" or not row.frozen:
         return row
@@ -257,7 +307,7 @@ def _held(row: LayerPlan, module: Any, precision: PrecisionConfig) -> LayerPlan:
     if isinstance(module, StoredMixin) and not serves(module.stored_tile, row.shape, granularity):
         reason += ", cast again from what the checkpoint holds"
     asked = "" if row.reason == "linear layer, aligned" else f"{row.reason}; "
-    return replace(row, held=granularity, reason=asked + reason)
+    return replace(row, stored=granularity, reason=asked + reason)
 
 
 def _plan_layer(
@@ -275,7 +325,7 @@ def _plan_layer(
     if wanted != "fp8":
         usual = "bf16" if precision.compute == "fp8" else precision.compute
         reason = choice.reason if choice is not None else "asked"
-        return LayerPlan(name, shape, role, frozen, wanted, reason, forced=wanted != usual)
+        return LayerPlan(name, shape, role, frozen, wanted, reason, override=wanted != usual)
     if choice is not None and choice.asked and cannot:
         raise PlanError(
             f"FP8 was chosen for {name!r}, which cannot take it",
@@ -295,7 +345,7 @@ def _plan_layer(
 
 def _as_parameter(row: LayerPlan) -> LayerPlan:
     """The row of a parameter, of which a linear layer's rules have decided."""
-    if row.forced:
+    if row.override:
         raise PlanError(
             f"{row.compute} was chosen for {row.name!r}, a parameter that its module multiplies",
             where=row.reason,

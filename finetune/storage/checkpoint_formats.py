@@ -30,7 +30,8 @@ from torch import Tensor
 
 from finetune.errors import StorageNotComputeError, nearest
 from finetune.precision.formats import E4M3
-from finetune.precision.weights import BLOCK, Fp8Bits, Granularity, Tile, slab_rows
+from finetune.precision.stored import Fp8Bits
+from finetune.precision.weights import BLOCK, Granularity, Tile, slab_rows
 
 OWN = "fp8_storage"
 METHODS = (OWN, "fp8", "compressed-tensors")

@@ -13,7 +13,7 @@ for it. For inference, and as a frozen base of adapters. FP8 *compute*, which tr
     `fp8` (DeepSeek, Qwen), or          the published codes bit for bit, with their scales
     compressed-tensors float-quantized
 
-Given a `granularity`, published codes get such scales instead (`finetune.precision.rescaling`), so
+Given a `granularity`, published codes get such scales instead (`finetune.precision.stored`), so
 that a base which others published in blocks can be multiplied in FP8 row by row.
 
 `build_stored` makes such a model of random weights. It is built on the meta device: shapes, no
@@ -42,8 +42,8 @@ import finetune.storage.bdh  # noqa: F401  makes our own model types known
 from finetune.config.schema import Storage
 from finetune.errors import ConfigError, ModelNotFoundError, PlanError
 from finetune.precision.layers import leave_out, resolve, storable
-from finetune.precision.rescaling import release, requantise
-from finetune.precision.weights import Granularity, hold, iter_stored
+from finetune.precision.stored import iter_stored, release, requantize, store
+from finetune.precision.weights import Granularity
 from finetune.storage import nf4
 from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of
 from finetune.storage.quantizer import (
@@ -253,9 +253,9 @@ def _conform(model: Any, stored: Mapping[str, Granularity | None]) -> Any:
     already = dict(iter_stored(model))
     for name, granularity in stored.items():
         if name not in already:
-            hold(model.get_submodule(name), granularity or "row")
+            store(model.get_submodule(name), granularity or "row")
         elif granularity is not None:
-            requantise(already[name], granularity)
+            requantize(already[name], granularity)
     adopt(model, model.hf_quantizer)
     return model
 
@@ -340,7 +340,7 @@ class _Filling:
         for name in self.due:
             module: Any = root.get_submodule(name.removeprefix(prefix))
             used = module.weight.detach()
-            hold(module, self.granularity)
+            store(module, self.granularity)
             self.spare.setdefault((used.shape, used.dtype), []).append(used)
         self.due = []
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import PlanError
 from finetune.hardware.device import this_device
-from finetune.precision.holdings import held_as
+from finetune.precision.stored import stored_as
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +89,7 @@ def build_random(shape: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
     quantizer.preprocess_model(model, device_map={"": device})
     with torch.no_grad():
         for module in model.modules():
-            if held_as(module):
+            if stored_as(module):
                 _fill(module, model, device, kwargs["dtype"])
             else:
                 module.to_empty(device=device, recurse=False)
@@ -125,7 +125,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         PlanError: it has no layer that is held in four bits.
     """
-    layers: list[Any] = [module for module in model.modules() if held_as(module)]
+    layers: list[Any] = [module for module in model.modules() if stored_as(module)]
     if not layers:
         raise PlanError(
             "no layer of this model can be held in four bits",
@@ -145,7 +145,7 @@ def masters_kept(model: nn.Module) -> Iterator[None]:
     Around the making of an `SFTTrainer` over a model with adapters: TRL 1.16 casts those of a
     4-bit base to BF16, in which training stores them from then on.
     """
-    four_bit = any(held_as(module) for module in model.modules())
+    four_bit = any(stored_as(module) for module in model.modules())
     held = [(p, p.data) for p in model.parameters() if p.requires_grad and four_bit]
     yield
     for parameter, data in held:

@@ -34,16 +34,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from finetune.errors import ConfigError, StorageNotComputeError, nearest, some
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import linear_shape, resolve, storable, why_own_forward
-from finetune.precision.rescaling import release
-from finetune.precision.weights import (
-    Fp8Bits,
-    Granularity,
-    Tile,
-    iter_stored,
-    put,
-    quantise_weight,
-    refuse_training,
-)
+from finetune.precision.stored import Fp8Bits, iter_stored, put, refuse_training, release
+from finetune.precision.weights import Granularity, Tile, quantize_weight
 from finetune.storage.checkpoint_formats import (
     KINDS,
     OWN,
@@ -140,7 +132,7 @@ class QuantizeWeight(ConversionOps):
             w = value.t() if module.transposed_weight else value
             if tuple(w.shape) != tuple(module.bits.shape):  # is reported by its caller
                 raise ValueError(f"{name} is {tuple(value.shape)} in the checkpoint")
-            bits, inverse = quantise_weight(w, module.stored_tile)
+            bits, inverse = quantize_weight(w, module.stored_tile)
             bits = bits.t().contiguous() if module.transposed_weight else bits
             result[name] = Fp8Bits(bits)
             result[name.removesuffix(".weight") + SCALE] = inverse

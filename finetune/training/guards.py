@@ -18,7 +18,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import Resolution
 from finetune.precision.convert import Conversion
-from finetune.precision.holdings import iter_weights
+from finetune.precision.layers import iter_weights
 
 ATTRIBUTE = "_finetune_guard"
 

@@ -243,7 +243,7 @@ def _load_pretrained(
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    from finetune.precision.holdings import held_weights
+    from finetune.precision.stored import stored_weights
 
     source, published = locate(model), is_published_fp8(load_shape(model))
     kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -269,15 +269,16 @@ def _load_pretrained(
         raise
     except (OSError, ValueError) as error:
         raise _not_loaded(source, error) from error
-    stored = model.storage == "nf4" or "nf4" in held_weights(loaded)  # also a checkpoint of its own
-    return nf4.prepare(loaded) if stored else loaded
+    # A checkpoint may be in NF4 of its own.
+    in_nf4 = model.storage == "nf4" or "nf4" in stored_weights(loaded)
+    return nf4.prepare(loaded) if in_nf4 else loaded
 
 
 def _granularity(held: Sequence[LayerPlan]) -> Granularity:
     """What shares a scale: one plan has one scaling."""
-    first = held[0].held
+    first = held[0].stored
     assert first
-    assert all(row.held == first for row in held)
+    assert all(row.stored == first for row in held)
     return first
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from finetune.config.schema import Compute
 from finetune.hardware.device import Resolution
-from finetune.precision.weights import before_sharding, share_scales
+from finetune.precision.stored import before_sharding, share_scales
 from finetune.training import compute_types, guards
 
 AUTOCAST: dict[Compute, str] = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}

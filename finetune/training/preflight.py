@@ -181,7 +181,7 @@ def _check_head(the_plan: PrecisionPlan) -> None:
                 fix=f"leave it out of lora.target_modules, or train it in full: "
                 f"lora.modules_to_save=[{layer.plain_name}]",
             )
-        if layer.role == "head" and (layer.forced or layer.compute == "fp8"):
+        if layer.role == "head" and (layer.override or layer.compute == "fp8"):
             raise PlanError(
                 f"{layer.compute.upper()} was chosen for the output head, which SFTTrainer "
                 "multiplies outside of its layer",

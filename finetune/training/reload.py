@@ -152,7 +152,7 @@ def _load(run: TrainedRun) -> Any:
             why="the run drew them by chance, and other versions or devices draw others",
             fix="runs with model.weights=pretrained can be asked",
         )
-    base: Any = load_model(config.model, plan(sketch(config), config.precision).held)
+    base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
     return PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
 
 

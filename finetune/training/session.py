@@ -27,13 +27,13 @@ from finetune.hardware.device import Device, Resolution, resolve, this_device, v
 from finetune.precision import convert
 from finetune.precision.backends.base import Backend
 from finetune.precision.formats import E4M3
-from finetune.precision.holdings import held_as, held_weights, iter_weights, refuse_quantised
-from finetune.precision.layers import iter_linears, iter_parameters
+from finetune.precision.layers import iter_linears, iter_parameters, iter_weights
 from finetune.precision.lora import fused_adapters
-from finetune.precision.planner import PrecisionPlan, plan
+from finetune.precision.planner import PrecisionPlan, plan, refuse_quantized
 from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
-from finetune.precision.weights import StoredMixin, serves
+from finetune.precision.stored import StoredMixin, stored_as, stored_weights
+from finetune.precision.weights import serves
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, guards, low_bit
 from finetune.training.compile import compile_layers
@@ -110,7 +110,7 @@ class Session:
         convert.revert(model)  # also models inside it that were prepared by themselves
         guards.unguard(model)
         if self.resolution.asked.compute == "fp8":  # also where BF16 stands in for it
-            refuse_quantised(model, self.resolution.asked)
+            refuse_quantized(model, self.resolution.asked)
         if self.precision.compute == "fp16":
             compute_types.refuse_half_weights(model)
         if self.precision.compute == "fp32":
@@ -122,7 +122,7 @@ class Session:
             made = plan(model, self.precision)
         conversion = convert.apply(model, made, hardware=bool(self.device.has_fp8))
         self.conversions.add(conversion)
-        if made.held:
+        if made.stored:
             _describe_storage(model)
         if before:
             # A finished proof keeps its model alive: only the last is needed, for the receipt.
@@ -193,8 +193,8 @@ class Session:
                 "effective": _effective_of(engines) or self._effective(),
                 "reason": r.reason,
                 "fallback": r.fallback,
-                "storage": held_weights(conversion.model) if conversion else {},
-                "forced": dict(conversion.plan.forced) if conversion else {},
+                "storage": stored_weights(conversion.model) if conversion else {},
+                "forced": dict(conversion.plan.overrides) if conversion else {},
                 "compile": self.compiled,
                 "evaluation": p.eval if p.compute == "fp8" else "high",
                 "adapters": fused_adapters(conversion.fused) if conversion else "",
@@ -259,10 +259,10 @@ def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
         return False
     for name, module, shape in iter_linears(model):
         if isinstance(module, StoredMixin):
-            held = rows[name].held
+            held = rows[name].stored
             if not held or not serves(module.stored_tile, shape, held):
                 return False
-        elif held_as(module):
+        elif stored_as(module):
             return False
     return True
 

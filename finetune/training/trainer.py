@@ -22,7 +22,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.errors import ConfigError, FinetuneError
 from finetune.hardware.device import this_device
-from finetune.precision.holdings import held_weights
+from finetune.precision.stored import stored_weights
 from finetune.runs.folder import write_start
 from finetune.runs.receipt import Receipt
 from finetune.runs.run_report import RunReport, Sample
@@ -211,7 +211,7 @@ class _Run:
             train=rows.train,
             held_out=rows.eval,
             tokenizer=job.tokenizer,
-            held=session.planned.held if session.planned else (),
+            held=session.planned.stored if session.planned else (),
             callbacks=[
                 *(self.samples, self.metrics, self.bar, self.stop),
                 *(self.keeper, self.meter, self.timer),
@@ -322,7 +322,7 @@ def make_trainer(
 
     model: Any = load_model(config.model, held)
     adapters = lora_config(config.lora) if config.lora else None
-    if adapters is not None and held_weights(model):  # the trainer would cast what it attaches
+    if adapters is not None and stored_weights(model):  # the trainer would cast what it attaches
         model, adapters = get_peft_model(model, adapters), None
     optimizer = chosen(config.train)
     if optimizer.library == "bitsandbytes":

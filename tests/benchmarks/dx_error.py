@@ -42,7 +42,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.frozen import Arithmetic, cast, dgrad, multiply
 from finetune.precision.convert import apply, revert
 from finetune.precision.planner import plan
-from finetune.precision.weights import quantise_weight, tile_of
+from finetune.precision.weights import quantize_weight, tile_of
 from finetune.training.model import ASSETS, TINY_LLAMA
 
 M, N, K = 512, 1024, 768
@@ -125,14 +125,14 @@ def ours(
     def product(g: Tensor, w: Tensor) -> Tensor:
         tile = tile_of(granularity, (w.shape[0], w.shape[1]))
         how = Arithmetic(tile, per_row=granularity == "row", in_bf16=False, high=high)
-        return dgrad(g, *quantise_weight(w, tile), how)
+        return dgrad(g, *quantize_weight(w, tile), how)
 
     return product
 
 
 def second_copy(g: Tensor, w: Tensor) -> Tensor:
     """dgrad from codes with one scale per input channel: nothing to fold, another copy to keep."""
-    bits, inverse = quantise_weight(w.t().contiguous(), (1, w.shape[0]))
+    bits, inverse = quantize_weight(w.t().contiguous(), (1, w.shape[0]))
     how = Arithmetic((1, w.shape[0]), in_bf16=False)
     return multiply(cast(g, how), bits.t(), inverse.t(), how, g.dtype)
 

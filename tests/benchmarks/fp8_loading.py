@@ -160,16 +160,15 @@ def errors() -> None:
     """Print relative errors ‖W - Ŵ‖ / ‖W‖ of block scales, row scales, and the one on the other."""
     from torch import nn
 
-    from finetune.precision.rescaling import requantise
-    from finetune.precision.weights import hold
+    from finetune.precision.stored import requantize, store
 
     def relative(layer: Any, w: torch.Tensor) -> float:
-        return float((layer.dequantise(torch.float32) - w).norm() / w.norm())
+        return float((layer.weight_in(torch.float32) - w).norm() / w.norm())
 
     def held(w: torch.Tensor, granularity: Any) -> Any:
         layer = nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=torch.bfloat16)
         layer.weight.data.copy_(w)
-        hold(layer, granularity)
+        store(layer, granularity)
         return layer
 
     generator = torch.Generator().manual_seed(0)
@@ -189,7 +188,7 @@ def errors() -> None:
         w = w.bfloat16().float()
         block, row = relative(held(w, "block"), w), relative(held(w, "row"), w)
         both = held(w, "block")
-        requantise(both, "row")
+        requantize(both, "row")
         after = relative(both, w)
         print(f"{name:28s} {block:8.4f} {row:8.4f} {after:11.4f} {(block**2 + row**2) ** 0.5:9.4f}")
 

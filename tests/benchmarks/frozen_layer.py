@@ -42,8 +42,8 @@ from torchao.float8.float8_linear import Float8Linear
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.backends.torchao import TorchaoBackend
+from finetune.precision.stored import store
 from finetune.precision.swap import swap
-from finetune.precision.weights import hold
 
 TORCHAO = "torchao"
 
@@ -57,7 +57,7 @@ def plain(n: int, k: int) -> nn.Linear:
 def ours(n: int, k: int, scaling: Any, emulation: Any, emulate: bool) -> nn.Module:
     """The layer held as codes, as `convert.apply` makes it."""
     layer = plain(n, k)
-    hold(layer, "row" if scaling == "rowwise" else "tensor")
+    store(layer, "row" if scaling == "rowwise" else "tensor")
     precision = PrecisionConfig(
         compute="fp8", backend="emulated", scaling=scaling, emulation=emulation, frozen="fp8"
     )

@@ -12,7 +12,7 @@ from finetune import (
     teardown_fp8_mixed_precision_training,
 )
 from finetune.precision.backends.frozen import Arithmetic, cast, dgrad, fprop
-from finetune.precision.weights import quantise_weight, tile_of
+from finetune.precision.weights import quantize_weight, tile_of
 from tests.conftest import batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -26,7 +26,7 @@ def test_hardware_and_emulation_differ_by_accumulation_only(granularity, tokens)
     x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
     g = torch.randn(tokens, 768, device="cuda", dtype=torch.bfloat16)
     tile = tile_of(granularity, (768, 512))
-    bits, inverse = quantise_weight(torch.randn(768, 512, device="cuda"), tile)
+    bits, inverse = quantize_weight(torch.randn(768, 512, device="cuda"), tile)
     results = []
     for emulate in (True, False):
         how = Arithmetic(tile, per_row=granularity == "row", emulate=emulate)

@@ -13,7 +13,7 @@ from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError, ProofError
 from finetune.precision import convert, planner
-from finetune.precision.forced import DTYPES, ForcedMixin
+from finetune.precision.overrides import DTYPES, OverrideMixin
 from tests.conftest import batch
 
 
@@ -114,7 +114,7 @@ def test_a_forced_layer_is_exactly_that(compute) -> None:
     )
     the_plan = planner.plan(model, p)
     convert.apply(model, the_plan)
-    assert isinstance(model[1], ForcedMixin) == (compute != "bf16"), "BF16 is what the run has"
+    assert isinstance(model[1], OverrideMixin) == (compute != "bf16"), "BF16 is what the run has"
     if compute == "bf16":
         return
     for autocast in (False, True):
@@ -149,7 +149,7 @@ def test_a_module_called_by_keyword_and_with_more_arguments() -> None:
     class GatedNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(64))
+            self.weight = nn.Parameter(torch.rand(64))
 
         def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
             assert hidden_states.dtype is torch.bfloat16
@@ -162,15 +162,22 @@ def test_a_module_called_by_keyword_and_with_more_arguments() -> None:
             self.norm, self.layer = GatedNorm(), nn.Linear(64, 64)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(hidden_states=x) + self.norm(x, x) + self.norm(x, gate=x)
-            return self.layer(y)
+            n = self.norm
+            ways = n(hidden_states=x), n(x, x), n(x, gate=x), n(hidden_states=x, gate=x)
+            self.seen = torch.stack(ways)
+            return self.layer(self.seen.sum(0))
 
     model = Net()
     p = PrecisionConfig.model_validate(
         {"compute": "fp8", "backend": "emulated", "emulation": "allow", "map": {"norm": "bf16"}}
     )
     convert.apply(model, planner.plan(model, p))
-    assert model(torch.randn(16, 64)).shape == (16, 64)
+    x = torch.randn(16, 64)
+    assert model(x).shape == (16, 64)
+    low = x.bfloat16()
+    once, gated = low * model.norm.weight, low * model.norm.weight * x
+    expected = [once, gated, gated, gated]
+    assert torch.equal(model.seen, torch.stack([y.bfloat16() for y in expected]))
 
 
 def test_revert_copy_and_pickle_give_plain_modules(make_llama) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
 from finetune.precision.backends import emulated
-from finetune.precision.backends.emulated import EmulatedBackend, HeldWeight, sums_of_bits
+from finetune.precision.backends.emulated import EmulatedBackend, HeldWeight, fingerprint
 from finetune.precision.scaling import BlockwiseRule, MxRule, NvRule, RowwiseRule, TensorwiseRule
 from finetune.training import session
 from tests.conftest import batch
@@ -111,6 +111,8 @@ def written(how: str, model: nn.Sequential, weight: nn.Parameter, new: torch.Ten
             weight.data.copy_(weight.data.flip(0))
         case "columns exchanged":
             weight.data.copy_(weight.data.flip(1))
+        case "columns rotated":  # by whole words: their sum along each row stays
+            weight.data.copy_(weight.data.roll(8, 1))
         case "state dict":
             model.load_state_dict({"0.weight": new})
         case "state dict, assigned":
@@ -142,8 +144,9 @@ def written(how: str, model: nn.Sequential, weight: nn.Parameter, new: torch.Ten
 
 WAYS = [
     "in place", "through .data", "another storage, twice", "negated", "rows exchanged",
-    "columns exchanged", "state dict", "state dict, assigned", "another parameter", "optimizer",
-    "optimizer through .data", "not a torch optimizer", "bitsandbytes",
+    "columns exchanged", "columns rotated", "state dict", "state dict, assigned",
+    "another parameter", "optimizer", "optimizer through .data", "not a torch optimizer",
+    "bitsandbytes",
 ]  # fmt: skip
 
 
@@ -167,12 +170,24 @@ def test_codes_are_never_stale(how, dtype) -> None:
 
 def test_one_weight_of_a_million_is_noticed() -> None:
     w = torch.randn(1024, 1024)
-    bits = sums_of_bits(w)
-    assert torch.equal(sums_of_bits(w.clone()), bits)
+    bits = fingerprint(w)
+    assert torch.equal(fingerprint(w.clone()), bits)
     w.data[517, 3] = torch.nextafter(w[517, 3], torch.tensor(9.0))
-    assert not torch.equal(sums_of_bits(w), bits)
+    assert not torch.equal(fingerprint(w), bits)
     for odd in (w[:, :3], w[5:7], w.t(), w.bfloat16()[:, 1:4], w.bfloat16()[3]):
-        sums_of_bits(odd if odd.dim() == 2 else odd[None])  # any layout
+        fingerprint(odd if odd.dim() == 2 else odd[None])  # any layout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_exchange_of_columns_is_noticed_where_no_sum_changes(dtype) -> None:
+    """The rows and columns of an identity matrix all have the same sum."""
+    w = torch.eye(64).to(dtype)
+    exchanged = w.clone()
+    exchanged[:, [0, 8]] = exchanged[:, [8, 0]]
+    assert torch.equal(exchanged.sum(0), w.sum(0))
+    assert torch.equal(exchanged.sum(1), w.sum(1))
+    assert not torch.equal(fingerprint(exchanged), fingerprint(w))
+    assert not torch.equal(fingerprint(exchanged.t()), fingerprint(w))
 
 
 def test_what_is_held_are_fp8_bits() -> None:

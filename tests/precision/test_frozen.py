@@ -25,13 +25,8 @@ from finetune.precision.backends.frozen import (
 from finetune.precision.convert import apply
 from finetune.precision.formats import E4M3
 from finetune.precision.planner import plan
-from finetune.precision.weights import (
-    StoredMixin,
-    dequantise_weight,
-    hold,
-    quantise_weight,
-    tile_of,
-)
+from finetune.precision.stored import StoredMixin, store
+from finetune.precision.weights import dequantize_weight, quantize_weight, tile_of
 from tests.conftest import batch
 
 M, K, N = 96, 160, 224
@@ -43,7 +38,7 @@ def operands(granularity: str = "row"):
     w = torch.randn(N, K, generator=generator) * torch.logspace(-2, 0, N)[:, None]
     g = torch.randn(M, N, generator=generator).bfloat16()
     tile = tile_of(granularity, (N, K))
-    return x, g, *quantise_weight(w, tile), tile
+    return x, g, *quantize_weight(w, tile), tile
 
 
 def arithmetic(tile, granularity: str, **update) -> Arithmetic:
@@ -65,7 +60,7 @@ def test_gemms_are_those_of_the_operands_codes(granularity, pow2):
             scale = 2.0 ** torch.floor(torch.log2(scale))
         return (v.float() * scale).to(E4M3.dtype).double() / scale.double()
 
-    w = dequantise_weight(bits, inverse, tile).double()
+    w = dequantize_weight(bits, inverse, tile).double()
     y = fprop(x, cast(x, how), bits, inverse, how)
     torch.testing.assert_close(y, (by_hand(x) @ w.t()).to(y.dtype))
     dx = dgrad(g, bits, inverse, how)
@@ -94,7 +89,7 @@ def test_a_weight_with_one_scale_serves_row_wise_gemms():
     x, g, bits, inverse, tile = operands("tensor")
     for emulate in (True, False):
         how = Arithmetic(tile, per_row=True, emulate=emulate)
-        w = dequantise_weight(bits, inverse, tile, torch.bfloat16)
+        w = dequantize_weight(bits, inverse, tile, torch.bfloat16)
         y, dx = fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how)
         assert (y - x @ w.t()).norm() < 0.04 * y.norm()
         assert (dx - g @ w).norm() < 0.04 * dx.norm()
@@ -104,7 +99,7 @@ def test_a_weight_with_one_scale_serves_row_wise_gemms():
 def test_a_gemm_kept_high_starts_from_the_dequantised_weight(high):
     x, g, bits, inverse, tile = operands()
     how = Arithmetic(tile, high=frozenset({high}))
-    w = dequantise_weight(bits, inverse, tile, torch.bfloat16)
+    w = dequantize_weight(bits, inverse, tile, torch.bfloat16)
     y, dx = fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how)
     assert torch.equal(y, x @ w.t()) is (high == "fprop")
     assert torch.equal(dx, g @ w) is (high == "dgrad")
@@ -207,7 +202,7 @@ def test_evaluation_runs_in_high_precision_from_the_same_codes(make_llama):
         low = model(**batch()).logits
     with torch.inference_mode():
         assert torch.equal(low, model(**batch()).logits)
-    assert conversion.plan.held
+    assert conversion.plan.stored
     assert not torch.equal(high, low)
     assert (high - low).norm() < 0.1 * high.norm()
 
@@ -239,18 +234,18 @@ def test_a_base_stored_in_fp8_is_taken_as_it_is_or_cast_again(make_llama, stored
     model = make_llama()
     for module in model.model.layers.modules():
         if isinstance(module, nn.Linear):
-            hold(module, stored)
+            store(module, stored)
     model = get_peft_model(model, LoraConfig(**LORA)).train()
     before = {n: m.weight for n, m in model.named_modules() if isinstance(m, StoredMixin)}
-    values = {n: m.dequantise() for n, m in model.named_modules() if isinstance(m, StoredMixin)}
+    values = {n: m.weight_in() for n, m in model.named_modules() if isinstance(m, StoredMixin)}
     the_plan = plan(model, fp8(scaling=scaling))
     same = stored == ("row" if scaling == "rowwise" else "tensor") or stored == "tensor"
-    assert all(("cast again" in layer.reason) is not same for layer in the_plan.held)
+    assert all(("cast again" in layer.reason) is not same for layer in the_plan.stored)
     apply(model, the_plan)
     for name, module in model.named_modules():
         if isinstance(module, FrozenMixin):
             assert (module.weight is before[name]) is same
-            error = (module.dequantise() - values[name]).norm() / values[name].norm()
+            error = (module.weight_in() - values[name]).norm() / values[name].norm()
             assert error < (1e-7 if same else 0.04)
 
 
@@ -258,7 +253,7 @@ def test_a_stored_base_is_refused_where_its_codes_would_not_be_used(make_llama, 
     model = make_llama()
     for module in model.model.layers.modules():
         if isinstance(module, nn.Linear):
-            hold(module)
+            store(module)
     accelerator = setup_backend("emulated")
     with pytest.raises(StorageNotComputeError, match="stored in FP8") as caught:
         accelerator.prepare(model)
@@ -276,7 +271,7 @@ def test_tied_and_kept_weights_stay_as_they_are(make_llama):
         make_llama(tie=True), LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
     )
     the_plan = plan(model, fp8(keep=("down_proj",), map={"output": "fp8"}))
-    held = {layer.name.split(".")[-1] for layer in the_plan.held}
+    held = {layer.name.split(".")[-1] for layer in the_plan.stored}
     assert held == {"base_layer", "k_proj", "o_proj", "gate_proj", "up_proj"}
     apply(model, the_plan)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

@@ -25,7 +25,7 @@ from finetune.precision.formats import (
     cast,
     decode,
     decode_e8m0,
-    dequantise,
+    dequantize,
     encode_e8m0,
     floor_pow2,
     on_grid,
@@ -230,7 +230,7 @@ def test_stochastic_rounding_is_unbiased(fmt) -> None:
 def test_current_scaling_neither_overflows_nor_loses_digits(values, fmt) -> None:
     x = torch.tensor(values, dtype=torch.float32)
     scale = scale_from_amax(amax(x), fmt)
-    back = dequantise(cast(x, scale, fmt), scale)
+    back = dequantize(cast(x, scale, fmt), scale)
     digits = {E4M3: 2.0**-4, E5M2: 2.0**-3}[fmt]  # half a unit in the last place, relative
     smallest = {E4M3: 2.0**-10, E5M2: 2.0**-17}[fmt]  # half the smallest subnormal
     bound = x.abs() * digits * 1.001 + smallest / scale
@@ -314,10 +314,10 @@ def test_scaled_mm_against_float64(pair, shape) -> None:
     ]
     for a, inverse in kinds:
         b = some_codes(n, k, pair[1], 1).t()._replace(inverse=inverse)
-        exact = a.dequantise().double() @ b.dequantise().double()
-        magnitude = a.dequantise().double().abs() @ b.dequantise().double().abs()
+        exact = a.dequantize().double() @ b.dequantize().double()
+        magnitude = a.dequantize().double().abs() @ b.dequantize().double().abs()
         error = (scaled_mm(a, b, torch.float32).double() - exact).abs()
-        assert bool((error <= magnitude * 2.0**-21).all())  # dequantise() rounds each operand once
+        assert bool((error <= magnitude * 2.0**-21).all())  # dequantize() rounds each operand once
         kept = exact.abs() > magnitude * 2.0**-10  # what cancels has no digits to compare
         assert bool(kept.any())
         assert bf16_steps(scaled_mm(a, b, torch.bfloat16)[kept], exact.bfloat16()[kept]) <= 1
@@ -341,7 +341,7 @@ def test_a_product_in_bf16_is_one_ulp_away_at_most(k) -> None:
         fast = scaled_mm(x, y, torch.bfloat16)
         exactly = scaled_mm(x._replace(in_bf16=False), y, torch.bfloat16)
         assert torch.equal(fast, exactly)
-        assert torch.equal(exactly, (x.dequantise().double() @ y.dequantise().double()).bfloat16())
+        assert torch.equal(exactly, (x.dequantize().double() @ y.dequantize().double()).bfloat16())
 
 
 def test_times_blocks_pads_what_does_not_divide() -> None:
@@ -357,7 +357,7 @@ def test_times_blocks_pads_what_does_not_divide() -> None:
 def test_transposed_codes_dequantise_to_the_transposed_matrix() -> None:
     block = torch.tensor([[1.0, 2.0], [4.0, 8.0], [0.5, 1.0]])
     codes = some_codes(5, 30, E4M3, 3, block=block, tile=(2, 16), inverse=torch.rand(5, 1))
-    assert torch.equal(codes.t().dequantise(), codes.dequantise().t())
+    assert torch.equal(codes.t().dequantize(), codes.dequantize().t())
 
 
 def test_snr() -> None:

@@ -11,7 +11,7 @@ from finetune import load_recipe
 from finetune.config.recipe import list_recipes
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError
-from finetune.precision.overrides import matches
+from finetune.precision.layers import matches
 from finetune.precision.planner import plan
 from finetune.training.model import sketch
 
@@ -220,7 +220,7 @@ def test_keep_and_first_n_take_fp8_away_and_nothing_else(make_llama) -> None:
 def test_what_is_asked_where_the_rest_is_high_is_high(make_llama) -> None:
     """In a BF16 or FP32 run "not FP8" is the type of the run."""
     fp32 = PrecisionConfig(compute="fp32", keep=("q_proj",), map={"mlp": "bf16"})
-    found = {x.name: (x.compute, x.forced) for x in plan(make_llama(), fp32).layers}
+    found = {x.name: (x.compute, x.override) for x in plan(make_llama(), fp32).layers}
     assert found["model.layers.0.self_attn.q_proj"] == ("fp32", False)
     assert found["model.layers.0.mlp.up_proj"] == ("bf16", True)
 

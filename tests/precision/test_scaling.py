@@ -232,11 +232,11 @@ def test_rule_equals_loops_over_blocks(name, shape, monkeypatch) -> None:
         for (operand, dim), codes in zip(pair, (a, b), strict=True):
             same(codes, expected(operand, getattr(layer, operand), dim, p))
     exact = [
-        (layer.y, [c.dequantise().double() for c in layer.operands[0]]),
-        (layer.dx, [c.dequantise().double() for c in layer.operands[1]]),
+        (layer.y, [c.dequantize().double() for c in layer.operands[0]]),
+        (layer.dx, [c.dequantize().double() for c in layer.operands[1]]),
         (layer.dw, [layer.g.t().double(), layer.x.double()])
         if high
-        else (layer.dw, [c.dequantise().double() for c in layer.operands[2]]),
+        else (layer.dw, [c.dequantize().double() for c in layer.operands[2]]),
     ]
     for result, (a, b) in exact:
         assert float(((result - a @ b).abs() / (a.abs() @ b.abs())).max()) < 1e-6
@@ -263,7 +263,7 @@ def test_nan_comes_out_as_nan(scaling) -> None:
         x = torch.ones(32, 64)
         x[3, 5] = value
         for operand in ("x", "w", "g"):
-            back = rule.cast(operand, x, 1).dequantise()
+            back = rule.cast(operand, x, 1).dequantize()
             hidden = scaling == "nvfp4" and value == torch.inf
             assert bool(back[3, 5].isnan()) != hidden
     # Under powers of two the rest of a tensor with an infinity is no garbage off the grid either.
@@ -338,10 +338,10 @@ def test_gradients_are_rounded_stochastically_and_nothing_else() -> None:
         assert all(torch.equal(d.block, fixed.block) for d in draws)
         assert not torch.equal(draws[0].values, draws[1].values)
         wanted = transform(x) if dim == 0 else x
-        mean = torch.stack([d.dequantise() for d in draws]).double().mean(0)
+        mean = torch.stack([d.dequantize() for d in draws]).double().mean(0)
         fits = fixed.values.abs() < 6  # rounding of the block's scale saturates a few
         assert (
-            snr_db(wanted[fits], mean[fits]) > snr_db(wanted[fits], fixed.dequantise()[fits]) + 20
+            snr_db(wanted[fits], mean[fits]) > snr_db(wanted[fits], fixed.dequantize()[fits]) + 20
         )
 
 
@@ -483,7 +483,7 @@ def test_mxfp8_rounded_down_would_saturate() -> None:
     assert torch.equal(ours.block, torch.where(above, floor * 2, floor))
     lost = (data.float().abs() == 448) & (x.abs() > 464 * floor.repeat_interleave(32, 1))
     assert bool(lost.any())
-    assert bool((ours.dequantise()[lost].abs() > 448 * floor.repeat_interleave(32, 1)[lost]).all())
+    assert bool((ours.dequantize()[lost].abs() > 448 * floor.repeat_interleave(32, 1)[lost]).all())
 
 
 def nv_by_torchao(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -527,7 +527,7 @@ def test_nvfp4_differs_from_torchao_in_small_blocks() -> None:
     assert codes[0, 16:].tolist() == [1.0] * 16, "torchao: a third too much"
     ours = make_rule(fp8("nvfp4")).cast("x", x, 1)
     assert ours.block[0].tolist() == [448, 2.0**-9]
-    assert ours.dequantise()[0, 16].item() == x[0, 16].item()
+    assert ours.dequantize()[0, 16].item() == x[0, 16].item()
     zero = make_rule(fp8("nvfp4")).cast("x", torch.zeros(1, 32), 1)
     assert zero.block.tolist() == [[0, 0]], "torchao: 2^-6; the codes are zero in both"
     assert not bool(zero.values.any())

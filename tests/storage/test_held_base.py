@@ -19,7 +19,7 @@ from finetune.config.recipe import Recipe
 from finetune.errors import FinetuneError, PlanError
 from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
-from finetune.precision.weights import StoredMixin, iter_stored
+from finetune.precision.stored import StoredMixin, iter_stored
 from finetune.training.model import TINY_LLAMA, load_model, sketch
 from finetune.training.preflight import check_settings
 from tests.published import FINE_GRAINED, compressed, publish
@@ -33,7 +33,7 @@ def recipe(name: str, *overrides: str) -> Recipe:
 
 def loaded(recipe: Recipe):
     config = recipe.config
-    return load_model(config.model, plan(sketch(config), config.precision).held)
+    return load_model(config.model, plan(sketch(config), config.precision).stored)
 
 
 def tensors() -> list[torch.Tensor]:

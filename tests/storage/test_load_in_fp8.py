@@ -36,7 +36,7 @@ from finetune.errors import (
 )
 from finetune.precision.layers import iter_roles, storable
 from finetune.precision.planner import plan
-from finetune.precision.weights import Fp8Bits, hold, iter_stored
+from finetune.precision.stored import Fp8Bits, iter_stored, store
 from finetune.storage.loading import build_stored, load_stored
 from finetune.storage.quantizer import Fp8StorageConfig
 from finetune.training.memory_meter import LiveTensors
@@ -85,7 +85,7 @@ def test_it_is_the_plain_model_with_its_linear_layers_held(folder, granularity):
     linears = [n for n, m in plain.named_modules() if isinstance(m, nn.Linear)]
     assert [name for name, _ in iter_stored(model)] == [n for n in linears if n != "lm_head"]
     for name, _ in iter_stored(model):
-        hold(plain.get_submodule(name), granularity)
+        store(plain.get_submodule(name), granularity)
     assert equal(model, plain)
     assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits.detach())
 
@@ -154,7 +154,7 @@ def test_transposed_layers_and_biases(tmp_path, granularity):
     model = load_in_fp8(tmp_path / "plain", granularity, dtype=torch.float32)
     plain = gpt2().eval()
     for name, _ in iter_stored(model):
-        hold(plain.get_submodule(name), granularity)
+        store(plain.get_submodule(name), granularity)
     assert equal(model, plain)
     model.save_pretrained(tmp_path / "own")
     again = load_in_fp8(tmp_path / "own", dtype=torch.float32)
@@ -347,7 +347,7 @@ def test_adapters_train_and_are_ordinary_ones(folder, tmp_path):
 
 
 def load_held(folder, name):
-    return load_in_fp8(folder).get_submodule(name).dequantise()
+    return load_in_fp8(folder).get_submodule(name).weight_in()
 
 
 def test_prompt_tuning_is_not_refused(folder, tmp_path):
@@ -530,7 +530,7 @@ def test_the_count_of_live_bytes_sees_a_model_that_is_held_twice(larger):
         model = AutoModelForCausalLM.from_pretrained(larger, dtype=torch.float32)
         for module in model.model.layers.modules():
             if isinstance(module, nn.Linear):
-                hold(module)
+                store(module)
     assert live.peak > 3 * held_bytes(model)
 
 

@@ -23,8 +23,8 @@ from transformers import (
 from finetune.errors import StorageNotComputeError
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import E4M3
-from finetune.precision.rescaling import requantise
-from finetune.precision.weights import hold, iter_stored, tile_of
+from finetune.precision.stored import iter_stored, requantize, store
+from finetune.precision.weights import tile_of
 from finetune.storage.checkpoint_formats import granularity_name, layout_of, tile_of_scale
 from finetune.storage.loading import load_in_fp8, load_stored
 from tests.published import FINE_GRAINED, compressed, publish
@@ -111,7 +111,7 @@ def test_logits_are_those_of_the_dequantised_weights(layout, tmp_path):
     judge.load_state_dict(model.state_dict())
     with torch.no_grad():
         for name, module in iter_stored(stored):
-            judge.get_submodule(name).weight.copy_(module.dequantise())
+            judge.get_submodule(name).weight.copy_(module.weight_in())
         torch.testing.assert_close(stored(TOKENS).logits, judge(TOKENS).logits)
 
 
@@ -126,7 +126,7 @@ def test_weights_are_those_that_compressed_tensors_reads(layout, tmp_path):
     ours = load_in_fp8(tmp_path, dtype=torch.float32)
     for name, module in iter_stored(ours):
         weight = theirs.get_submodule(name).weight
-        torch.testing.assert_close(weight.float(), module.dequantise(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(weight.float(), module.weight_in(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["blocks", "one"])
@@ -141,7 +141,7 @@ def test_weights_are_those_that_transformers_reads(layout, tmp_path):
     ours = load_in_fp8(tmp_path, dtype=torch.float32)
     for name, module in iter_stored(ours):
         weight = theirs.get_submodule(name).weight
-        torch.testing.assert_close(weight.float(), module.dequantise(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(weight.float(), module.weight_in(), rtol=1e-6, atol=0)
 
 
 def _dequantised(method):
@@ -182,8 +182,8 @@ def test_blocks_that_are_a_base_for_rows(tmp_path):
         source = dict(iter_stored(blocks))[name]
         same = nn.Linear(k, n, bias=False)
         with torch.no_grad():
-            same.weight.copy_(source.dequantise(torch.float32))
-        hold(same, "row")
+            same.weight.copy_(source.weight_in(torch.float32))
+        store(same, "row")
         assert torch.equal(same.weight, module.weight)
         assert torch.equal(same.weight_scale, module.weight_scale)
     assert list(rows.config.quantization_config.modules) == ["row"]
@@ -221,31 +221,31 @@ def test_requantising_costs_one_more_rounding():
     for first in ("block", "row"):
         other = nn.Linear(512, 384, bias=False)
         other.load_state_dict({"weight": w})
-        hold(other, first)
-        errors[first] = float((other.dequantise(torch.float32) - w).norm() / w.norm())
+        store(other, first)
+        errors[first] = float((other.weight_in(torch.float32) - w).norm() / w.norm())
         if first == "block":
-            requantise(other, "row")
-            errors["both"] = float((other.dequantise(torch.float32) - w).norm() / w.norm())
+            requantize(other, "row")
+            errors["both"] = float((other.weight_in(torch.float32) - w).norm() / w.norm())
     independent = (errors["block"] ** 2 + errors["row"] ** 2) ** 0.5
     assert errors["row"] < errors["both"] < 1.1 * independent
 
 
 def test_requantising_to_the_scales_it_has_changes_nothing():
     layer = nn.Linear(272, 144, bias=False)
-    hold(layer, "row")
+    store(layer, "row")
     before = layer.weight
-    requantise(layer, "row")
+    requantize(layer, "row")
     assert layer.weight is before
 
 
 def test_one_scale_is_one_a_row_without_a_cast():
     layer = nn.Linear(272, 144, bias=False)
-    hold(layer, "tensor")
-    bits, w = layer.weight, layer.dequantise()
-    requantise(layer, "row")
+    store(layer, "tensor")
+    bits, w = layer.weight, layer.weight_in()
+    requantize(layer, "row")
     assert layer.weight is bits
     assert layer.weight_scale.shape == (144, 1)
-    assert torch.equal(layer.dequantise(), w)
+    assert torch.equal(layer.weight_in(), w)
 
 
 def test_layers_that_are_named_are_stored_and_no_others(tmp_path):
@@ -260,10 +260,10 @@ def test_layers_that_are_named_are_stored_and_no_others(tmp_path):
     weight = stored.get_submodule(other).weight
     assert weight.dtype is torch.bfloat16
     assert not weight.requires_grad
-    assert torch.equal(weight, published.get_submodule(other).dequantise())
+    assert torch.equal(weight, published.get_submodule(other).weight_in())
     head = nn.Linear(144, 64, bias=False, dtype=torch.bfloat16)
     head.weight.data.copy_(model.lm_head.weight)
-    hold(head, "row")
+    store(head, "row")
     assert torch.equal(stored.lm_head.weight, head.weight)
     assert stored(TOKENS).logits.isfinite().all()
 
@@ -461,7 +461,7 @@ def test_groups_along_k_are_read(tmp_path):
     for name, module in iter_stored(stored):
         w = module.weight.view(E4M3.dtype).float()
         scale = module.weight_scale.repeat_interleave(32, 1)[:, : w.shape[1]]
-        torch.testing.assert_close(module.dequantise(torch.float32), w * scale)
+        torch.testing.assert_close(module.weight_in(torch.float32), w * scale)
         assert module.weight_scale.shape[1] > 1, name
     stored.save_pretrained(tmp_path / "ours")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")

@@ -24,8 +24,8 @@ from finetune.errors import (
 )
 from finetune.estimator.gate import bound
 from finetune.hardware.device import GIB
-from finetune.precision.holdings import held_as, held_weights
 from finetune.precision.planner import plan
+from finetune.precision.stored import stored_as, stored_weights
 from finetune.storage import nf4
 from finetune.storage.sizes import nf4_bytes
 from finetune.training.model import TINY_LLAMA, load_model, lora_config, sketch
@@ -54,7 +54,7 @@ def base():
 
 
 def held_layers(model) -> list:
-    return [module for module in model.modules() if held_as(module)]
+    return [module for module in model.modules() if stored_as(module)]
 
 
 def held_bytes(layer) -> int:
@@ -233,8 +233,8 @@ def test_the_memory_bound_is_what_the_model_holds(base) -> None:
 def test_the_sketch_holds_what_transformers_holds(base) -> None:
     held = nf4.stored_linears(sketch(load_recipe("tiny_qlora_bf16").config))
     names = {name.removesuffix(".base_layer").removeprefix("base_model.model.") for name in held}
-    assert names == {name for name, module in base.named_modules() if held_as(module)}
-    assert held_weights(base) == {"nf4": LAYERS}
+    assert names == {name for name, module in base.named_modules() if stored_as(module)}
+    assert stored_weights(base) == {"nf4": LAYERS}
     assert base.lm_head.weight.dtype == torch.float32
 
 

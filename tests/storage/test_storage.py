@@ -15,17 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from finetune.errors import StorageNotComputeError
 from finetune.precision import weights
 from finetune.precision.formats import E4M3, decode_bits
-from finetune.precision.rescaling import recast
-from finetune.precision.weights import (
-    Fp8Bits,
-    StoredMixin,
-    dequantise_weight,
-    hold,
-    iter_stored,
-    put,
-    quantise_weight,
-    tile_of,
-)
+from finetune.precision.stored import Fp8Bits, StoredMixin, iter_stored, put, recast, store
+from finetune.precision.weights import dequantize_weight, quantize_weight, tile_of
 
 GRANULARITIES = ("row", "tensor", "block")
 
@@ -45,10 +36,10 @@ def test_bits_decode_to_what_torch_says():
 def test_dequantised_is_code_times_scale_of_its_tile(granularity):
     w = weight()
     r, c = tile_of(granularity, tuple(w.shape))
-    bits, inverse = quantise_weight(w, (r, c))
+    bits, inverse = quantize_weight(w, (r, c))
     assert bits.dtype is torch.uint8
     assert inverse.shape == (-(-w.shape[0] // r), -(-w.shape[1] // c))
-    back = dequantise_weight(bits, inverse, (r, c))
+    back = dequantize_weight(bits, inverse, (r, c))
     for i in range(0, w.shape[0], 37):
         for j in range(0, w.shape[1], 41):
             tile = w[i // r * r : (i // r + 1) * r, j // c * c : (j // c + 1) * c]
@@ -64,7 +55,7 @@ def test_rows_keep_small_channels_that_one_scale_flushes():
     lost = {}
     for granularity in ("row", "tensor"):
         tile = tile_of(granularity, tuple(w.shape))
-        back = dequantise_weight(*quantise_weight(w, tile), tile)
+        back = dequantize_weight(*quantize_weight(w, tile), tile)
         lost[granularity] = float(((back == 0) & (w != 0)).float().mean())
     assert lost["row"] < 0.01 < 0.1 < lost["tensor"]
 
@@ -75,7 +66,7 @@ def test_nothing_hides_a_weight_that_is_not_finite(bad, granularity):
     w = weight()
     w[3, 5] = bad
     tile = tile_of(granularity, tuple(w.shape))
-    back = dequantise_weight(*quantise_weight(w, tile), tile)
+    back = dequantize_weight(*quantize_weight(w, tile), tile)
     assert not torch.isfinite(back[3, 5])
 
 
@@ -85,8 +76,8 @@ def test_forward_and_input_gradient_are_those_of_the_dequantised_weight(kind, gr
     torch.manual_seed(0)
     layer = nn.Linear(48, 32) if kind == "linear" else Conv1D(32, 48)
     plain = copy.deepcopy(layer)
-    hold(layer, granularity)
-    w = layer.dequantise()
+    store(layer, granularity)
+    w = layer.weight_in()
     assert w.shape == (32, 48)
     with torch.no_grad():
         plain.weight.copy_(w if kind == "linear" else w.t())
@@ -105,16 +96,16 @@ def test_forward_and_input_gradient_are_those_of_the_dequantised_weight(kind, gr
 def test_some_rows_at_a_time_are_the_whole(granularity, monkeypatch):
     w = weight(300, 272).bfloat16()
     tile = tile_of(granularity, tuple(w.shape))
-    parts = quantise_weight(w, tile)
+    parts = quantize_weight(w, tile)
     monkeypatch.setitem(weights.SLAB, "cpu", 1000)
-    for other, whole in zip(quantise_weight(w, tile), parts, strict=True):
+    for other, whole in zip(quantize_weight(w, tile), parts, strict=True):
         assert torch.equal(other, whole)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_layers_on_the_meta_device_can_be_held(granularity):
     layer = nn.Linear(272, 200, device="meta")
-    hold(layer, granularity)
+    store(layer, granularity)
     assert layer.weight.shape == (200, 272)
     assert layer.weight_scale.is_meta
 
@@ -125,15 +116,15 @@ def test_recast_is_the_cast_of_the_dequantised_weight(old, new, monkeypatch):
     layer = nn.Linear(272, 200, bias=False)
     layer.weight.data.copy_(weight())
     tile = tile_of(old, (200, 272)) if isinstance(old, str) else old
-    put(layer, *quantise_weight(layer.weight.detach(), tile), tile, torch.float32)
+    put(layer, *quantize_weight(layer.weight.detach(), tile), tile, torch.float32)
     wanted = tile_of(new, (200, 272))
-    bits, inverse = quantise_weight(layer.dequantise(), wanted)
-    w = layer.dequantise()
+    bits, inverse = quantize_weight(layer.weight_in(), wanted)
+    w = layer.weight_in()
     monkeypatch.setitem(weights.SLAB, "cpu", 1000)
     recast(layer, wanted)
     assert layer.stored_tile == wanted
     if (old, new) == ("tensor", "row"):  # nothing has to be cast
-        assert torch.equal(layer.dequantise(), w)
+        assert torch.equal(layer.weight_in(), w)
     else:
         assert torch.equal(layer.weight, bits)
         assert torch.equal(layer.weight_scale, inverse)
@@ -141,7 +132,7 @@ def test_recast_is_the_cast_of_the_dequantised_weight(old, new, monkeypatch):
 
 def test_no_high_precision_copy_is_kept_for_backward():
     layer = nn.Linear(64, 64, bias=False)
-    hold(layer)
+    store(layer)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(torch.randn(2, 64, requires_grad=True))
@@ -152,7 +143,7 @@ def test_no_high_precision_copy_is_kept_for_backward():
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float32])
 def test_casting_the_model_leaves_codes_and_scales(cast):
     layer = nn.Linear(64, 32)
-    hold(layer)
+    store(layer)
     bits, scale = layer.weight.clone(), layer.weight_scale.clone()
     nn.Sequential(layer).to(cast)
     assert torch.equal(layer.weight, bits)
@@ -163,7 +154,7 @@ def test_casting_the_model_leaves_codes_and_scales(cast):
 
 def test_a_stored_weight_cannot_train():
     layer = nn.Linear(64, 32)
-    hold(layer)
+    store(layer)
     with pytest.raises(RuntimeError, match="floating point"):
         layer.weight.requires_grad_(True)
 
@@ -172,7 +163,7 @@ def test_a_stored_weight_cannot_train():
 @pytest.mark.parametrize("layer", [nn.Linear(48, 32), Conv1D(32, 48)])
 def test_copies_are_stored_layers(layer, copy_of):
     layer = copy.deepcopy(layer)
-    hold(layer, "block")
+    store(layer, "block")
     other = copy_of(layer)
     assert type(other) is type(layer)
     assert isinstance(other.weight, Fp8Bits)
@@ -182,8 +173,8 @@ def test_copies_are_stored_layers(layer, copy_of):
 
 def test_state_dicts_show_float8_and_load_back():
     layer, other = nn.Linear(64, 32), nn.Linear(64, 32)
-    hold(layer)
-    hold(other)
+    store(layer)
+    store(other)
     state = layer.state_dict()
     assert state["weight"].dtype is E4M3.dtype
     assert state["weight_scale"].dtype is torch.float32
@@ -195,7 +186,7 @@ def test_state_dicts_show_float8_and_load_back():
 def test_plain_weights_are_not_loaded_into_codes():
     layer = nn.Linear(64, 32)
     plain = layer.state_dict()
-    hold(layer)
+    store(layer)
     plain["weight_scale"] = layer.weight_scale.clone()
     before = layer.weight.clone()
     with pytest.raises(RuntimeError, match=r"holds FP8 codes, and torch\.float32 was given"):
@@ -220,7 +211,7 @@ def stored() -> LlamaForCausalLM:
     model = tiny()
     for module in model.model.layers.modules():
         if isinstance(module, nn.Linear):
-            hold(module)
+            store(module)
     return model
 
 
@@ -247,7 +238,7 @@ def test_an_adapter_of_a_bf16_model_is_moved_to_its_type_before_it_is_upcast():
     model = tiny().to(torch.bfloat16)
     for module in model.model.layers.modules():
         if isinstance(module, nn.Linear):
-            hold(module)
+            store(module)
     config = LoraConfig(r=4, target_modules="all-linear")
     model = get_peft_model(model, config, autocast_adapter_dtype=False)
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.bfloat16}
@@ -257,7 +248,7 @@ def test_dora_starts_from_the_weights_that_codes_stand_for():
     model = get_peft_model(stored(), LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     assert isinstance(layer.base_layer, StoredMixin)
-    norms = layer.base_layer.dequantise().norm(dim=1)
+    norms = layer.base_layer.weight_in().norm(dim=1)
     magnitude = layer.lora_magnitude_vector["default"].weight
     torch.testing.assert_close(magnitude, norms)
     x = torch.randn(2, 32)
@@ -269,7 +260,7 @@ def test_dora_starts_from_the_weights_that_codes_stand_for():
 )
 def test_a_stored_layer_compiles_into_one_graph():
     layer = nn.Linear(64, 32)
-    hold(layer)
+    store(layer)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(4, 64, requires_grad=True)
     torch.testing.assert_close(compiled(x), layer(x))

@@ -140,7 +140,7 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
     running = session.install(ahead.resolution, ahead.plan)
     try:
         measured = train_steps(
-            job, device, MemoryMeter(running), held=ahead.plan.held, monitored=True
+            job, device, MemoryMeter(running), held=ahead.plan.stored, monitored=True
         )
         receipt, label = running.receipt(), running.resolution.label
     finally:

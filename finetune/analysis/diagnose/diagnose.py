@@ -109,7 +109,7 @@ def diagnose(
             train=rows.train,
             held_out=None,
             tokenizer=tokenizer,
-            held=ahead.plan.held,
+            held=ahead.plan.stored,
             callbacks=[observer],
         )
         trainer.remove_callback(PrinterCallback)

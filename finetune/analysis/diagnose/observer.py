@@ -34,10 +34,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerState
 
-from finetune.precision.backends.base import in_backward
+from finetune.precision.backends.base import ObservedMixin, in_backward
 from finetune.precision.convert import Conversion
-from finetune.precision.lora import FusedMixin
-from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training.health.operands import GroupSums, OperandWatch
 from finetune.training.session import Session
@@ -82,9 +80,7 @@ class Ranges:
             if "_gradient_checkpointing_func" in vars(module):
                 # Transformers checkpoints inside a layer's forward: hooks do not see it run again.
                 self._replace(module, "_gradient_checkpointing_func", _in_recomputed_range(name))
-            if isinstance(module, FusedMixin):
-                self._listen(module.fp8_listeners)
-            if isinstance(module, ParameterMixin):
+            if isinstance(module, ObservedMixin):
                 self._listen(module.fp8_observers)
         return self
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.precision.layers import storable
+from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap
-from finetune.precision.weights import hold
 from finetune.storage import nf4
 from finetune.storage.sizes import nf4_bytes
 
@@ -86,7 +86,7 @@ def store_base(model: nn.Module, storage: str | None) -> None:
     """Store the frozen base of a model of fake tensors as `model.storage` says."""
     if storage == "fp8":
         for name in storable(model):
-            hold(model.get_submodule(name), "row")
+            store(model.get_submodule(name), "row")
     if storage != "nf4":
         return
     from bitsandbytes.nn import Linear4bit

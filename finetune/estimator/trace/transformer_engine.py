@@ -106,7 +106,7 @@ def stand_in(capability: tuple[int, int]) -> Any:
     """A replacement of `convert.make_backend` for a plan of Transformer Engine."""
 
     def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
-        if all(layer.held for layer in plan.fp8_layers):
+        if all(layer.stored for layer in plan.fp8_layers):
             return None
         return EngineBackend(plan.precision, capability)
 

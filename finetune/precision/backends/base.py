@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,59 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def in_backward() -> bool:
     """Whether autograd is running a backward here: then a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+class Observer(Protocol):
+    """Is told which parameter or adapter matrix a GEMM multiplies, where no module is called."""
+
+    def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
+        """A GEMM by the matrix of this name and shape (N, K) begins."""
+        ...
+
+    def leave(self) -> None:
+        """It has ended."""
+        ...
+
+    def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
+        """Its gradients run in the autograd nodes between `y` and `inputs`."""
+        ...
+
+
+class ObservedMixin(Swapped):
+    """In front of a module that multiplies by matrices which are no modules.
+
+    Attributes:
+        fp8_observers: observers of these GEMMs, usually none.
+    """
+
+    fp8_observers: list[Observer]
+
+
+class Owner(NamedTuple):
+    """The name of such a matrix, and who is told of its GEMMs."""
+
+    name: str
+    observers: list[Observer]
+
+
+def multiplying(
+    owner: Owner, w: Tensor, *, backward: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """A block whose GEMMs are by `w` [N, K]: its observers are told, if there are any."""
+    if not owner.observers:
+        return contextlib.nullcontext()
+    return _observed(owner, (w.shape[0], w.shape[1]), backward)
+
+
+@contextlib.contextmanager
+def _observed(owner: Owner, shape: tuple[int, int], backward: bool) -> Iterator[None]:
+    for observer in owner.observers:
+        observer.enter(owner.name, shape, backward)
+    try:
+        yield
+    finally:
+        for observer in owner.observers:
+            observer.leave()
 
 
 class Fp8Mixin(Swapped):
@@ -96,8 +149,8 @@ class Backend:
         Returns:
             x [..., K], w [N, K] (a view of the parameter), bias [N] or None -> [..., N].
         """
-        seat = types.SimpleNamespace(fp8_backend=self, **self.attributes(module, layer))
-        return functools.partial(self.mixin.fp8_linear, seat)  # pyright: ignore[reportArgumentType]
+        facts = types.SimpleNamespace(fp8_backend=self, **self.attributes(module, layer))
+        return functools.partial(self.mixin.fp8_linear, facts)  # pyright: ignore[reportArgumentType]
 
     def region(self) -> contextlib.AbstractContextManager[None]:
         """Entered around the model's forward."""

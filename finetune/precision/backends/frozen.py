@@ -36,7 +36,8 @@ from finetune.precision.formats import E4M3, amax, decode_bits, scale_from_amax
 from finetune.precision.gemm import Codes, scaled_mm
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import scaled, to_codes
-from finetune.precision.weights import StoredMixin, Tile, dequantise_weight
+from finetune.precision.stored import StoredMixin
+from finetune.precision.weights import Tile, dequantize_weight
 
 
 class Arithmetic(NamedTuple):
@@ -48,7 +49,7 @@ class Arithmetic(NamedTuple):
         pow2: their scales are powers of two.
         emulate: on codes held in BF16, else by `torch._scaled_mm`.
         in_bf16: the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
-        high: GEMMs that stay in high precision, from the dequantised weight.
+        high: GEMMs that stay in high precision, from the dequantized weight.
     """
 
     tile: Tile
@@ -100,12 +101,12 @@ def multiply(
     """
     if how.emulate:
         b = Codes(decode_bits(bits), inverse, E4M3, how.in_bf16)
-        return scaled_mm(Codes(*a, E4M3, how.in_bf16), b, dtype)
+        return scaled_mm(Codes(*a, E4M3, how.in_bf16), b, dtype)  # [M, C] @ [C, D]
     if how.per_row:
         inverse = inverse.expand(1, bits.shape[1]).contiguous()
     # The kernel with a scale per row has BF16 results only, and is slow without fast accumulation.
     out = torch.bfloat16 if how.per_row else dtype
-    y = torch._scaled_mm(
+    y = torch._scaled_mm(  # [M, C] @ [C, D]
         a.values,
         _column_major(bits).view(E4M3.dtype),
         scale_a=a.inverse,
@@ -123,19 +124,19 @@ def _column_major(b: Tensor) -> Tensor:
 def fprop(x: Tensor, xq: Operand | None, bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:
     """`x Wᵀ`: x [M, K] and its cast, bits [N, K], inverse scales of the weight -> [M, N]."""
     if "fprop" in how.high:
-        return x @ dequantise_weight(bits, inverse, how.tile, x.dtype).t()
+        return x @ dequantize_weight(bits, inverse, how.tile, x.dtype).t()  # [M, K] @ [K, N]
     assert xq is not None
-    return multiply(xq, bits.t(), inverse.t(), how, x.dtype)
+    return multiply(xq, bits.t(), inverse.t(), how, x.dtype)  # [M, K] @ [K, N]
 
 
 def dgrad(g: Tensor, bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:
     """`g W`: g [M, N], bits [N, K], inverse scales of the weight -> [M, K]."""
     if "dgrad" in how.high:
-        return g @ dequantise_weight(bits, inverse, how.tile, g.dtype)
+        return g @ dequantize_weight(bits, inverse, how.tile, g.dtype)  # [M, N] @ [N, K]
     if inverse.numel() == 1:
-        return multiply(cast(g, how), bits, inverse, how, g.dtype)
+        return multiply(cast(g, how), bits, inverse, how, g.dtype)  # [M, N] @ [N, K]
     folded = cast(g.float() * inverse.t(), how)
-    return multiply(folded, bits, inverse.new_ones(1, 1), how, g.dtype)
+    return multiply(folded, bits, inverse.new_ones(1, 1), how, g.dtype)  # [M, N] @ [N, K]
 
 
 class FrozenLinear(torch.autograd.Function):

@@ -87,7 +87,7 @@ class FrozenMatmul(torch.autograd.Function):
         ctx.mm, ctx.config = mm, config
         xq = _to_float8(x, config.cast_config_input, mm, GemmInputRole.INPUT, -1, config)
         wq = _to_float8(w_t, config.cast_config_weight, mm, GemmInputRole.WEIGHT, 0, config)
-        return torch.mm(xq, wq.to(xq.dtype))
+        return torch.mm(xq, wq.to(xq.dtype))  # [M, K] @ [K, N]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor):
@@ -99,7 +99,8 @@ class FrozenMatmul(torch.autograd.Function):
         )
         cast = config.cast_config_weight_for_grad_input
         wq = _to_float8(w_t, cast, mm, GemmInputRole.WEIGHT, -1, config)
-        return torch.mm(gq, wq.to(gq.dtype).t()), None, None, None
+        dx = torch.mm(gq, wq.to(gq.dtype).t())  # [M, N] @ [N, K]
+        return dx, None, None, None
 
 
 def _to_float8(
@@ -144,6 +145,7 @@ class TorchaoMixin(Fp8Mixin):
         else:
             high = self.fp8_backend.precision.gemms_kept_high
             matmul = MixedMatmul if high else matmul_with_hp_or_float8_args
+        # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
         y = matmul.apply(rows, w.t(), self.linear_mm_config, self.config)
         y = y if bias is None else y + bias.to(y.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])

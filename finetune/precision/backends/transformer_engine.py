@@ -81,7 +81,7 @@ class TransformerEngineMixin(Fp8Mixin):
             parameters["bias"] = bias
         try:
             with self.fp8_backend.region_if_outside():
-                y = engine(rows)
+                y = engine(rows)  # [M, K] @ [K, N]; its backward is dgrad and wgrad
         finally:
             parameters.update(placeholders)
         y = y[: y.shape[0] - missing] if missing else y

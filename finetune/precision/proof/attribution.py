@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from finetune.precision.backends.base import in_backward
-from finetune.precision.parameters import Observer, Parameters, taken_matrices, tensors_of
+from finetune.precision.backends.base import Observer, in_backward
+from finetune.precision.parameters import Parameters, taken_matrices, tensors_of
 
 
 class GemmObserver(Observer, Protocol):

@@ -164,7 +164,7 @@ class Proof:
         planned = {
             layer.name: layer
             for layer in plan.layers
-            if layer.forced or layer.compute in ("fp8", asked if layer.role == "base" else "fp8")
+            if layer.override or layer.compute in ("fp8", asked if layer.role == "base" else "fp8")
             if layer.kind == "linear" or layer.compute == "fp8"
         }
         silent = sorted((planned.keys() & witness.called) - witness.owners)

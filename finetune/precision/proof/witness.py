@@ -28,11 +28,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from finetune.precision.backends.base import in_backward
+from finetune.precision.backends.base import ObservedMixin, in_backward
 from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.gemm import EMULATED
-from finetune.precision.lora import FusedMixin
-from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import Gemm, LayerPlan, PrecisionPlan
 from finetune.precision.proof.attribution import Attribution
 
@@ -146,8 +144,8 @@ class Witness:
         self._listened: list[tuple[nn.Module, str]] = []
         modules = dict(model.named_modules())
         for module in modules.values():
-            if isinstance(module, FusedMixin):
-                self._listen(module, "fp8_listeners")
+            if isinstance(module, ObservedMixin):
+                self._listen(module, "fp8_observers")
         for name, module in modules.items():
             # What a module multiplies besides its layers is nobody's, also in a checkpoint's
             # recomputation, which begins inside an autograd node of some layer.
@@ -261,8 +259,6 @@ class Witness:
 
         self._handles.append(owner.register_forward_pre_hook(before))
         self._handles += self._attribution.follow(layer.name, owner)
-        if isinstance(owner, ParameterMixin):
-            self._listen(owner, "fp8_observers")
 
     # ------------------------------------------------------------------------------ which GEMM
 

@@ -50,7 +50,7 @@ from finetune.precision.formats import amax, scale_from_amax, snr_db
 from finetune.precision.gemm import Codes
 from finetune.precision.layers import HEADS, Role, declared_matmuls, is_conv1d
 from finetune.precision.overrides import part_of
-from finetune.precision.parameters import ParameterMixin, Seat
+from finetune.precision.parameters import ParameterMixin, PlannedParameter
 from finetune.precision.planner import LayerPlan, PrecisionPlan
 from finetune.precision.scaling import (
     BLOCK,
@@ -62,7 +62,7 @@ from finetune.precision.scaling import (
     scaled,
     to_codes,
 )
-from finetune.precision.weights import StoredMixin
+from finetune.precision.stored import StoredMixin
 from finetune.runs.layer_groups import name_parts
 
 SAMPLE_ROWS = 256
@@ -153,7 +153,7 @@ def inspect_operand(
             tensorwise, that is, with the scale that its amax asks for.
     """
     codes = _quantize(x, operand, precision, scale)
-    back, wide = codes.dequantise(), x.float()
+    back, wide = codes.dequantize(), x.float()
     lost = (codes.values == 0) & (wide != 0)
     # Rounding moves a value by half a unit at most; what moved further down had no room.
     half_unit = 2.0 ** -(codes.fmt.mantissa + 1)
@@ -292,7 +292,7 @@ class OperandWatch:
     _amaxes: list[tuple[tuple[str, Operand], Tensor]] = field(default_factory=list)
     _unseen: dict[str, nn.Module] = field(default_factory=dict)
     _groups: dict[str, str] = field(default_factory=dict)
-    _seats: dict[str, Seat] = field(default_factory=dict)
+    _planned: dict[str, PlannedParameter] = field(default_factory=dict)
     _products: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     @contextlib.contextmanager
@@ -303,7 +303,7 @@ class OperandWatch:
         low = {layer.name: low_operands(layer) for layer in plan.fp8_layers} if plan else {}
         modules = {n: m for n, m in self.model.named_modules() if n in self._groups}
         self.sums, self._amaxes, self._unseen = {}, [], dict(modules)
-        self._seats, self._products = {}, Counter()
+        self._planned, self._products = {}, Counter()
         self._scales_before |= self._scales
         with contextlib.ExitStack() as undo:
             self._uncompile_some(undo)
@@ -311,7 +311,7 @@ class OperandWatch:
                 hook = partial(self._after, name, low.get(name, ()))
                 undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
                 if isinstance(module, ParameterMixin):
-                    self._seats |= {seat.layer.name: seat for seat in module.fp8_seats}
+                    self._planned |= {each.layer.name: each for each in module.fp8_parameters}
                     module.fp8_observers.append(self)
                     undo.callback(module.fp8_observers.remove, self)
             yield
@@ -351,7 +351,7 @@ class OperandWatch:
 
     def _see_weights(self, name: str, module: nn.Module, low: Collection[Operand]) -> None:
         if isinstance(module, StoredMixin):  # what codes stand for is multiplied without loss
-            self._see(name, "w", module, module.dequantise(), False)
+            self._see(name, "w", module, module.weight_in(), False)
         for own, parameter in module.named_parameters(recurse=False):
             w = getattr(parameter, "_local_tensor", parameter).detach()
             if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
@@ -369,7 +369,7 @@ class OperandWatch:
         if y is not None and y.requires_grad:
             y.register_hook(hook)
 
-    def enter(self, name: str, shape: tuple[int, int]) -> None:
+    def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
         """A product of a declared parameter begins."""
 
     def leave(self) -> None:
@@ -380,8 +380,8 @@ class OperandWatch:
         self._products[name, in_backward()] += 1
         if self._products[name, in_backward()] > PRODUCTS:
             return
-        layer, (x, w, _) = self._seats[name].layer, inputs
-        linear: Any = self._seats[name].linear  # bound to the module that holds its scales
+        layer, (x, w, _) = self._planned[name].layer, inputs
+        linear: Any = self._planned[name].linear  # bound to the module that holds its scales
         low, module = low_operands(layer), linear.args[0]
         self._groups.setdefault(name, self._groups[name.rpartition(".")[0]])
         if not in_backward():
