@@ -1,6 +1,6 @@
-"""Reports: run folders and comparisons as one page to read, share and check.
+"""Reports on run folders and comparisons, as HTML and Markdown.
 
-A page is first plain content (`content`), made from run folders by `run_page`, `several_page` and
-`comparison_page`, with plots over steps (`curves`) that `figures` draws; `report` sets it as HTML
-and Markdown. No number is typed in: each is a `Num` that knows the file and key it was read from.
+`run_page`, `several_page` and `comparison_page` make the elements of `content`, with plots over
+steps from `curves`; `figures` draws, `report` writes. Every number is a `Num`, linked to its file
+and key.
 """

@@ -1,10 +1,8 @@
-"""The page of a comparison: do A and B train the same, and what does A cost and gain.
+"""Page of a comparison: whether A and B train the same, and the speed and memory of A.
 
-`comparison.json` holds the verdict and its figures; the curves are drawn from the runs inside the
-folder. B, the reference, is drawn as the band that its seeds span: a line of A that stays within
-cannot be told from noise. The forest plot shows each gap with two intervals. The thin one is the
-gap's confidence interval; the thick one is that of the two one-sided tests (TOST), which has to
-lie inside the margin for "equivalent".
+The band of B, the reference, spans its seeds: a line of A within it cannot be distinguished from
+noise. The forest plot shows each gap with its confidence interval (thin) and the interval of the
+two one-sided tests (TOST; thick), which has to lie inside the margin for "equivalent".
 """
 
 from __future__ import annotations
@@ -77,11 +75,11 @@ VERDICTS: dict[str, tuple[str, Tone, str]] = {
         "{a} and {b} cannot be compared, so no gap and no speed-up is told (margin |). ",
     ),
 }
-"""Verdict -> headline, tone, sentence; the margin stands at the bar."""
+"""Headline, tone and sentence by verdict; the margin replaces the bar."""
 
 
 def comparison_page(found: Comparison, source: Source) -> Page:
-    """Make the page of a comparison; `source` is its folder."""
+    """Make the page of a comparison in the folder `source`."""
     headline, tone, lead = VERDICTS[found.verdict]
     sides = _members(found, source)
     before, _, after = lead.format(a=found.a.recipe, b=found.b.recipe).partition("|")
@@ -233,7 +231,7 @@ def _trajectories(found: Comparison, sides: Sides) -> Section | None:
         plots = [_band_plot(found, name, title, a, b, links)]
         if (gap := _gap_plot(found, key, title, a, b, links)) is not None:
             plots.append(gap)
-        if key == "eval" and len(plots) > 1:  # few points: half the page will do
+        if key == "eval" and len(plots) > 1:  # few points need no more width
             blocks.append(Row(tuple(replace(plot, size="half") for plot in plots)))
         else:
             blocks += plots
@@ -241,7 +239,7 @@ def _trajectories(found: Comparison, sides: Sides) -> Section | None:
 
 
 def _losses(members: Sequence[RunSource], column: str) -> Losses | None:
-    # A step may be logged twice (the last evaluation): its last value counts.
+    # A step logged twice (the last evaluation) keeps its last value.
     curves = [curve(member.run.rows, column) for member in members]
     tables = [dict(zip(c.x.tolist(), c.y.tolist(), strict=True)) for c in curves]
     steps = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
@@ -253,7 +251,7 @@ def _losses(members: Sequence[RunSource], column: str) -> Losses | None:
 
 
 def _thin(x: Any, *lines: Any) -> list[list[float]]:
-    """Steps and lines over them at the extremes of the first line, so that all keep one grid."""
+    """Steps and lines at the extremes of the first line, so that all share one grid."""
     kept, _ = envelope(x, lines[0], SHARED_BUCKETS)
     index = np.searchsorted(x, kept)
     return [x[index].tolist(), *(line[index].tolist() for line in lines)]
@@ -289,7 +287,7 @@ def _band_plot(
 def _gap_plot(
     found: Comparison, key: str, title: str, a: Losses, b: Losses, links: tuple[Num, ...]
 ) -> Plot | None:
-    """A / B - 1 at each step, mean over paired seeds with the range they span."""
+    """A / B - 1 at each step: mean and range over paired seeds."""
     steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
     if len(a.losses) != len(b.losses) or len(steps) < 2:
         return None
@@ -365,7 +363,7 @@ def _cost(found: Comparison, source: Source) -> Section | None:
 
 
 def _samples(found: Comparison, sides: Sides) -> Section | None:
-    """The final answers of both sides of the first seed."""
+    """Final answers of both sides of the first seed."""
     prompts: dict[str, list[tuple[Cell, str]]] = {}
     for side, members in zip((found.a, found.b), sides, strict=True):
         for s in (s for s in members[:1] if s.run.samples):

@@ -1,8 +1,7 @@
-"""The elements of a page, before it is set in HTML or Markdown.
+"""Elements of a page, before they are set in HTML or Markdown.
 
-The one rule of a report lives here: a number is a `Num`, made with the file it was read from and
-its key there, and every renderer turns it into a link. Text of models and data sets is untrusted:
-it is plain `str`, which both renderers escape.
+A number is a `Num`, made with the file and key it was read from, which both renderers turn into a
+link. Text of models and data sets is untrusted: it is `str`, which both escape.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Size = Literal["wide", "half", "third"]
 
 @dataclass(frozen=True)
 class Num:
-    """A figure and where it stands: `href` relative to the page, `key` inside that file."""
+    """A figure with its source: `href` relative to the page, `key` inside that file."""
 
     text: str
     href: str = ""
@@ -48,13 +47,13 @@ class Num:
 
     @property
     def md(self) -> str:
-        """`[0.634](report.json)`."""
+        """Such as `[0.634](report.json)`."""
         return f"[{escape_md(self.text)}]({self.href})" if self.href else escape_md(self.text)
 
 
 @dataclass(frozen=True)
 class Words:
-    """A line of text with figures in it."""
+    """A line of text and figures."""
 
     parts: tuple[str | Num, ...]
 
@@ -65,7 +64,6 @@ class Words:
 
     @property
     def md(self) -> str:
-        """The line in Markdown."""
         return "".join(p.md if isinstance(p, Num) else escape_md(p) for p in self.parts)
 
     def __bool__(self) -> bool:
@@ -73,7 +71,7 @@ class Words:
 
 
 def words(*parts: str | Num | Words) -> Words:
-    """A line of its parts; empty ones are left out."""
+    """Concatenate parts, without empty ones."""
     flat: list[str | Num] = []
     for part in parts:
         flat += part.parts if isinstance(part, Words) else [part] if part != "" else []
@@ -81,7 +79,7 @@ def words(*parts: str | Num | Words) -> Words:
 
 
 def escape_md(text: str) -> str:
-    """Text that Markdown shows as it is, HTML in it included."""
+    """Escape Markdown and HTML."""
     text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", html.escape(text, quote=False))
     text = re.sub(r"^(\s*\d*)([.)+-])(?=\s)", r"\1\\\2", text)  # would begin a list
     return re.sub(r"\s*\n\s*", "<br>", text)
@@ -89,34 +87,33 @@ def escape_md(text: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder whose files a page links to, and the folder `base` that the page lies in."""
+    """A folder whose files a page links to, and the folder `base` of the page."""
 
     folder: Path
     base: Path
 
     def href(self, file: str = "") -> str:
-        """Relative path from the page to a file, percent-encoded."""
+        """Relative, percent-encoded path from the page to a file."""
         target = os.path.relpath(self.folder.resolve() / file, self.base.resolve())
         return quote(Path(target).as_posix())
 
     def num(self, text: str, file: str, key: str) -> Num:
-        """A figure read from `file` under `key`; without a link where there is no such figure."""
+        """A figure read from `file` under `key`; without a link if missing."""
         return Num(text) if text == MISSING else Num(text, self.href(file), key)
 
     def words(self, text: str, file: str, key: str) -> Words:
-        """A whole line read from one key."""
+        """A line of text read from `file` under `key`."""
         return Words((self.num(text, file, key),)) if text else Words(())
 
 
 @dataclass(frozen=True)
 class RunSource(Source):
-    """A run folder whose files a page links to; `label` is the run's name on the page."""
+    """A run folder; `label` is the run's name on the page."""
 
     label: str = ""
 
     @cached_property
     def run(self) -> Run:
-        """The run in the folder."""
         return Run(self.folder)
 
 
@@ -125,11 +122,11 @@ Cell = str | Num | Words
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under heads.
+    """Rows of cells under a head.
 
     Attributes:
-        numeric: columns that are set to the right.
-        shares: columns drawn as bars, with one share of a whole (0 to 1) for each row.
+        numeric: right-aligned columns.
+        shares: columns drawn as bars, with a share of the whole (0 to 1) for each row.
     """
 
     head: tuple[str, ...]
@@ -144,11 +141,10 @@ class Series:
     """A line of a plot, or a band between `low` and `high`.
 
     Attributes:
-        color: `c1` to `c8`, `ink` or `muted`: a variable of the page's theme.
-        dash: `solid`, `dashed`, `dotted`, `dashdot`, `long`.
-        marker: matplotlib's letter of the shape that is drawn at each point.
-        weight: `faint` lines are pale, behind what is read.
-        listed: whether a legend names it.
+        color: `c1` to `c8`, `ink` or `muted`, variables of the page's theme.
+        marker: matplotlib marker at each point.
+        weight: `faint` lines are pale background.
+        listed: True if a legend names it.
     """
 
     label: str
@@ -169,16 +165,15 @@ class Plot:
 
     Attributes:
         name: stem of its file, `loss` for `loss.png`.
-        unit: unit of the vertical axis.
-        about: description for those who do not see it.
-        note: treatment of the data, under the plot.
+        about: alternative text.
+        note: treatment of the data, below the plot.
         sources: files it was drawn from.
-        log: whether the vertical axis is logarithmic.
-        percent: whether the vertical axis is a share, shown in per cent.
+        log: use a logarithmic vertical axis.
+        percent: show the vertical axis in per cent.
         lines: horizontal lines, (height, label).
         marks: steps at which the value was not finite.
-        size: `wide` takes the page's whole width, `half` and `third` stand beside others.
-        least: span of the vertical axis at least, so that small noise looks small.
+        size: `wide` is the page's width; `half` and `third` stand side by side.
+        least: smallest span of the vertical axis, so that small noise looks small.
     """
 
     name: str
@@ -199,7 +194,7 @@ class Plot:
 
     @property
     def legend(self) -> tuple[Series, ...]:
-        """The series that a legend names; none where there is nothing to tell apart."""
+        """Series that a legend names; none for a single series."""
         listed = tuple(s for s in self.series if s.listed)
         return listed if len(listed) > 1 else ()
 
@@ -217,7 +212,7 @@ class ForestRow:
 
 @dataclass(frozen=True)
 class Forest:
-    """Gaps with intervals against the margin within which two count as the same."""
+    """Gaps with intervals, against the margin of equivalence."""
 
     name: str
     title: str
@@ -234,7 +229,7 @@ class Forest:
 
 @dataclass(frozen=True)
 class Samples:
-    """Answers to one prompt: (where, answer)."""
+    """Answers to one prompt, (where, answer)."""
 
     prompt: str
     answers: Sequence[tuple[Cell, str]]
@@ -243,7 +238,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Listing:
-    """Text as it stands in a file."""
+    """Verbatim text of a file."""
 
     text: str
     source: Num
@@ -252,7 +247,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Para:
-    """A paragraph; `loud` ones warn, a `head` has others below it."""
+    """A paragraph; `loud` warns, `head` starts a group."""
 
     line: Words
     loud: bool = False
@@ -262,7 +257,7 @@ class Para:
 
 @dataclass(frozen=True)
 class Row:
-    """Plots of one size beside each other; with a `legend`, one for all."""
+    """Plots of one size side by side, with one `legend` for all."""
 
     plots: tuple[Plot, ...]
     legend: tuple[Series, ...] = ()
@@ -270,7 +265,6 @@ class Row:
 
     @property
     def size(self) -> Size:
-        """Size of its plots."""
         return self.plots[0].size
 
 
@@ -279,7 +273,7 @@ Block = Table | Plot | Forest | Samples | Listing | Para | Row
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page; `folded` ones are opened by a click."""
+    """A part of the page; collapsed if `folded`."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -287,13 +281,13 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """Id on the page."""
+        """HTML id."""
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One of the few figures at the top."""
+    """A figure at the top of the page."""
 
     label: str
     value: Words
@@ -302,7 +296,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Page:
-    """A report. `tone`: `good`, `bad` or `plain`, of its verdict."""
+    """A report; `tone` is that of its verdict."""
 
     title: str
     about: Words
@@ -315,7 +309,6 @@ class Page:
 
     @property
     def plots(self) -> list[Plot | Forest]:
-        """Every plot of the page, in its order."""
         found: list[Plot | Forest] = []
         for block in (block for section in self.sections for block in section.blocks):
             if isinstance(block, (Plot, Forest)):
@@ -329,22 +322,22 @@ class Page:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number, which a truth value is not."""
+    """True for a finite number that is no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def figure(value: Any, form: Callable[..., str], *options: Any) -> str:
-    """Write a number with a function of `finetune.units`; what is missing as a dash."""
+    """Format a number with a function of `finetune.units`; a missing one is a dash."""
     return form(value, *options) if is_number(value) else MISSING
 
 
 def fixed(value: Any) -> str:
-    """`1.3657`; what is not finite as it is, what is missing as a dash."""
+    """Format as `1.3657`; other values unchanged, a missing one is a dash."""
     if is_number(value):
         return f"{value:.4f}"
     return MISSING if value is None else str(value)
 
 
 def signed(share: float, digits: int = 2) -> str:
-    """0.004 as `+0.40%`, with a true minus sign."""
+    """Format 0.004 as `+0.40%`, with a true minus sign."""
     return units.percent(share, digits, sign=True).replace("-", "\u2212")

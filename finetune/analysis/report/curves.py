@@ -1,15 +1,11 @@
-"""Plots over steps: the curves of a run, of several, and of training health.
+"""Plots over steps: curves of one run, of several, and of training health.
 
-A page has some eight hundred points of width; a run may have ten thousand steps. Taking every
-tenth would hide a spike of one step. So a long series is cut into buckets of equal numbers of
-steps, and of each bucket the smallest and the largest value are kept, where they stand: the line
-touches every extreme that the full series has (`envelope`). What is smooth is computed from all
-steps first, and only then thinned. Values that are not finite are no points: their steps are
-marked.
+A page is some 800 points wide; a run may have 10,000 steps. Every tenth step would hide a spike, so
+`envelope` keeps the smallest and the largest value of each bucket of steps. Smoothing uses all
+steps, before thinning. Steps with values that are not finite are marked.
 
-Training health shows what FP8 casts do to activations, weights and gradients (`x`, `w`, `g`), side
-by side, a line for each layer group. Shares that were zero at every step are put in words: a flat
-line at zero tells nothing more.
+Training health shows the effect of FP8 casts on activations, weights and gradients (`x`, `w`, `g`),
+a line for each layer group; shares that are zero at every step are a sentence instead of a plot.
 """
 
 from __future__ import annotations
@@ -39,9 +35,9 @@ from finetune.analysis.report.figures import Look, style
 
 Floats = NDArray[np.float64]
 BUCKETS, SHARED_BUCKETS, SMALL_BUCKETS = 300, 200, 150
-"""Of a wide plot of one run, of one that runs share, and of a small one; each with two points."""
+"""Buckets, two points each, of a wide plot of one run, of several runs, and of a small plot."""
 LEAST_PERCENT = 1e-3
-"""Shares below it are given per million."""
+"""Smaller shares are shown per million."""
 OPERANDS = {"x": "activations", "w": "weights", "g": "gradients"}
 MEASURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "snr_db": (
@@ -70,13 +66,13 @@ class Curve(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Points that its smoothed line averages."""
+        """Points in the mean of its smoothed line."""
         return window_of(len(self.y))
 
     def line(
         self, buckets: int = BUCKETS, *, smooth: bool = False
     ) -> tuple[list[float], list[float]]:
-        """Give what is drawn: steps and values at the extremes."""
+        """Steps and values to draw."""
         y = smoothed(self.y, self.window) if smooth else self.y
         kept_x, kept_y = envelope(self.x, y, buckets)
         return kept_x.tolist(), kept_y.tolist()
@@ -96,13 +92,10 @@ def curve(rows: Iterable[dict[str, Any]], key: str) -> Curve:
 
 
 def envelope(x: Floats, y: Floats, buckets: int = BUCKETS) -> tuple[Floats, Floats]:
-    """Keep the smallest and the largest of each bucket, in their order.
+    """Keep the extremes of each bucket, in their order, and the first and the last point.
 
-    Six points 5 1 3 2 9 4 in two buckets (5 1 3, 2 9 4) keep 5 1 2 9 4: the extremes 1, 5 and 2, 9,
-    and the last point.
-
-    Returns:
-        At most 2 `buckets` points, and the first and the last; a shorter series as it is.
+    Six points 5 1 3 2 9 4 in two buckets (5 1 3, 2 9 4) keep 5 1 2 9 4. Series of up to 2 `buckets`
+    points are unchanged.
     """
     n = len(y)
     if n <= 2 * buckets:
@@ -115,7 +108,7 @@ def envelope(x: Floats, y: Floats, buckets: int = BUCKETS) -> tuple[Floats, Floa
 
 
 def window_of(n: int) -> int:
-    """Points that a smoothed line averages: a fiftieth of them, an odd number; 1 is none."""
+    """Points in the mean of a smoothed line: a fiftieth, odd; 1 is no smoothing."""
     return 1 if n < 20 else max(3, (n // 50) | 1)
 
 
@@ -131,7 +124,7 @@ def smoothed(y: Floats, window: int) -> Floats:
 
 
 def treatment(n: int, window: int = 1, buckets: int = BUCKETS) -> str:
-    """Name what was done to `n` points, for the line under the plot."""
+    """Describe smoothing and thinning of `n` points, for the line below the plot."""
     parts = []
     if window > 1:
         parts.append(f"smoothed: mean of {window} logged points")
@@ -145,7 +138,7 @@ def treatment(n: int, window: int = 1, buckets: int = BUCKETS) -> str:
 
 
 def loss_plot(s: RunSource) -> Plot | None:
-    """Training loss, raw and smoothed, and held-out loss."""
+    """Training loss, raw and smoothed, and eval loss."""
     train, held_out = curve(s.run.rows, "loss"), curve(s.run.rows, "eval_loss")
     series = []
     if train.window > 1:
@@ -176,7 +169,7 @@ def loss_plot(s: RunSource) -> Plot | None:
 
 
 def gradients_and_speed(s: RunSource) -> Section | None:
-    """Gradient norm and tokens per second over steps, of single steps where they were timed."""
+    """Gradient norm and tokens per second over steps; single steps where they were timed."""
     ticks = [
         {"step": r["step"], "speed": r["tokens"] / r["seconds"]}
         for r in s.run.steps
@@ -193,7 +186,6 @@ def gradients_and_speed(s: RunSource) -> Section | None:
 
 
 def side_by_side(*plots: Plot | None) -> Section | None:
-    """Gradient norm and speed beside each other."""
     found = tuple(plot for plot in plots if plot is not None)
     return Section("Gradients and speed", (Row(found),)) if found else None
 
@@ -227,7 +219,7 @@ def _half(
 def overlay(
     members: Sequence[RunSource], key: str, name: str, title: str, unit: str, **options: Any
 ) -> Plot | None:
-    """One key of all runs over steps, a line each, smoothed where there are many points."""
+    """One key of all runs over steps, smoothed where there are many points."""
     drawn = [(number, s, curve(s.run.rows, key)) for number, s in enumerate(members)]
     marks = tuple(step for *_, one in drawn for step in one.broken)
     drawn = [found for found in drawn if len(found[2].y)]
@@ -256,7 +248,7 @@ def overlay(
 
 
 def health(s: RunSource) -> Section | None:
-    """The section on training health; None where no health was logged."""
+    """Section on training health; None if no health was logged."""
     logged = sorted({key for row in s.run.rows for key in row if key.startswith("health/")})
     parsed = {key: match.groups() for key in logged if (match := _HEALTH_KEY.match(key))}
     groups = sorted({group for group, _, _ in parsed.values()})
@@ -310,13 +302,13 @@ def _health_plot(
     about: str,
     **options: Any,
 ) -> Plot | None:
-    """One measure, a line for each layer group that has values of it."""
+    """One measure, a line for each layer group that has it."""
     drawn = {group: curve(s.run.rows, key) for group, key in sorted(keys.items())}
     drawn = {group: one for group, one in drawn.items() if len(one.x)}
     if not drawn:
         return None
     factor = 1.0
-    if unit == "%":  # a share; most are so small that per cent would be all zeros
+    if unit == "%":  # a share, mostly so small that per cent would be all zeros
         rare = max(one.y.max() for one in drawn.values()) < LEAST_PERCENT
         unit, factor = ("per million", 1e6) if rare else (unit, 100.0)
     series = []

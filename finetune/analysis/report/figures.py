@@ -1,14 +1,13 @@
-"""Plots as SVG that follows the page's theme, and as PNG; and the two themes.
+"""Plots as SVG in the page's theme, and as PNG.
 
-One accent carries the page; `c1` to `c8` tell series apart, each beside a dash pattern of its own,
-so that no plot depends on color alone. Every text color has a contrast of at least 4.5 to its
-background, and every line one of 3 (WCAG 2.2), in both themes; `tests/analysis/test_report.py`
-computes it.
+Series differ in color (`c1` to `c8`) and dash pattern, so that no plot depends on color alone. In
+both themes text has a contrast of at least 4.5 to its background, lines of 3 (WCAG 2.2);
+`tests/analysis/test_report.py` computes it.
 
-Matplotlib knows no CSS. So each plot is drawn in the colors of the light theme, and in the SVG
-every one of them is then replaced by the variable it stands for (`var(--c1)`): one drawing serves
-light, dark and print. Text stays text (`svg.fonttype: none`), in the page's own font. Ids get the
-plot's name in front, since a page holds many plots; metadata, which names web addresses, goes.
+Matplotlib has no CSS: a plot is drawn in the colors of the light theme, each of which the SVG then
+replaces by its variable (`var(--c1)`), so that one drawing serves light, dark and print. Text stays
+text (`svg.fonttype: none`) in the page's font. Ids get the plot's name as a prefix, as a page has
+many plots; metadata, which contains web addresses, is removed.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
 
 
 class Look(TypedDict):
-    """How a series is told from others."""
+    """Color and dash pattern of a series."""
 
     color: str
     dash: str
@@ -85,7 +84,7 @@ DASHES: dict[str, Any] = {
     "long": (0, (10, 3)),
 }
 FOREST_ROW = 62
-"""CSS pixels for each row of a forest plot."""
+"""CSS pixels per row of a forest plot."""
 _STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -114,10 +113,10 @@ _STYLE: Any = {
 
 
 def to_svg(plot: Plot | Forest, width: int, height: int, suffix: str = "") -> str:
-    """The plot as an `<svg>` element for a page, `width` x `height` CSS pixels or less.
+    """Draw an `<svg>` element of at most `width` x `height` CSS pixels.
 
     Args:
-        suffix: tells two drawings of the same plot apart.
+        suffix: distinguishes two drawings of one plot.
     """
     name = f"{plot.name}{suffix}"
     with rc_context(_STYLE | {"svg.hashsalt": name}):
@@ -127,7 +126,7 @@ def to_svg(plot: Plot | Forest, width: int, height: int, suffix: str = "") -> st
 
 
 def to_png(plot: Plot | Forest, file: Path) -> None:
-    """The plot as a picture with its title and legend, on white."""
+    """Draw the plot with its title and legend, on white."""
     width, height = (860, 420) if plot.size == "wide" else (560, 380)
     if isinstance(plot, Forest):
         height = 120 + FOREST_ROW * len(plot.rows)
@@ -234,7 +233,7 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
 
 
 def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
-    """A row each: name, intervals, gap in figures; beside them, or above on a narrow page."""
+    """One row per gap: name, intervals, figures (beside them, or above on a narrow page)."""
     points = [v for r in plot.rows for v in (*(r.interval or ()), *r.seeds, r.gap)]
     reach = max(plot.margin * 1.3, *(1.08 * abs(v) for v in points))
     axes.axvspan(-plot.margin, plot.margin, color=LIGHT["accent"], alpha=0.09, linewidth=0)
@@ -290,7 +289,7 @@ def _themed(svg: str, plot: Plot | Forest, name: str) -> str:
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
     svg = re.sub(r"url\(#", f"url(#{name}-", svg)
-    # Hundredths of a pixel are enough; text, which is no attribute, keeps its figures.
+    # Hundredths of a pixel are enough. Text is no attribute, so its figures stay.
     svg = re.sub(r'="[^"]*"', lambda m: re.sub(r"(\d\.\d\d)\d+", r"\1", m[0]), svg)
     head, _, body = svg.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)

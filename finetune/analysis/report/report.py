@@ -1,8 +1,7 @@
-"""`write_report`: run folders in, `report.html`, `report.md` and pictures of the plots out.
+"""`write_report`: write `report.html`, `report.md` and PNG plots from run folders.
 
-The HTML is one file that fetches nothing and cannot: its content security policy allows its own
-style, its own script (by hash) and nothing else, so that even text of a model that slipped past
-the escaping could not run.
+The HTML is one file that can fetch nothing: its content security policy allows its own style and
+script (by hash) alone, so that text of a model could not run even if it slipped past the escaping.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, re
 
 ASSETS = Path(__file__).parent
 SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
-"""CSS pixels at which plots are drawn, so that text keeps its size."""
+"""CSS pixels of plots, without scaling, so that text keeps its size."""
 PHONE = (340, 250)
-"""Wider ones are drawn for a phone too."""
+"""Size of the phone version of wider plots."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was written: two pages and pictures of the plots. A notebook shows it."""
+    """A written report: two pages and PNG plots. A notebook displays it."""
 
     folder: Path
     html: Path
@@ -54,7 +53,6 @@ class Report:
     verdict: str
 
     def facts(self) -> dict[str, Any]:
-        """Paths and verdict as plain data."""
         return {
             "html": str(self.html),
             "markdown": str(self.markdown),
@@ -63,7 +61,7 @@ class Report:
         }
 
     def _repr_html_(self) -> str:
-        """The whole page in a frame of its own, so that the notebook's style leaves it alone."""
+        """The page in an iframe, so that the notebook's style does not apply to it."""
         page = html.escape(self.html.read_text("utf-8"))
         return (
             f'<iframe srcdoc="{page}" title="report" loading="lazy" style="width:100%;height:44rem;'
@@ -81,11 +79,11 @@ def write_report(
     Args:
         folders: run folders, one folder of a comparison, a recipe's name for its newest run in
             `runs/`, or `last` for the newest of all.
-        to: where the report goes; left out: into the folder of the one run or comparison, or
+        to: output folder; default: the folder of the one run or comparison, or
             `runs/reports/<time>/` for several.
 
     Raises:
-        ConfigError: no run there, or nowhere to write.
+        ConfigError: no run in a folder, or the output cannot be written.
     """
     given = [folders] if isinstance(folders, (str, Path)) else list(folders)
     paths = list(dict.fromkeys(_meant(one) for one in given))
@@ -114,11 +112,11 @@ def write_report(
 
 
 report = write_report
-"""Its name in the package: `finetune.report(...)`."""
+"""Name in the package: `finetune.report(...)`."""
 
 
 def _meant(one: Path | str) -> Path:
-    """A folder as given, `last`, or a recipe's newest run."""
+    """Resolve a folder, `last`, or a recipe's name."""
     path = Path(one).expanduser()
     if str(one) == LAST:
         return _last()
@@ -164,7 +162,6 @@ def _write(page: Page, base: Path) -> Report:
 
 
 def as_html(page: Page) -> str:
-    """The page as one HTML file."""
     script = (ASSETS / "page.js").read_text("utf-8").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     themes = {
@@ -184,7 +181,7 @@ def as_html(page: Page) -> str:
 
 
 def as_markdown(page: Page) -> str:
-    """The page as Markdown; its plots are the pictures beside it."""
+    """The page as Markdown, with PNG plots."""
 
     def md(cell: str | Num | Words) -> str:
         return escape_md(cell) if isinstance(cell, str) else cell.md
@@ -209,7 +206,7 @@ def _template(name: str, *, escape: bool) -> Any:
 
 
 def _drawn(plot: Plot | Forest) -> list[tuple[str, str]]:
-    """The drawings of a plot: (class, svg)."""
+    """Drawings of a plot, (class, svg)."""
     (width, height), (phone, low) = SIZES[plot.size], PHONE
     if plot.size == "third":
         return [("any", to_svg(plot, width, height))]

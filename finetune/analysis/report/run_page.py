@@ -1,4 +1,4 @@
-"""The page of one run: whether FP8 is proven, a few figures, then section by section."""
+"""Page of one run: FP8 verification, key figures, then sections."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from finetune.runs.receipt import LayerReceipt, Receipt, group_layers
 from finetune.units import count, elapsed, percent, size_of_gib
 
 SHOWN_ANSWERS = 6
-"""Evaluations of which answers are shown: the first, the last, and some between."""
+"""Evaluations whose answers are shown: the first, the last, and some between."""
 TRAINABLE = {
     "before": " before, ",
     "after": " after preparation, ",
@@ -54,7 +54,6 @@ PEAKS = (
 
 
 def run_page(s: RunSource) -> Page:
-    """Make the page of one run."""
     verdict, tone, lead = verdict_of(s)
     loss = loss_plot(s)
     sections = (
@@ -84,7 +83,7 @@ def run_page(s: RunSource) -> Page:
 
 
 def _about(s: RunSource) -> Words:
-    """The run's name, its state, and where its files are."""
+    """Name and state of the run, and its files."""
     run = s.run
     state = run.state if run.state != "killed" else "killed before its end"
     line = words(Num(run.name, s.href() + "/"), f", {state} at step ", last_step(s))
@@ -94,12 +93,11 @@ def _about(s: RunSource) -> Words:
 
 
 def last_step(s: RunSource) -> Num:
-    """Give the last step that was logged."""
     return s.num(f"{s.run.last_step:,}", METRICS, "step")
 
 
 def verdict_of(s: RunSource) -> tuple[str, Tone, Words]:
-    """Say what of the precision is proven: headline, tone and a sentence."""
+    """Headline, tone and sentence on the proof of the precision."""
     receipt, proven = s.run.receipt, s.run.proven
     if not receipt:
         goes_on = s.run.state == "running"
@@ -133,7 +131,7 @@ def verdict_of(s: RunSource) -> tuple[str, Tone, Words]:
 
 
 def as_sentence(line: Words) -> Words:
-    """Give the line a capital at its beginning and a stop at its end."""
+    """Capitalize the line, and end it with a period."""
     if not line:
         return line
     first, *rest = line.parts
@@ -157,7 +155,7 @@ def _moved(s: RunSource) -> Words:
 
 
 def loud_lines(s: RunSource) -> tuple[Words, ...]:
-    """List what nobody should overlook."""
+    """List the warnings."""
     return tuple(line for line in _loud(s) if line)
 
 
@@ -186,7 +184,7 @@ def _loud(s: RunSource) -> Iterator[Words]:
 
 
 def first_last(s: RunSource, key: str) -> tuple[Num, Num, list[float]]:
-    """Give the first and the last value of a key in the metrics, linked, and all finite ones."""
+    """First and last value of a metric, linked, and all finite ones."""
     x, y, _ = curve(s.run.rows, key)
     if not len(y):
         return Num(MISSING), Num(MISSING), []
@@ -213,7 +211,7 @@ def _held_out_fact(s: RunSource) -> Fact:
 
 
 def speed_fact(s: RunSource) -> Fact:
-    """Median tokens/s, and the utilization of the GPU where that is known."""
+    """Median tokens/s, and the utilization of a known GPU."""
     value: Any = s.run.report.get("tokens_per_s")
     file = REPORT
     if value is None:
@@ -233,7 +231,7 @@ def speed_fact(s: RunSource) -> Fact:
 
 
 def memory_fact(s: RunSource) -> Fact:
-    """The measured peak of a step, else of the process, beside what was predicted."""
+    """Measured peak of a step, else of the process, beside the prediction."""
     m = s.run.receipt.get("memory") or {}
     measured: Any = m.get("measured_gib")
     predicted: Any = m.get("predicted_gib")
@@ -304,7 +302,7 @@ def what_ran(s: RunSource) -> Section | None:
 
 
 def receipt_of(s: RunSource) -> Receipt:
-    """Read the receipt as an object, keys that this version does not know left out."""
+    """Read the receipt, without keys unknown to this version."""
     data = s.run.receipt
     known = {f.name for f in fields(Receipt)} - {"layers"}
     receipt = Receipt(**{"status": "", "precision": {}} | {k: data[k] for k in known & data.keys()})
@@ -330,7 +328,7 @@ def _trainable(s: RunSource) -> Words:
 
 
 def _memory(s: RunSource) -> Section | None:
-    """Predicted beside measured, as bars of one scale."""
+    """Predicted and measured memory, as bars of one scale."""
     m = s.run.receipt.get("memory") or {}
     rows, values = [], []
     for label, key, why in PEAKS:
@@ -356,7 +354,7 @@ def answers(s: RunSource, number: int) -> Iterator[tuple[str, str, str, str, int
 
 
 def samples(s: RunSource) -> Section | None:
-    """Answers of the model to each prompt, as it learned."""
+    """Answers to each prompt, in the course of training."""
     prompts: dict[str, list[tuple[Cell, str]]] = {}
     for number in range(len(s.run.samples)):
         for prompt, answer, file, key, step in answers(s, number):
@@ -374,7 +372,6 @@ def _some(found: list[tuple[Cell, str]]) -> list[tuple[Cell, str]]:
 
 
 def _tasks(s: RunSource) -> Section | None:
-    """Scores of downstream tasks."""
     rows = []
     for row in s.run.rows:
         for task, scores in (row.get("tasks") or {}).items():
@@ -397,7 +394,7 @@ def _tasks(s: RunSource) -> Section | None:
 
 
 def _configuration(s: RunSource) -> Section | None:
-    """The complete recipe, as it can be run again."""
+    """The complete recipe, which can be run again."""
     try:
         text = (s.folder / CONFIG).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -407,7 +404,6 @@ def _configuration(s: RunSource) -> Section | None:
 
 
 def environment(s: RunSource) -> Section | None:
-    """Device, processes, seed and library versions."""
     rows = [(name, s.num(text, file, key)) for name, text, file, key in _environment(s)]
     return Section("Environment", (Table(("", ""), rows),), folded=True) if rows else None
 

@@ -1,4 +1,4 @@
-"""The page of several runs side by side: one table, shared plots, and where they differ."""
+"""Page of several runs: one table, shared plots, and differences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ HEAD = ("run", "precision", "verdict", "state", "steps", "loss", "held out", "to
 
 
 def several_page(members: Sequence[RunSource]) -> Page:
-    """Make the page of several runs."""
     proven = sum(s.run.proven for s in members)
     links: list[str | Num] = []
     for s in members:
@@ -65,7 +64,7 @@ def several_page(members: Sequence[RunSource]) -> Page:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Name runs on a page: the recipe, with seed or id where that is not enough."""
+    """Name runs on a page: the recipe, with seed or id where names repeat."""
     names = [run.recipe for run in runs]
     for extra in ((lambda r: f"seed {_seed(r)}"), (lambda r: r.name.rpartition("-")[2])):
         longer = [
@@ -82,7 +81,6 @@ def _seed(run: Run) -> Any:
 
 
 def _row(s: RunSource) -> tuple[Cell, ...]:
-    """Precision, proof, losses, speed, memory."""
     verdict = verdict_of(s)[0]
     return (
         Num(s.label, s.href() + "/", ""),
@@ -98,7 +96,7 @@ def _row(s: RunSource) -> tuple[Cell, ...]:
 
 
 def _curves(members: Sequence[RunSource]) -> list[Section]:
-    """Loss and held-out loss of all, then gradient norm and speed."""
+    """Loss, eval loss, gradient norm and speed of all runs."""
     unit, half = "nats per token", {"from_zero": True, "size": "half"}
     losses = (
         overlay(members, "loss", "loss", "Training loss", unit, size="wide"),
@@ -113,7 +111,7 @@ def _curves(members: Sequence[RunSource]) -> list[Section]:
 
 
 def _differences(members: Sequence[RunSource]) -> Section:
-    """Keys of the configuration that the runs do not share."""
+    """Keys of the configuration in which the runs differ."""
     flat = [_flat(s.run.config) for s in members]
     rows = [
         (key, *(s.num(str(one.get(key, MISSING)), CONFIG, key)
@@ -137,7 +135,7 @@ def _flat(data: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def fold(s: RunSource, title: str = "") -> Section:
-    """Put all of one run in one folded section: verdict, layers, samples, environment."""
+    """Put a run in one folded section: verdict, layers, samples, environment."""
     verdict, tone, lead = verdict_of(s)
     blocks: list[Block] = [Para(words(f"{verdict}. ", lead), loud=tone == "bad")]
     for section in (what_ran(s), samples(s), environment(s)):
