@@ -48,8 +48,6 @@ class Findings(JupyterMixin):
         backends: verdict by `backend/scaling`, with emulation allowed.
         auto: engine that `precision.backend=auto` selects, or the reason for none.
         gemm: result of a real FP8 forward and backward; None without FP8 hardware.
-        known_bad: pairs of installed versions known not to work together.
-        advice: recommended way to train on this machine.
     """
 
     device: Device

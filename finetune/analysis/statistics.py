@@ -45,10 +45,7 @@ SECTIONS = 6
 def student(values: Sequence[float], confidence: float, n: int = 0) -> Interval:
     """Student's interval of the mean: mean +- t((1 + confidence) / 2, n - 1) * stdev / sqrt(n).
 
-    Args:
-        values: two observations or more.
-        confidence: 0.95 for 95 %.
-        n: number of observations to plan for, if they spread as `values`; default `len(values)`.
+    Another `n` than `len(values)` plans for n observations with the same spread.
     """
     from scipy.special import (
         stdtrit,  # the quantile of `scipy.stats.t`, without its second of import
@@ -76,7 +73,7 @@ def loss_gap(
     Args:
         a, b: final losses, one a seed, in the same order; all above zero.
         margin: relative gap that counts as none, such as 0.01.
-        confidence: of the interval, above 0.5; each one-sided test errs in at most 1 - confidence.
+        confidence: above 0.5; each one-sided test errs in at most 1 - confidence.
     """
     d = _log_ratios(a, b)
     gap = math.expm1(fmean(d))
@@ -166,14 +163,11 @@ def step_ratios(a: Sequence[Step], b: Sequence[Step], warm_up: int) -> list[floa
 
 
 def speed_ratio(pairs: Sequence[Sequence[float]], confidence: float = 0.95) -> Ratio:
-    """Ratio of speeds and its interval; none for a single pair of fewer than `SECTIONS` steps.
+    """Ratio of speeds from the log ratios of each pair's steps, and its interval.
 
     Three pairs with medians 0.68, 0.70 and 0.69 (ln): the ratio is exp(0.69) = 1.99, and with
-    t(0.975, 2) = 4.303 the interval is exp(0.69 +- 4.303 * 0.01 / sqrt(3)), 1.94 to 2.04.
-
-    Args:
-        pairs: for each pair of runs the log ratios of its steps, in their order.
-        confidence: 0.95 for 95 %.
+    t(0.975, 2) = 4.303 the interval is exp(0.69 +- 4.303 * 0.01 / sqrt(3)), 1.94 to 2.04. A single
+    pair of fewer than `SECTIONS` steps has no interval.
     """
     medians = [median(steps) for steps in pairs]
     value = math.exp(fmean(medians))

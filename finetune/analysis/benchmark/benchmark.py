@@ -2,8 +2,8 @@
 
     for each point, smallest first:  for each round:  for each recipe:  one process
 
-Alternating recipes (A B A B ...) meet the same clock, and no process inherits memory or caches of
-an earlier one. Rows are written after each round, so that an interrupted benchmark keeps them.
+Alternating recipes (A B A B ...) meet the same clock, and no process inherits memory or caches.
+Rows are written after each round, so that an interrupted benchmark keeps them.
 """
 
 from __future__ import annotations
@@ -60,14 +60,12 @@ def benchmark(
         finetune.benchmark("tiny_lora_fp8", vs=["tiny_lora_bf16"], grid="batch=1,4")
 
     Args:
-        recipe: name, path, or a loaded recipe.
         vs: other recipes, measured at the same points.
         overrides: `section.key=value`, for all recipes that are given by name.
         grid: micro-batches and lengths; default: the first recipe's own.
         steps: timed steps of each round.
         rounds: processes for each point and recipe; default 3 where recipes are compared (an
             interval needs two), else 1.
-        out: folder of benchmarks.
         force: also try points that are predicted to be far too large.
         all_points: also try points larger than one that did not fit.
         say: called with one line for each row.
@@ -134,10 +132,7 @@ def _names(recipes: Sequence[Recipe]) -> list[str]:
 
 
 def differences(jobs: Sequence[Job], point: Point, *, on_cpu: bool) -> list[str]:
-    """List the differences in precision-unrelated conditions of a fair pair, from the first recipe.
-
-    Data and evaluation, which a benchmark replaces, are left out.
-    """
+    """List differences from the first recipe besides precision, data and evaluation."""
     first, *others = (at_point(job.config, point, job.steps) for job in jobs)
     found = []
     for job, config in zip(jobs[1:], others, strict=True):
@@ -163,15 +158,7 @@ def _parts(where: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
 
 @dataclass
 class Runner:
-    """Measures jobs at points, and writes the rows after each.
-
-    Attributes:
-        result: receives the rows.
-        rounds: processes for each point and job.
-        run: measures one job.
-        say: called with one line for each row.
-        all_points: also try points larger than one that did not fit.
-    """
+    """Measures jobs at points, and writes the rows to `folder` after each round."""
 
     result: Benchmark
     rounds: int
@@ -241,15 +228,9 @@ class Runner:
 
 
 def run_apart(job: Job, log: Path, program: Sequence[str] = (POINT,)) -> list[dict[str, Any]]:
-    """Measure a job in a process of its own.
+    """Run a job in a process, `python -m *program`; returns the JSON lines it printed.
 
-    Args:
-        job: a job at its point.
-        log: file for the process's stderr.
-        program: module of the process, and its arguments.
-
-    Returns:
-        The JSON lines it printed; if it ended without a result, the last one is `ended(...)`.
+    If it ended without a result, the last line is `ended(...)`.
     """
     # Allocator settings (PYTORCH_CUDA_ALLOC_CONF) stay the user's.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": import_path()}
@@ -281,11 +262,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def ended(code: int, log: Path) -> dict[str, Any]:
-    """Give the JSON line of a process that ended without a result.
-
-    Args:
-        code: exit code as in `subprocess`; negative is a signal.
-        log: file of its stderr.
+    """Give the line for a process without a result, from its exit code (negative: signal) and log.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended it.

@@ -6,11 +6,10 @@ A key left out is the first recipe's own. Once a point ran out of memory, points
 in both directions are skipped: their activations are no smaller.
 
 A recipe keeps its optimizer, accumulation, checkpointing, attention, packing and fused kernels.
-Weights are random, rows are synthetic; nothing is evaluated, saved or logged; the learning rate is
-constant, so that the proof is complete after two steps. Rows of exactly `length` tokens fill a
-packed row each, so a step has batch x length x accumulation tokens with or without packing, all of
-them with a loss. Packed rows of real data hold several texts, which varlen attention computes
-faster.
+Weights are random, rows synthetic; nothing is evaluated, saved or logged; the learning rate is
+constant, so that the proof is complete after two steps. A row of exactly `length` tokens fills a
+packed row, so a step has batch x length x accumulation tokens, all with a loss. Packed rows of real
+data hold several texts, which varlen attention computes faster.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ class Job:
         round: number of the process at this point, from 0.
         forecast: predict memory and time before training.
         force: train even if the prediction is far beyond the device.
-        note: remark for its row.
     """
 
     label: str
@@ -154,7 +152,6 @@ class Job:
         return self.point.tokens * int(self.config.train.get("gradient_accumulation_steps", 1))
 
     def to_json(self) -> str:
-        """Serialize to one line."""
         data = {k: v for k, v in asdict(self).items() if k != "config"}
         return json.dumps(data | {"config": self.config.model_dump(mode="json")})
 

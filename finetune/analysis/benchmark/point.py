@@ -58,13 +58,7 @@ Train = Callable[[Job, Device], dict[str, Any]]
 
 
 def measure_point(job: Job, emit: Emit, train: Train | None = None) -> None:
-    """Predict, train and measure a point; pass each line to `emit`.
-
-    Args:
-        job: a job at its point.
-        emit: receives each line.
-        train: trains and measures; default `train_point`.
-    """
+    """Predict, train (default `train_point`) and measure a point; `emit` gets each line."""
     device = this_device()
     try:
         check_sizes(job.config)
@@ -171,12 +165,9 @@ def train_steps(
     """Train warm-up and timed steps under the installed session.
 
     Args:
-        job: a job at its point.
-        device: the device that trains.
         meter: measures the memory of a step.
         held: layers whose weights are stored in FP8 from the beginning.
         monitored: monitor health, as a run does.
-        callbacks: further trainer callbacks.
         kind: class of trainer; default `trl.SFTTrainer`.
 
     Returns:
@@ -256,7 +247,6 @@ def _check_batch(job: Job, meter: MemoryMeter) -> None:
 
 
 def _environment(device: Device) -> dict[str, Any]:
-    """Library versions, device and threads."""
     return {
         "versions": {name: v for name in LIBRARIES if (v := version(name))},
         "device": {

@@ -32,7 +32,6 @@ class Row:
     """One point of one recipe.
 
     Attributes:
-        label: name of the recipe.
         batch, length: rows of a micro-batch, tokens of a row.
         tokens: tokens of an optimizer step.
         precision, backend, scaling, compile: as executed, from the receipt.
@@ -41,11 +40,9 @@ class Row:
         rounds: seconds of each timed step, a list for each round (process).
         tflop: 10^12 matmul FLOPs of a step, recomputation not counted.
         peak_seconds: seconds of those FLOPs at the GPU's peaks; None for an unknown GPU.
-        allocated_gib, reserved_gib, memory: measured peaks, and the method.
-        predicted_gib, predicted_reserved_gib, predicted_seconds: predictions of the estimator.
+        memory: method of measuring `allocated_gib` and `reserved_gib`.
         prediction: reason for a missing prediction.
         error: reason for a missing or incomplete measurement.
-        out_of_memory: True if the point did not fit.
     """
 
     label: str
@@ -148,13 +145,10 @@ class Benchmark(JupyterMixin):
     """All rows of a benchmark.
 
     Attributes:
-        rows: one for each point and recipe, in the order of measurement.
         references: labels of the rows that others are compared with, at the same point.
         differences: conditions besides precision in which recipes differ from the first.
         alike: settings that were made the same on all sides, for a fair comparison.
         environment: versions, device, threads.
-        started: local time, ISO 8601.
-        interrupted: True after Ctrl-C; the rows are those measured before.
         folder: folder of `benchmark.json` and `benchmark.csv`; None if nothing was written.
     """
 
@@ -196,7 +190,6 @@ class Benchmark(JupyterMixin):
     # -------------------------------------------------------------------------------------- files
 
     def to_json(self) -> str:
-        """Everything as JSON, in seconds and GiB."""
         data = {k: v for k, v in asdict(self).items() if k != "rows"}
         data["folder"] = str(self.folder) if self.folder else None
         rows = [asdict(r) | r.facts() | {"against": self._against(r)} for r in self.rows]
@@ -291,7 +284,6 @@ class Benchmark(JupyterMixin):
         return [str(ratio) if ratio else "", f"{memory:.2f}x" if memory else ""]
 
     def notes(self) -> list[str]:
-        """Sentences below the table."""
         lines = [
             f"{row.label}, {row.batch} x {row.length}: {row.explanation}"
             for row in self.rows
@@ -318,7 +310,6 @@ class Benchmark(JupyterMixin):
         return list(dict.fromkeys(lines))
 
     def to_markdown(self) -> str:
-        """The table and its notes."""
         head, *rows = [[cell.replace("|", "/") for cell in cells] for cells in self.cells()]
         lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
         return "\n".join(lines) + "".join(f"\n\n{note}" for note in self.notes()) + "\n"

@@ -51,8 +51,8 @@ def compare(
     """Train two recipes over the same seeds, each run in its own process, and compare them.
 
     Args:
-        a, b: recipes by name or path; without `b`, the twin of `a`. The one that computes in BF16
-            is the reference; if neither or both do, `b`.
+        a, b: names or paths; `b` defaults to the twin of `a`. The one that computes in BF16 is the
+            reference; if neither or both do, `b`.
         overrides: `section.key=value` for both; prefixed `a.` or `b.` for one of them.
         seeds: number of seeds, counted up from the recipe's own, or a list of seeds.
         margin: relative gap of final losses that counts as none.
@@ -61,10 +61,6 @@ def compare(
         out: folder of runs; the comparison is in `out/compare/<a>-vs-<b>/<time>`.
         jobs: concurrent runs on a CPU; default two where there are two cores.
         force: train even if the memory bound exceeds the device.
-        console: receives the progress.
-
-    Returns:
-        The comparison, saved as `comparison.json` in its folder.
 
     Raises:
         UnfairPairError: training settings differ, and `allow` is not set.
@@ -167,10 +163,7 @@ def _judged(found: Comparison) -> Comparison:
 
 
 def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) -> list[Difference]:
-    """Raise, before any run, if the pair is unfair or one side cannot run on `device`.
-
-    Returns:
-        The differences that `allow` accepts.
+    """Raise before any run if the pair is unfair or cannot run; return the differences allowed.
 
     Raises:
         UnfairPairError: settings differ, and `allow` is not set.

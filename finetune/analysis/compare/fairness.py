@@ -1,15 +1,14 @@
 """Conditions that both sides of a fair pair share, checked twice from one list (`CONDITIONS`).
 
-*Before* the runs, on the two configurations (`requested_differences`): both `train` sections are
-first made a `trl.SFTConfig`, so that a default left out equals the same value written out. A field
-in no condition and not in `FREE` belongs to `other training settings`: what a new release of TRL
-adds is compared too. *After* them, on what was executed (`executed_differences`): the receipts'
-`conditions` and `environment`, the linear layers of the proof, and the tokens of every step, which
-are equal only if both sides saw the same rows in the same order.
+*Before* the runs, on the configurations: both `train` sections are first made a `trl.SFTConfig`, so
+that a default left out equals the same value written out. A field in no condition and not in `FREE`
+is an `other training setting`, so that fields new in TRL are compared too. *After* them, on what
+was executed: the receipts, the linear layers of the proof, and the tokens of every step, which are
+equal only if both sides saw the same rows in the same order.
 
-The precision section may differ, with three exceptions: `compile` and `fused_adapters` choose
-kernels, `health_every` chooses logging. Frozen weights stored in FP8 (`precision.frozen`) are part
-of the precision; `model.storage` is not: a base in NF4 is another model.
+Precision may differ, except `compile` and `fused_adapters` (kernels) and `health_every` (logging).
+Frozen weights stored in FP8 (`precision.frozen`) are part of the precision; `model.storage` is not:
+a base in NF4 is another model.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class Condition:
 
     Attributes:
         name: also its key in the receipts' `conditions`.
-        why: reason why a difference makes the pair unfair.
         settings: configuration keys; plain names are fields of `trl.SFTConfig`, `model.` and
             `data.` stand for all other keys of the section.
         receipt: (key of `receipt.json`, reader), for values outside `conditions`.
@@ -149,14 +147,9 @@ _OTHER = _BY_NAME["other training settings"]
 
 
 def requested_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[Difference]:
-    """List the fairness conditions in which two configurations differ.
+    """List, in the order of `CONDITIONS`, the settings in which two configurations differ.
 
-    Args:
-        a, b: configurations after `finetune.analysis.compare.pairing.settle_compile`.
-        on_cpu: True if both will train on a CPU.
-
-    Returns:
-        Differences in the order of `CONDITIONS`.
+    `precision.compile` is settled before (`finetune.analysis.compare.pairing.settle_compile`).
 
     Raises:
         FinetuneError: a configuration makes no valid `SFTConfig`.
@@ -205,12 +198,7 @@ def executed_differences(
     steps_a: Sequence[Step] = (),
     steps_b: Sequence[Step] = (),
 ) -> list[Difference]:
-    """List the fairness conditions in which two finished runs of one seed differ.
-
-    Args:
-        a, b: contents of their `receipt.json`.
-        steps_a, steps_b: rows of their `steps.jsonl`.
-    """
+    """List the conditions in which two finished runs of one seed differ, by their run folders."""
     first, second = a.get("conditions", {}), b.get("conditions", {})
     found = []
     for name in dict.fromkeys((*first, *second)):

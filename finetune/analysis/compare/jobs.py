@@ -1,15 +1,15 @@
 """Runs of a comparison, each a process with its own run folder.
 
 Precision is process-wide (patches of Accelerate, compiled kernels, the allocator's peaks), so two
-runs in one process would affect each other. Each is a `python -m finetune run` of a complete copy
-of its recipe in the comparison's folder, so that later edits of the recipe change nothing.
+runs in one process would affect each other. Each process runs `python -m finetune run` on a copy of
+its complete recipe, so that later edits change nothing.
 
-On a GPU they run one at a time in ABBA order, so that a drift of the clock affects both sides. On
-a CPU with two cores or more two run at once, each with an equal share of the threads, so that other
-load affects both; speed there is that of an emulation, and no claim.
+On a GPU they run one at a time in ABBA order, so that a drift of the clock affects both sides. On a
+CPU with two cores or more two run at once on equal shares of the threads, so that other load
+affects both; speed there is that of an emulation, and no claim.
 
-Ctrl-C is forwarded to the runs once: each finishes its step, saves and writes its receipt. A second
-Ctrl-C stops them at once.
+Ctrl-C reaches each run once: it finishes its step, saves and writes its receipt. A second Ctrl-C
+stops the runs at once.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class Job:
     """A run of the comparison.
 
     Attributes:
-        side: `a` or `b`.
-        label: short name of the side.
         recipe: file of the complete recipe.
         out: parent of the run folder.
         log: file for stdout and stderr.
@@ -65,7 +63,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """`FP8, seed 42`."""
         return f"{self.label}, seed {self.seed}"
 
     @property
@@ -134,7 +131,6 @@ def plan_jobs(pair: Pair, folder: Path, *, force: bool = False) -> list[Job]:
 
 
 def cores() -> int:
-    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -177,11 +173,7 @@ def run_jobs(
 ) -> None:
     """Run all jobs in order, `at_once` at a time.
 
-    Args:
-        jobs: from `plan_jobs`.
-        at_once, threads: from `places`.
-        watch: called every `POLL` seconds with the current runs.
-        done: called with each run that succeeded.
+    `watch` gets the current runs every `POLL` seconds, `done` each run that succeeded.
 
     Raises:
         RunFailedError: a run failed; the others were stopped.
@@ -274,11 +266,7 @@ def _failure(job: Job) -> RunFailedError:
 
 
 class Watcher:
-    """Shows the progress of runs on a terminal, and prints a line when one ends.
-
-    Attributes:
-        finished: runs that succeeded, in order of completion.
-    """
+    """Shows the progress of runs on a terminal, and prints a line when one ends."""
 
     def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
         self.console, self.jobs = console, jobs

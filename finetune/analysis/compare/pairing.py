@@ -42,7 +42,6 @@ class Pair:
     Attributes:
         a, b: the recipe in question and the reference, final except for `train.seed`.
         labels: distinct short names.
-        seeds: one for each pair of runs.
         notes: settings that were made the same on both sides.
     """
 
@@ -88,14 +87,7 @@ def make_pair(
     seeds: Sequence[int] | int,
     device: Device,
 ) -> Pair:
-    """Load both recipes and make their shared settings the same.
-
-    Args:
-        first, second: recipes by name or path; without `second`, the twin of `first`.
-        overrides: `section.key=value`, `~section.key` for both sides; prefixed `a.` or `b.`, for
-            the first or the second recipe alone.
-        seeds: number of seeds, counted up from the recipe's own, or a list of seeds.
-        device: the device that both train on.
+    """Load both recipes and make their shared settings the same; arguments as in `compare`.
 
     Raises:
         FinetuneError: an unreadable recipe or override, no twin, or no seeds.
@@ -156,7 +148,6 @@ def _seeds(seeds: Sequence[int] | int, first: int) -> tuple[int, ...]:
 
 
 def _labels(a: Recipe, b: Recipe) -> tuple[str, str]:
-    """Give `FP8` and `BF16` where these differ, else the recipes' names."""
     first, second = (
         (p.low if p.compute == "fp8" else p.compute).upper()
         for p in (a.config.precision, b.config.precision)
@@ -167,11 +158,7 @@ def _labels(a: Recipe, b: Recipe) -> tuple[str, str]:
 
 
 def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], str]:
-    """Give all sides the same `precision.compile` where it is `auto`.
-
-    Returns:
-        The sides in their order, and a note; empty where nothing had to be set.
-    """
+    """Set the same `precision.compile` where it is `auto`; returns a note if anything was set."""
     requested = [config.precision.compile for config in configs]
     explicit = [value for value in requested if value != "auto"]
     if len(configs) < 2 or "auto" not in requested:

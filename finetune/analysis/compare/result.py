@@ -120,7 +120,6 @@ class Comparison(JupyterMixin, _Part):
     Attributes:
         folder: folder of the comparison; not stored.
         margin: relative gap of losses below which the two count as the same, 0.01 for 1 %.
-        confidence: confidence of every `interval`.
         differences: fairness conditions that differ; with `allowed`, the user accepted them.
         notes: settings that were made the same on both sides, and remarks on the figures.
         losses: `train` (mean over the last part of the steps) and `eval` (at the end).
@@ -128,7 +127,6 @@ class Comparison(JupyterMixin, _Part):
         speed, memory: ratios; None with the reason in `notes`.
         tasks: scores by task, where `eval.tasks` is set.
         verdict: the worst of `losses`; `refused` where the pair is not fair.
-        reasons: reasons of the verdict, one sentence each.
     """
 
     kind: Literal["comparison"] = "comparison"
@@ -156,7 +154,6 @@ class Comparison(JupyterMixin, _Part):
         return EMULATED in self.notes
 
     def to_json(self) -> str:
-        """Give the comparison as indented JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
 
     def save(self, folder: Path) -> Path:
@@ -167,7 +164,6 @@ class Comparison(JupyterMixin, _Part):
         return file
 
     def headline(self) -> str:
-        """Give the verdict in one sentence."""
         a, b, n = self.a.label, self.b.label, len(self.seeds)
         margin, seeds = percent(self.margin, None, space=True), plural(n, "seed")
         match self.verdict:
@@ -301,12 +297,11 @@ def read_comparison(path: Path | str) -> Comparison:
 
 
 def signed(share: float) -> str:
-    """`+0.26 %`."""
+    """Format 0.0026 as `+0.26 %`."""
     return percent(share, 2, sign=True, space=True)
 
 
 def as_text(value: object) -> str:
-    """Text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

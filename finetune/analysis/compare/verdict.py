@@ -52,7 +52,6 @@ class Outcome:
     Attributes:
         train: mean training loss of the last `train_steps` steps, nats per token.
         eval: last eval loss; None without evaluation rows.
-        steps: rows of `steps.jsonl`.
         tasks: metrics and their scores by task.
     """
 
@@ -65,7 +64,6 @@ class Outcome:
 
     @property
     def receipt(self) -> dict[str, Any]:
-        """Contents of `receipt.json`."""
         return self.run.receipt
 
 
@@ -116,12 +114,7 @@ Pairs = Sequence[tuple[Outcome, Outcome]]
 
 
 def judge(found: Comparison, pairs: Pairs) -> Comparison:
-    """Add to a comparison what follows from its runs: differences, figures, verdict, reasons.
-
-    Args:
-        found: the comparison with its sides, seeds, runs, margin and confidence.
-        pairs: for each seed the outcome of a and of b.
-    """
+    """Add differences, figures, verdict and reasons; `pairs` are the runs of a and b by seed."""
     differences = [*found.differences, *_executed(pairs, found.differences)]
     unproven = [
         f"{o.run.name}: {o.receipt['status']}"
