@@ -1,21 +1,18 @@
-"""Causes of a step's speed: why FP8 is or is not faster here, each read from the facts of the step.
+"""Causes of a step's speed: rules that read from the step's facts why FP8 is or is not faster.
 
-FP8 makes one thing faster, products of linear layers, by a factor r of at most two. With T seconds
-of a BF16 step, b of them in products that FP8 takes, and c seconds for the casts it adds,
+FP8 speeds up only the GEMMs of linear layers, by a factor r of at most two. With T seconds of a
+BF16 step, b of them in GEMMs that can run in FP8, and c seconds of added casts,
 
-    speed = T / (T - b + b / r + c)          at best T / (T - b / 2), were casts free
+    speed = T / (T - b + b / r + c)          at best T / (T - b / 2), with free casts
 
-A step with 60 % of products that run 1.6 times as fast, and 5 % of casts, is 1 / (0.4 + 0.375 +
-0.05) = 1.21 times as fast. So there are two kinds of cause. One is in FP8 itself: r is small, c is
-large, or products that could be in b are not. Where products were timed in BF16 beside what they
-took in FP8, that decides; else the theory of `payoff_of` does. The other is the rest of the step,
-T - b: the larger it is, the less it matters how fast products are (Amdahl's law).
+Example: 60 % GEMMs at r = 1.6 and 5 % casts give 1 / (0.4 + 0.375 + 0.05) = 1.21. Causes are of two
+kinds. In FP8 itself: r is small, c is large, or eligible GEMMs are missing from b; measured BF16
+times of the same GEMMs decide, else the theory of `payoff_of`. In the rest of the step: the larger
+T - b, the less GEMM speed matters (Amdahl's law).
 
-A rule is a function from `Facts` to a `Cause`, or None where the cause is not at work: to add one,
-write it under `@rule`. Shares overlap where one cause is inside another (a recomputed cast is
-both), so they need not add up. A change is an override of the recipe and is checked: one that this
-recipe refuses is not proposed.
-"""
+To add a rule, write a function from `Facts` to a `Cause` (None if not at work) under `@rule`.
+Shares overlap where one cause contains another (a recomputed cast is both). A change is a set of
+recipe overrides; one that this recipe rejects is not proposed."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ LEAST_SHARE = {
     **{StepPart.CASTS: 0.05, StepPart.ATTENTION: 0.10, StepPart.ELEMENTWISE: 0.15},
     **{StepPart.OPTIMIZER: 0.05, StepPart.COMMUNICATION: 0.05, StepPart.HOST: 0.10},
 }
-"""Share of the step from which a part of it is named as a cause."""
+"""Share of the step from which a part is reported as a cause."""
 LEAST_ADAPTERS = LEAST_RECOMPUTED = 0.03
 LEAST_HEAD = 0.05
 
@@ -49,16 +46,15 @@ Change = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Cause:
-    """Why FP8 is not faster, or no faster, here.
+    """Reason why FP8 is not faster, or no faster, here.
 
     Attributes:
         name: one or two words; stable.
-        share: of the step's time that it is about, 0 to 1.
+        share: affected share of the step's time, 0 to 1.
         text: the cause in a sentence.
-        evidence: what was measured that says so.
-        change: overrides of the recipe to try, together; empty where there is nothing to set.
-        hint: what else to do or to know of the change.
-    """
+        evidence: measurements that support it.
+        change: recipe overrides to try together; empty if nothing can be set.
+        hint: further advice on the change."""
 
     name: str
     share: float
@@ -79,14 +75,14 @@ def rule(function: Rule) -> Rule:
 
 
 def causes_of(facts: Facts) -> list[Cause]:
-    """All causes at work: emulation before all, then the largest share first."""
+    """All causes at work: emulation first, then the largest share first."""
     found = [cause for rule in RULES if (cause := rule(facts)) is not None]
     checked = [replace(cause, change=_allowed(cause.change, facts)) for cause in found]
     return sorted(checked, key=lambda cause: (cause.name != "emulation", -cause.share))
 
 
 def _allowed(change: Change, facts: Facts) -> Change:
-    """The change, empty where this recipe cannot have it."""
+    """Return the change, or an empty one if this recipe rejects it."""
     try:
         with_overrides(facts.config, change)
     except ConfigError:
@@ -94,12 +90,12 @@ def _allowed(change: Change, facts: Facts) -> Change:
     return change
 
 
-# ------------------------------------------------------------------------------------------ in FP8
+# ------------------------------------------------------------------------------------------ FP8
 
 
 @rule
 def no_fp8(facts: Facts) -> Cause | None:
-    """Nothing ran in FP8, and something could have."""
+    """Nothing ran in FP8, although layers were eligible."""
     could = [group for group in facts.groups if group.role == "base" and group.gemm_seconds]
     best = facts.speed_best
     if facts.ran_fp8 or best is None or not could:
@@ -138,7 +134,7 @@ def emulated(facts: Facts) -> Cause | None:
 
 @rule
 def few_tokens(facts: Facts) -> Cause | None:
-    """A micro-batch has fewer tokens than the cast of a weight, or its loading, pays for."""
+    """Too few tokens in a micro-batch to pay for casting, or loading, the weights."""
     if facts.emulated or facts.payoff is None:
         return None
     stored = facts.config.precision.frozen == "fp8" or facts.config.precision.fp8_params
@@ -161,7 +157,7 @@ def few_tokens(facts: Facts) -> Cause | None:
 
 @rule
 def casts_not_compiled(facts: Facts) -> Cause | None:
-    """Casts run as many small kernels although the compiler would fuse them."""
+    """Casts run as many small kernels that the compiler would fuse."""
     p, share = facts.config.precision, _large(StepPart.CASTS, facts)
     eager = p.backend == "torchao" or p.frozen == "fp8"
     on_gpu = facts.device.kind == "cuda"
@@ -175,7 +171,7 @@ def casts_not_compiled(facts: Facts) -> Cause | None:
 
 @rule
 def casts(facts: Facts) -> Cause | None:
-    """Casts take much of the step, fused as they are."""
+    """Casts take much of the step although fused."""
     share = _large(StepPart.CASTS, facts)
     if facts.emulated or not share or casts_not_compiled(facts):
         return None
@@ -190,7 +186,7 @@ def casts(facts: Facts) -> Cause | None:
 
 @rule
 def small_layers(facts: Facts) -> Cause | None:
-    """Layers whose products gain less than their casts cost."""
+    """Layers whose GEMMs gain less than their casts cost."""
     if facts.emulated or not facts.ran_fp8:
         return None
     least = facts.payoff.least if facts.payoff is not None else 0
@@ -201,7 +197,7 @@ def small_layers(facts: Facts) -> Cause | None:
         return min(group.shape) < least
 
     small = [g for g in facts.fp8_groups if g.role == "base" and all(g.shape) and is_small(g)]
-    if not small or len(small) == len(facts.fp8_groups):  # then it is not their size
+    if not small or len(small) == len(facts.fp8_groups):  # all of them: size is not the cause
         return None
     shown = ", ".join(f"{g.kind} {g.shape[0]} x {g.shape[1]}" for g in small[:4])
     lost = sum(g.seconds - g.bf16_seconds for g in small if g.bf16_seconds is not None)
@@ -257,7 +253,7 @@ STAYED_HIGH: dict[str, tuple[str, str, Change]] = {
         *("precision.map", ("~precision.map",)),
     ),
 }
-"""Layers of the base outside FP8: cause -> text, words of the planner's reason, change."""
+"""Base layers outside FP8: cause -> text, words of the planner's reason, change."""
 
 
 def _stayed_high(name: str, facts: Facts) -> Cause | None:
@@ -276,7 +272,7 @@ def _stayed_high(name: str, facts: Facts) -> Cause | None:
 RULES += [partial(_stayed_high, name) for name in STAYED_HIGH]
 
 
-# -------------------------------------------------------------------------- in the rest of the step
+# -------------------------------------------------------------------------- rest of the step
 
 _NOT_FUSED = re.compile(r"\d+ as PEFT has them: (.+?)(?:;|$)")
 _FUSED_BY: dict[str, Change] = {
@@ -284,12 +280,12 @@ _FUSED_BY: dict[str, Change] = {
     "adapter with a bias": ("lora.bias=none",),
     "DoraLinearVariant": ("lora.use_dora=false",),
 }
-"""Overrides without which adapters run apart from their base, by the reason in the receipt."""
+"""Overrides that prevent fusing adapters with their base, by the receipt's reason."""
 
 
 @rule
 def adapters(facts: Facts) -> Cause | None:
-    """Adapters are small products and much traffic."""
+    """Adapters have small GEMMs and much memory traffic."""
     share = facts.share(facts.adapter_seconds)
     if facts.config.lora is None or share < LEAST_ADAPTERS:
         return None
@@ -329,7 +325,7 @@ def recompute(facts: Facts) -> Cause | None:
 
 @rule
 def attention(facts: Facts) -> Cause | None:
-    """Attention runs in BF16 whatever the layers do."""
+    """Attention runs in BF16 whatever the linear layers do."""
     share = _large(StepPart.ATTENTION, facts)
     text, change, hint = "attention stays in BF16", Change(), ""
     if facts.masked and facts.device.kind == "cuda":
@@ -367,7 +363,7 @@ def head(facts: Facts) -> Cause | None:
 
 @rule
 def optimizer(facts: Facts) -> Cause | None:
-    """The update takes as long in FP8 as in BF16."""
+    """The optimizer step takes as long in FP8 as in BF16."""
     share = _large(StepPart.OPTIMIZER, facts)
     if chosen(facts.config.train).name == "adamw_torch":
         change, hint = ("train.optim=adamw_torch_fused",), ""
@@ -380,7 +376,7 @@ def optimizer(facts: Facts) -> Cause | None:
 
 @rule
 def host(facts: Facts) -> Cause | None:
-    """The device waits for Python."""
+    """The device waits for Python (launch bound)."""
     share, change = _large(StepPart.HOST, facts), _larger_batch(facts, 2)
     if facts.device.kind == "cuda":
         text, where = "the GPU waits for the host", "no kernel runs"
@@ -397,7 +393,7 @@ def host(facts: Facts) -> Cause | None:
 
 @rule
 def elementwise(facts: Facts) -> Cause | None:
-    """Norms, activations, rotary embeddings and the loss are bound by memory."""
+    """Norms, activations, rotary embeddings and the loss are memory bound."""
     share, change = _large(StepPart.ELEMENTWISE, facts), _with_liger(facts)
     text = (
         "norms, activations, rotary embeddings and the loss move bytes, which FP8 does not change"
@@ -417,11 +413,11 @@ def communication(facts: Facts) -> Cause | None:
     return Cause("communication", share, text, evidence, change, hint) if share else None
 
 
-# ------------------------------------------------------------------------------ of several rules
+# ------------------------------------------------------------------------------ shared helpers
 
 
 def _large(part: StepPart, facts: Facts) -> float:
-    """Share of the step that a part takes, 0.0 where it is too small to be a cause."""
+    """Share of the step that a part takes, 0.0 below its threshold."""
     share = facts.share(facts.parts.get(part, 0.0))
     return share if share >= LEAST_SHARE[part] else 0.0
 
@@ -431,7 +427,7 @@ def _share_of(groups: Iterable[LayerGroup], facts: Facts) -> float:
 
 
 def _larger_batch(facts: Facts, times: int) -> Change:
-    """Micro-batches that many times as large, with as many tokens in a step where that goes."""
+    """Micro-batches `times` as large, with as many tokens per step where possible."""
     change = (f"train.per_device_train_batch_size={facts.rows * times}",)
     if facts.micro_batches == 1:
         return change
@@ -444,6 +440,6 @@ def _fewer_updates(facts: Facts) -> tuple[Change, str]:
 
 
 def _with_liger(facts: Facts) -> Change:
-    """The override that fuses the head and its loss on a GPU."""
+    """Override that fuses the head and its loss on a GPU."""
     liger = facts.device.kind != "cuda" or facts.config.train.get("use_liger_kernel")
     return () if liger else ("train.use_liger_kernel=true",)

@@ -1,10 +1,8 @@
-"""`diagnose(recipe)`: a few steps of a run as it would run, looked at from all sides.
+"""`diagnose(recipe)`: profile a few steps of a run and explain their speed.
 
-The trainer is the run's own: `finetune.training.trainer.make_trainer` under the run's session, with
-its adapters, checkpointing, proof and compiled layers. It differs from a run in that it ends after
-a few steps, that nothing is evaluated or saved, and that an `Observer` looks on. Only as many rows
-are read as these steps need. Nothing is left behind.
-"""
+The trainer is the run's own (`make_trainer` under the run's session), with its adapters,
+checkpointing, proof and compiled layers. It stops after a few steps, reads only the rows they need,
+does not evaluate or save, runs under an `Observer`, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ from finetune.training.session import Session, session_of
 from finetune.training.trainer import make_trainer
 
 STEPS, LONG = 3, 8
-"""Profiled steps, and micro-batches of a step above which one is enough."""
+"""Profiled steps, and micro-batches per step above which one step is enough."""
 SHORTEST = 32
 """Most short rows that one packed row is expected to hold."""
 
@@ -63,21 +61,20 @@ def diagnose(
     force: bool = False,
     console: Console | None = None,
 ) -> Diagnosis:
-    """Find out what ran in which precision, where the time went, and why FP8 is or is not faster.
+    """Find out which precision ran, where the time went, and why FP8 is or is not faster.
 
         finetune.diagnose("llama_8b_lora_fp8", weights="random")
 
     Args:
         run: a recipe's name or path, a recipe, or a configuration.
         overrides: `section.key=value` items.
-        weights: `random` needs neither hub nor data: random weights, rows of random tokens.
-        steps: optimizer steps to time, and to profile; left out: three, or one if it is long.
-        force: run even where the memory bound says it cannot fit.
-        console: where to show progress; left out: nowhere.
+        weights: `random` uses random weights and tokens: no hub, no data.
+        steps: optimizer steps to time, and to profile; default three, or one if it is long.
+        force: run even if the memory bound says it cannot fit.
+        console: console for progress output; default none.
 
     Raises:
-        FinetuneError: what the run itself would raise.
-    """
+        FinetuneError: as the run itself would raise."""
     if steps is not None and steps < 1:
         raise ConfigError(f"{steps} steps to look at", where=f"--steps {steps}", fix="1 or more")
     run = load_recipe(run) if isinstance(run, str) else run
@@ -86,7 +83,7 @@ def diagnose(
     random = ("model.weights=random",) if synthetic else ()
     if overrides or synthetic:
         config = with_overrides(config, (*overrides, *random))
-    if synthetic:  # random rows have no parts to train on
+    if synthetic:  # random rows have no parts to mask
         config = _with_train(config, MASKING)
     if steps is None:
         micro_batches = int(config.train.get("gradient_accumulation_steps", 1))
@@ -125,13 +122,13 @@ def diagnose(
 
 
 def _with_train(config: RunConfig, left_out: Sequence[str], **changes: Any) -> RunConfig:
-    """The run without some settings of its trainer, and with others."""
+    """Copy of the run without the `left_out` trainer settings, with `changes`."""
     train = {key: value for key, value in config.train.items() if key not in left_out}
     return config.model_copy(update={"train": train | changes})
 
 
 def _shortened(config: RunConfig, steps: int) -> RunConfig:
-    """The run with so many steps, and nothing evaluated, saved or reported."""
+    """Copy of the run that ends after `steps`, without evaluation, saving or reporting."""
     left_out = ("resume_from_checkpoint", "load_best_model_at_end", "eval_on_start")
     silent = dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no")
     return _with_train(config, left_out, max_steps=steps, report_to="none", **silent)
@@ -201,7 +198,7 @@ def _conclude(
 
 
 def _low_layers(receipt: Receipt) -> dict[str, bool]:
-    """Layer that has FP8 GEMMs -> whether all of them are."""
+    """Layers with FP8 GEMMs -> True if all of them are FP8."""
     ran = {row.name: {row.fprop, row.dgrad, row.wgrad} - {"none"} for row in receipt.layers}
     return {name: kinds <= LOW for name, kinds in ran.items() if kinds & LOW}
 
@@ -239,13 +236,13 @@ def _facts(
 
 
 def _recompute_seconds(groups: list[LayerGroup], timeline: Timeline, *, compiled: bool) -> float:
-    """Seconds in ranges of recomputation; of compiled layers, which have none, products alone."""
+    """Seconds in recomputation ranges; compiled layers have none, so their GEMMs only."""
     inside = sum(group.recomputed * group.seconds for group in groups) if compiled else 0.0
     return max(timeline.seconds(phase="recompute"), inside)
 
 
 def _adapter_seconds(groups: list[LayerGroup], timeline: Timeline) -> float:
-    """Products of adapters, and what is elementwise in the modules that PEFT put around layers."""
+    """GEMMs of adapters, and elementwise operations in the modules PEFT adds around layers."""
     adapters = [group for group in groups if group.role == "adapter"]
     names = {name for group in adapters for name in group.layers}
     around = {name.partition(".lora_")[0] for name in names if ".lora_" in name}

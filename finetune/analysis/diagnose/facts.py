@@ -1,26 +1,24 @@
-"""The facts of one diagnosed step: what was seen, what the estimator expects, when FP8 pays.
+"""Facts of one diagnosed step: observations, the estimator's prediction, and sizes where FP8 pays.
 
-*From which size on FP8 pays.* A product of M tokens, N outputs and K inputs in FP8 instead of BF16
-saves
+*Break-even size.* A GEMM of M tokens, N outputs and K inputs in FP8 instead of BF16 saves
 
-    2 M N K · (1/p16 - 1/p8)        p16, p8: FLOP/s that the GPU sustains in each
+    2 M N K · (1/p16 - 1/p8)        p16, p8: sustained FLOP/s of the GPU
 
 and needs its operands cast: x [M, K] and g [M, N] each time, w [N, K] each time unless it is stored
-as codes. A cast reads two bytes and writes one an element, and reads them once more to find the
-amax unless that is delayed or fused with what made the operand: b bytes over the bandwidth B. The
-size of the operand cancels, and what is left is the dimension that it does not have:
+in FP8. A cast reads two bytes and writes one per element, and reads two more for the amax unless
+that is delayed or fused into the producer: b bytes at bandwidth B. The operand's size cancels; the
+dimension it lacks remains:
 
     cast of x  pays where N > T        T = b / (2 B (1/p16 - 1/p8))
     cast of g  pays where K > T
     cast of w  pays where M > T        M: tokens of a micro-batch, on one GPU
 
-T is 820 for an H100 by its sustained rates with b = 3, 1,370 with b = 5. So a micro-batch has too
-few tokens below T unless weights are stored in FP8, and a layer is too small where N or K is below
-T (the key and value projections under grouped attention are the usual case). A product has no use
-of FP8 either where it waits for memory: with weights of one byte that ends at M = p8 / (2 B).
+T is 820 for an H100 by its sustained rates with b = 3, 1,370 with b = 5. So a micro-batch needs T
+tokens unless weights are stored in FP8, and a layer with N or K below T is too small (typically key
+and value projections under grouped-query attention). A memory-bound GEMM gains nothing either: with
+one-byte weights those are M < p8 / (2 B).
 
-Limits: products that fill a GPU badly gain less; a group's `bf16_seconds`, measured, says so.
-"""
+Limits: GEMMs that fill a GPU badly gain less; a group's measured `bf16_seconds` shows it."""
 
 from __future__ import annotations
 
@@ -47,10 +45,9 @@ class Payoff(NamedTuple):
     """Sizes from which FP8 pays on one GPU.
 
     Attributes:
-        least: T, the least N, K, and M of a weight that is cast each time.
-        least_tokens: M below which even weights stored in FP8 make a product wait for memory.
-        ratio: how many times as fast a large product is in FP8, casts not counted.
-    """
+        least: T, the least N and K, and the least M if weights are cast each time.
+        least_tokens: M below which even GEMMs with weights stored in FP8 are memory bound.
+        ratio: speedup of a large GEMM in FP8, casts excluded."""
 
     least: int
     least_tokens: int
@@ -58,13 +55,11 @@ class Payoff(NamedTuple):
 
 
 def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff | None:
-    """Sizes from which FP8 pays on a GPU, None where it has no FP8 units.
+    """Sizes from which FP8 pays on a GPU, None without FP8 units.
 
     Args:
-        gpu: its line of the table.
-        fused: a cast finds the amax without reading its operand once more.
-        rowwise: products have a scale for each row, whose kernels are slower.
-    """
+        fused: a cast finds the amax without a second read of its operand.
+        rowwise: GEMMs with one scale per row, whose kernels are slower."""
     shares = efficiency_of(gpu) if "fp8" in gpu.tflops else None
     if shares is None or "fp8" not in shares.gemm:
         return None
@@ -80,15 +75,14 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The step that the estimator expects.
+    """Step as the estimator predicts it.
 
     Attributes:
-        seconds: of one optimizer step.
-        parts: part, as a profile tells them apart -> seconds.
-        speed: over the same run in BF16 (under it, for a run in BF16): most likely, from, to.
+        seconds: duration of one optimizer step.
+        parts: seconds by step part.
+        speed: ratio to the same run in BF16: most likely, low, high.
         why: reasons, in plain words.
-        calibrated: on this very device.
-    """
+        calibrated: the estimator was calibrated on this device."""
 
     seconds: float
     parts: dict[StepPart, float]
@@ -100,14 +94,7 @@ class Prediction:
 def predict(
     config: RunConfig, device: Device, processes: int, length: int
 ) -> tuple[Prediction | None, str]:
-    """The expected step, or None and the reason why nothing is expected.
-
-    Args:
-        config: of the run.
-        device: this one.
-        processes: of the run.
-        length: tokens of a row as they were.
-    """
+    """Predict the step, or return None and the reason; `length` is in tokens per row."""
     place = Place(device, find_gpu(device), processes, here=True)
     if place.gpu is None and load_calibration(device.name) is None:
         return None, (
@@ -135,21 +122,18 @@ def predict(
 
 @dataclass(frozen=True)
 class Facts:
-    """One step, as it was seen.
+    """Observed facts of one step.
 
     Attributes:
-        config: of the run, as it ran.
-        device: where it ran.
-        groups: its layers, with times.
-        parts: part -> seconds of one step; they add up to the step.
-        recompute_seconds: part of the step that checkpointing computed a second time.
-        adapter_seconds: part of the step in adapters: their products and elementwise operations.
-        payoff: sizes from which FP8 pays on this GPU; None where they are not known.
-        compiled: the receipt's line on compiling.
+        groups: layer groups, with times.
+        parts: seconds by step part; they add up to the step.
+        recompute_seconds: time that checkpointing spent on recomputation.
+        adapter_seconds: time in adapters: GEMMs and elementwise operations.
+        payoff: sizes from which FP8 pays on this GPU; None if unknown.
+        compiled: the receipt's line on `torch.compile`.
         adapters: the receipt's line on fusing adapters.
         masked: attention runs under an explicit mask over packed rows.
-        trainable: parameters that train.
-    """
+        trainable: number of trainable parameters."""
 
     config: RunConfig
     device: Device
@@ -175,11 +159,11 @@ class Facts:
 
     @property
     def seconds(self) -> float:
-        """Length of one optimizer step."""
+        """Duration of one optimizer step."""
         return sum(self.parts.values()) or 1e-12
 
     def share(self, seconds: float) -> float:
-        """These seconds as a share of the step, 0 to 1."""
+        """Share of the step, 0 to 1."""
         return seconds / self.seconds
 
     @property
@@ -189,7 +173,7 @@ class Facts:
 
     @property
     def ran_fp8(self) -> bool:
-        """Whether anything ran in FP8."""
+        """True if anything ran in FP8."""
         return bool(self.fp8_groups)
 
     @property
@@ -199,28 +183,27 @@ class Facts:
 
     @property
     def emulated(self) -> bool:
-        """Whether FP8 was emulated where it ran."""
+        """True if FP8 was emulated."""
         emulates = self.config.precision.backend == "emulated" or not self.device.has_fp8
         return self.ran_fp8 and emulates
 
     @property
     def is_compiled(self) -> bool:
-        """Whether decoder layers are compiled."""
+        """True if decoder layers are compiled."""
         return self.compiled.startswith("on")
 
     @property
     def bf16_seconds(self) -> float | None:
-        """Seconds of the FP8 layers' products in BF16 here; None where not measured."""
+        """Seconds of the FP8 layers' GEMMs in BF16 here; None if not measured."""
         times = [group.bf16_seconds if group.seconds else None for group in self.fp8_groups]
         known = [seconds for seconds in times if seconds is not None]
         return sum(known) if known and len(known) == len(times) else None
 
     @property
     def speed_now(self) -> float | None:
-        """How many times as fast FP8 makes this step as BF16, all else being as it is.
+        """Speed of this step relative to BF16, all else equal.
 
-        (T - f + b) / T: T the step, f its FP8 layers with their casts, b their products in BF16.
-        """
+        (T - f + b) / T: T the step, f its FP8 layers with their casts, b their GEMMs in BF16."""
         b = self.bf16_seconds
         if b is None:
             return None
@@ -229,18 +212,16 @@ class Facts:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast a large product is in FP8 here; 1 without FP8 units."""
+        """Speedup of a large GEMM in FP8 here; 1 without FP8 units."""
         if not self.device.has_fp8:
             return 1.0
         return self.payoff.ratio if self.payoff is not None else 2.0
 
     @property
     def speed_best(self) -> float | None:
-        """How many times as fast FP8 could make this step at best (Amdahl), were casts free.
+        """Best possible speed relative to BF16 (Amdahl), with free casts.
 
-        t / (t - b + b / r): t the step in BF16, b those of its products that FP8 may take, r how
-        many times as fast they are in FP8.
-        """
+        t / (t - b + b / r): t the step in BF16, b its GEMMs that FP8 may take, r their speedup."""
         if not self.ran_fp8:
             b = sum(group.gemm_seconds for group in self.groups if group.role == "base")
             t = self.seconds
@@ -252,7 +233,7 @@ class Facts:
 
     @property
     def verdict(self) -> str:
-        """The answer in a sentence: how fast FP8 is here, and how fast it could be at best."""
+        """Verdict in a sentence: the speed of FP8 here, and its best possible speed."""
         now, best = self.speed_now, self.speed_best
         if not self.ran_fp8:
             text = f"Nothing ran in FP8: {self.config.precision.compute.upper()} was asked"
@@ -274,7 +255,7 @@ class Facts:
 
 
 def _times_as_fast(speed: float) -> str:
-    """`1.32 times as fast as BF16`, or that it is slower."""
+    """Text such as `1.32 times as fast as BF16`, or that it is slower."""
     if speed < 0.995:
         return f"slower: {1 / speed:.2f} times as long as BF16"
     return f"{speed:.2f} times as fast as BF16"

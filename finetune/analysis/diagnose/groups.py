@@ -1,21 +1,17 @@
-"""Layer groups of a diagnosis: layers of one kind that ran alike, with what was seen of them.
+"""Layer groups of a diagnosis: linear layers of one kind that ran alike, with their measurements.
 
-A group has one role, one kind of projection (`q_proj`), one shape, one precision for each of its
-three GEMMs and one reason; every linear layer is in exactly one, and so is what multiplies outside
-of layers (attention, the rest). Precisions and FLOPs are those of the receipt: what the witness saw
-in the first micro-step, not what was planned. Signal-to-noise ratios are those of training health
-by layer: x and w as fprop casts them, g as dgrad does.
+A group has one role, one kind of projection (`q_proj`), one shape, one precision per GEMM and one
+reason; every linear layer is in exactly one, as are matmuls outside of layers (attention, the
+rest). Precisions and FLOPs are the receipt's: executed in the first micro-step, not planned.
+Signal-to-noise ratios are training health's: x and w as fprop casts them, g as dgrad does.
 
-Kernels come to a group by the layer in whose range they ran; products in compiled layers, which
-have no ranges inside, by their sizes {M, N, K}. Where several groups multiply alike they share the
-time by their FLOPs: 3 seconds of products {64, 128, 256} are 1 second of one `q_proj` and 2 of two
-`v_proj` of that size.
+Kernels belong to the group in whose layer's range they ran; GEMMs in compiled layers, which have no
+ranges inside, are matched by their sizes {M, N, K}. Groups with equal sizes share the time by
+FLOPs: 3 seconds of GEMMs {64, 128, 256} are 1 second of one `q_proj` and 2 of two `v_proj`.
 
-What FP8 saves is measured: of each group and GEMM one product of the same sizes is multiplied in
-BF16 by torch on the same device, from random operands that lie as linear layers have them (x
-[M, K], w [N, K], g [M, N], the last dimension innermost). Limit: on a GPU products of less than
-some ten microseconds are timed with what a launch costs.
-"""
+Savings are measured: for each group and GEMM one product of the same sizes runs in BF16 on the same
+device, from random operands laid out as in linear layers (x [M, K], w [N, K], g [M, N], last
+dimension innermost). Limit: on a GPU, GEMMs below some ten microseconds include launch cost."""
 
 from __future__ import annotations
 
@@ -38,12 +34,12 @@ from finetune.training.health.operands import GroupSums
 LOW = frozenset({"fp8", "fp4"})
 GEMMS = ("fprop", "dgrad", "wgrad")
 KERNELS, LEAST = 3, 0.02
-"""Kernels of a group that are named: the longest, each at least this share of its time."""
+"""Reported kernels of a group: the longest, each at least this share of the group's time."""
 REPEAT = 5
 QUEUED = 10
-"""Products between two looks at the clock on a GPU, where a look costs as much as a small one."""
+"""GEMMs per clock read on a GPU, where a read costs as much as a small GEMM."""
 LONGEST_S = 0.2
-"""Seconds of one product above which it is timed once."""
+"""Seconds of one GEMM above which it is timed once."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +47,21 @@ class LayerGroup:
     """Layers of one kind that ran alike.
 
     Attributes:
-        kind: last part of their names.
+        kind: last part of the layer names.
         role: base, adapter, router, head, or other.
-        layers: their names.
-        shape: (N, K); (0, 0) of matmuls outside of layers.
-        fprop, dgrad, wgrad: precision that ran, `none` where the GEMM did not.
+        layers: layer names.
+        shape: (N, K); (0, 0) for matmuls outside of layers.
+        fprop, dgrad, wgrad: executed precision, `none` if the GEMM did not run.
         reason: why that precision was planned.
-        tokens: M of a product, the mean over calls; 0 outside of layers.
-        calls: GEMM -> calls in the observed micro-step.
-        flops: floating point operations of the observed micro-step.
-        share: their share of that micro-step's matmul FLOPs, 0 to 1.
-        snr_db: operand (x, w, g) -> mean over layers in dB, of those that are quantized.
-        worst_snr_db: operand -> dB of the worst layer.
-        gemm_seconds, cast_seconds: of one optimizer step.
-        bf16_seconds: that the same products take in BF16 here; None where not measured.
-        kernels: (name, seconds of one step), longest first.
-    """
+        tokens: M of a GEMM, the mean over calls; 0 outside of layers.
+        calls: calls in the observed micro-step, by GEMM.
+        flops: floating-point operations of the observed micro-step.
+        share: share of that micro-step's matmul FLOPs, 0 to 1.
+        snr_db: mean over layers in dB, by quantized operand (x, w, g).
+        worst_snr_db: dB of the worst layer, by operand.
+        gemm_seconds, cast_seconds: time per optimizer step.
+        bf16_seconds: time of the same GEMMs in BF16 here; None if not measured.
+        kernels: (name, seconds of one step), longest first."""
 
     kind: str
     role: str
@@ -89,18 +84,18 @@ class LayerGroup:
 
     @property
     def ran(self) -> dict[str, str]:
-        """GEMM -> precision, of those that ran."""
+        """Executed precision by GEMM."""
         found = {gemm: str(getattr(self, gemm)) for gemm in GEMMS}
         return {gemm: precision for gemm, precision in found.items() if precision != "none"}
 
     @property
     def is_low(self) -> bool:
-        """Whether some GEMM ran in FP8 or FP4."""
+        """True if some GEMM ran in FP8 or FP4."""
         return not LOW.isdisjoint(self.ran.values())
 
     @property
     def recomputed(self) -> float:
-        """Share of its products that checkpointing ran a second time, by calls, 0 to 1."""
+        """Share of calls that checkpointing recomputed, 0 to 1."""
         backward = max(self.calls["dgrad"], self.calls["wgrad"])
         if not backward or not all(self.shape) or self.role == "head":
             return 0.0
@@ -108,12 +103,12 @@ class LayerGroup:
 
     @property
     def seconds(self) -> float:
-        """Products and casts, of one optimizer step."""
+        """GEMMs and casts of one optimizer step."""
         return self.gemm_seconds + self.cast_seconds
 
 
 def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
-    """Fold the rows of a receipt into groups, in the order of the model."""
+    """Group a receipt's rows, in model order."""
     total = sum(row.flops for row in layers) or 1
     groups = []
     for rows in layer_groups(layers, by_kind=True):
@@ -134,7 +129,7 @@ def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
 
 
 def with_noise(groups: Iterable[LayerGroup], sums: GroupSums) -> list[LayerGroup]:
-    """Add the signal-to-noise ratios seen of their layers, of (layer name, operand)."""
+    """Add signal-to-noise ratios from sums by (layer name, operand)."""
     found = []
     for group in groups:
         mean: dict[str, float] = {}
@@ -148,11 +143,11 @@ def with_noise(groups: Iterable[LayerGroup], sums: GroupSums) -> list[LayerGroup
     return found
 
 
-# --------------------------------------------------------------------------------- time as it ran
+# --------------------------------------------------------------------------------- measured time
 
 
 def with_times(groups: Sequence[LayerGroup], timeline: Timeline) -> list[LayerGroup]:
-    """Add the seconds of their products and casts, and the names of the kernels behind them."""
+    """Add the seconds of GEMMs and casts, and the kernels behind them."""
     by_layer = {name: index for index, group in enumerate(groups) for name in group.layers}
     gemm, casts = [0.0] * len(groups), [0.0] * len(groups)
     kernels: list[dict[str, float]] = [{} for _ in groups]
@@ -177,7 +172,7 @@ def _longest(kernels: dict[str, float]) -> tuple[tuple[str, float], ...]:
 def _shares(
     piece: Slice, groups: Sequence[LayerGroup], by_layer: dict[str, int]
 ) -> list[tuple[int, float]]:
-    """(index of a group, its share of the slice); empty where the slice belongs to no group."""
+    """Shares of a slice by group index; empty if it belongs to no group."""
     if piece.part == StepPart.ATTENTION:
         return _first_of((witness.ATTENTION, witness.BATCHED), by_layer)
     if piece.part not in (StepPart.FP8_GEMM, StepPart.GEMM, StepPart.CASTS):
@@ -199,29 +194,23 @@ def _multiplies(group: LayerGroup, piece: Slice) -> bool:
     low = {precision in LOW for precision in group.ran.values()}
     if not piece.sizes or (piece.part == StepPart.FP8_GEMM) not in low:
         return False
-    if group.role == "head":  # multiplied in pieces of the tokens
+    if group.role == "head":  # multiplied in chunks of the tokens
         return set(group.shape) <= set(piece.sizes)
     return tuple(sorted((group.tokens, *group.shape))) == piece.sizes
 
 
-# ----------------------------------------------------------------------------------- time in BF16
+# ----------------------------------------------------------------------------------- BF16 time
 
 
 def with_bf16_times(
     groups: Iterable[LayerGroup], device: torch.device, micro_batches: int
 ) -> list[LayerGroup]:
-    """Add `bf16_seconds` to the groups that have FP8 GEMMs.
-
-    Args:
-        groups: with tokens and calls of one micro-step.
-        device: that they ran on.
-        micro_batches: of one optimizer step.
-    """
+    """Add `bf16_seconds` to groups with FP8 GEMMs; `micro_batches` make one optimizer step."""
     known: dict[tuple[str, int, int, int], float] = {}
 
     def seconds(group: LayerGroup) -> float:
         total = 0.0
-        for gemm in group.ran:  # those kept high too: their time is among the group's seconds
+        for gemm in group.ran:  # BF16 GEMMs too: their time is among the group's seconds
             key = (gemm, group.tokens, *group.shape)
             known[key] = known.get(key) or _bf16_seconds(*key, device)
             total += known[key] * group.calls[gemm] * micro_batches
@@ -257,7 +246,7 @@ def _median_seconds(product: Callable[[], Tensor], device: torch.device) -> floa
         if on_gpu:
             torch.cuda.synchronize(device)
         seconds = (time.perf_counter() - start) / calls
-        if repetition or seconds > LONGEST_S:  # the first one chooses a kernel
+        if repetition or seconds > LONGEST_S:  # the first run selects a kernel
             times.append(seconds)
         if seconds > LONGEST_S:
             break

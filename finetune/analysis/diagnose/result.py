@@ -1,8 +1,5 @@
-"""`Diagnosis`: the answer of a diagnosed step. Prints well, saves as JSON, shows in a notebook.
-
-On a terminal: layers with their precision, where the time of a step went, the verdict with its
-causes.
-"""
+"""`Diagnosis`: result of a diagnosed step; prints to a terminal, saves as JSON, shows in a
+notebook."""
 
 from __future__ import annotations
 
@@ -25,26 +22,25 @@ from finetune.runs.receipt import Receipt
 from finetune.units import short_time
 
 NAME_LENGTH = 44
-"""Letters of a kernel's name that are shown."""
+"""Characters of a kernel's name that are shown."""
 
 
 @dataclass(frozen=True)
 class Diagnosis(JupyterMixin):
-    """What really ran in which precision, where the time went, and why.
+    """Executed precisions, step times and causes of a diagnosed run.
 
     Attributes:
-        name: of the recipe.
-        receipt: of the run whose steps were looked at.
-        facts: of the step; layer groups and times are here.
+        name: the recipe's name.
+        receipt: receipt of the profiled run.
+        facts: facts of the step, with layer groups and times.
         causes: why FP8 is or is not faster, the largest share first.
         data: description of the rows.
-        tokens: of one optimizer step on one device, padding left out.
+        tokens: tokens of one optimizer step on one device, without padding.
         padding: share of a micro-batch that is padding, 0 to 1.
-        step_seconds: of one optimizer step without a profile.
-        steps: that were timed, and as many profiled.
-        prediction: of the estimator, None where there is none.
-        notes: lines on weights, tokenizer and prediction.
-    """
+        step_seconds: duration of one optimizer step without the profiler.
+        steps: number of timed steps, and of profiled ones.
+        prediction: the estimator's, None without one.
+        notes: lines on weights, tokenizer and prediction."""
 
     name: str
     receipt: Receipt
@@ -60,31 +56,31 @@ class Diagnosis(JupyterMixin):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layers of one kind that ran alike; every linear layer is in exactly one."""
+        """Layer groups; every linear layer is in exactly one."""
         return self.facts.groups
 
     @property
     def verdict(self) -> str:
-        """The answer in a sentence or two."""
+        """Verdict in a sentence or two."""
         return self.facts.verdict
 
     @property
     def shares(self) -> dict[StepPart, float]:
-        """Part -> its share of the step's time; they add up to one."""
+        """Share of the step's time by part; they add up to one."""
         return {part: self.facts.share(self.facts.parts[part]) for part in PROFILED_PARTS}
 
     @property
     def predicted_shares(self) -> dict[StepPart, float | None]:
-        """Part -> its share of the predicted step; None where there is no prediction."""
+        """Predicted share by part; None without a prediction."""
         found, parts = self.prediction, PROFILED_PARTS
         return {p: found.parts.get(p, 0.0) / found.seconds if found else None for p in parts}
 
     def to_json(self) -> str:
-        """Everything, in seconds and shares from 0 to 1."""
+        """Serialize everything, in seconds and shares from 0 to 1."""
         return json.dumps(self.as_dict(), indent=1)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Convert to plain data."""
         facts, environment, predicted = self.facts, self.receipt.environment, self.predicted_shares
         return {
             "kind": "diagnosis",
@@ -125,7 +121,7 @@ class Diagnosis(JupyterMixin):
         }
 
     def save(self, folder: Path) -> Path:
-        """Write `diagnosis.json` into a folder; the file."""
+        """Write `diagnosis.json` into a folder and return its path."""
         file = folder / "diagnosis.json"
         partial = file.with_suffix(".part")
         partial.write_text(self.to_json() + "\n", encoding="utf-8")
@@ -136,7 +132,7 @@ class Diagnosis(JupyterMixin):
         return Group(*self._lines())
 
     def _lines(self) -> Iterator[RenderableType]:
-        """Everything, top to bottom: what ran, where the time went, why."""
+        """Yield the printed parts, top to bottom."""
         receipt, facts = self.receipt, self.facts
         padding = f", {percent(self.padding)} padding" if self.padding else ""
         many = facts.micro_batches > 1
@@ -184,7 +180,7 @@ class Diagnosis(JupyterMixin):
 
 
 def _plain_group(group: LayerGroup) -> dict[str, Any]:
-    """A group as plain data: kernels with their names, precisions under one key."""
+    """Group as plain data: kernels with names, precisions under one key."""
     values = asdict(group)
     values["precision"] = {gemm: values.pop(gemm) for gemm in GEMMS}
     values["count"] = len(group.layers)
@@ -193,7 +189,7 @@ def _plain_group(group: LayerGroup) -> dict[str, Any]:
 
 
 def _plain_cause(cause: Cause) -> dict[str, Any]:
-    """A cause as plain data: its text is under the key `words`."""
+    """Cause as plain data; the key of its text is `words`."""
     return {{"text": "words"}.get(key, key): value for key, value in asdict(cause).items()}
 
 
@@ -220,7 +216,7 @@ def _layer_table(facts: Facts) -> Table:
 
 
 def _reasons(groups: tuple[LayerGroup, ...]) -> Iterator[Text]:
-    """Why layers stayed high, each reason once."""
+    """Reasons for high precision, each once."""
     kinds: dict[str, list[str]] = {}
     for group in groups:
         if not group.is_low:

@@ -1,34 +1,31 @@
-"""What the matmuls of one micro-step are fed: range, overflow, underflow and noise by layer group.
+"""Operand health of one micro-step: range, overflow, underflow and quantization noise by layer
+group.
 
-A linear layer multiplies three operands: the input x [M, K], the weight w [N, K] and the gradient
-of the output g [M, N]. Hooks see them in high precision, as every engine gets them. Of each:
+A linear layer multiplies three operands: the input x [M, K], the weight w [N, K] and the output
+gradient g [M, N]. Hooks read them in high precision, as every backend receives them, and report:
 
-* `amax`, the largest magnitude, over the whole operand;
-* where the layer runs in FP8 (or FP4), the effect of the recipe's cast on up to `SAMPLE_ROWS` rows,
-  evenly spread, by the project's own reference rule and therefore alike for every engine (of x and
-  w the cast for fprop, of g that for dgrad): the share of values that saturate (`overflow`) and of
-  those that are not zero and become zero (`underflow`), and the signal-to-noise ratio of the
-  quantized operand, 10 log10(Σx² / Σ(x - x̂)²) dB (a weight stored as codes has an amax, and nothing
-  to lose);
-* with delayed scaling, which uses the scale of an earlier amax, `scale_drift`: |log2(scale in
-  force / scale that this amax asks for)|, and `scale_change`: |log2(scale / scale when last seen)|.
+* `amax`, the largest magnitude of the whole operand;
+* for FP8 or FP4 layers, the effect of the cast on up to `SAMPLE_ROWS` evenly spread rows, by the
+  reference rule and thus alike for every backend (x and w as fprop casts them, g as dgrad does):
+  shares of values that saturate (`overflow`) and of nonzero values that become zero (`underflow`),
+  and the signal-to-noise ratio 10 log10(Σx² / Σ(x - x̂)²) dB (weights stored as codes report only
+  an amax);
+* with delayed scaling, `scale_drift`: |log2(current scale / scale of this amax)|, and
+  `scale_change`: |log2(current scale / scale at the last observation)|.
 
-*Groups.* Layers of one kind behave alike, so they share a row: `attn`, `mlp`, `experts`, `embed`,
-`norm`, `head`, `adapter`, `router`. Other modules go by the name of their parent (`mixer`,
-`encoder`), so that unknown models stay readable too; a module that multiplies by parameters of its
-own goes by its own name (`block`). Of the layers of a group, and of the processes of a run: amax,
-drift and change by the largest, shares over all elements, the signal-to-noise ratio by its mean
-over layers and by its worst layer.
+*Groups.* Layers of one kind share a row: `attn`, `mlp`, `experts`, `embed`, `norm`, `head`,
+`adapter`, `router`. Other modules take their parent's name (`mixer`, `encoder`), modules with GEMMs
+of their own take theirs (`block`). Over the layers of a group and the processes of a run: amax,
+drift and change by the maximum, shares over all elements, the ratio by its mean and its worst
+layer.
 
-A declared parameter that multiplies (`finetune.precision.parameters`) is judged by its first
-`PRODUCTS` products: its weight is the matrix of one product, one expert's for instance. Adapters
-that run inside their base layer's call show their weights only.
+Of a declared parameter (`finetune.precision.parameters`) the first `PRODUCTS` GEMMs are judged,
+each weight being the matrix of one GEMM, e.g. one expert's. Adapters fused with their base layer
+show their weights only.
 
-Looking on changes nothing: hooks only read, random rounding draws from a generator of its own, an
-activation that checkpointing computes twice is counted once, and nothing is hooked outside
-`watching()`. One exception: layers under `torch.compile` cannot be looked into, so a part of them,
-another each time, runs uncompiled in a watched micro-step.
-"""
+Observing changes nothing: stochastic rounding draws from its own generator, recomputed activations
+count once, hooks exist only inside `watching()`. Exception: hooks cannot look into layers under
+`torch.compile`, so a rotating part of them runs uncompiled in an observed micro-step."""
 
 from __future__ import annotations
 
@@ -68,19 +65,13 @@ from finetune.runs.layer_groups import name_parts
 SAMPLE_ROWS = 256
 PRODUCTS = 8
 COMPILED_SHARE = 4
-"""Of compiled layers one in so many is looked into at a time: uncompiled layers are slow."""
+"""Compiled layers are observed one in this many at a time: uncompiled layers are slow."""
 EXACT_DB = 144.5
-"""Reported for a cast without any noise: 20 log10(2^24), the resolution of float32 itself."""
+"""Reported for a cast without noise: 20 log10(2^24), the resolution of float32."""
 
 
 def group_of(name: str, module: nn.Module, role: Role | None = None) -> str:
-    """The group of one module.
-
-    Args:
-        name: dotted module name, empty for the root.
-        module: the module itself; its class tells embeddings and norms.
-        role: of a linear layer, from the plan.
-    """
+    """Group of one module; `role` is the planned role of a linear layer."""
     parts = name_parts(name)
     if role in ("head", "adapter", "router"):
         return role
@@ -94,13 +85,13 @@ def group_of(name: str, module: nn.Module, role: Role | None = None) -> str:
         return "experts"
     if parts and parts[-1] in HEADS and len(parts) <= 3:
         return "head"
-    if declared_matmuls(module):  # not a layer of something: the thing itself
+    if declared_matmuls(module):  # the module multiplies itself, so it is the group
         return part_of(name) or parts[-1]
     return part_of(name) or (parts[-2] if len(parts) > 1 else "other")
 
 
 def groups_of(model: nn.Module, plan: PrecisionPlan | None) -> dict[str, str]:
-    """Module name -> group, for every module that holds parameters of its own."""
+    """Map every module that has parameters of its own to its group."""
     rows = plan.layers if plan is not None else ()
     roles: dict[str, Role] = {layer.name: layer.role for layer in rows}
     return {
@@ -112,14 +103,13 @@ def groups_of(model: nn.Module, plan: PrecisionPlan | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class OperandHealth:
-    """How one operand survives its quantization.
+    """Effect of quantization on one operand.
 
     Attributes:
-        amax: largest magnitude before it.
+        amax: largest magnitude before the cast.
         overflow: share of values that saturated, 0 to 1.
-        underflow: share of values that were not zero and became zero, 0 to 1.
-        snr_db: signal-to-noise ratio in dB; infinite when nothing was lost, NaN for zeros.
-    """
+        underflow: share of nonzero values that became zero, 0 to 1.
+        snr_db: signal-to-noise ratio in dB; infinite without loss, NaN for zeros."""
 
     amax: float
     overflow: float
@@ -143,19 +133,16 @@ def _quantize(
 def inspect_operand(
     x: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None = None
 ) -> OperandHealth:
-    """Health of one operand, cast by the rule in force whatever engine multiplies.
+    """Health of one operand under the reference cast, whichever backend runs the GEMM.
 
     Args:
         x: [rows, columns], the contracted dimension last.
-        operand: which one it is.
-        precision: with the scaling rule and format.
-        scale: the delayed scale in force, float32. Without it delayed scaling is taken as
-            tensorwise, that is, with the scale that its amax asks for.
-    """
+        scale: the delayed scale in use, float32. Without it delayed scaling is treated as
+            tensorwise: the scale follows from this amax."""
     codes = _quantize(x, operand, precision, scale)
     back, wide = codes.dequantize(), x.float()
     lost = (codes.values == 0) & (wide != 0)
-    # Rounding moves a value by half a unit at most; what moved further down had no room.
+    # Rounding moves a value by half a unit at most; a value that moved further down saturated.
     half_unit = 2.0 ** -(codes.fmt.mantissa + 1)
     at_limit = codes.values.abs() == codes.fmt.max
     saturated = at_limit & (back.abs() < wide.abs() * (1 - half_unit))
@@ -170,11 +157,11 @@ def inspect_operand(
 def inspect_sample(
     rows: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None = None
 ) -> OperandHealth:
-    """`inspect_operand` of some rows of a matrix [R, C], scaled as the whole matrix would be.
+    """Health of sampled rows of a matrix [R, C], scaled as the whole matrix would be.
 
-    Rows are taken in runs as high as the tiles that share a scale. A scale of a whole tensor is
-    taken of it all; NVFP4's outer one is kept by the run that holds the amax.
-    """
+    Rows come in runs as high as the tiles that share a scale. Tensorwise scales use the amax of the
+    whole matrix; NVFP4's outer scale is kept by including the run with the amax. Example: R = 4096
+    rowwise takes every 16th row; blockwise weights take every 16th run of 128 rows."""
     largest = amax(rows)
     run = {"blockwise": BLOCK, "nvfp4": NV_BLOCK}.get(precision.scaling, 1) if operand == "w" else 1
     if scale is None and precision.scaling in ("tensorwise", "delayed"):
@@ -194,17 +181,15 @@ def inspect_sample(
 
 @dataclass
 class OperandSums:
-    """One operand of all layers in a group.
+    """Sums over the layers of a group for one operand.
 
     Attributes:
-        amax: largest magnitude.
         elements: number of values judged by a cast, 0 without one.
         overflow, underflow: number of these values that saturated, and that became zero.
         snr_db: sum over layers, in dB.
         layers: number of layers in that sum.
-        worst: lowest ratio in dB and the layer that has it.
-        drift, change: largest, in powers of two; None without delayed scaling.
-    """
+        worst: lowest ratio in dB, and its layer.
+        drift, change: largest, in powers of two; None without delayed scaling."""
 
     amax: float = 0.0
     elements: int = 0
@@ -217,19 +202,19 @@ class OperandSums:
     change: float | None = None
 
     def add(self, name: str, elements: int, seen: OperandHealth) -> None:
-        """Add one operand that is quantized."""
+        """Add one quantized operand."""
         self.amax = max(self.amax, seen.amax)
         self.elements += elements
         self.overflow += seen.overflow * elements
         self.underflow += seen.underflow * elements
         snr = min(seen.snr_db, EXACT_DB)
-        if not math.isnan(snr):  # nothing but zeros has no ratio
+        if not math.isnan(snr):  # all zeros: no ratio
             self.snr_db += snr
             self.layers += 1
             self.worst = min(self.worst, (snr, name))
 
     def merge(self, other: OperandSums) -> None:
-        """Add another layer, or the same group as another process saw it."""
+        """Add another layer, or the same group from another process."""
         self.amax = max(self.amax, other.amax)
         self.worst = min(self.worst, other.worst)
         for name in ("elements", "overflow", "underflow", "snr_db", "layers"):
@@ -240,11 +225,11 @@ class OperandSums:
 
 
 GroupSums = dict[tuple[str, Operand], OperandSums]
-"""(group, operand) -> its sums."""
+"""Maps (group, operand) to its sums."""
 
 
 def health_row(sums: GroupSums) -> dict[str, float]:
-    """`health/attn/x_amax` and so on: the metrics that are logged, plain finite floats."""
+    """Logged metrics such as `health/attn/x_amax`: plain finite floats."""
     row: dict[str, float] = {}
     for (group, operand), of in sorted(sums.items()):
         at = f"health/{group}/{operand}"
@@ -263,7 +248,7 @@ def health_row(sums: GroupSums) -> dict[str, float]:
 
 
 def merge_sums(parts: Iterable[GroupSums]) -> GroupSums:
-    """The sums over all processes, from those of each."""
+    """Combine the sums of several processes."""
     whole: GroupSums = {}
     for part in parts:
         for key, sums in part.items():
@@ -273,14 +258,12 @@ def merge_sums(parts: Iterable[GroupSums]) -> GroupSums:
 
 @dataclass(eq=False)
 class OperandWatch:
-    """Watches a model's operands. Enter `watching()` around one forward and backward.
+    """Observer of a model's operands. Enter `watching()` around one forward and backward.
 
     Attributes:
-        model: the root module, converted or not.
-        conversion: its plan and engine, None where no precision was set up.
-        grouping: from the model and its plan to the group of each module; `groups_of`, or finer.
-        sums: of the last `watching()`.
-    """
+        conversion: plan and backend, None for a model without one.
+        grouping: maps the model and its plan to module groups; `groups_of`, or finer.
+        sums: result of the last `watching()`."""
 
     model: nn.Module
     conversion: Conversion | None
@@ -297,7 +280,7 @@ class OperandWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at every operand inside the block; `sums` holds the result afterwards."""
+        """Observe every operand inside the block; `sums` has the result afterwards."""
         plan = self.conversion.plan if self.conversion is not None else None
         self._groups = self.grouping(self.model, plan)
         low = {layer.name: low_operands(layer) for layer in plan.fp8_layers} if plan else {}
@@ -316,12 +299,12 @@ class OperandWatch:
                     undo.callback(module.fp8_observers.remove, self)
             yield
         with torch.no_grad():
-            for name, module in self._unseen.items():  # TRL multiplies by the head's weight itself
+            for name, module in self._unseen.items():  # e.g. the head: TRL multiplies by its weight
                 self._see_weights(name, module, ())
         self._fetch_amaxes()
 
     def _uncompile_some(self, undo: contextlib.ExitStack) -> None:
-        """Every fourth compiled layer, plain: hooks inside a compiled layer are not called."""
+        """Run every fourth compiled layer eagerly: compiled layers do not call inner hooks."""
         compiled = list(self.conversion.compiled) if self.conversion is not None else []
         share = min(COMPILED_SHARE, len(compiled)) or 1
         for module in compiled[self._turn % share :: share]:
@@ -338,7 +321,7 @@ class OperandWatch:
         kwargs: Any,
         output: Any,
     ) -> None:
-        if not in_backward():  # a recomputation computes the same operands again
+        if not in_backward():  # recomputation repeats the same operands
             with torch.no_grad():
                 self._unseen.pop(name, None)
                 x = _first_tensor((*args, *kwargs.values()))
@@ -346,11 +329,11 @@ class OperandWatch:
                     self._see(name, "x", module, x.to(compute_dtype(x)), "x" in low)
                 self._see_weights(name, module, low)
         y = _first_tensor(output if isinstance(output, (tuple, list)) else (output,))
-        # Also in a recomputation: there, or in the first forward, is the graph that is used.
+        # Also in a recomputation: the graph of either forward may be the one in use.
         self._see_gradient_of(y, name, low, module)
 
     def _see_weights(self, name: str, module: nn.Module, low: Collection[Operand]) -> None:
-        if isinstance(module, StoredMixin):  # what codes stand for is multiplied without loss
+        if isinstance(module, StoredMixin):  # stored codes are multiplied without further loss
             self._see(name, "w", module, module.weight_in(), False)
         for own, parameter in module.named_parameters(recurse=False):
             w = getattr(parameter, "_local_tensor", parameter).detach()
@@ -370,18 +353,18 @@ class OperandWatch:
             y.register_hook(hook)
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
-        """A product of a declared parameter begins."""
+        """Ignored: a GEMM of a declared parameter begins."""
 
     def leave(self) -> None:
-        """It has ended."""
+        """Ignored: the GEMM ended."""
 
     def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
-        """Look at the product `y` of `inputs`, tokens, matrix and bias: [M, K] @ [K, N]."""
+        """Observe the GEMM `y` of `inputs` (tokens, matrix, bias): [M, K] @ [K, N]."""
         self._products[name, in_backward()] += 1
         if self._products[name, in_backward()] > PRODUCTS:
             return
         layer, (x, w, _) = self._planned[name].layer, inputs
-        linear: Any = self._planned[name].linear  # bound to the module that holds its scales
+        linear: Any = self._planned[name].linear  # bound to the module with its scales
         low, module = low_operands(layer), linear.args[0]
         self._groups.setdefault(name, self._groups[name.rpartition(".")[0]])
         if not in_backward():
@@ -424,7 +407,7 @@ class OperandWatch:
         self._scales[(name, operand)] = scale
 
     def _fetch_amaxes(self) -> None:
-        """Fetch the amaxes of layers in high precision, all at once: each fetch waits for a GPU."""
+        """Fetch the amaxes of high-precision operands in one transfer: each fetch synchronizes."""
         for device in {value.device for _, value in self._amaxes}:
             here = [(key, value) for key, value in self._amaxes if value.device == device]
             values = torch.stack([value for _, value in here]).tolist()
@@ -441,11 +424,11 @@ _GEMMS: dict[Operand, tuple[Gemm, Gemm]] = {
 
 
 def low_operands(layer: LayerPlan) -> list[Operand]:
-    """The operands of a converted layer that some GEMM of it takes quantized."""
+    """Operands of a converted layer that at least one GEMM takes quantized."""
     low = {gemm for gemm in layer.gemms if layer.precision_of(gemm) in ("fp8", "fp4")}
     return [operand for operand, gemms in _GEMMS.items() if low.intersection(gemms)]
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
-    """The first floating tensor: of arguments the input, of a tuple the output."""
+    """First floating-point tensor: the input among arguments, the output of a tuple."""
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
