@@ -1,8 +1,8 @@
-"""What one configuration takes at one place: rehearsed whole, or from its first layers.
+"""Memory and speed of a configuration at a place, rehearsed whole or from its first layers.
 
-Every layer of a decoder adds the same: what two and three layers take says what thirty-two do, in a
-second rather than in five. That is exact for what is allocated, and a guess for fragments. So a
-model is rehearsed whole where fragments may decide, and where its layers are not alike.
+Identical decoder layers cost the same, so two and three layers give the cost of thirty-two, in one
+second instead of five: exact for allocated memory, a guess for fragments. A model is rehearsed
+whole if fragments may decide whether it fits, or if its layers differ.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ if TYPE_CHECKING:
 FEW = (2, 3)
 """Layers of the smaller models."""
 NEARLY = 0.15
-"""How near to the whole memory, as a share, a run is rehearsed whole."""
+"""Distance from full memory, as a share of it, within which a run is rehearsed whole."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One configuration at one place.
+    """Memory and speed of one configuration at one place.
 
     Attributes:
-        config: of the run.
-        resolution: its precision there.
+        resolution: precision executed there.
         footprint: memory of one device.
-        pace: time of a step; None where nothing is known of the device's speed.
-        parameters, trainable: counts.
+        pace: time of a step; None if the device's speed is unknown.
+        parameters, trainable: element counts.
         compiled: decoder layers are compiled.
     """
 
@@ -60,23 +59,19 @@ class Measured:
 
 
 def depth(config: RunConfig) -> int:
-    """Decoder layers of a run's model."""
+    """Number of decoder layers of a run's model."""
     return int(load_shape(config.model).get_text_config(decoder=True).num_hidden_layers)
 
 
 def measure_well(
     config: RunConfig, place: Place, *, length: int | None = None, whole: bool = False
 ) -> Measured:
-    """Rehearse as much as the question needs: all layers where the memory is nearly full.
+    """Rehearse the first layers, or all layers if `whole` or if memory is nearly full.
 
-    Args:
-        config: of the run.
-        place: where.
-        length: tokens of the longest row, where it is known; else the greatest allowed.
-        whole: all layers anyway.
+    `length` is the longest row in tokens, the maximum allowed by default.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: any error that the run itself would raise.
     """
     if length is not None:
         config = changed(config, train={"max_length": length})
@@ -89,10 +84,10 @@ def measure_well(
 
 
 def check_sizes(config: RunConfig) -> None:
-    """Refuse numbers that no batch has.
+    """Validate batch size and sequence length.
 
     Raises:
-        ConfigError: a batch or length below one, or rows longer than the model can take.
+        ConfigError: a batch or length below one, or rows longer than the model accepts.
     """
     for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"):
         value = config.train.get(key)
@@ -127,14 +122,14 @@ def measure(
     """Rehearse a whole model.
 
     Args:
-        config: of the run.
-        place: where.
-        length: tokens of the longest row, where it is known; else the greatest allowed.
-        padded: whether rows differ in length; left out: unless they are packed.
-        known: the run's precision there and its plan, where they were made already.
+        config: run configuration.
+        place: device to train on.
+        length: longest row in tokens, the maximum allowed by default.
+        padded: rows differ in length; default: unless packed.
+        known: the run's resolution and plan, if already made.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: any error that the run itself would raise.
     """
     if length is not None:
         config = changed(config, train={"max_length": length})
@@ -145,11 +140,10 @@ def measure(
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """Rehearsals of a model's first layers: what every GPU of one kind has in common.
+    """Rehearsals of a model's first layers, shared by all GPUs of one kind.
 
     Attributes:
-        config, resolution: of the run.
-        layers: of the whole model.
+        layers: layers of the whole model.
         depths: layers of each rehearsal.
         rehearsals: one of all layers, or two of fewer.
     """
@@ -161,7 +155,7 @@ class FirstLayers:
     rehearsals: tuple[Rehearsal, ...]
 
     def at(self, place: Place) -> Measured:
-        """Memory and time of all layers at a place of the kind that was rehearsed for."""
+        """Memory and time of all layers at a place with the same kind of GPU."""
         seen = [_measured(self.config, place, self.resolution, r) for r in self.rehearsals]
         if len(seen) == 1:
             return seen[0]
@@ -181,7 +175,7 @@ class FirstLayers:
 
 
 def are_alike(shape: PretrainedConfig) -> bool:
-    """Whether all decoder layers of an architecture take the same, as far as it says."""
+    """True if all decoder layers cost the same, as far as the architecture's config shows."""
     text = shape.get_text_config(decoder=True)
     lists = [v for v in vars(text).values() if isinstance(v, (list, tuple))]
     mixed = any(len(v) == text.num_hidden_layers and len(set(map(str, v))) > 1 for v in lists)
@@ -191,18 +185,18 @@ def are_alike(shape: PretrainedConfig) -> bool:
 
 
 _UNEVEN = ("first_k_dense_replace", "mlp_only_layers", "moe_layer_freq", "num_kv_shared_layers")
-"""What says that some layers of an architecture differ from others."""
+"""Config keys that make some layers differ."""
 _IN_TURN = (
     *("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period"),
     *("attn_layer_period", "full_attention_interval", "global_attn_every_n_layers"),
 )
-"""Layers of a kind come every so many."""
+"""Config keys that set the period of a layer kind."""
 
 
 def are_treated_alike(config: RunConfig) -> bool:
-    """Whether a run does the same to all decoder layers, but for some at the ends.
+    """True if a run treats all decoder layers alike, except some at the ends.
 
-    What names layers by number, as `layers.[0-3]` does, means others in a model of fewer.
+    Patterns that name layers by number, such as `layers.[0-3]`, match others in a shallower model.
     """
     lora, precision = config.lora, config.precision
     patterns = [*precision.keep, *precision.map]
@@ -217,16 +211,16 @@ def are_treated_alike(config: RunConfig) -> bool:
 
 
 def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
-    """Rehearse a model of two layers and one of three; whole if it has no more, or unlike ones.
+    """Rehearse models of two and three layers; the whole model if it is shallower or layers differ.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: any error that the run itself would raise.
     """
     layers = depth(config)
     resolution = resolve_there(config.precision, place)
     alike = are_alike(load_shape(config.model)) and are_treated_alike(config)
     if layers > FEW[1] and alike:
-        # What names a late layer (keep, map, last_n) is refused by a model that has none.
+        # A rule for a late layer (keep, map, last_n) is rejected in a model without that layer.
         with contextlib.suppress(PlanError):
             seen = tuple(_rehearsal(config, place, resolution, layers=n) for n in FEW)
             if seen[0].parameters < seen[1].parameters:  # else layers share their weights
@@ -236,10 +230,10 @@ def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
 
 
 def measure_fast(config: RunConfig, place: Place) -> Measured:
-    """The same as `measure` from the model's first layers, in about a second.
+    """Estimate the result of `measure` from the model's first layers, in about a second.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: any error that the run itself would raise.
     """
     return rehearse_first_layers(config, place).at(place)
 
@@ -280,14 +274,14 @@ def _measured(
 
 
 def changed(config: RunConfig, **sections: dict[str, Any] | None) -> RunConfig:
-    """A configuration with other values, checked anew.
+    """Copy a configuration with other values, validated.
 
     Args:
-        config: the run.
-        **sections: section -> keys to set; a key of None is unset. None for a section removes it.
+        config: original configuration.
+        **sections: section -> keys to set; None unsets a key, or removes a section.
 
     Raises:
-        ConfigError: the values do not go together.
+        ConfigError: the values are not valid together.
     """
     data = config.model_dump()
     for name, values in sections.items():

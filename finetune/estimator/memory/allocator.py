@@ -1,47 +1,40 @@
-"""PyTorch's CUDA caching allocator: what it would have reserved for a list of allocations.
+"""Replay of PyTorch's CUDA caching allocator: memory reserved for a list of allocations and frees.
 
-`torch.cuda.max_memory_allocated` counts blocks in use, `max_memory_reserved` what was taken from
-the driver, and a run dies of the second. Between them stands the caching allocator, whose rules are
-few and fixed, so a list of allocations and frees is replayed through them without a GPU:
+`torch.cuda.max_memory_allocated` counts blocks in use; `max_memory_reserved` counts memory taken
+from the driver, and running out of the second ends a run. The rules between them are fixed, so they
+can be replayed without a GPU:
 
-1. A request is rounded up to 512 B. At most 1 MiB comes from the *small* pool, more from the
-   *large* one.
-2. Best fit: the smallest free block of the pool that is large enough is taken, the lowest address
-   among equals. It is split when what is left is worth it: 512 B or more in the small pool, *more
-   than* 1 MiB in the large one. What is not split off counts as allocated, so *allocated* is more
-   than was requested.
-3. When none fits, a segment is taken from the driver: 2 MiB for the small pool, 20 MiB for a large
+1. A request is rounded up to 512 B. Up to 1 MiB comes from the *small* pool, more from the *large*.
+2. Best fit: the smallest sufficient free block of the pool, lowest address first. It is split if
+   the remainder is at least 512 B (small pool) or *more than* 1 MiB (large pool); an unsplit
+   remainder counts as allocated, so *allocated* exceeds *requested*.
+3. If no block fits, the driver provides a segment: 2 MiB for the small pool, 20 MiB for a large
    request below 10 MiB, else the request rounded up to 2 MiB.
-4. A freed block is merged with free neighbors of its segment and kept. The driver gets back a
-   segment only when all of it is free, and only by `empty_cache()` or when memory has run out: then
-   all such segments are given back, the request is tried again, and fails if that was not enough.
+4. A freed block merges with free neighbors of its segment and is cached. Only wholly free segments
+   return to the driver, by `empty_cache()` or when memory runs out; then the request is retried.
 
 An example in the large pool, in MiB, `[]` in use and `()` free:
 
     request 30, 14, 50   none fits: a segment each, 94 reserved       [30] [14] [50]
-    free all three       kept                                         (30) (14) (50)
-    request 12           best fit 14; 2 are left, more than 1: split  (30) [12](2) (50)
-    request 29.5         best fit 30; 0.5 are left: not split         [30] [12](2) (50)
+    free all three       cached                                       (30) (14) (50)
+    request 12           best fit 14; remainder 2 > 1: split          (30) [12](2) (50)
+    request 29.5         best fit 30; remainder 0.5: not split        [30] [12](2) (50)
     request 51           50 is too small: a segment of 52             [30] [12](2) (50) [52]
     free 12              merged with its neighbor                     [30] (14) (50) [52]
 
-So reserved, 146 now, grows with sizes that come once: a free block of 50 MiB is no use to a request
-of 51. `expandable_segments:True` has one segment for each pool instead, which grows at its end by
-pages of 2 MiB (small) or 20 MiB (large), by exactly what is missing, and splits from 512 B in both
-pools. It does not always reserve less: it loses holes between blocks in use as well, and finer
-splits can make more of them.
+So reserved, now 146, grows with sizes that occur once. `expandable_segments:True` uses one segment
+per pool, which grows at its end by the missing pages of 2 MiB (small) or 20 MiB (large) and splits
+from 512 B in both pools. Holes between blocks remain, so it does not always reserve less.
 
-A segment is a run of addresses cut into blocks, each of which knows its neighbors. A free block
-stands in one sorted list of its pool besides, where the best fit is a bisection. An expandable
-segment reserves more addresses than it has memory for: a block of such addresses is free and not
-*mapped*, and stands in a list of its own by address.
+Blocks are linked to their neighbors within a segment; free blocks are also in a sorted list of the
+pool, where best fit is a bisection. An expandable segment reserves more addresses than memory:
+addresses without memory form free blocks that are not *mapped*, in a list by address.
 
-Source: `c10/cuda/CUDACachingAllocator.cpp`, the same in this from torch 2.1 to 2.13 with the
-default settings (no `max_split_size_mb`, `roundup_power2_divisions` or
-`garbage_collection_threshold`).
+Source: `c10/cuda/CUDACachingAllocator.cpp`, unchanged in this from torch 2.1 to 2.13 with default
+settings (no `max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold`).
 
-Limits: one stream (blocks of another are other pools: FSDP's gathers come on top), no CUDA graphs
-and private pools. The driver's addresses are taken to grow, without a hole where a segment was.
+Limits: one stream (other streams have pools of their own, so FSDP's gathers come on top), no CUDA
+graphs or private pools. The driver's addresses are assumed to grow without reuse.
 """
 
 from __future__ import annotations
@@ -52,28 +45,27 @@ from dataclasses import dataclass
 from typing import Any
 
 MIB = 1 << 20
-# Names in the source: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and
-# kRoundLarge.
+# kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge upstream.
 GRAIN = 512
 SMALL_REQUEST = MIB
 SMALL_PAGE = 2 * MIB
 LARGE_PAGE = 20 * MIB
 OWN_SEGMENT = 10 * MIB
 SEGMENT_GRAIN = 2 * MIB
-# Of an expandable segment: more than any GPU has, and a whole number of pages of either size.
+# Addresses of an expandable segment: more than any GPU has, a whole number of pages of either size.
 ADDRESS_SPACE = LARGE_PAGE << 30
 
 EMPTY_CACHE: tuple[None, int] = (None, 0)
-"""An event that stands for `torch.cuda.empty_cache()`."""
+"""Event that stands for `torch.cuda.empty_cache()`."""
 
 
 def round_request(nbytes: int) -> int:
-    """Bytes of the block that a request of `nbytes` asks for: a multiple of 512."""
+    """Bytes of a request rounded up to a multiple of 512."""
     return -(-nbytes // GRAIN) * GRAIN
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes taken from the driver for a rounded request that no free block fits."""
+    """Bytes of a new segment for a rounded request that no free block fits."""
     if size <= SMALL_REQUEST:
         return SMALL_PAGE
     if size < OWN_SEGMENT:
@@ -87,11 +79,10 @@ class Block:
     Attributes:
         address: first byte.
         size: bytes.
-        requested: bytes that were requested, of a block in use.
-        pool: pool that it returns to when it is freed.
+        requested: bytes requested, for a block in use.
+        pool: pool that it returns to when freed.
         previous, next: neighbors within the segment, None at its ends.
-        allocated: in use.
-        mapped: has memory behind it.
+        mapped: True if memory is behind the addresses.
     """
 
     __slots__ = ("address", "allocated", "mapped", "next", "pool", "previous", "requested", "size")
@@ -107,7 +98,7 @@ class Block:
         self.mapped = True
 
     def link(self, before: Block | None, after: Block | None) -> None:
-        """Insert it between two blocks of the segment."""
+        """Insert the block between two blocks of the segment."""
         self.previous, self.next = before, after
         if before is not None:
             before.next = self
@@ -115,12 +106,12 @@ class Block:
             after.previous = self
 
     def reach(self) -> int:
-        """Bytes a free block would have if all addresses after it that lack memory got some."""
+        """Bytes of a free block, with the unmapped addresses right after it."""
         after = self.next
         return self.size + (after.size if after is not None and not after.mapped else 0)
 
     def split(self, size: int) -> Block:
-        """Cut off the first `size` bytes of a block that is in no list; the rest is kept free."""
+        """Cut `size` bytes off a block that is in no list; return the rest to the pool."""
         first = Block(self.address, size, self.pool)
         first.link(self.previous, self)
         self.address += size
@@ -129,7 +120,7 @@ class Block:
         return first
 
     def merge(self) -> None:
-        """Take in free neighbors, which leave their list. `self` is in no list."""
+        """Absorb free neighbors and remove them from their list. `self` is in no list."""
         before = self.previous
         if before is not None and not before.allocated and before.mapped is self.mapped:
             self.pool.drop(before)
@@ -144,12 +135,12 @@ class Block:
 
 
 class Pool:
-    """Free blocks for one kind of request.
+    """Free blocks of the small or the large pool.
 
     Attributes:
         page: granularity of an expandable segment, bytes.
-        spare: bytes that must be left of a block for it to be split.
-        free: (size, address, block), sorted: the first that is large enough is the best fit.
+        spare: smallest remainder, in bytes, for which a block is split.
+        free: (size, address, block), sorted: the first of sufficient size is the best fit.
         unmapped: (address, block), sorted: addresses without memory.
     """
 
@@ -162,7 +153,7 @@ class Pool:
         self.unmapped: list[tuple[int, Block]] = []
 
     def put(self, block: Block) -> None:
-        """Keep a free block, with memory or without."""
+        """Add a free block, mapped or not, to its list."""
         if block.mapped:
             insort(self.free, (block.size, block.address, block))
         else:
@@ -177,17 +168,17 @@ class Pool:
 
 
 class Allocator:
-    """The state of the caching allocator of one GPU.
+    """Caching allocator of one GPU.
 
     Attributes:
         allocated: bytes of blocks in use, as `torch.cuda.memory_allocated`.
         requested: bytes requested for them (`requested_bytes.all.current` of `memory_stats`).
         reserved: bytes taken from the driver, as `torch.cuda.memory_reserved`.
-        peak_allocated, peak_requested, peak_reserved: the most of each so far.
+        peak_allocated, peak_requested, peak_reserved: peak of each so far.
     """
 
     def __init__(self, *, limit: int | None = None, expandable: bool = False) -> None:
-        """`limit`: bytes the driver can give, None for no end of them."""
+        """`limit`: bytes that the driver can provide, None for no limit."""
         self.limit = limit
         self.expandable = expandable
         self.allocated = self.requested = self.reserved = 0
@@ -197,7 +188,7 @@ class Allocator:
         self._end = 0  # addresses given out so far
 
     def malloc(self, nbytes: int) -> Block | None:
-        """A block for `nbytes` > 0, None when memory has run out."""
+        """Allocate a block for `nbytes` > 0; None when memory has run out."""
         size = round_request(nbytes)
         pool = self._small if size <= SMALL_REQUEST else self._large
         block = self._best_fit(pool, size) or self._grow(pool, size)
@@ -217,7 +208,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give back a block of `malloc`; it is merged with free neighbors and kept."""
+        """Free a block, merge it with free neighbors and cache it."""
         self.allocated -= block.size
         self.requested -= block.requested
         block.allocated = False
@@ -225,7 +216,7 @@ class Allocator:
         block.pool.put(block)
 
     def empty_cache(self) -> None:
-        """Return to the driver the segments, or pages of an expandable one, that are all free."""
+        """Return wholly free segments, or free pages of an expandable one, to the driver."""
         for pool in (self._large, self._small):
             for _, _, block in tuple(pool.free):
                 if self.expandable:
@@ -235,7 +226,7 @@ class Allocator:
                     self.reserved -= block.size
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """The smallest free block of at least `size`, lowest address first, out of its list."""
+        """Remove and return the smallest free block of at least `size`, lowest address first."""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -247,7 +238,7 @@ class Allocator:
         return free.pop(index)[2]
 
     def _take(self, nbytes: int) -> bool:
-        """Take memory from the driver, if it has that much left."""
+        """Take memory from the driver; False beyond the limit."""
         if self.limit is not None and self.reserved + nbytes > self.limit:
             return False
         self.reserved += nbytes
@@ -255,7 +246,7 @@ class Allocator:
         return True
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """A free block, in no list, out of new memory."""
+        """Create a free block, in no list, from new memory."""
         if self.expandable:
             return self._extend(pool, size)
         segment = segment_bytes(size)
@@ -279,7 +270,7 @@ class Allocator:
         return block
 
     def _extendable(self, pool: Pool, size: int) -> Block:
-        """The lowest free block from which on `size` bytes are free or without memory."""
+        """The lowest free block from which on `size` bytes are free or unmapped."""
         for _, block in pool.unmapped:
             start = block
             if start.previous is not None and not start.previous.allocated:
@@ -297,7 +288,7 @@ class Allocator:
         return block
 
     def _map(self, block: Block, nbytes: int) -> bool:
-        """Put memory behind the first `nbytes`, rounded up to pages, of a block without."""
+        """Map the first `nbytes`, rounded up to pages, of an unmapped block."""
         pool = block.pool
         nbytes = -(-nbytes // pool.page) * pool.page
         if not self._take(nbytes):
@@ -315,7 +306,7 @@ class Allocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Return to the driver the whole pages of a free block; its ends stay."""
+        """Return the whole pages of a free block to the driver; its ends stay mapped."""
         pool = block.pool
         end = block.address + block.size
         first, last = -(-block.address // pool.page) * pool.page, end // pool.page * pool.page
@@ -341,12 +332,12 @@ class Replay:
     """Memory over a list of events, in bytes.
 
     Attributes:
-        peak_allocated: most in blocks in use, rounded and unsplit as torch counts them.
-        peak_requested: most that was requested: the sum of the tensors.
-        peak_reserved: most taken from the driver.
-        peak_at: index of the event that first reached `peak_allocated`, -1 for no events.
-        reserved_timeline: (index of the event, reserved after it), where reserved changed.
-        oom_at: index of the event that found no memory; the replay ends there. None: all fitted.
+        peak_allocated: peak of blocks in use, rounded and unsplit, as torch counts them.
+        peak_requested: peak of the bytes requested: the sum of the tensors.
+        peak_reserved: peak of the bytes taken from the driver.
+        peak_at: index of the event that first reached `peak_allocated`, -1 without events.
+        reserved_timeline: (event index, reserved after it), where reserved changed.
+        oom_at: index of the event that ran out of memory and ended the replay; None if all fit.
     """
 
     peak_allocated: int
@@ -360,13 +351,13 @@ class Replay:
 def replay_events(
     events: Iterable[Sequence[Any]], *, limit: int | None = None, expandable: bool = False
 ) -> Replay:
-    """Replay allocations and frees; 100 000 of them take about 0.2 s.
+    """Replay allocations and frees; 100 000 events take about 0.2 s.
 
     Args:
-        events: (id, bytes, ...) in order: positive bytes allocate, the same negative frees;
-            further fields are not looked at. Zero bytes do nothing, as in torch.
-            `EMPTY_CACHE` empties the cache.
-        limit: bytes the driver can give: the GPU's memory less what the context and others hold.
+        events: (id, bytes, ...) in order: positive bytes allocate, the same negative frees.
+            Further fields are ignored, as are zero bytes. `EMPTY_CACHE` empties the cache.
+        limit: bytes that the driver can provide: the GPU's memory less the context and other
+            processes.
         expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
     Raises:

@@ -1,46 +1,46 @@
-"""Memory of one GPU when several share a model by FSDP2, as Accelerate makes it.
+"""Memory of one GPU when several share a model by FSDP2, as Accelerate sets it up.
 
-FSDP2 cuts every parameter along its first dimension. A GPU holds 1/N of weights, gradients and
+FSDP2 shards every parameter along its first dimension. A GPU stores 1/N of weights, gradients and
 optimizer states at all times, and the whole of a *group* of parameters (an embedding, a decoder
-layer, the head) while that group computes. What else is alive follows from the order in which
-`torch.distributed.fsdp._fully_shard` asks for memory. (The host runs ahead of the GPU, so this
-order, not the timing of kernels, is what the allocator sees.) With G_i bytes of a group's weights,
-T_i of its gradients, and R_i of these in the dtype they are reduced in:
+layer, the head) while that group computes. What else is alive follows from the order of the
+allocations in `torch.distributed.fsdp._fully_shard` (the host runs ahead of the GPU, so kernel
+timing does not matter to the allocator). With G_i bytes of a group's weights, T_i of its gradients
+and R_i of these in the dtype of the reduction:
 
-* forward enters i: it is gathered into one buffer, G_i, beside the buffer of the group before,
-  which is freed then; and copied out into tensors, G_i more. The buffer stays until the next group
-  has been gathered, so a group computes with **2 G_i**.
-* backward enters i: the same, but the buffer is freed at once and the next group to come is
-  gathered ahead into a buffer of its own: **G_i + G_(i-1)**, the gradients made so far, and
-  **R_(i+1)**, what the group before is still sending.
-* backward leaves i: its weights go, R_(i+1) goes, and the gradients are copied to be sent:
+* forward enters i: it is gathered into one buffer, G_i, beside the buffer of the previous group,
+  which is then freed; and copied out into tensors, G_i more. The buffer stays until the next
+  gather, so a group computes with **2 G_i**.
+* backward enters i: the same, but the buffer is freed at once and the next group is prefetched into
+  a buffer of its own: **G_i + G_(i-1)**, the gradients so far, and **R_(i+1)**, still being
+  reduced.
+* backward leaves i: its weights and R_(i+1) are freed, and the gradients are copied to be reduced:
   **G_(i-1) + T_i + R_i**, of which R_i stays, and the reduced shard.
 
 An example: 3 groups of 5 parameters on 5 GPUs, computing in 2 bytes, stored in 4. A GPU stores 12
-bytes of weights, G = T = R = 10. Beside the 12 there are
+bytes of weights, G = T = R = 10. Besides the 12 there are
 
     forward enters 0      20        buffer and tensors of 0
     forward enters 1      22        tensors and buffer of 1, the buffer of 0 until then, a cast of 2
-    backward enters 2     20        2 is gathered, and 1 ahead of it
-    backward leaves 2     30        1; gradients of 2, and their copy to be sent
-    in backward of 1      34        1 and 0; 10 being sent; 4 of the shard of 2's gradients
+    backward enters 2     20        2 gathered, 1 prefetched
+    backward leaves 2     30        1; gradients of 2, and their copy to be reduced
+    in backward of 1      34        1 and 0; 10 being reduced; 4 of the shard of 2's gradients
 
-A group that is kept (`reshard_after_forward=False`) stays from its forward to its backward.
-Accelerate 1.15 makes a group of the input embedding, one of each decoder layer, and one of the
-final norm and the head, which it keeps; tied embeddings are of the head's group, and so kept all
-along, and their gradient is reduced last. With `mixed_precision` it stores trainable parameters,
-their gradients and states in float32, and gathers and reduces in the lower dtype; frozen ones stay
-as they are.
+A group with `reshard_after_forward=False` stays from its forward to its backward. Accelerate 1.15
+makes one group of the input embedding, one per decoder layer, and one of the final norm and the
+head, which it does not reshard; tied embeddings belong to the head's group, so they are never freed
+and their gradient is reduced last. With `mixed_precision`, trainable parameters, their gradients
+and states are stored in float32, and gathered and reduced in the lower dtype; frozen ones stay as
+they are.
 
-The rest (activations, logits, temporaries) is what one GPU has for a batch of its own: that of a
-trace of the model with weights in the dtype that is computed in, as `Moment`s.
+The rest (activations, logits, temporaries) comes from a single-GPU trace of the model with weights
+in the compute dtype, as `Moment`s.
 
 Sources: `_fsdp_param_group.py`, `_fsdp_collectives.py` and `_fsdp_state.py` of torch 2.13,
 `fsdp2_prepare_model` of accelerate 1.15.
 
-Limits: no hybrid sharding, no CPU offload. A first dimension that N does not divide is padded, and
-the padding not counted. The buffers are made on streams of their own, whose memory the caching
-allocator does not mix, so reserved is more.
+Limits: no hybrid sharding, no CPU offload; padding of a first dimension that N does not divide is
+not counted. Buffers are allocated on streams of their own, whose memory the caching allocator does
+not share, so reserved is higher.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Group:
     """Parameters that are gathered together.
 
     Attributes:
-        name: module, for messages.
-        frozen: bytes of its frozen parameters as they are gathered.
-        trainable: elements of its trainable parameters.
+        name: module name, for messages.
+        frozen: bytes of its frozen parameters as gathered.
+        trainable: number of trainable elements.
         reshard: freed after forward and gathered again for backward.
-        stored: bytes of its frozen parameters as they are stored; None where that is `frozen`.
-            Codes and what has the dtype of computing are gathered as they are stored.
+        stored: bytes of its frozen parameters as stored; None if equal to `frozen`, as for codes
+            and parameters in the compute dtype.
     """
 
     name: str
@@ -78,15 +78,15 @@ class Group:
 
 
 class Moment(NamedTuple):
-    """A moment of one GPU's step: bytes alive except for weights and what follows from them.
+    """Bytes alive on one GPU at a moment of the step, besides weights and FSDP's own memory.
 
     Attributes:
-        phase: phase of the step. `loss` is what lies between the end of the model's forward and the
-            first backward of a group.
-        group: index of the group that computes; not looked at in `loss` and `optimizer`.
-        other: bytes alive that are no weight, gradient or optimizer state. In `optimizer` the
-            temporaries of the update of the whole model, which are divided among the GPUs.
-        gradients: bytes of the gradients of this group's parameters made so far.
+        phase: phase of the step. `loss` lies between the end of the model's forward and the first
+            backward of a group.
+        group: index of the computing group; ignored in `loss` and `optimizer`.
+        other: bytes that are no weight, gradient or optimizer state. In `optimizer`, temporaries of
+            the update of the whole model, which are divided among the GPUs.
+        gradients: bytes of the gradients of this group's parameters so far.
     """
 
     phase: Phase
@@ -97,15 +97,15 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that one GPU holds.
+    """Peak memory of one GPU.
 
     Attributes:
-        total: all of them.
-        moment: index of the moment it falls on.
-        shards: bytes of it that are sharded weights, gradients and optimizer states.
-        gathered: bytes of gathered weights, buffers of communication and whole gradients.
-        other: bytes of the rest.
-        whole: of `gathered`, bytes of whole gradients.
+        total: sum of the parts.
+        moment: index of the moment of the peak.
+        shards: bytes of sharded weights, gradients and optimizer states.
+        gathered: bytes of gathered weights, communication buffers and whole gradients.
+        other: bytes of everything else.
+        whole: bytes of whole gradients, part of `gathered`.
     """
 
     total: int
@@ -121,11 +121,11 @@ class Fsdp2:
     """A model sharded by `fully_shard`.
 
     Attributes:
-        groups: of parameters.
-        gpus: that share it, at least 2.
-        compute: bytes of an element as it is gathered and computed with (`param_dtype`).
-        stored: bytes of an element of a trainable parameter's shard.
-        reduce: bytes of an element of a gradient as it is reduced.
+        groups: parameter groups, in forward order.
+        gpus: number of GPUs that share the model, at least 2.
+        compute: bytes per element as gathered and computed with (`param_dtype`).
+        stored: bytes per element of a trainable parameter's shard.
+        reduce: bytes per element of a gradient as reduced.
     """
 
     groups: tuple[Group, ...]
@@ -135,33 +135,32 @@ class Fsdp2:
     reduce: int = 2
 
     def gathered_bytes(self, index: int) -> int:
-        """Bytes of a whole group, as it is computed with."""
+        """Bytes of a whole group in the compute dtype."""
         group = self.groups[index]
         return group.frozen + group.trainable * self.compute
 
     def weight_bytes(self) -> int:
-        """Bytes of the shards of all weights on one GPU."""
+        """Bytes of all weight shards on one GPU."""
         stored = sum(group.frozen_stored + group.trainable * self.stored for group in self.groups)
         return stored // self.gpus
 
     def gradient_bytes(self) -> int:
-        """Bytes of the shards of all gradients on one GPU."""
+        """Bytes of all gradient shards on one GPU."""
         return sum(group.trainable for group in self.groups) * self.stored // self.gpus
 
     def find_peaks(
         self, moments: Iterable[Moment], optimizer_bytes: int = 0, *, accumulates: bool = False
     ) -> list[Peak]:
-        """The most that one GPU holds at each moment of a step.
+        """Peak memory of one GPU at each moment of a step.
 
         Args:
-            moments: of the step, in order. Enough are the first and the last one of each visit to
-                a group, and the one with the most `other` and `gradients` of it.
-            optimizer_bytes: states of the whole model, as they are stored for its shards.
-            accumulates: gradients of several batches are added up before they are reduced
-                (`no_sync`): whole ones, on every GPU.
+            moments: in order. The first, the last and the fullest of each visit to a group suffice.
+            optimizer_bytes: states of the whole model, in the dtype in which shards are stored.
+            accumulates: gradients of several batches are summed before the reduction (`no_sync`),
+                so every GPU stores whole gradients.
 
         Raises:
-            ValueError: no moments, or one of a group that there is not.
+            ValueError: no moments, or a moment of an unknown group.
         """
         step = tuple(moments)
         for where, moment in enumerate(step):
@@ -177,7 +176,7 @@ class Fsdp2:
 
 
 class _Step:
-    """FSDP's own memory while it walks through the moments."""
+    """FSDP's own memory along the moments."""
 
     def __init__(
         self, model: Fsdp2, moments: Sequence[Moment], optimizer_bytes: int, accumulates: bool
@@ -265,13 +264,13 @@ class _Step:
         self._record(where, self._cast(index))
 
     def _cast(self, index: int) -> int:
-        """Bytes of the shard of a group in the dtype of computing, made to be gathered."""
+        """Bytes of a group's shard cast to the compute dtype before the gather."""
         if self.model.stored == self.model.compute:
             return 0
         return self.model.groups[index].trainable * self.model.compute // self.model.gpus
 
     def _record(self, where: int, more: int = 0) -> None:
-        """Keep the peak of this moment: the bytes alive now, and `more` temporary ones."""
+        """Record the peak of this moment: the bytes alive now plus `more` temporary ones."""
         moment = self.moments[where]
         gathered = sum(map(self.model.gathered_bytes, self.whole)) + sum(self.ahead.values())
         whole = sum(self.pending.values())
@@ -293,9 +292,9 @@ def accelerate_groups(
     Args:
         embedding: input embedding.
         layers: decoder layers.
-        head: final norm and output embedding; of tied embeddings the norm alone.
-        tied: both embeddings are one parameter. Then group 0 is of embedding, norm and head, and
-            is visited twice in forward and in backward.
+        head: final norm and output embedding; with tied embeddings the norm alone.
+        tied: both embeddings are one parameter. Group 0 then has embedding, norm and head, and is
+            visited twice in forward and in backward.
     """
     if not tied:
         return (embedding, *layers, replace(head, reshard=False))

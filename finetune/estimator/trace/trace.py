@@ -1,22 +1,21 @@
-"""A trace of a program: what it allocated, freed and launched, in order, written while it runs.
+"""Trace of a program: its allocations, frees and operators in order, recorded while it runs.
 
-A dispatch mode (`Recorder`) sees every operator's operands and results. A result whose storage is
-new is an allocation, and a weak reference to that storage says when it is freed, as `LiveTensors`
-counts it on real tensors. On fake tensors nothing is computed and nothing takes memory, so that a
-model of 70 billion parameters passes in seconds, through the very code that would train it.
+A dispatch mode (`Recorder`) sees every operator's operands and results. A result with a new storage
+is an allocation; a weak reference to the storage records its end. On fake tensors nothing is
+computed or allocated, so a model of 70 billion parameters takes seconds, in the very code that
+would train it.
 
-A trace is exact about tensors: their sizes, and when they live. It has nothing of what has no
-tensor: buffers inside of a kernel, and what an allocator rounds up
-(`finetune.estimator.memory.overheads`, `finetune.estimator.memory.allocator`).
+Sizes and lifetimes of tensors are exact. Not in a trace: buffers inside kernels and the allocator's
+rounding (`finetune.estimator.memory.overheads`, `finetune.estimator.memory.allocator`).
 
-Storages are sorted into kinds:
+Kinds of storages:
 
-    weights      were there before the first event
+    weights      present before the first event
     gradients    `parameter.grad` when the optimizer steps
-    optimizer    born in the optimizer's step, and outlive it
-    fp8          have the dtype
-    logits       born around the decoder: head and loss
-    saved        born in forward, and alive when backward begins
+    optimizer    created in the optimizer's step and outliving it
+    fp8          with an FP8 dtype
+    logits       created outside the decoder: head and loss
+    saved        created in forward and alive when backward begins
     temporary    all others
 """
 
@@ -41,7 +40,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Operand(NamedTuple):
-    """A tensor as an operator met it; `nbytes` is of its elements, not of its storage."""
+    """A tensor as an operator saw it; `nbytes` of its elements, not of its storage."""
 
     storage: int
     shape: tuple[int, ...]
@@ -50,20 +49,20 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, storage: int) -> Operand:
-        """The operand that a tensor is, whose storage has this number."""
+        """Operand for `tensor` with a storage number."""
         nbytes = tensor.numel() * tensor.element_size()
         return cls(storage, tuple(tensor.shape), tensor.dtype, nbytes)
 
 
 class Op(NamedTuple):
-    """An operator that did something: not a view.
+    """An operator other than a view.
 
     Attributes:
         name: such as `aten.mm.default`.
         inputs, outputs: its tensors.
-        phase: phase of the step that ran it.
-        module: full name of the innermost module that ran it; in backward, of the module whose
-            saved tensor it read last.
+        phase: phase of the step.
+        module: full name of the innermost running module; in backward, of the module whose saved
+            tensor was read last.
     """
 
     name: str
@@ -74,7 +73,7 @@ class Op(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A storage was allocated (`nbytes` > 0) or freed (< 0) before operator number `at` ended."""
+    """Allocation (`nbytes` > 0) or free (< 0) of a storage before operator number `at` ended."""
 
     storage: int
     nbytes: int
@@ -86,12 +85,11 @@ class Storage:
     """One storage.
 
     Attributes:
-        nbytes: its size.
-        phase, module: phase and module in which it was born.
-        dtype: dtype of the tensor that it was born with.
-        op: operator that made it.
-        kind: see the module.
-        saved: it lived when a backward began.
+        phase, module: phase and module that created it.
+        dtype: dtype of its first tensor.
+        op: operator that created it.
+        kind: one of the kinds listed in the module docstring.
+        saved: alive when a backward began.
     """
 
     nbytes: int
@@ -105,14 +103,14 @@ class Storage:
 
 @dataclass
 class Trace:
-    """The record of a program.
+    """Record of a program.
 
     Attributes:
         ops: operators in order.
-        events: allocations and frees in order; those of `initial` are not among them.
+        events: allocations and frees in order, without those of `initial`.
         storages: storage number -> description.
-        initial: storages that were there before the first event, number -> bytes.
-        marks: name -> index into `events` when it was marked.
+        initial: storage number -> bytes, for storages present before the first event.
+        marks: name -> index into `events`.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -123,11 +121,11 @@ class Trace:
 
     @property
     def initial_bytes(self) -> int:
-        """Bytes that were there before the first event."""
+        """Bytes present before the first event."""
         return sum(self.initial.values())
 
     def peak(self, start: int = 0, end: int | None = None) -> tuple[int, int]:
-        """The most bytes alive in `events[start:end]`, and the event after which."""
+        """Peak of the bytes alive in `events[start:end]`, and the index of its event."""
         alive = self.initial_bytes + sum(e.nbytes for e in self.events[:start])
         most, at = alive, start - 1
         for i, event in enumerate(self.events[start:end], start):
@@ -150,11 +148,11 @@ class Trace:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a trace while it is entered.
+    """Dispatch mode that records a trace while entered.
 
     Args:
-        model: the model whose modules, weights and gradients are named as such.
-        known: other tensors that are there before.
+        model: model whose modules, weights and gradients are identified.
+        known: other tensors present before the first event.
     """
 
     def __init__(self, model: nn.Module | None = None, known: Iterable[Tensor] = ()) -> None:
@@ -182,7 +180,7 @@ class Recorder(TorchDispatchMode):
     # ---------------------------------------------------------------------------------- storages
 
     def add_initial(self, tensor: Tensor) -> None:
-        """Count a tensor that was there before."""
+        """Register a tensor that existed before the first event."""
         for plain in plain_tensors(tensor):
             if plain.untyped_storage()._cdata not in self._numbers:
                 number = self._number(plain, "initial", kind="weights")
@@ -213,7 +211,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def numbers_of(self, tensors: Iterable[Tensor | None]) -> set[int]:
-        """Numbers of the storages of tensors, of those that are known."""
+        """Storage numbers of those tensors that are known."""
         keys = (
             p.untyped_storage()._cdata for t in tensors if t is not None for p in plain_tensors(t)
         )
@@ -221,7 +219,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def outside_of_allocator(self) -> Iterator[None]:
-        """Count tensors made in the block as no memory of the device's allocator."""
+        """Exclude tensors created in the block from the device allocator's memory."""
         self._outside = True
         try:
             yield
@@ -245,7 +243,7 @@ class Recorder(TorchDispatchMode):
                 self._sort_states()
 
     def mark(self, name: str) -> None:
-        """Remember this moment under `name`."""
+        """Mark the current event as `name`."""
         self.trace.marks[name] = len(self.trace.events)
 
     def _sort_states(self) -> None:
@@ -255,7 +253,7 @@ class Recorder(TorchDispatchMode):
                 storage.kind = "optimizer"
 
     def sort_gradients(self) -> None:
-        """Give `.grad` of the model's parameters, as it is now, the kind of gradients."""
+        """Assign the kind `gradients` to the current `.grad` of the model's parameters."""
         if self._model is not None:
             for number in self.numbers_of(p.grad for p in self._model.parameters()):
                 if self.trace.storages[number].kind == "temporary":
@@ -344,7 +342,7 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         real = all(type(t) is not FakeTensor for t in inputs)
         if real and (inputs or func in _COUNTING) and _is_small(inputs):
-            # A batch and what is counted from it: their values decide which way a program goes.
+            # A batch and counts derived from it: their values decide control flow.
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is _INDEX and any(t is not None and t.dtype is torch.bool for t in args[1]):
@@ -354,7 +352,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _index_by_mask(self, x: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """`x[mask]` as CUDA does it: where the mask is true, as integers, first."""
+        """`x[mask]` as CUDA does it: the mask is first converted to integer indices."""
         whole: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
@@ -366,7 +364,7 @@ class Recorder(TorchDispatchMode):
         return _INDEX(x, whole)
 
     def _owner(self, taken: tuple[Operand, ...]) -> str:
-        """In backward no module runs: an operator belongs to that whose tensor it reads last."""
+        """Module whose tensor an operator of backward reads last; no module runs in backward."""
         numbers = sorted((o.storage for o in taken if o.storage >= 0), reverse=True)
         for number in numbers:
             if module := self.trace.storages[number].module:
@@ -383,14 +381,14 @@ _COUNTING = {
     torch.ops.aten.arange.start_step,
 }
 _SMALL = 2**20
-"""Elements that an operator on real tensors may touch."""
+"""Most elements of an operator that runs on real tensors."""
 _NOTHING = {
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten._unsafe_view.default,
 }
-"""Operators that launch nothing, besides views."""
+"""Operators besides views that launch nothing."""
 
 
 def around_decoder(model: nn.Module) -> set[str]:
@@ -406,7 +404,7 @@ def around_decoder(model: nn.Module) -> set[str]:
 
 
 def _is_small(inputs: list[Tensor]) -> bool:
-    """Whether an operator on real tensors is fast; one that makes a mask of L x L is not."""
+    """True if an operator on real tensors is fast; False for an L x L mask."""
     if any(t.numel() > _SMALL for t in inputs):
         return False
     outer = 1
@@ -424,7 +422,7 @@ def _collect(values: Any, found: list[Tensor]) -> None:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with memory that a wrapper holds; itself, if it is none."""
+    """Tensors with memory inside a wrapper subclass; else the tensor itself."""
     if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))
