@@ -68,12 +68,10 @@ def _as_gap(logs: Interval) -> Interval:
 def loss_gap(
     a: Sequence[float], b: Sequence[float], *, margin: float, confidence: float
 ) -> LossGap:
-    """Relative gap of paired losses, its intervals, and the verdict.
+    """Relative gap of paired losses (one a seed, above zero), its intervals, and the verdict.
 
-    Args:
-        a, b: final losses, one a seed, in the same order; all above zero.
-        margin: relative gap that counts as none, such as 0.01.
-        confidence: above 0.5; each one-sided test errs in at most 1 - confidence.
+    `margin` is the relative gap that counts as none, such as 0.01. Each one-sided test errs in at
+    most 1 - `confidence` (above 0.5) of the cases.
     """
     d = _log_ratios(a, b)
     gap = math.expm1(fmean(d))
@@ -147,7 +145,7 @@ class Ratio(NamedTuple):
 
 
 def warm_up_steps(total: int) -> int:
-    """Number of first steps without a timing (witness, proof, compiling): a tenth, 5 to 20."""
+    """Number of first steps left out of speed (witness, proof, compiling): a tenth, 5 to 20."""
     return min(20, max(5, total // 10))
 
 

@@ -110,7 +110,6 @@ def check_start(steps: int, rounds: int | None) -> None:
 
 
 def points_of(grid: Grid | str | None, recipe: Recipe) -> list[Point]:
-    """Points of a grid, smallest first; by default the recipe's own."""
     grid = parse_grid(grid) if isinstance(grid, str) else grid or Grid()
     return grid.points(recipe.config)
 
@@ -123,7 +122,6 @@ def check_points(jobs: Sequence[Job], points: Sequence[Point]) -> None:
 
 
 def _names(recipes: Sequence[Recipe]) -> list[str]:
-    """Names of rows; a repeated recipe gets a number: `x`, `x#2`."""
     names: list[str] = []
     for recipe in recipes:
         again = sum(name.partition("#")[0] == recipe.name for name in names)
@@ -146,7 +144,6 @@ def differences(jobs: Sequence[Job], point: Point, *, on_cpu: bool) -> list[str]
 
 
 def _parts(where: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    """Split two mappings into the keys in which they differ; other values are one part."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = dict.fromkeys((*a, *b))
         return [(f"{where}.{k}", a.get(k), b.get(k)) for k in keys if a.get(k) != b.get(k)]
@@ -168,7 +165,7 @@ class Runner:
     all_points: bool = False
 
     def measure(self, jobs: Sequence[Job], points: Sequence[Point]) -> None:
-        """Measure all jobs at all points; Ctrl-C ends it and keeps the rows until then."""
+        """Measure all jobs at all points; after Ctrl-C the rows until then are kept."""
         result = self.result
         result.command, result.started = sys.argv, time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:

@@ -58,7 +58,6 @@ class Point(NamedTuple):
         return self.batch * self.length
 
     def contains(self, other: Point) -> bool:
-        """True if at least as large in both directions."""
         return self.batch >= other.batch and self.length >= other.length
 
 
@@ -148,7 +147,6 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an optimizer step."""
         return self.point.tokens * int(self.config.train.get("gradient_accumulation_steps", 1))
 
     def to_json(self) -> str:
@@ -157,7 +155,6 @@ class Job:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Inverse of `to_json`."""
         data = json.loads(line)
         return cls(**data | {"config": RunConfig.model_validate(data["config"])})
 
@@ -192,7 +189,6 @@ def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
 
 
 def _check_shape(config: RunConfig) -> None:
-    """Raise for a model whose architecture only the hub has."""
     source = locate(config.model.model_copy(update={"weights": "random"}))
     if config.model.name.startswith(BUILTIN) or Path(source).is_dir():
         return

@@ -109,7 +109,6 @@ def forecast(job: Job, device: Device) -> dict[str, Any]:
 
 
 def _too_large(expected: dict[str, Any], device: Device) -> str:
-    """Give the reason to skip a point; empty if there is none."""
     needed = expected.get("needed_gib", 0.0)
     if device.kind == "cuda":
         there, limit = f"{device.memory_gib:.1f} GiB", FAR * device.memory_gib

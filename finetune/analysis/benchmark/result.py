@@ -35,7 +35,7 @@ class Row:
         batch, length: rows of a micro-batch, tokens of a row.
         tokens: tokens of an optimizer step.
         precision, backend, scaling, compile: as executed, from the receipt.
-        proven: status of the receipt; without a receipt, what was observed.
+        proven: status of the receipt; without one, an observation of the run.
         fp8_share: share of matmul FLOPs that ran in FP8.
         rounds: seconds of each timed step, a list for each round (process).
         tflop: 10^12 matmul FLOPs of a step, recomputation not counted.
@@ -84,7 +84,6 @@ class Row:
 
     @property
     def quartiles(self) -> tuple[float, float] | None:
-        """First and third quartile of a step's seconds."""
         if len(self.seconds) < 2:
             return None
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -119,7 +118,6 @@ class Row:
         }
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a JSON line that a point's process printed."""
         match line["kind"]:
             case "forecast":
                 self.predicted_gib = line.get("allocated_gib")
@@ -179,7 +177,6 @@ class Benchmark(JupyterMixin):
         return _over(other.predicted_seconds, row.predicted_seconds) if other else None
 
     def memory_ratio(self, row: Row, reference: str) -> float | None:
-        """Measured peak memory over that of the reference."""
         other = self._at(row, reference)
         return _over(row.allocated_gib, other.allocated_gib) if other else None
 
@@ -209,7 +206,6 @@ class Benchmark(JupyterMixin):
 
     @classmethod
     def from_json(cls, text: str) -> Benchmark:
-        """Inverse of `to_json`."""
         data = json.loads(text)
         known = {f.name for f in fields(Row)}
         rows = [Row(**{k: v for k, v in r.items() if k in known}) for r in data["rows"]]
@@ -251,7 +247,6 @@ class Benchmark(JupyterMixin):
     # ------------------------------------------------------------------------------------- display
 
     def cells(self) -> list[list[str]]:
-        """Head and rows of the table, as text."""
         head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "MFU"]
         head += ["peak", "predicted"]
         for name in self.references:

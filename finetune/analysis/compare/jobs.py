@@ -67,7 +67,6 @@ class Job:
 
     @property
     def folder(self) -> Path | None:
-        """Run folder; None until the process has made it."""
         made = (p for p in self.out.glob("*/*/") if (p / "config.yaml").is_file())
         return next(made, None)
 

@@ -130,7 +130,6 @@ def make_pair(
 
 
 def _draws_held_out_rows(config: RunConfig) -> bool:
-    """True if the run's own seed would choose the evaluation rows."""
     data = config.data
     drawn = not data.eval_path and not data.eval_split and data.eval_fraction > 0
     return drawn and data.seed is None

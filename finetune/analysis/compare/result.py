@@ -257,7 +257,6 @@ class Comparison(JupyterMixin, _Part):
         return [table]
 
     def _samples(self) -> list[Text]:
-        """Final answers of both sides of the first seed, one below the other."""
         if not self.runs or self.folder is None or self.verdict == "refused":
             return []
         first = self.runs[0]
@@ -297,7 +296,6 @@ def read_comparison(path: Path | str) -> Comparison:
 
 
 def signed(share: float) -> str:
-    """Format 0.0026 as `+0.26 %`."""
     return percent(share, 2, sign=True, space=True)
 
 

@@ -258,7 +258,6 @@ def _memory(found: Comparison, pairs: Pairs) -> MemoryRatio | None:
 
 
 def _tasks(pairs: Pairs) -> dict[str, list[TaskScore]] | None:
-    """Scores of the tasks that all runs have, means over seeds."""
     runs = [[pair[i].tasks for pair in pairs] for i in (0, 1)]
     common = [t for t in runs[0][0] if all(t in tasks for side in runs for tasks in side)]
     found = {}

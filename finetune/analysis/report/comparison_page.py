@@ -79,7 +79,6 @@ VERDICTS: dict[str, tuple[str, Tone, str]] = {
 
 
 def comparison_page(found: Comparison, source: Source) -> Page:
-    """Make the page of a comparison in the folder `source`."""
     headline, tone, lead = VERDICTS[found.verdict]
     sides = _members(found, source)
     before, _, after = lead.format(a=found.a.recipe, b=found.b.recipe).partition("|")
@@ -87,7 +86,9 @@ def comparison_page(found: Comparison, source: Source) -> Page:
     reasons = [as_sentence(source.words(r.rstrip("."), FILE, "reasons")) for r in found.reasons]
     fair, gaps, paths = _fairness(found, source), _gaps(found, source), _trajectories(found, sides)
     sections = [
-        *((fair, gaps, paths) if found.differences else (gaps, paths, fair)),  # what matters first
+        *(
+            (fair, gaps, paths) if found.differences else (gaps, paths, fair)
+        ),  # the important one first
         _cost(found, source),
         _samples(found, sides),
         _tasks(found, source),
@@ -363,7 +364,6 @@ def _cost(found: Comparison, source: Source) -> Section | None:
 
 
 def _samples(found: Comparison, sides: Sides) -> Section | None:
-    """Final answers of both sides of the first seed."""
     prompts: dict[str, list[tuple[Cell, str]]] = {}
     for side, members in zip((found.a, found.b), sides, strict=True):
         for s in (s for s in members[:1] if s.run.samples):

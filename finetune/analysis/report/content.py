@@ -47,14 +47,11 @@ class Num:
 
     @property
     def md(self) -> str:
-        """Such as `[0.634](report.json)`."""
         return f"[{escape_md(self.text)}]({self.href})" if self.href else escape_md(self.text)
 
 
 @dataclass(frozen=True)
 class Words:
-    """A line of text and figures."""
-
     parts: tuple[str | Num, ...]
 
     def __html__(self) -> str:
@@ -79,7 +76,6 @@ def words(*parts: str | Num | Words) -> Words:
 
 
 def escape_md(text: str) -> str:
-    """Escape Markdown and HTML."""
     text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", html.escape(text, quote=False))
     text = re.sub(r"^(\s*\d*)([.)+-])(?=\s)", r"\1\\\2", text)  # would begin a list
     return re.sub(r"\s*\n\s*", "<br>", text)
@@ -102,7 +98,6 @@ class Source:
         return Num(text) if text == MISSING else Num(text, self.href(file), key)
 
     def words(self, text: str, file: str, key: str) -> Words:
-        """A line of text read from `file` under `key`."""
         return Words((self.num(text, file, key),)) if text else Words(())
 
 
@@ -238,8 +233,6 @@ class Samples:
 
 @dataclass(frozen=True)
 class Listing:
-    """Verbatim text of a file."""
-
     text: str
     source: Num
     kind: str = "listing"
@@ -281,14 +274,11 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """HTML id."""
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A figure at the top of the page."""
-
     label: str
     value: Words
     note: Words = Words(())
@@ -322,7 +312,6 @@ class Page:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number that is no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -66,20 +66,17 @@ class Curve(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Points in the mean of its smoothed line."""
         return window_of(len(self.y))
 
     def line(
         self, buckets: int = BUCKETS, *, smooth: bool = False
     ) -> tuple[list[float], list[float]]:
-        """Steps and values to draw."""
         y = smoothed(self.y, self.window) if smooth else self.y
         kept_x, kept_y = envelope(self.x, y, buckets)
         return kept_x.tolist(), kept_y.tolist()
 
 
 def curve(rows: Iterable[dict[str, Any]], key: str) -> Curve:
-    """Collect the values of a key over steps."""
     pairs = [
         (row["step"], row[key])
         for row in rows
@@ -138,7 +135,6 @@ def treatment(n: int, window: int = 1, buckets: int = BUCKETS) -> str:
 
 
 def loss_plot(s: RunSource) -> Plot | None:
-    """Training loss, raw and smoothed, and eval loss."""
     train, held_out = curve(s.run.rows, "loss"), curve(s.run.rows, "eval_loss")
     series = []
     if train.window > 1:

@@ -64,8 +64,6 @@ PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
 
 
 class Look(TypedDict):
-    """Color and dash pattern of a series."""
-
     color: str
     dash: str
 
@@ -113,11 +111,7 @@ _STYLE: Any = {
 
 
 def to_svg(plot: Plot | Forest, width: int, height: int, suffix: str = "") -> str:
-    """Draw an `<svg>` element of at most `width` x `height` CSS pixels.
-
-    Args:
-        suffix: distinguishes two drawings of one plot.
-    """
+    """Draw an `<svg>` of at most `width` x `height` CSS pixels; `suffix` makes its ids unique."""
     name = f"{plot.name}{suffix}"
     with rc_context(_STYLE | {"svg.hashsalt": name}):
         buffer = io.StringIO()

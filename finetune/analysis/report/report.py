@@ -116,7 +116,6 @@ report = write_report
 
 
 def _meant(one: Path | str) -> Path:
-    """Resolve a folder, `last`, or a recipe's name."""
     path = Path(one).expanduser()
     if str(one) == LAST:
         return _last()
@@ -181,7 +180,6 @@ def as_html(page: Page) -> str:
 
 
 def as_markdown(page: Page) -> str:
-    """The page as Markdown, with PNG plots."""
 
     def md(cell: str | Num | Words) -> str:
         return escape_md(cell) if isinstance(cell, str) else cell.md
@@ -206,7 +204,6 @@ def _template(name: str, *, escape: bool) -> Any:
 
 
 def _drawn(plot: Plot | Forest) -> list[tuple[str, str]]:
-    """Drawings of a plot, (class, svg)."""
     (width, height), (phone, low) = SIZES[plot.size], PHONE
     if plot.size == "third":
         return [("any", to_svg(plot, width, height))]

@@ -83,7 +83,6 @@ def run_page(s: RunSource) -> Page:
 
 
 def _about(s: RunSource) -> Words:
-    """Name and state of the run, and its files."""
     run = s.run
     state = run.state if run.state != "killed" else "killed before its end"
     line = words(Num(run.name, s.href() + "/"), f", {state} at step ", last_step(s))
@@ -131,7 +130,6 @@ def verdict_of(s: RunSource) -> tuple[str, Tone, Words]:
 
 
 def as_sentence(line: Words) -> Words:
-    """Capitalize the line, and end it with a period."""
     if not line:
         return line
     first, *rest = line.parts
@@ -155,7 +153,6 @@ def _moved(s: RunSource) -> Words:
 
 
 def loud_lines(s: RunSource) -> tuple[Words, ...]:
-    """List the warnings."""
     return tuple(line for line in _loud(s) if line)
 
 
@@ -394,7 +391,6 @@ def _tasks(s: RunSource) -> Section | None:
 
 
 def _configuration(s: RunSource) -> Section | None:
-    """The complete recipe, which can be run again."""
     try:
         text = (s.folder / CONFIG).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -409,7 +405,6 @@ def environment(s: RunSource) -> Section | None:
 
 
 def _environment(s: RunSource) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, value, file, key)."""
     e = s.run.receipt.get("environment") or {}
     if device := e.get("device"):
         size = device.get("memory_gib")

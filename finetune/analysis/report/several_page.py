@@ -96,7 +96,6 @@ def _row(s: RunSource) -> tuple[Cell, ...]:
 
 
 def _curves(members: Sequence[RunSource]) -> list[Section]:
-    """Loss, eval loss, gradient norm and speed of all runs."""
     unit, half = "nats per token", {"from_zero": True, "size": "half"}
     losses = (
         overlay(members, "loss", "loss", "Training loss", unit, size="wide"),
@@ -111,7 +110,6 @@ def _curves(members: Sequence[RunSource]) -> list[Section]:
 
 
 def _differences(members: Sequence[RunSource]) -> Section:
-    """Keys of the configuration in which the runs differ."""
     flat = [_flat(s.run.config) for s in members]
     rows = [
         (key, *(s.num(str(one.get(key, MISSING)), CONFIG, key)
