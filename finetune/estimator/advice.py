@@ -1,19 +1,17 @@
 """Advice on a run: what to change when it does not fit, and what makes it faster when it does.
 
-Every change that applies (`finetune.estimator.knobs`) is measured, not looked up: the run is
-rehearsed with it, and the change is offered only if the run is possible and takes less. So "frees
-11 GiB" and "12 % slower" are about this run at this place, and what two changes free in common is
-counted once when they are made together. Slower is in time for each token and device. Memory is
-that of a model's first layers (`measure_fast`): exact in what is allocated, a guess in fragments.
+Every applicable change (`finetune.estimator.knobs`) is measured by a rehearsal, so "frees 11 GiB"
+and "12 % slower" (time per token and device) hold for this run on this hardware, and savings that
+two changes share are counted once. Memory is extrapolated from the model's first layers
+(`measure_fast`): exact for allocated bytes, an estimate for fragmentation.
 
-*A set that fits* is found greedily (`_Advisor.together`). Kinds of changes are added, the cheapest
-first, until the run fits: first those that leave the training as it is, by what they cost in speed;
-then those that train in other numbers; then adapters; then more GPUs. Of a kind the strongest
-change is taken. Then whatever turned out not to be needed is taken back, the dearest first, and
-strong changes are replaced by milder ones that are enough. The set is small, not always smallest.
+*A set that fits* is found greedily (`_Advisor.together`). Kinds of changes are added until the run
+fits, by rank (same training, lower precision, adapters, more GPUs) and within a rank by cost in
+speed; each kind with its strongest change. Then changes that proved unnecessary are dropped, the
+most expensive first, and strong ones replaced by milder ones. The set is small, not always minimal.
 
     A full fine-tuning needs 30 GiB of 24. Fused AdamW (free) leaves 29, checkpointing (20 % slower)
-    25, micro-batches of 1 instead of 4 (8 % slower) 22: it fits. Taking back, the dearest first:
+    25, micro-batches of 1 instead of 4 (8 % slower) 22: it fits. Dropping, most expensive first:
     without checkpointing it would need 27, so that stays; micro-batches of 2 need 23.5, which is
     milder and enough; without fused AdamW it would then need 24.5, so that stays, too.
 """
@@ -42,9 +40,9 @@ from finetune.training.model import sketch
 from finetune.training.preflight import check_settings
 from finetune.units import MEMORY, percent, size
 
-# A change in speed below this share is none.
+# Changes in speed below this fraction count as none.
 FREE = 0.01
-# A change that frees less than this share of what a run allocates frees nothing.
+# Changes that free less than this fraction of the allocated memory are not offered.
 LEAST = 0.002
 
 
@@ -53,13 +51,12 @@ class Advice:
     """Something to change, measured.
 
     Attributes:
-        change: as typed: overrides behind the recipe, `--gpus N`, a variable before the command.
-        frees: bytes of allocated memory; of reserved, where the change is about fragments.
-            Negative: it takes more.
-        slower: share by which each token takes longer; negative: faster; None: speed is not known.
-        fit: of the run with it.
-        why: its effect, and what speaks against it.
-        rank: how much it touches what is trained.
+        change: Command-line parts: environment variable, `--gpus N`, overrides.
+        frees: Allocated bytes freed (reserved bytes for the allocator setting); negative: used.
+        slower: Relative increase of the time per token, negative if faster; None if unknown.
+        fit: Verdict on the run with the change.
+        why: Effect and drawbacks.
+        rank: Effect on the training, see `knobs`.
     """
 
     change: tuple[str, ...]
@@ -70,7 +67,6 @@ class Advice:
     rank: Rank = "same"
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         return {
             "change": list(self.change),
             "frees_bytes": self.frees,
@@ -82,7 +78,7 @@ class Advice:
 
     @property
     def typed(self) -> str:
-        """The change in one line, quoted for a shell."""
+        """The change on one line, quoted for a shell."""
         return " ".join(
             shlex.quote(word) if " " in word and not word.startswith("--") else word
             for word in self.change
@@ -111,11 +107,10 @@ class Advised:
     """Advice on a run.
 
     Attributes:
-        fit: of the run as it is.
-        each: single changes: first what trains the same, each rank from the cheapest in speed on.
-        together: the cheapest set of changes found that makes the run fit; None where it fits as
-            it is, or nothing does.
-        faster: changes that would make a run that fits faster.
+        fit: Verdict on the unchanged run.
+        each: Single changes, by rank, then by cost in speed.
+        together: Cheapest set found that makes the run fit; None if it already fits or none does.
+        faster: Changes that speed up a run that fits.
     """
 
     fit: Fit
@@ -124,7 +119,6 @@ class Advised:
     faster: tuple[Advice, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         return {
             "fit": self.fit,
             "each": [advice.facts() for advice in self.each],
@@ -157,12 +151,7 @@ def _table(title: str, advices: Sequence[Advice]) -> Table:
 
 
 def advise(measured: Measured, place: Place) -> Advised:
-    """Measure what to change about a run that does not fit or is tight, or could be faster.
-
-    Args:
-        measured: the run as it is.
-        place: where it was measured.
-    """
+    """Measure changes that make a run fit, or make one that fits faster."""
     fit = measured.footprint.fit(place.memory_bytes)
     advisor = _Advisor(measured, place)
     if fit == "fits":
@@ -173,7 +162,7 @@ def advise(measured: Measured, place: Place) -> Advised:
 
 @dataclass(frozen=True)
 class _Pick:
-    """The `index`-th change of a kind that applies when its turn comes."""
+    """The `index`-th of the changes of a kind that apply after the preceding picks."""
 
     kind: str
     index: int
@@ -181,7 +170,7 @@ class _Pick:
 
 @dataclass(frozen=True)
 class _Variant:
-    """A run with changes."""
+    """A run with the changes made to it."""
 
     config: RunConfig
     place: Place
@@ -189,27 +178,27 @@ class _Variant:
 
     @property
     def expandable(self) -> bool:
-        """Whether the allocator has expandable segments."""
+        """True if the allocator uses expandable segments."""
         return any(change.environment for change in self.made)
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """All changes as typed; of two values for one key the later."""
+        """All changes for the command line; the later of two values for a key wins."""
         before = tuple(change.environment for change in self.made if change.environment)
         counts = [change.gpus for change in self.made if change.gpus is not None]
         values = {item.partition("=")[0]: item for change in self.made for item in change.overrides}
         return (*before, *(f"--gpus {count}" for count in counts[-1:]), *values.values())
 
     def offered(self, kind: str | None = None) -> list[Change]:
-        """Changes that still apply, or those of one kind, from the mildest on."""
+        """Changes that still apply (of one kind, if given), mildest first."""
         every = changes(self.config, self.place.device, self.place.count)
         return [change for change in every if kind in (None, change.kind)]
 
     def but(self, change: Change) -> _Variant:
-        """With one more change.
+        """Add one change.
 
         Raises:
-            ConfigError: it does not go with the others.
+            ConfigError: it conflicts with the others.
         """
         config, place = self.config, self.place
         if change.overrides:
@@ -228,12 +217,12 @@ class _Advisor:
         self._start = _Variant(asked.config, place)
         self._seen: dict[tuple[str, int], Measured | None] = {}
         self._last: tuple[str, FirstLayers] | None = None
-        self._frees: dict[str, int] = {}  # kind -> most bytes that one change of it frees alone
+        self._frees: dict[str, int] = {}  # kind -> most bytes that one of its changes frees alone
 
-    # ----------------------------------------------------------------------------- one variant
+    # --------------------------------------------------------------------------------- one variant
 
     def _measured(self, variant: _Variant) -> Measured | None:
-        """A variant's memory and time; None where it cannot run."""
+        """Memory and time of a variant; None if it cannot run."""
         key = (_key(variant.config), variant.place.count)
         if key not in self._seen:
             try:
@@ -246,7 +235,7 @@ class _Advisor:
         return replace(found, footprint=found.footprint.in_expandable_segments())
 
     def _rehearsed(self, variant: _Variant) -> Measured:
-        """The number of devices changes nothing in a rehearsal, but whether they share weights."""
+        """Rehearse a variant; device counts share a rehearsal if they agree on sharding."""
         config, place = variant.config, variant.place
         check_optimizer_here(config.train, place.device)
         check_settings(config, sketch(config, layers=FEW[1]))
@@ -257,19 +246,18 @@ class _Advisor:
         return replace(self._last[1], config=config).at(place)
 
     def _advice(self, variant: _Variant, why: str, rank: Rank) -> Advice | None:
-        """A variant beside the run as it is; None where it cannot run."""
+        """Compare a variant with the unchanged run; None if it cannot run."""
         found = self._measured(variant)
         if found is None:
             return None
         after, before = found.footprint, self._asked.footprint
         frees = before.allocated - after.allocated
-        if variant.expandable and len(variant.made) == 1:  # it frees fragments only
+        if variant.expandable and len(variant.made) == 1:  # reduces fragmentation only
             frees = before.reserved - after.reserved
         fit = after.fit(variant.place.memory_bytes)
         return Advice(variant.typed, frees, self._slower(variant), fit, why, rank)
 
     def _alone(self, change: Change) -> Advice | None:
-        """One change to the run as it is; None where it cannot be made."""
         try:
             variant = self._start.but(change)
         except FinetuneError:
@@ -277,7 +265,7 @@ class _Advisor:
         return self._advice(variant, change.why, change.rank)
 
     def _slower(self, variant: _Variant) -> float | None:
-        """The share by which a token takes longer; None where that is not known."""
+        """Relative increase of the time per token; None if unknown."""
         found, before = self._measured(variant), self._asked.pace
         if found is None or found.pace is None or before is None:
             return None
@@ -287,10 +275,10 @@ class _Advisor:
         found = self._measured(variant)
         return found is not None and found.footprint.fit(variant.place.memory_bytes) == "fits"
 
-    # -------------------------------------------------------------------------- single changes
+    # ------------------------------------------------------------------------------ single changes
 
     def each(self) -> list[Advice]:
-        """Single changes that free something; of micro-batches the largest and the smallest."""
+        """Single changes that free memory; of micro-batch sizes only the largest and smallest."""
         between = self._start.offered("micro-batch")[1:-1]
         found: list[Advice] = []
         for change in self._start.offered():
@@ -305,7 +293,7 @@ class _Advisor:
         return sorted(found, key=lambda a: (RANKS.index(a.rank), _price(a.slower), -a.frees))
 
     def faster(self) -> list[Advice]:
-        """The one or two changes that make a run faster by more than a tenth, and fit."""
+        """At most two changes that fit and gain more than `GAIN` in speed."""
         asked, pace = self._asked, self._asked.pace
         if pace is None:
             return []
@@ -322,10 +310,10 @@ class _Advisor:
             best.setdefault(advice.why, advice)
         return list(best.values())[:2]
 
-    # ---------------------------------------------------------------------------- sets of them
+    # ------------------------------------------------------------------------------ sets of changes
 
     def together(self, each: Sequence[Advice]) -> Advice | None:
-        """The cheapest set of changes that fits, found as the module says; None where none does."""
+        """The cheapest set of changes found that fits (see the module docstring), or None."""
         picks: list[_Pick] = []
         for kind in self._order(each):
             added = self._strongest(picks, kind)
@@ -342,18 +330,18 @@ class _Advisor:
         return self._advice(variant, why, rank)
 
     def _order(self, each: Sequence[Advice]) -> list[str]:
-        """Kinds of changes, each once, in the order in which they are made."""
+        """Kinds of changes in the order in which they are tried."""
         prices: dict[str, tuple[int, float]] = {}
         costs = {advice.change: advice.slower for advice in each}
         for number, change in enumerate(self._start.offered()):
             cost = costs.get(self._start.but(change).typed) if change.overrides else 0.0
-            # What frees nothing alone comes last of its rank: after another change it may.
+            # A change that frees nothing alone comes last in its rank: combined it may.
             price = (RANKS.index(change.rank), 1e9 + number if cost is None else _price(cost))
             prices[change.kind] = min(prices.get(change.kind, price), price)
         return sorted(prices, key=lambda kind: prices[kind])
 
     def _strongest(self, picks: list[_Pick], kind: str) -> _Pick | None:
-        """The strongest change of a kind that frees something after those made before it."""
+        """The strongest change of a kind that still frees memory after `picks`."""
         variant = self._composed(picks)
         count = len(variant.offered(kind))
         if count and kind in self._frees and self._is_far(picks, kind):
@@ -366,13 +354,13 @@ class _Advisor:
         return None
 
     def _is_far(self, picks: list[_Pick], kind: str) -> bool:
-        """Whether twice what the changes free one by one would still not be enough."""
+        """True if twice the sum of the individual savings would not suffice."""
         freed = sum(self._frees.get(name, 0) for name in (kind, *(pick.kind for pick in picks)))
         asked = self._asked.footprint
         return asked.allocated + asked.outside - 2 * freed > self._start.place.memory_bytes
 
     def _composed(self, picks: Iterable[_Pick]) -> _Variant:
-        """The run with changes made one after the other, less those that no longer apply."""
+        """The run with the picks applied in order, skipping those that no longer apply."""
         variant = self._start
         for pick in picks:
             if alike := variant.offered(pick.kind):
@@ -380,7 +368,7 @@ class _Advisor:
         return variant
 
     def _without_waste(self, picks: list[_Pick]) -> list[_Pick]:
-        """Changes that are needed, or make the run faster; milder ones where these are enough."""
+        """Drop unneeded picks that cost speed; replace others by milder ones that suffice."""
         for pick in sorted(picks, key=self._worth, reverse=True):
             number = picks.index(pick)
             before, after = picks[:number], picks[number + 1 :]
@@ -395,9 +383,9 @@ class _Advisor:
         return picks
 
     def _worth(self, pick: _Pick) -> tuple[int, float]:
-        """How dear a change is: by rank, then by what it alone costs in speed."""
+        """Cost of a pick: rank, then its slowdown alone."""
         alike = self._start.offered(pick.kind)
-        if not alike:  # applies only after another, so it is of that one's rank
+        if not alike:  # applies only after another change: takes that one's rank
             return 1, 0.0
         change = alike[min(pick.index, len(alike) - 1)]
         slower = self._slower(self._start.but(change))
@@ -410,10 +398,9 @@ def _key(config: RunConfig, without: tuple[str, ...] = ()) -> str:
 
 
 def _price(slower: float | None) -> float:
-    """For sorting: in steps of a thousandth, so that noise of rounding orders nothing."""
+    """Sort key, in steps of 0.001 so that rounding noise does not affect the order."""
     return float("inf") if slower is None else round(slower, 3)
 
 
 def _need(measured: Measured) -> tuple[int, int]:
-    """For sorting by memory."""
     return measured.footprint.allocated, measured.footprint.shown

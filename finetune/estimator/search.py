@@ -1,25 +1,22 @@
 """Searches: the largest micro-batch, the longest rows, the best GPU, the fewest GPUs.
 
-Every point of a search is a rehearsal of the model's first layers (`measure_fast`). "Fits" means
-with margin; fragments are a guess here, so that a whole `estimate` of what was found can call it
-tight.
+Every point is a rehearsal of the model's first layers (`measure_fast`). "Fits" includes the margin;
+fragmentation is estimated, so a full `estimate` of the result may still report "tight".
 
-*The largest n that fits.* Memory grows with rows and with their length, so the largest that fits
-has a neighbor that does not, and both are measured: the answer is a pair of neighbors, never a
-formula's guess. The way there is short, because memory is nearly a polynomial: an activation is
-linear in tokens, a mask of packed rows quadratic.
+*Largest n.* Memory grows monotonically with n, and both the largest n that fits and n + 1 are
+measured. Memory is nearly a polynomial (activations linear in tokens, the mask of packed rows
+quadratic), so few points are needed:
 
-    24 GiB, from 4 rows on. 4 rows need 8 GiB and fit; one point gives no slope: double. 8 rows need
-    12 GiB and fit. The line through both reaches 24 GiB at 20 rows: they need 25, as a mask bends
-    it. The parabola through the three says 19: fits. 19 and 20 are neighbors: done, 4 points.
+    24 GiB, start at 4 rows: 8 GiB, fits; one point gives no slope, so double. 8 rows: 12 GiB, fits.
+    The line through both reaches 24 GiB at 20 rows: 25 GiB, since a mask bends it. The parabola
+    through the three gives 19: fits. 19 and 20 are neighbors: done after 4 points.
 
-*GPUs.* They differ in memory and speed, and a rehearsal knows neither: one serves all GPUs of one
-compute capability, and one of several GPUs any number of them. The best GPU is found by looking at
-all of the table; the fewest by doubling.
+*GPUs.* A rehearsal depends on neither memory size nor speed: one serves all GPUs of a compute
+capability, another any number of GPUs. The best GPU is found by exhaustion, the fewest by doubling.
 
     8B in full, BF16, on RTX 4090s of 23.6 GiB: 1, 2, 4, 8, 16, 32 and 64 GPUs need 67.5, 70.7,
-    48.1, 36.8, 31.1, 28.2 and 26.8 GiB each, so none fits. Two rehearsals say so: one of a GPU
-    alone, and one of several, which gather weights.
+    48.1, 36.8, 31.1, 28.2 and 26.8 GiB each, so none fits. This takes two rehearsals: a single
+    GPU, and one of several GPUs, which gather weights.
 """
 
 from __future__ import annotations
@@ -51,17 +48,17 @@ from finetune.training.model import load_shape, sketch
 from finetune.training.preflight import check_storage
 from finetune.units import GIB, count
 
-# Tokens of a micro-batch, and GPUs, beyond which nothing is looked for.
+# Upper limits of the searches: tokens per micro-batch, GPUs.
 MOST_TOKENS = 2**20
 MOST_GPUS = 64
-# Step between row lengths that are looked at, where the model can take many of it.
+# Step between candidate row lengths; 16 for models with short contexts.
 LENGTHS = 128
-# Points after which a polynomial is no longer trusted, and the middle is taken.
+# Points after which the search bisects instead of trusting the polynomial.
 BISECT_AFTER = 5
 _VERDICTS: tuple[Fit, ...] = ("fits", "tight", "does not fit")
 
 
-# --------------------------------------------------------------------- the largest n that fits
+# ------------------------------------------------------------------------------- largest n
 
 
 @dataclass(frozen=True)
@@ -69,12 +66,12 @@ class Found:
     """The largest value of one setting that fits.
 
     Attributes:
-        setting: as typed, `train.per_device_train_batch_size`.
-        value: 0 where not even the smallest fits.
-        next: the next larger value, which does not fit; None where `value` is as far as it goes.
-        measured: the run with `value`; None where nothing fits.
-        points: values that were measured.
-        others: settings besides, as typed.
+        setting: Key of the setting, e.g. `train.per_device_train_batch_size`.
+        value: Largest value that fits; 0 if none does.
+        next: Next larger value, which does not fit; None at the upper limit of the search.
+        measured: Run with `value`; None if nothing fits.
+        points: Number of values measured.
+        others: Further overrides that the search fixed.
     """
 
     setting: str
@@ -86,11 +83,10 @@ class Found:
 
     @property
     def change(self) -> tuple[str, ...]:
-        """As typed behind the recipe."""
+        """Overrides for the command line."""
         return (f"{self.setting}={self.value}", *self.others)
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         pace = self.measured.pace if self.measured else None
         return {
             "setting": self.setting,
@@ -114,12 +110,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest micro-batch and rows of a run at a place.
+    """The largest micro-batch and the longest rows of a run.
 
     Attributes:
-        rows: of a micro-batch, at the run's length.
-        length: of a row, at the run's micro-batch.
-        length_of_one: of a row that is alone in its micro-batch.
+        rows: Rows per micro-batch at the run's `max_length`.
+        length: Row length at the run's micro-batch.
+        length_of_one: Row length with one row per micro-batch.
     """
 
     rows: Found
@@ -127,7 +123,6 @@ class Largest:
     length_of_one: Found
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         return {name: found.facts() for name, found in vars(self).items()}
 
     def __rich__(self) -> RenderableType:
@@ -139,7 +134,7 @@ def largest(config: RunConfig, place: Place) -> Largest:
     """Find the largest micro-batch and the longest rows that fit.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: the run itself would fail with it.
     """
     rows, _ = rows_of(config)
     length = largest_length(config, place)
@@ -148,10 +143,10 @@ def largest(config: RunConfig, place: Place) -> Largest:
 
 
 def largest_rows(config: RunConfig, place: Place) -> Found:
-    """Find the largest micro-batch that fits at the run's length.
+    """Find the largest micro-batch that fits at the run's `max_length`.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: the run itself would fail with it.
     """
     check_sizes(config)
     rows, _ = rows_of(config)
@@ -160,15 +155,12 @@ def largest_rows(config: RunConfig, place: Place) -> Found:
 
 
 def largest_length(config: RunConfig, place: Place, rows: int | None = None) -> Found:
-    """Find the longest rows that fit, in steps of 128 (16, for a model of less than 2048).
+    """Find the longest rows that fit, in steps of 128 (16 for a context below 2048).
 
-    Args:
-        config: the run.
-        place: where.
-        rows: of a micro-batch, those of the run unless given.
+    `rows` overrides the rows per micro-batch.
 
     Raises:
-        FinetuneError: what the run itself would raise.
+        FinetuneError: the run itself would fail with it.
     """
     others = () if rows is None else (f"train.per_device_train_batch_size={rows}",)
     config = with_overrides(config, others) if others else config
@@ -182,7 +174,7 @@ def largest_length(config: RunConfig, place: Place, rows: int | None = None) -> 
 
 
 def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, most: int) -> Found:
-    """Search among the multiples of `step` up to `most`, from what was asked on."""
+    """Search the multiples of `step` up to `most`, starting at the configured value."""
     found = search(
         lambda n: measure_fast(with_overrides(config, (f"{name}={n * step}",)), place),
         place.memory_bytes,
@@ -195,16 +187,7 @@ def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, 
 
 
 def search(measure: Callable[[int], Measured], memory: int, *, start: int, most: int) -> Found:
-    """Find the largest n of 1 to `most` that fits into so many bytes, and the next, which does not.
-
-    See the module for an example.
-
-    Args:
-        measure: the run with n.
-        memory: bytes of one device.
-        start: the first n to try.
-        most: the largest.
-    """
+    """Find the largest n in 1..`most` that fits into `memory` bytes (example: module docstring)."""
     seen: dict[int, Measured] = {}
     low, high, n, stuck = 0, most + 1, min(start, most), 0
     while True:
@@ -216,7 +199,7 @@ def search(measure: Callable[[int], Measured], memory: int, *, start: int, most:
         if high - low <= 1:
             break
         n = _guess({n: found.footprint for n, found in seen.items()}, memory, low, high)
-        if n <= low or n >= high:  # at an end of the open interval: ever further from there
+        if n <= low or n >= high:  # guess outside (low, high): gallop from that end
             n = low + 2**stuck if n <= low else high - 2**stuck
             stuck += 1
         n = min(max(n, low + 1), high - 1)
@@ -224,10 +207,10 @@ def search(measure: Callable[[int], Measured], memory: int, *, start: int, most:
 
 
 def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
-    """The n at which the need should reach the memory.
+    """Predict the n at which the need reaches `memory`.
 
-    What is allocated is a polynomial, put through the nearest points; what comes on top of it,
-    fragments among others, is taken to be as at the nearest.
+    Allocated bytes follow a polynomial through the nearest points; the rest (fragmentation,
+    margin) is taken from the nearest point.
     """
     if len(seen) == 1:
         return 2 * low if low else high // 2
@@ -257,10 +240,10 @@ class Choice:
     """A run on one kind of GPU.
 
     Attributes:
-        place: GPUs of one kind, so many of them.
-        measured: memory and time there; None where the run is impossible there.
-        change: settings that it takes besides, as typed.
-        why: the reason why it is impossible.
+        place: GPU model and count.
+        measured: Memory and time; None if the run is impossible there.
+        change: Overrides that it requires.
+        why: Reason why it is impossible.
     """
 
     place: Place
@@ -270,14 +253,14 @@ class Choice:
 
     @property
     def fit(self) -> Fit:
-        """Whether it fits; what is impossible does not."""
+        """Verdict on memory; an impossible run does not fit."""
         if self.measured is None:
             return "does not fit"
         return self.measured.footprint.fit(self.place.memory_bytes)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all GPUs together."""
+        """Throughput of all GPUs."""
         pace = self.measured.pace if self.measured else None
         return None if pace is None else pace.tokens_per_s * self.place.count
 
@@ -290,7 +273,6 @@ class Choice:
         return price * self.place.count / 3600 / self.tokens_per_s * 1e6
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         return {
             "device": str(self.place),
             "devices": self.place.count,
@@ -307,11 +289,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """A run on several kinds or numbers of GPUs, the best first.
+    """A run on several kinds or numbers of GPUs, best first: fitting, tight, others.
 
     Attributes:
-        choices: those that fit, then those that are tight, then the others.
-        order: the meaning of the order.
+        order: Description of the order, for display.
     """
 
     choices: tuple[Choice, ...]
@@ -319,12 +300,11 @@ class Choices:
 
     @property
     def best(self) -> Choice | None:
-        """The first, if it fits."""
+        """First choice, if it fits."""
         first = self.choices[0] if self.choices else None
         return first if first is not None and first.fit == "fits" else None
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         return {"order": self.order, "choices": [choice.facts() for choice in self.choices]}
 
     def __rich__(self) -> RenderableType:
@@ -351,15 +331,11 @@ class Choices:
 
 
 def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> Choices:
-    """Look at a run on every GPU: those that fit first, by what a million tokens cost.
+    """Rank GPUs (by default all of the table): those that fit first, by cost per million tokens.
 
-    GPUs without a price come after those with one, the fastest first, and of equals the one with
-    less memory. An L4 at 0.8 an hour with 1,000 tokens/s (0.22 a million) comes before an H100 at
-    3.0 with 2,500 (0.33), and both before an H200 without a price.
-
-    Args:
-        config: the run.
-        gpus: lines of the table; all, if left out.
+    GPUs without a price come last, fastest first; ties go to the GPU with less memory. An L4 at 0.8
+    an hour with 1,000 tokens/s (0.22 per million) comes before an H100 at 3.0 with 2,500 (0.33),
+    and both before an H200 without a price.
     """
     check_sizes(config)
     seen: dict[Any, FirstLayers] = {}
@@ -377,7 +353,7 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
 
 
 def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Measured:
-    """The run on a GPU; one rehearsal for all of one capability that compute in one precision."""
+    """Measure on one GPU; GPUs of equal capability and executed precision share a rehearsal."""
     resolution = resolve_there(config.precision, place)
     device = place.device
     key = (device.capability, device.is_rocm, resolution.precision.model_dump_json())
@@ -387,7 +363,7 @@ def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Measur
 
 
 def _rank(choice: Choice) -> tuple[int, int, float, float]:
-    """For sorting: verdict, then cost where it is known, then speed, then memory."""
+    """Sort key: verdict, then cost if known, then speed, then memory."""
     memory, cost, speed = choice.place.memory_bytes, choice.usd_per_million, choice.tokens_per_s
     if choice.measured is None:
         return len(_VERDICTS), 0, 0.0, memory
@@ -401,10 +377,10 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     """Find the smallest number of GPUs (1, 2, 4, ..., 64) on which a run fits, sharded by FSDP2.
 
     Returns:
-        The numbers tried: the one that fits first, then those too small, downwards.
+        The number that fits, followed by the smaller ones tried, in descending order.
 
     Raises:
-        FinetuneError: what the run itself would raise on one GPU.
+        FinetuneError: the run itself would fail with it on one GPU.
     """
     check_sizes(config)
     place = place_of(gpu)
@@ -413,7 +389,7 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     tried: list[Choice] = []
     while place.count <= MOST_GPUS and not (tried and tried[-1].fit == "fits"):
         try:
-            if place.count == 2:  # from here on weights are gathered, by whatever number
+            if place.count == 2:  # from here on weights are gathered: one rehearsal for any count
                 layers = _sharded(config, place, change)
             tried.append(Choice(place, layers.at(place), typed))
         except FinetuneError as error:
@@ -429,7 +405,7 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
 
 
 def _sharded(config: RunConfig, place: Place, change: tuple[str, ...]) -> FirstLayers:
-    """A rehearsal of one of several GPUs, whatever their number."""
+    """Rehearse one of several GPUs; the result does not depend on their number."""
     shared = with_overrides(config, change) if change else config
     check_storage(shared, sketch(shared, layers=1))
     return rehearse_first_layers(shared, place)

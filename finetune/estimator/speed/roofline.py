@@ -1,26 +1,24 @@
-"""How long kernels take on one device: a roofline for each, and the host that launches them.
+"""Roofline model of the kernels on one device, and of the host that launches them.
 
-    seconds = max( FLOP / (peak x share of the precision x share of the shape),
-                   bytes / (bandwidth x share) )  +  what starting and ending a kernel costs
+    seconds = max( FLOP / (peak x efficiency of the precision x efficiency of the shape),
+                   bytes / (bandwidth x efficiency) )  +  fixed cost of a kernel
 
-*Shape of a product.* `[M, K] @ [K, N]` is computed in tiles of the output, one per multiprocessor
-at a time: with T tiles on S multiprocessors it takes ceil(T / S) rounds, so a part of the chip may
-idle in the last. Libraries choose among tile sizes, and split K over multiprocessors where there
-are too few tiles; the model takes the best of the same choices, smaller tiles at a lower rate since
-they load more operands per product. Each tile also costs filling and draining a pipeline, as if K
-were longer by a constant. A product with a small M, N or K (LoRA's rank) ends on the memory roof.
+*GEMM shape.* `[M, K] @ [K, N]` is computed in output tiles, one per multiprocessor at a time: T
+tiles on S multiprocessors take ceil(T / S) waves, the last of them partly idle. As libraries do,
+the model takes the best tile size (smaller tiles run at a lower rate, since they load more operands
+per product) and split of K. Filling and draining the pipeline counts as a constant added to K. A
+GEMM with a small M, N or K (LoRA's rank) is memory-bound.
 
-*Attention* runs at the share of the BF16 peak that the kernel in use there reaches; the causal half
-is not computed. *Everything else* moves bytes: at the speed of memory, or of the level-2 cache when
-all it touches fits into half of it.
+*Attention* runs at the fraction of the BF16 peak that the kernel there reaches; the causal half is
+skipped. *Everything else* is bound by memory bandwidth, or by the L2 cache if all operands fit into
+half of it.
 
-*The host* needs some microseconds per kernel (Python, dispatcher, autograd, launch) and runs ahead
-of the GPU, so a kernel starts when the GPU is free and the host has launched it. Small shapes leave
-the GPU waiting; that time is the part `waiting for launches`.
+*The host* needs microseconds per kernel (Python, dispatcher, autograd, launch) and runs ahead: a
+kernel starts when the GPU is free and the host has launched it. GPU idle time is reported as
+`waiting for launches`.
 
-Which operators share a kernel, and the bytes that it moves, are fusion.py's to say: whoever reads
-them off the code that Inductor writes gives other `Launch`es to the same roofs. Shares come from
-efficiency.py, or from a measurement of this very device (calibration.py).
+Kernels and their bytes come from fusion.py, efficiencies from efficiency.py or a measurement of the
+device (calibration.py).
 """
 
 from __future__ import annotations
@@ -54,16 +52,15 @@ from finetune.hardware.gpus import Gpu
 
 Bound = Literal["compute", "memory", "launch"]
 
-# Output tiles (rows, columns) that cuBLAS and CUTLASS choose from on tensor cores, with the rate of
-# the large ones as 1: a tile of 64 x 64 loads twice the operands per product that one of 128 x 128
-# does. Rates are chosen, see `fit` in assets/efficiency.yaml.
+# Output tiles of cuBLAS and CUTLASS (rows, columns, rate relative to large ones): 64 x 64 loads
+# twice the operands per product of 128 x 128. Fitted rates, see `fit` in assets/efficiency.yaml.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.80), (64, 64, 0.60))
-# Parts of K that multiprocessors may share (split-K), where tiles are too few.
+# Split-K factors, considered where tiles are too few.
 _SPLITS = (1, 2, 4, 8, 16)
 
 
 class Kernel(NamedTuple):
-    """Seconds of one kernel, the FLOPs it does, and the roof it is under."""
+    """Time of one kernel, its FLOPs, and the roof that bounds it."""
 
     seconds: float
     flops: float
@@ -75,12 +72,10 @@ class StepTime:
     """The predicted time of a sequence of operators (usually one optimizer step).
 
     Attributes:
-        seconds: from start to end.
-        by_class: seconds of GPU time by part of the step (`linears`, `adapters`, `attention`, ...),
-            and `waiting for launches`; they add up to `seconds`.
-        bound: per part, the roof that most of its time is under.
-        flops: floating point operations done, recomputation included.
-        mfu: `flops` without recomputation, over `seconds` and the dense BF16 peak.
+        by_class: GPU seconds by part of the step, and `waiting for launches`; sum to `seconds`.
+        bound: Roof that bounds most of the time of each part.
+        flops: Floating point operations, recomputation included.
+        mfu: `flops` without recomputation / (`seconds` x dense BF16 peak).
     """
 
     seconds: float
@@ -92,13 +87,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What one device sustains, and the host beside it.
+    """Sustained rates of one device and of its host.
 
     Attributes:
-        gpu: its line in the table of GPUs, with the peaks.
-        efficiency: the shares of the peaks that kernels get.
-        host: microseconds of host time per kernel.
-        calibrated: the shares were measured on this very device.
+        gpu: Peaks from the GPU table.
+        efficiency: Fractions of the peaks that kernels reach.
+        host: Microseconds of host time per kernel.
+        calibrated: True if the efficiencies were measured on this device.
     """
 
     gpu: Gpu
@@ -112,12 +107,10 @@ class Roofline:
         """Predict the time of traced operators.
 
         Args:
-            ops: in order, as traced.
-            compiled: whether an operator lies in a compiled region, where chains of operators
-                share a kernel; None: none does.
+            compiled: Predicate for operators in compiled regions, which fuse; None for eager.
 
         Raises:
-            ConfigError: the GPU has no units for a precision among them.
+            ConfigError: the GPU lacks matrix units for a precision of the trace.
         """
         classes = classes_of(ops)
         by_class: dict[str, float] = defaultdict(float)
@@ -144,7 +137,7 @@ class Roofline:
         )
 
     def kernel_time(self, op: Op, launch: Launch) -> Kernel:
-        """Seconds of one kernel alone, from start to end; `op` is the first that it runs."""
+        """Time of one kernel in isolation; `op` is its first operator."""
         memory = (launch.read + launch.written) / self._bandwidth(launch)
         start = self.efficiency.shared.kernel_us * 1e-6
         compute = flops = 0.0
@@ -162,12 +155,12 @@ class Roofline:
         return Kernel(body + start, flops, "compute" if compute > memory else "memory")
 
     def product_seconds(self, product: Product) -> float:
-        """Seconds that the tensor cores need for a matrix product, memory aside."""
+        """Compute-bound seconds of a GEMM `[M, K] @ [K, N]`."""
         share = shape_share(product, self.gpu.sms, self.efficiency.shared.pipeline_k)
         return product.flops / (self._rate(product.precision) * share)
 
     def _rate(self, precision: Precision) -> float:
-        """FLOP/s that an endless product of this precision sustains."""
+        """Sustained FLOP/s of an arbitrarily large GEMM in this precision."""
         gemm, shared = self.efficiency.gemm, self.efficiency.shared
         if precision == "bf16":
             return half_peak(self.gpu) * gemm["bf16"]
@@ -182,7 +175,7 @@ class Roofline:
         return self.gpu.tflops[peak] * 1e12 * gemm[peak] * factor
 
     def _bandwidth(self, launch: Launch) -> float:
-        """Bytes a second that this kernel gets."""
+        """Sustained bytes/s of a kernel."""
         shared = self.efficiency.shared
         if launch.kind == "dequantise":
             return self.gpu.gb_s * 1e9 * shared.dequantise
@@ -197,37 +190,34 @@ class Roofline:
 def roofline_of(
     gpu: Gpu, launched_by: HostKind = "eager", attention: AttentionKernel | None = None
 ) -> Roofline:
-    """The roofline of a GPU by the table of efficiencies.
+    """Build the roofline of a GPU from the efficiency table.
 
     Args:
-        gpu: its line of the table of GPUs.
-        launched_by: what launches kernels.
-        attention: the kernel of attention; None for what the installed PyTorch picks there.
+        attention: Attention kernel; None for the one that the installed PyTorch picks there.
 
     Raises:
-        ConfigError: no efficiency is known for a GPU of its compute capability.
+        ConfigError: the table has no entry for the GPU's compute capability.
     """
     return Roofline(gpu, efficiency_of(gpu, attention), host(launched_by))
 
 
 def half_peak(gpu: Gpu) -> float:
-    """Dense FLOP/s in BF16, or in FP16 where there is no BF16."""
+    """Dense peak FLOP/s in BF16, or in FP16 without BF16 units."""
     return gpu.tflops.get("bf16", gpu.tflops.get("fp16", 0.0)) * 1e12
 
 
 def shape_share(product: Product, units: int, pipeline_k: float) -> float:
-    """The share of an endless product's rate that one of this shape gets, at most 1.
+    """Efficiency of a GEMM's shape relative to an arbitrarily large one, at most 1.
 
-    On 132 multiprocessors, 16896 x 256 x 8192 makes 132 tiles of 128 x 256: one full round, a share
-    of 0.98. With 128 rows more there are 133, and the second round is nearly empty: the best choice
-    of tiles and splits gets 0.80.
+    On 132 multiprocessors, M x N x K = 16896 x 256 x 8192 makes 132 tiles of 128 x 256: one full
+    wave, 0.98. With 128 more rows there are 133 tiles and the second wave is nearly empty: the best
+    choice of tiles and splits reaches 0.80.
 
     Args:
-        product: its sizes.
-        units: multiprocessors.
-        pipeline_k: what a tile costs beside its products, as elements of K.
+        units: Number of multiprocessors.
+        pipeline_k: Pipeline fill and drain of a tile, in elements of K.
     """
-    best = math.inf  # seconds at a rate of one
+    best = math.inf  # seconds at 1 FLOP/s
     for rows, columns, relative in _TILES:
         tiles = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns)
         for split in _SPLITS if tiles < 2 * units else (1,):
@@ -238,7 +228,7 @@ def shape_share(product: Product, units: int, pipeline_k: float) -> float:
 
 
 def _class(ops: Sequence[Op], launch: Launch, classes: Sequence[str]) -> str:
-    """The part of the step that a kernel is of: that of its heaviest operators, in bytes."""
+    """Part of the step that a kernel belongs to: the one with the most bytes."""
     if len(launch.ops) == 1:
         return classes[launch.ops[0]]
     weights: dict[str, float] = defaultdict(float)
