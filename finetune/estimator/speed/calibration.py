@@ -1,27 +1,18 @@
-"""Measurements of this very device, which replace the shares of the table of efficiencies.
+"""Calibration: measured rates of this device, which replace those of the efficiency table.
 
-The table speaks of a family of GPUs. One machine differs: its power limit, cooling, driver and
-libraries, and the speed of the host that launches. `calibrate` multiplies matrices, copies, and
-runs one decoder layer for less than a minute; the `Calibration` is kept as JSON below
-`$XDG_CACHE_HOME/fp8-finetune/calibration` (`~/.cache` unless set) under the device's name, and
-taken up when a step is predicted for a device of that name.
+The table describes a GPU family; one machine differs in power limit, cooling, driver, libraries and
+host speed. `calibrate` takes less than a minute; its result is stored as JSON below
+`$XDG_CACHE_HOME/fp8-finetune/calibration` (default `~/.cache`) under the device's name and used for
+predictions on a device of that name.
 
-*Measuring.* Each measurement repeats until it has run for a set time and takes the median, since a
-shared machine makes some repetitions slow. Products have sizes of a training step (4096 tokens on a
-GPU); the seconds are turned into what an endless product would sustain by the roofline's own
-account of shapes (`shape_share`), so that both speak of the same thing. The layer is a decoder's of
-the Llama family in plain PyTorch, forward and backward; its operators are recorded while it runs
-and predicted with what was measured before.
+*Measuring.* Each figure is the median of repetitions over a fixed time. GEMMs have the sizes of a
+training step (4096 tokens on a GPU); `shape_share` converts their time to the rate of an
+arbitrarily large GEMM. A Llama-style decoder layer in plain PyTorch runs forward and backward while
+its operators are recorded, and is predicted from the figures before it.
 
-*From a calibration to shares.*
-
-* A precision's share is such that the roofline gives the measured seconds of the products.
-* The share of bandwidth is what copies and a pointwise operator got.
-* Last, all are scaled by one factor, predicted over measured seconds of the decoder layer, which
-  holds what none of the others shows. It is kept between a half and two.
-
-A CPU has no line in the table of GPUs: what was measured stands in for its peaks, and its shares
-are one.
+*Efficiencies.* For each precision and for bandwidth they reproduce the measured times. All are then
+scaled by the predicted over the measured time of the decoder layer, limited to 0.5 to 2. A CPU is
+not in the GPU table: its measured rates serve as peaks, with efficiencies of 1.
 """
 
 from __future__ import annotations
@@ -53,31 +44,28 @@ from finetune.estimator.trace.trace import Recorder
 from finetune.hardware.device import Device, parallel_units
 from finetune.hardware.gpus import Gpu, find_gpu
 
-# Host microseconds of one small eager operator on the hosts that `hosts` in the table speaks of.
+# Host microseconds of one small eager operator on the reference machines of `hosts` in the table.
 _REFERENCE_LAUNCH_US = 4.5
 # Seconds of repetitions per measurement.
 _LONGEST_S = 0.6
-# Bounds of the decoder layer's factor: beyond them the machine was disturbed, not slow.
+# Bounds of the decoder layer's factor: beyond them the measurement was disturbed.
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
-# Attention's shares on a device that no family of the table describes: assumed.
+# Assumed efficiency of attention on a device that no family of the table covers.
 _UNKNOWN_ATTENTION = {"forward": 0.5, "backward": 0.4}
 
 
 class Calibration(BaseModel):
-    """Figures of one device.
+    """Measured figures of one device.
 
     Attributes:
-        device: the driver's name, or the CPU's.
-        torch: version of PyTorch.
-        units: streaming multiprocessors, or cores.
-        memory_gib: of the device.
-        tflops: sustained by a large product, 10^12 operations a second, by precision
-            (`bf16`, `fp32`, `fp8`, `fp8_rowwise`).
-        gb_s: bytes that a copy and a pointwise operator move, 10^9 a second.
-        launch_us: host microseconds of one small operator.
-        layer: measured over predicted seconds of a decoder layer, forward and backward, with the
-            numbers above.
-        seconds: that the measurement took.
+        device: Name reported by the driver, or of the CPU.
+        units: Streaming multiprocessors, or cores.
+        tflops: Sustained TFLOP/s of a large GEMM by precision (`bf16`, `fp32`, `fp8`,
+            `fp8_rowwise`).
+        gb_s: GB/s of a copy and a pointwise operator.
+        launch_us: Host microseconds of one small operator.
+        layer: Measured / predicted time of a decoder layer, forward and backward.
+        seconds: Duration of the calibration.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,14 +82,14 @@ class Calibration(BaseModel):
 
 
 def calibration_path(device: str) -> Path:
-    """The file that the calibration of a device of this name is kept in."""
+    """Path of the calibration file of a device."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower() or "device"
     return home / "fp8-finetune" / "calibration" / f"{name}.json"
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Keep it for its device; returns the file that it is in."""
+    """Store a calibration under its device's name and return the path."""
     path = calibration_path(calibration.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(calibration.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -109,7 +97,7 @@ def save_calibration(calibration: Calibration) -> Path:
 
 
 def load_calibration(device: str) -> Calibration | None:
-    """The calibration of a device of this name, None where there is none.
+    """Load the calibration of a device, or None if there is none.
 
     Raises:
         ConfigError: the file is not a calibration.
@@ -129,14 +117,13 @@ def load_calibration(device: str) -> Calibration | None:
 
 
 def calibrated_roofline(measured: Calibration, gpu: Gpu | None, launched_by: HostKind) -> Roofline:
-    """The roofline that reproduces what was measured.
+    """Build the roofline that reproduces a calibration.
+
+    The table's host times are scaled by the measured launch time. A CPU launches nothing: its
+    overhead per operator is in `kernel_us`.
 
     Args:
-        measured: on the device.
-        gpu: the device's line in the table of GPUs; None where it has none.
-        launched_by: what launches kernels: the host is as much slower or faster than the table's
-            as it was when one small operator was measured. A CPU launches nothing: what an operator
-            costs beside its work is in `kernel_us`.
+        gpu: Entry of the GPU table, or None for a device without one.
     """
     line = _measured_line(measured) if gpu is None else gpu
     scale = 0.0 if gpu is None else measured.launch_us / _REFERENCE_LAUNCH_US
@@ -146,7 +133,7 @@ def calibrated_roofline(measured: Calibration, gpu: Gpu | None, launched_by: Hos
 
 
 def _measured_line(measured: Calibration) -> Gpu:
-    """A line of the table of GPUs whose peaks are what was measured."""
+    """GPU table entry with the measured rates as peaks."""
     tflops = {name: v for name, v in measured.tflops.items() if name != "fp8_rowwise"}
     return Gpu(
         name=measured.device,
@@ -190,7 +177,7 @@ def _shares(measured: Calibration, gpu: Gpu | None, line: Gpu) -> Efficiency:
 
 
 def _all_of_the_peak() -> Efficiency:
-    """For a device without a line: its peaks are what was measured."""
+    """Efficiency of 1, for a device whose peaks are its measured rates."""
     return Efficiency(
         gemm={"bf16": 1.0, "fp32": 1.0},
         attention=_UNKNOWN_ATTENTION,  # pyright: ignore[reportArgumentType] (checked by pydantic)
@@ -204,11 +191,10 @@ def _all_of_the_peak() -> Efficiency:
 
 
 def calibrate(device: Device, *, seconds: float = _LONGEST_S) -> Calibration:
-    """Measure this device.
+    """Measure this device, a CUDA GPU or a CPU (`this_device()`).
 
     Args:
-        device: as `this_device()` says: a CUDA GPU or a CPU.
-        seconds: of repetitions per measurement; there are eight at most.
+        seconds: Duration of each of the at most eight measurements.
     """
     began = time.perf_counter()
     gpu = find_gpu(device)
@@ -236,7 +222,7 @@ def _precisions(device: Device, on: torch.device) -> tuple[Precision, ...]:
 
 
 def _seconds(run: Callable[[], object], on: torch.device, longest: float) -> float:
-    """Median seconds of a call, after two to warm up."""
+    """Median seconds of a call, after two warm-up calls."""
     times: list[float] = []
     for _ in range(2):
         run()
@@ -256,7 +242,7 @@ def _finish(on: torch.device) -> None:
 
 
 def _bandwidth(on: torch.device, longest: float) -> float:
-    """10^9 bytes a second of a copy and of an addition, the mean of both."""
+    """Mean GB/s of a copy and of an addition."""
     count = 2**28 if on.type == "cuda" else 2**24  # far larger than any cache
     a = torch.ones(count, dtype=torch.bfloat16, device=on)
     b = torch.ones_like(a)
@@ -278,7 +264,7 @@ def _launch_us(on: torch.device, longest: float) -> float:
 
 
 def _sustained(name: Precision, size: int, on: torch.device, units: int, longest: float) -> float:
-    """10^12 operations a second of an endless product, from one of `size` x `size` x `2 size`."""
+    """TFLOP/s of an arbitrarily large GEMM, from `[size, 2 size] @ [2 size, size]`."""
     product = Product(1, size, size, 2 * size, name)
     seconds = _seconds(_multiplication(product, on), on, longest)
     share = shape_share(product, units, shared().pipeline_k)
@@ -300,7 +286,7 @@ def _multiplication(product: Product, on: torch.device) -> Callable[[], Tensor]:
 
 
 class _DecoderLayer(nn.Module):
-    """A decoder layer of the Llama family, plain PyTorch. x: `[B, L, H]`."""
+    """Llama-style decoder layer in plain PyTorch, `[B, L, H]` -> `[B, L, H]`."""
 
     def __init__(self, hidden: int, heads: int, intermediate: int) -> None:
         super().__init__()
@@ -312,7 +298,6 @@ class _DecoderLayer(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, L, H]` -> `[B, L, H]`."""
         b, length, hidden = x.shape
         parts = self.qkv(self.norms[0](x)).view(b, length, 3, self.heads, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -323,7 +308,7 @@ class _DecoderLayer(nn.Module):
 
 
 def _layer(measured: Calibration, gpu: Gpu | None, on: torch.device, longest: float) -> float:
-    """Measured over predicted seconds of a decoder layer."""
+    """Measured / predicted time of a decoder layer."""
     sizes = (4096, 32, 14336) if on.type == "cuda" else (512, 8, 1408)
     length = 4096 if on.type == "cuda" else 256
     layer = _DecoderLayer(*sizes).to(device=on, dtype=torch.bfloat16)

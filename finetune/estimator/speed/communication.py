@@ -1,27 +1,24 @@
-"""Bytes that GPUs send each other in a step, the seconds they take, and how many show.
+"""Communication of a step: bytes sent between GPUs, their time, and its overlap with computation.
 
-N GPUs in a ring pass on (N-1)/N of a buffer to gather it, or to reduce and scatter it, and twice
-that to reduce it for everybody. The time is this over the speed of the slowest link, and a latency.
-Collectives of one process group run one after the other, beside computing, so what costs time is
-only what computing has to wait for. Both are walked through here in the order that torch issues
-them:
+In a ring of N GPUs each sends (N-1)/N of a buffer for an all-gather or a reduce-scatter and twice
+that for an all-reduce; time = bytes / speed of the slowest link + latency. Collectives of a process
+group run one after the other, overlapping computation, and are simulated in torch's order:
 
-* FSDP2, forward: group i+1 is gathered while i computes; it may begin when i has been gathered and
-  the group before i has been copied out. Only the first gather has nothing to hide behind.
-* FSDP2, backward: group i-1 is gathered from the start of i on. When i has computed, its gradients
-  are reduced behind i-1, which cannot begin to send before they are through.
-* DDP: buckets of 25 MiB (the first of 1 MiB) are reduced as their gradients come; the last one has
-  nothing to hide behind.
+* FSDP2, forward: group i+1 is gathered while i computes, once i has been gathered and group i-1
+  copied out. Only the first all-gather is fully exposed.
+* FSDP2, backward: group i-1 is gathered from the start of i on. The gradients of i are reduced
+  during i-1, whose own reduction starts only after that.
+* DDP: buckets of 25 MiB (the first of 1 MiB) are reduced as gradients arrive; the last is exposed.
 
 Source: `_fsdp_param_group.py` of torch 2.13 (`unshard`, `wait_for_unshard`, `post_backward`),
 `DistributedDataParallel`.
 
-A collective gets a part of a link's stated speed: most of NVLink's, little of PCIe's where GPUs
-cannot reach each other's memory and data goes through the host's. And what is hidden still costs:
-kernels of NCCL take multiprocessors from computing, copies in and out of buffers its bandwidth. So
-of communication half always shows (`Communication.added`), and more where it outlasts computing.
+Collectives reach a fraction of the link's nominal speed, a small one over PCIe without peer access
+(data passes through host memory). Overlapped communication is not free either: NCCL kernels occupy
+multiprocessors, copies use bandwidth. So at least half of it is added to the step
+(`Communication.added`).
 
-Limits: one machine. Between machines the network's speed rules, which is not in the table.
+Limits: a single machine; networks between machines are not modelled.
 """
 
 from __future__ import annotations
@@ -32,13 +29,12 @@ from dataclasses import dataclass
 from finetune.estimator.memory.sharding import Fsdp2
 from finetune.units import MIB
 
-# Seconds of a collective of a small buffer: assumed, of the order that nccl-tests report.
+# Seconds of a collective on a small buffer: assumed, of the order that nccl-tests report.
 LATENCY_S = 30e-6
-# Share of a link's stated speed that collectives get: chosen on published speeds of sharded
-# training, below what NCCL's own tests reach alone (0.7 to 0.8 over NVLink). PCIe: GeForce cards,
-# no peer access.
+# Fraction of a link's nominal speed: fitted to published speeds of sharded training, below the 0.7
+# to 0.8 of nccl-tests over NVLink. PCIe: GeForce cards, no peer access.
 SHARE = {"nvlink": 0.35, "infinity-fabric": 0.35, "pcie": 0.10}
-# Share of communication that a step is longer by although it could be hidden: chosen on the same.
+# Fraction of communication that always adds to the step: fitted to the same speeds.
 SHOWN = 0.5
 
 
@@ -47,9 +43,9 @@ class Communication:
     """Communication of one GPU in a step.
 
     Attributes:
-        nbytes: bytes sent, which are as many as those received.
-        seconds: that sending takes.
-        exposed: seconds of these that computing waits for.
+        nbytes: Bytes sent (as many are received).
+        seconds: Duration of all collectives.
+        exposed: Part of `seconds` during which computation waits.
     """
 
     nbytes: int
@@ -58,12 +54,12 @@ class Communication:
 
     @property
     def added(self) -> float:
-        """Seconds that the step is longer by."""
+        """Seconds added to the step."""
         return max(self.exposed, SHOWN * self.seconds)
 
 
 def collective_gb_s(link: str, gb_s: float) -> float:
-    """Speed that collectives get of a link's stated one, 10^9 bytes a second each way."""
+    """GB/s per direction that collectives reach on a link of nominal speed `gb_s`."""
     return SHARE[link] * gb_s
 
 
@@ -76,24 +72,22 @@ def fsdp2_communication(
     latency_s: float = LATENCY_S,
     reduces: bool = True,
 ) -> Communication:
-    """Walk through a micro-batch under FSDP2.
+    """Simulate a micro-batch under FSDP2.
 
     Two equal groups, the second kept gathered; gathers and reductions 2 s, forward 3, backward 6:
-    forward starts after the first gather (2), computes until 5, and again until 8; in backward the
-    first group is gathered behind the second (8 to 14), whose reduction (until 16) hides behind
-    the first (until 20); the last reduction (until 22) has nothing to hide behind. Of 22 s, 18 are
-    computing: 4 s are exposed.
+    forward starts after the first gather (2) and computes until 5 and 8; in backward the first
+    group is gathered during the second (8 to 14), whose reduction (until 16) overlaps the first
+    (until 20); the last reduction (until 22) is exposed. Of 22 s, 18 are computation: 4 s exposed.
 
     Args:
-        model: groups in the order of forward.
-        forward_s: seconds that each group computes in forward.
-        backward_s: the same in backward, with what is computed again.
-        gb_s: of the slowest link, 10^9 bytes a second each way, as collectives reach it.
-        latency_s: of one collective.
-        reduces: it is the last of a step: only then gradients are sent.
+        model: Groups in forward order.
+        forward_s: Computation of each group in forward.
+        backward_s: Computation of each group in backward, recomputation included.
+        gb_s: Speed of the slowest link per direction (`collective_gb_s`).
+        reduces: True for the last micro-batch of a step, which reduces gradients.
 
     Raises:
-        ValueError: not one number for each group, or no link to send over.
+        ValueError: not one time per group, or `gb_s` is not positive.
     """
     count = len(model.groups)
     if len(forward_s) != count or len(backward_s) != count:
@@ -105,7 +99,7 @@ def fsdp2_communication(
         gathered = link.send(model.gathered_bytes(i), after=started[i - 2] if i > 1 else 0.0)
         started[i] = max(now, gathered)
         now = started[i] + forward_s[i]
-    ready = [0.0] * count  # when the weights are there
+    ready = [0.0] * count  # when the weights are gathered
     for i in reversed(range(count)):
         group = model.groups[i]
         if i == count - 1 and group.reshard:
@@ -113,7 +107,7 @@ def fsdp2_communication(
         now = max(now, ready[i])
         if i and model.groups[i - 1].reshard:
             ready[i - 1] = link.send(model.gathered_bytes(i - 1), after=now)
-        # Its gradients are copied where those of the group before may still be on their way.
+        # The gradients go into a buffer that the previous reduction may still be reading.
         now = max(now + backward_s[i], link.reduced)
         if reduces:
             link.reduce(group.trainable * model.reduce, after=now)
@@ -130,10 +124,10 @@ def ddp_communication(
     latency_s: float = LATENCY_S,
     bucket_bytes: int = 25 * MIB,
 ) -> Communication:
-    """Walk through a step under DDP: gradients come evenly over backward, sent bucket by bucket.
+    """Simulate a step under DDP, with gradients arriving evenly over backward.
 
     Raises:
-        ValueError: no link to send over.
+        ValueError: `gb_s` is not positive.
     """
     link = _Link(gpus, gb_s, latency_s)
     done = 0
@@ -145,7 +139,7 @@ def ddp_communication(
 
 
 class _Link:
-    """Collectives of one process group, one after the other."""
+    """Serialized collectives of one process group."""
 
     def __init__(self, gpus: int, gb_s: float, latency_s: float) -> None:
         if gb_s <= 0:
@@ -156,7 +150,7 @@ class _Link:
         self.nbytes = 0
 
     def send(self, buffer: int, *, after: float) -> float:
-        """The time at which a gather or a reduction of a buffer is over."""
+        """End time of an all-gather or reduce-scatter of a buffer."""
         if not buffer or not self.share:
             return after
         sent = round(buffer * self.share)

@@ -1,20 +1,18 @@
-"""The time of an optimizer step on one device, from the micro-batch that was rehearsed.
+"""Time of an optimizer step on one device, from the trace of one rehearsed micro-batch.
 
-A step of g micro-batches computes forward and backward g times and updates once:
+For g micro-batches (gradient accumulation):
 
-    step = g x (forward + backward) + optimizer + communication that nothing hides
+    step = g x (forward + backward) + optimizer + exposed communication
 
-Decoder layers that `precision.compile` compiles run with their pointwise chains fused.
+Compiled decoder layers (`precision.compile`) run with their pointwise chains fused. With
+`train.fsdp` each micro-batch gathers the weights of each group in forward and in backward, the last
+one also reduces gradients, and the update covers one GPU's shards in their stored dtype. Without it
+gradients of the last micro-batch are all-reduced (DDP). Overlap (communication.py) needs seconds by
+group: decoder layers are taken as equal, the rest belongs to the embedding and the head.
 
-*With `train.fsdp`* every micro-batch gathers the weights of each group in forward and again in
-backward; the last of a step also reduces the gradients. The update is of a GPU's own shards, in the
-type in which they are held. *Without it* the gradients of the last micro-batch are summed (DDP).
-Communication hides behind computing (communication.py), which needs seconds by group: decoder
-layers are taken as equal, what is outside of them is of the embedding and the head.
-
-The standard deviation of ln(predicted / published) over published step times and over published
-FP8-to-BF16 pairs stands in `assets/efficiency.yaml` (`scatter_*`). A time is wrong by a factor that
-its twin mostly shares (clock, software, data), so a ratio of two is known better than either.
+`scatter_*` in `assets/efficiency.yaml` is the standard deviation of ln(predicted / published) over
+published step times and over FP8-to-BF16 pairs. Two runs share most of their error (clock,
+software, data), so a ratio is more accurate than either time.
 """
 
 from __future__ import annotations
@@ -43,15 +41,15 @@ from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import Op, Operand, Trace
 from finetune.hardware.gpus import Gpu
 
-# Standard deviations of a normal distribution to either side that hold nine cases in ten.
+# Standard deviations to either side that hold 90% of a normal distribution.
 NINE_IN_TEN = 1.645
-# Modules inside of a decoder layer, which are compiled; and these with what the layer itself does.
+# Modules inside a decoder layer (compiled); and those plus the layer itself.
 _INSIDE_A_LAYER = re.compile(r"\.\d+\.")
 _OF_A_LAYER = re.compile(r"\.\d+(\.|$)")
 
 
 class Interval(NamedTuple):
-    """A value and the range that holds it in nine of ten cases."""
+    """A value with its 90% interval."""
 
     value: float
     low: float
@@ -59,24 +57,23 @@ class Interval(NamedTuple):
 
 
 def spread(value: float, scatter: float) -> Interval:
-    """The range around a value whose logarithm has this standard deviation."""
+    """90% interval of a value whose logarithm has standard deviation `scatter`."""
     factor = math.e ** (NINE_IN_TEN * scatter)
     return Interval(value, value / factor, value * factor)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed of one device in a step.
+    """Speed of one device.
 
     Attributes:
-        seconds: of an optimizer step.
-        tokens: of a step, on one device.
-        classes: part of the step -> seconds; they add up.
-        bound: part -> the roof that most of its time is under.
-        mfu: floating point operations of the model, nothing computed twice, over what the dense
-            BF16 peak would do in the time.
-        scatter: standard deviation of ln(predicted / true).
-        calibrated: by a measurement of this very device.
+        seconds: Duration of an optimizer step.
+        tokens: Tokens per step on one device.
+        classes: Seconds by part of the step; sum to `seconds`.
+        bound: Roof that bounds most of the time of each part.
+        mfu: Model FLOPs, recomputation excluded, / (`seconds` x dense BF16 peak).
+        scatter: Standard deviation of ln(predicted / true).
+        calibrated: True if based on a calibration of this device.
     """
 
     seconds: float
@@ -89,16 +86,16 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one device."""
+        """Throughput of one device."""
         return self.tokens / self.seconds
 
     def share(self, part: str) -> float:
-        """A part's share of the step's time, 0 to 1."""
+        """Fraction of the step spent in a part."""
         return self.classes.get(part, 0.0) / self.seconds
 
 
 def compiles(precision: PrecisionConfig, place: Place) -> bool:
-    """Whether a run compiles its decoder layers, as `finetune.training.session` decides it."""
+    """True if decoder layers are compiled, by the rule of `finetune.training.session`."""
     if precision.compile != "auto" or place.device.kind != "cuda":
         return precision.compile == "on"
     eager_casts = precision.backend == "torchao" or precision.frozen == "fp8"
@@ -106,7 +103,7 @@ def compiles(precision: PrecisionConfig, place: Place) -> bool:
 
 
 def roofline_at(place: Place, *, compiled: bool) -> Roofline | None:
-    """The roofline of a place's devices; None where nothing is known of their speed."""
+    """Roofline of a place's devices, calibrated if possible; None if their speed is unknown."""
     launched_by = "compiled" if compiled else "eager"
     measured = load_calibration(place.device.name) if place.here else None
     if measured is not None:
@@ -117,13 +114,7 @@ def roofline_at(place: Place, *, compiled: bool) -> Roofline | None:
 def pace_of_one(
     rehearsal: Rehearsal, config: RunConfig, place: Place, *, compiled: bool
 ) -> Pace | None:
-    """The speed of one of a place's devices, None where nothing is known of it.
-
-    Args:
-        rehearsal: of one micro-batch and the update.
-        config: of the run.
-        place: the devices.
-        compiled: decoder layers are compiled.
+    """Predict the speed of one device of a place; None if its roofline is unknown.
 
     Raises:
         FinetuneError: the model cannot be sharded there.
@@ -168,7 +159,7 @@ def pace_of_one(
 
 
 def extrapolated(few: Pace, more: Pace, layers: tuple[int, int], to: int) -> Pace:
-    """The pace of `to` layers from those of two smaller models: every part is linear in them.
+    """Extrapolate linearly to `to` layers from two smaller models, part by part.
 
     With 5 ms at 2 layers and 6 ms at 3, a model of 32 layers takes 5 + 30 x 1 = 35 ms.
     """
@@ -186,7 +177,7 @@ def extrapolated(few: Pace, more: Pace, layers: tuple[int, int], to: int) -> Pac
 
 
 def _summed(rehearsal: Rehearsal, place: Place, backward_s: float) -> float:
-    """Seconds that a step of DDP is longer by."""
+    """Seconds that DDP adds to a step."""
     gradients = rehearsal.groups.trainable_bytes
     return ddp_communication(gradients, backward_s, gpus=place.count, gb_s=_gb_s(place)).added
 
@@ -198,7 +189,7 @@ def _gathered(
     seconds: tuple[float, float],
     batches: int,
 ) -> float:
-    """Seconds that a step of FSDP2 is longer by, from those of forward and backward."""
+    """Seconds that FSDP2 adds to a step; `seconds` are of forward and of backward."""
     assert place.gpu is not None
     outside = _outside(rehearsal.trace, place.gpu)
     forward_s, backward_s = (
@@ -218,7 +209,7 @@ def _gb_s(place: Place) -> float:
 
 
 def _outside(trace: Trace, gpu: Gpu) -> tuple[float, float]:
-    """Seconds of forward and of backward that are outside of decoder layers."""
+    """Seconds of forward and of backward outside decoder layers."""
     step, update = trace.since("step"), trace.since("optimizer")
     beside = [op for op in step[: len(step) - len(update)] if not _OF_A_LAYER.search(op.module)]
     roofline = roofline_of(gpu)
@@ -230,7 +221,7 @@ def _outside(trace: Trace, gpu: Gpu) -> tuple[float, float]:
 
 
 def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
-    """Seconds of each group: the head is last, or first where embeddings are tied."""
+    """Seconds of each group; the head is last, or first if embeddings are tied."""
     count = len(model.groups)
     tied = not model.groups[0].reshard and (count == 1 or model.groups[-1].name != "head")
     layers = count - (1 if tied else 2)
@@ -240,7 +231,7 @@ def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
 
 
 def _update_of_shards(trace: Trace, model: Fsdp2) -> Trace:
-    """The trace with an update of one GPU's shards: a part of each first dimension."""
+    """Trace with the update of one GPU's shards, along the first dimension."""
     first = len(trace.ops) - len(trace.since("optimizer"))
     wider = model.stored != model.compute
 
