@@ -1,4 +1,4 @@
-"""Small number formats: rounding, casts and scales. Pure functions, the reference.
+"""Small number formats: rounding, casts, tiles and the Hadamard transform, as pure functions.
 
 A number of a format has a sign, `mantissa` fraction bits and an exponent of at least
 `min_exponent`; below that it is subnormal, with the spacing of the smallest normal numbers:
@@ -6,16 +6,14 @@ A number of a format has a sign, `mantissa` fraction bits and an exponent of at 
     E4M3  3 bits, 2^-6,  up to 448          E2M1  1 bit, 2^0, up to 6
     E5M2  2 bits, 2^-14, up to 57344        E8M0  0 bits: powers of two from 2^-127 to 2^127
 
-So the spacing around y is u(y) = 2^(max(floor(log2|y|), min_exponent) - mantissa), and rounding to
-nearest even is adding and taking away 1.5 · 2^23 · u(y) in float32, where the addition itself
-rounds to a multiple of u. That is exact, works on any device, and is several times faster on CPUs
-than a cast to `torch.float8_e4m3fn` and back. Rounding saturates: values beyond the largest number
-become it, NaN stays NaN.
+The spacing around y is u(y) = 2^(max(floor(log2|y|), min_exponent) - mantissa). Adding and
+subtracting 1.5 · 2^23 · u(y) in float32 rounds to nearest even: exact, on any device, and several
+times faster on CPUs than a cast to `torch.float8_e4m3fn` and back. Rounding saturates; NaN stays.
 
-All these numbers fit into BF16 exactly. *Codes* are therefore held here as BF16 tensors of numbers
-on the format's grid, with scales beside them: x ≈ codes / scale. `cast` gives the real
-bit patterns where storage matters. Sources: Micikevicius et al., "FP8 Formats for Deep Learning"
-(2022); Open Compute Project, OFP8 1.0 and Microscaling Formats (MX) 1.0.
+All these numbers are exact in BF16, so *codes* are BF16 tensors on the format's grid with separate
+scales: x ≈ codes / scale. `cast` gives the real bit patterns for storage. Sources: Micikevicius et
+al., "FP8 Formats for Deep Learning" (2022); Open Compute Project, OFP8 1.0 and Microscaling Formats
+(MX) 1.0.
 """
 
 from __future__ import annotations
@@ -29,14 +27,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """A small floating-point format.
+    """A small floating-point format, named as in the OCP specifications in lower case.
 
     Attributes:
-        name: as in the OCP specifications, in lower case.
-        mantissa: fraction bits.
-        min_exponent: of the smallest normal number.
+        mantissa: number of fraction bits.
+        min_exponent: exponent of the smallest normal number.
         max: largest number.
-        dtype: torch's type of its bit patterns; E2M1 has none that computes and is cast to uint8.
+        dtype: torch type of the bit patterns; uint8 for E2M1, which torch cannot compute with.
     """
 
     name: str
@@ -52,7 +49,7 @@ E2M1 = Format("e2m1", 1, 0, 6.0, torch.uint8)
 FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
 FP8_DTYPES = (E4M3.dtype, E5M2.dtype)
 AMAX_FLOOR = 1e-12
-"""Current scaling: an all-zero tensor gets a finite scale (the floor that torchao uses too)."""
+"""Smallest amax in current scaling (as in torchao): an all-zero tensor gets a finite scale."""
 
 _EXPONENT_BITS = 0x7F800000
 E8M0_EXPONENTS = (-127, 127)
@@ -68,14 +65,14 @@ def round_to(
 
     Args:
         x: float32, any shape; overwritten.
-        fmt: the format.
+        fmt: target format.
         noise: numbers in [0, 1) of the same shape, for stochastic rounding: up with a probability
             equal to the distance from the number below, so that the mean is exact; overwritten.
-            Left out: nearest, ties to even.
-        saturate: False saves a pass where no value is larger than the format's largest number.
+            Default: nearest, ties to even.
+        saturate: False saves a pass if no value exceeds the format's largest number.
 
     Returns:
-        `x`, now float32 on the grid. Zero has no sign.
+        `x`, now on the grid. Zero has no sign.
     """
     if saturate:
         x.clamp_(-fmt.max, fmt.max)
@@ -85,7 +82,7 @@ def round_to(
         magic = 1.5 * 2.0 ** (23 - fmt.mantissa)
         return x.add_(exponent, alpha=magic).sub_(exponent, alpha=magic)
     unit = exponent.mul_(2.0**-fmt.mantissa)
-    # Above this, 3 + noise would itself be rounded to 4 in float32, and a number of the grid moved.
+    # Above this, 3 + noise would round to 4 in float32, and a number on the grid would move.
     noise.clamp_(max=1 - 2.0 ** (fmt.mantissa - 23))
     return x.div_(unit).add_(noise).floor_().mul_(unit)
 
@@ -93,14 +90,8 @@ def round_to(
 def cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """Bit patterns of `x · scale`: float32 product, saturated, rounded to nearest even.
 
-    Args:
-        x: floating point, any shape.
-        scale: float32, broadcastable to `x`.
-        fmt: format.
-
-    Returns:
-        A tensor of `fmt.dtype`. E2M1 patterns are the low four bits of a uint8; E2M1 has no NaN,
-        and NaN becomes the largest number (as NVIDIA's conversion does).
+    The scale is float32, broadcastable to `x`. E2M1 patterns are the low four bits of a uint8; E2M1
+    has no NaN, which becomes the largest number (as in NVIDIA's conversion).
     """
     y = x.float() * scale
     if fmt is not E2M1:
@@ -118,9 +109,6 @@ def decode(codes: Tensor) -> Tensor:
 
     E4M3's bits are moved into those of a float16, whose exponent range holds them 2^8 smaller:
     on CPUs ten times faster than torch's conversion.
-
-    Args:
-        codes: `torch.float8_e4m3fn` or `torch.float8_e5m2`, any shape.
     """
     if codes.dtype is not E4M3.dtype or codes.device.type != "cpu":
         return codes.float()
@@ -130,14 +118,10 @@ def decode(codes: Tensor) -> Tensor:
 
 
 def decode_bits(bits: Tensor) -> Tensor:
-    """Values of E4M3 bit patterns in BF16, exactly.
+    """Values of E4M3 bit patterns (uint8) in BF16, exactly.
 
-    E4M3's exponent and fraction are moved into those of a BF16 number, whose range holds them 2^120
-    smaller: on CPUs ten times faster than torch's conversion.
-
-    Args:
-        bits: uint8 (E4M3 has no infinities; the pattern of NaN, 0x7F or 0xFF, gives 480 here, and
-            whoever stores weights keeps it out), any shape.
+    The bits are moved into those of a BF16 number, whose range holds them 2^120 smaller: on CPUs
+    ten times faster than torch's conversion. NaN (0x7F, 0xFF) gives 480; stored weights exclude it.
     """
     if bits.device.type != "cpu":
         return bits.view(E4M3.dtype).to(torch.bfloat16)
@@ -153,12 +137,9 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
 def encode_e8m0(x: Tensor) -> Tensor:
     """E8M0 bit patterns: the nearest power of two, ties up (the even one of 1.0 and 1.1 binary).
 
-    An E8M0 pattern is the exponent field of a float32, so rounding is a carry into that field.
-
-    Args:
-        x: floating point, any shape. E8M0 has neither sign nor zero nor infinity: zero, negative
-            numbers, infinity and NaN become NaN (255). From 2^-127 down there is only 2^-127, and
-            what is above it and below 2^-126 becomes 2^-126.
+    An E8M0 pattern is the exponent field of a float32, so rounding is a carry into that field. Zero,
+    negative numbers, infinity and NaN become NaN (255). Values up to 2^-127 become 2^-127, those
+    between it and 2^-126 become 2^-126.
 
     Returns:
         uint8: the exponent plus 127.
@@ -179,10 +160,7 @@ def decode_e8m0(bits: Tensor) -> Tensor:
 
 
 def amax(x: Tensor, dim: int | None = None) -> Tensor:
-    """Largest magnitude in float32: a scalar, or along `dim` kept as size 1.
-
-    NaN in `x` gives NaN: it must not be hidden by the scale.
-    """
+    """Largest magnitude in float32: a scalar, or along `dim` kept as size 1. NaN propagates."""
     if dim is None:
         low, high = torch.aminmax(x)
         return torch.maximum(high, -low).float()
@@ -197,16 +175,16 @@ def scale_from_amax(
 ) -> Tensor:
     """`max / amax` in float32, of the same shape as `amax`; with `pow2` rounded down to 2^n.
 
-    An amax below `floor` counts as that, so that scales are finite; an infinite one gives 0, which
-    makes NaN of the infinity: it is not hidden.
+    An amax below `floor` is raised to it, so that scales are finite; an infinite one gives 0, so that
+    infinity becomes NaN and stays visible.
     """
-    # Not `max / amax`: torch turns that into a reciprocal and a product, which rounds twice.
+    # Not `max / amax`: torch computes a reciprocal and a product, which rounds twice.
     scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=floor))
     return floor_pow2(scale) if pow2 else scale
 
 
 def floor_pow2(x: Tensor) -> Tensor:
-    """The largest power of two not above a positive normal float32 `x`: its bits of exponent.
+    """The largest power of two not above a positive normal float32 `x`: its exponent bits.
 
     NaN becomes infinity, under which no product stays finite.
     """
@@ -214,24 +192,20 @@ def floor_pow2(x: Tensor) -> Tensor:
 
 
 def snr_db(x: Tensor, approximation: Tensor) -> float:
-    """Signal-to-noise ratio of a quantisation in dB: 10 log10(Σx² / Σ(x - x̂)²)."""
+    """Signal-to-noise ratio of a quantization in dB: 10 log10(Σx² / Σ(x - x̂)²)."""
     signal = x.double().square().sum()
     noise = (x.double() - approximation.double()).square().sum()
     return float(10 * torch.log10(signal / noise))
 
 
 def on_grid(values: Tensor, fmt: Format) -> bool:
-    """Whether every number of a tensor (NaN aside) is one of the format's."""
+    """True if every number of a tensor (NaN aside) is one of the format's."""
     wide = values.float()
     return bool(((round_to(wide.clone(), fmt) == wide) | wide.isnan()).all())
 
 
-# ------------------------------------------------------------------------------------------
-# Blocks of a matrix: tiles that share a scale.
-#
-# A matrix [R, C] in tiles of (r, c) is the tensor [R/r, r, C/c, c]; one number per tile is a matrix
-# [R/r, C/c]. Where tiles do not fit, the last ones are filled with zeros, which no amax sees and
-# which are cut off again.
+# Blocks of a matrix: tiles that share a scale. [R, C] in tiles of (r, c) is [R/r, r, C/c, c], with
+# one number per tile a matrix [R/r, C/c]. Partial tiles are padded with zeros and cut off again.
 
 
 def along(dim: int, size: int) -> tuple[int, int]:
@@ -240,7 +214,7 @@ def along(dim: int, size: int) -> tuple[int, int]:
 
 
 def split(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """A matrix [R, C] as tiles [R/r, r, C/c, c], padded with zeros where they end."""
+    """Split a matrix [R, C] into tiles [R/r, r, C/c, c], padded with zeros."""
     rows, columns = tile
     down, right = -x.shape[0] % rows, -x.shape[1] % columns
     if down or right:
@@ -254,40 +228,35 @@ def block_amax(blocks: Tensor) -> Tensor:
 
 
 def widen(block: Tensor) -> Tensor:
-    """[R/r, C/c] -> [R/r, 1, C/c, 1], to be broadcast over tiles."""
+    """Reshape [R/r, C/c] to [R/r, 1, C/c, 1], to be broadcast over tiles."""
     return block[:, None, :, None]
 
 
 def join(blocks: Tensor, like: Tensor) -> Tensor:
-    """Tiles back to a matrix of the shape of `like`."""
+    """Join tiles into a matrix of the shape of `like`."""
     return blocks.flatten(2, 3).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 
 def times_blocks(x: Tensor, block: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Every number of a matrix [R, C] times that of its tile [ceil(R/r), ceil(C/c)]."""
+    """Multiply a matrix [R, C] by one number per tile, [ceil(R/r), ceil(C/c)]."""
     return join(split(x, tile) * widen(block), x)
 
 
-# ------------------------------------------------------------------------------------------
-# The random Hadamard transform: outliers are spread over a block before it is cast to four bits.
+# The random Hadamard transform spreads outliers over a block before it is cast to four bits.
 #
-# A block of 16 values shares one scale, which its largest value sets; next to an outlier the others
-# become zero. Multiplying the block by an orthogonal matrix with all entries ±1/4 makes every
-# value a
-# mixture of all sixteen, so that no one stands out. Random signs in front keep structured inputs
-# from
-# lining up with a row of the matrix. Both operands of a product are transformed along the dimension
-# that is contracted, and (Hx)ᵀ(Hg) = xᵀg: nothing has to be undone.
+# 16 values share a scale set by the largest, so next to an outlier the others become zero. An
+# orthogonal matrix of entries ±1/4 makes every value a mixture of all sixteen; random signs keep
+# structured inputs from lining up with a row. Both operands of a product are transformed along the
+# contracted dimension, and (Hx)ᵀ(Hg) = xᵀg: nothing has to be undone.
 #
-# It is part of a cast, on hardware fused with it, and no matrix multiplication of the layer. So it
-# is
-# an operator of its own, whose inside a dispatch mode (the proof's witness) does not see. Sources:
-# arXiv 2509.25149, section 4.2; Transformer Engine's `reference_nvfp4.py`.
+# Hardware fuses it with the cast, and it is no GEMM of the layer: a separate operator hides it from
+# dispatch modes (the proof's witness). Sources: arXiv 2509.25149, section 4.2; Transformer Engine's
+# `reference_nvfp4.py`.
 
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Random once, then fixed, as in Transformer Engine: both operands must use the same."""
+"""Signs drawn once and fixed, as in Transformer Engine: both operands must use the same."""
 
 
 @functools.cache
@@ -315,9 +284,7 @@ _library.impl("hadamard", torch.empty_like, "Meta")
 
 
 def transform(x: Tensor) -> Tensor:
-    """The Hadamard transform of every 16 rows of a matrix [M, C], in its own type.
-
-    M is padded with zeros to a multiple of 16, which adds nothing to a product over M.
+    """Hadamard transform of every 16 rows of a matrix [M, C], in its own dtype; M is zero-padded to 16.
     """
     missing = -x.shape[0] % SIZE
     if missing:

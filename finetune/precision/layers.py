@@ -1,4 +1,4 @@
-"""What counts as a linear layer: a module that multiplies by one weight, `y = x Wᵀ`."""
+"""Linear layers, `y = x Wᵀ`, their roles in a model, and parameters that multiply."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern names this module: the whole name, or any run of its parts."""
+    """True if a pattern names this module: the whole name, or any run of its parts."""
     if fnmatch.fnmatchcase(name, pattern):
         return True
     parts = name.split(".")
@@ -37,7 +37,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def is_conv1d(cls: type[nn.Module]) -> bool:
-    """Whether a class is GPT-2's `Conv1D`, a linear layer with a transposed weight."""
+    """True for GPT-2's `Conv1D`, a linear layer with a transposed weight."""
     return any(
         base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils"
         for base in cls.__mro__
@@ -52,11 +52,8 @@ def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]
             yield name, module, shape
 
 
-# ------------------------------------------------------------------------------------------
-# What a linear layer is in its model, and which of them FP8 is for by policy.
-#
-# High precision by policy: the output head (its errors go straight into the loss), adapters (small,
-# and what is being learned) and routers (a flipped expert is not rounding noise). Embeddings are
+# Roles. High precision by policy: the output head (its errors enter the loss directly), adapters
+# (small, and trained) and routers (a flipped expert is more than rounding noise). Embeddings are
 # lookups and norms are elementwise: no linear layers.
 
 
@@ -65,7 +62,7 @@ HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
 
 
 def iter_roles(model: nn.Module) -> Iterator[tuple[str, Any, Role, str]]:
-    """Name, module, role and, unless it is a layer of the base, the reason to keep it high."""
+    """Name, module, role and, except for layers of the base, the reason for high precision."""
     head, experts = output_head(model), expert_count(model)
     in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
     for name, module, _ in iter_linears(model):
@@ -75,12 +72,12 @@ def iter_roles(model: nn.Module) -> Iterator[tuple[str, Any, Role, str]]:
 def role_of(
     name: str, module: Any, in_head: set[nn.Module], experts: int | None
 ) -> tuple[Role, str]:
-    """The role of a linear layer, and the reason to keep it high ("" for a layer of the base).
+    """The role of a linear layer, and the reason for high precision ("" for a layer of the base).
 
     Args:
         name: dotted name of the module.
         module: a linear layer.
-        in_head: the modules of the output head.
+        in_head: modules of the output head.
         experts: number of experts of a mixture-of-experts model.
     """
     parts = name.split(".")
@@ -88,7 +85,7 @@ def role_of(
         return "adapter", "adapter: small, and what is being learned"
     if "modules_to_save" in parts:
         return "adapter", "trained in full beside the adapters (modules_to_save)"
-    # A classifier is a child of the root; deeper down, a layer of such a name is just a layer.
+    # A classifier is a child of the root; deeper down, a layer of that name is an ordinary one.
     if module in in_head or (len(parts) <= 3 and parts[-1] in HEADS and "layers" not in parts):
         return "head", "output head: its rounding goes straight into the loss"
     if "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
@@ -97,7 +94,7 @@ def role_of(
 
 
 def is_low_rank(name: str) -> bool:
-    """Whether this is one of PEFT's low-rank factors, by its name."""
+    """True if the name is that of one of PEFT's low-rank factors."""
     return any(part.startswith("lora_") for part in name.split("."))
 
 
@@ -111,13 +108,14 @@ def expert_count(model: Any) -> int | None:
 
 
 def output_head(model: Any) -> Any:
-    """The module that makes logits, None where a model has none."""
+    """The module that computes logits, or None."""
     getter = getattr(model, "get_output_embeddings", None)
     return getter() if callable(getter) else None
 
 
 def why_own_forward(module: nn.Module) -> str:
-    """Why changing the class of a linear layer would not change what it does, "" if it would."""
+    """The reason why swapping the class of a linear layer would have no effect, "" if it would have.
+    """
     from torch import nn
     from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -130,7 +128,7 @@ def why_own_forward(module: nn.Module) -> str:
 
 
 def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
-    """Names of the linear layers that are stored in FP8 where nothing else is said.
+    """Names of the linear layers that are stored in FP8 by default.
 
     Args:
         model: on any device.
@@ -156,7 +154,7 @@ def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
 
 
 def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> list[str]:
-    """The names without those that a pattern keeps.
+    """Remove the names that a pattern keeps.
 
     Raises:
         PlanError: a pattern that matches no linear layer, or patterns that keep all names.
@@ -185,7 +183,7 @@ def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> li
 
 
 def resolve(model: Any, names: Iterable[str]) -> list[str]:
-    """Names of linear layers in this model: also those of the model with, or without, its head.
+    """Names of linear layers in this model, from names in it or in the model with, or without, its head.
 
     Raises:
         PlanError: a name that is no linear layer of the model.
@@ -207,24 +205,22 @@ def resolve(model: Any, names: Iterable[str]) -> list[str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------
-# Which parameters multiply: weights of matmuls that are no linear layers.
+# Parameters that multiply: weights of matmuls outside linear layers.
 #
-# Some modules multiply by an `nn.Parameter` of their own: `x @ self.weight`, an einsum, experts
-# held
-# as one [experts, N, K] tensor. No type tells such a weight from a table of positions, so it has to
-# be declared:
+# Some modules multiply by an `nn.Parameter` of their own: `x @ self.weight`, an einsum, experts in
+# one [experts, N, K] tensor. No type distinguishes such a weight from a table of positions, so it
+# has to be declared:
 #
 #     class Block(nn.Module):
 #         fp8_matmuls: ClassVar[tuple[str, ...]] = ("encoder", "decoder")
 #
-# or, for a class that is not yours, before the model is prepared:
+# or, for a third-party class, before the model is prepared:
 #
 #     finetune.register_parameter_matmuls(TheirBlock, ["encoder", "decoder"])
 #
 # Expert weights of Transformers are known: 3-D parameters `gate_up_proj` (or `up_proj`) and
-# `down_proj` of a class that is its own or that its `use_experts_implementation` has decorated. The
-# nearest declaration in the class's line of inheritance counts, an empty one included.
+# `down_proj` of a class that is its own or decorated by its `use_experts_implementation`. The
+# nearest declaration in the class's MRO counts, an empty one included.
 
 
 ATTRIBUTE = "fp8_matmuls"
@@ -237,8 +233,8 @@ def register_parameter_matmuls(cls: type[nn.Module], names: Iterable[str]) -> No
     """Declare the parameters of a class that are operands of its matmuls.
 
     Args:
-        cls: the class whose forward multiplies; its subclasses follow it.
-        names: of its parameters, of 2 dimensions or more; an empty list takes all back.
+        cls: the class whose forward multiplies; subclasses inherit the declaration.
+        names: parameters of 2 dimensions or more; an empty list undeclares all.
 
     Raises:
         PlanError: one string instead of several, or a class that is no `nn.Module`.
@@ -268,7 +264,7 @@ def declared_matmuls(module: nn.Module) -> tuple[str, ...]:
 
 
 def _holds_experts(cls: type) -> bool:
-    """A class of Transformers, or one that its decorator has given its choice of forwards."""
+    """True for a class of Transformers, or one decorated by its `use_experts_implementation`."""
     decorated = getattr(cls.forward, "__globals__", {}).get("__name__")
     ours = any(base.__module__.startswith("transformers.") for base in cls.__mro__)
     return ours or decorated == "transformers.integrations.moe"
@@ -303,10 +299,10 @@ def _value(module: nn.Module, local: str) -> Any:
 
 
 def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
-    """Why what is multiplied is not the parameter itself but made from it, or an empty string.
+    """The reason why the operand is not the parameter but computed from it, or an empty string.
 
-    Parametrisations (weight norm, and PEFT's `target_parameters`, which adds B·A to a weight) make
-    the operand anew in each forward, past what can be recognised.
+    Parametrizations (weight norm, and PEFT's `target_parameters`, which adds B·A to a weight)
+    compute the operand in each forward, where it cannot be recognized.
     """
     from torch.nn.utils import parametrize
 
@@ -322,7 +318,7 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
 
 
 def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
-    """Name, weight and (N, K) of all that multiplies: linear layers and declared parameters."""
+    """Name, weight and (N, K) of all linear layers and declared parameters."""
     for name, module, shape in iter_linears(model):
         yield name, module.weight, shape
     for name, _, parameter in iter_parameters(model):

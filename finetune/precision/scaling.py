@@ -1,8 +1,8 @@
 """Scaling rules: how a GEMM operand becomes codes and scales.
 
 FP8 has few digits and little range, so each operand is multiplied by a scale that puts its largest
-magnitude (amax) at the largest number of the format. The rules differ in how many values share a
-scale, and in what the scale itself is made of:
+magnitude (amax) at the largest number of the format. The rules differ in the scope and the type of
+a scale:
 
 | rule | values that share a scale | scale |
 |---|---|---|
@@ -11,14 +11,15 @@ scale, and in what the scale itself is made of:
 | blockwise | x, g: 128 along the contracted dimension; w: 128 x 128 | power of two, or float32 |
 | mxfp8 | 32 along the contracted dimension | E8M0, rounded up so that nothing saturates |
 | nvfp4 | x, g: 16 along the contracted dimension; w: 16 x 16 | E4M3, under one float32 per tensor |
+| delayed | the tensor | float32, from the amaxes of earlier micro-steps |
 
 Only per-tensor codes serve all three GEMMs of a layer. Elsewhere the contracted dimension differs
-(K, N, M for fprop, dgrad, wgrad), and each GEMM casts its own operands from high precision: to cast
-codes once more would round twice. Delayed scaling is in `finetune.precision.scaling`.
+(K, N, M for fprop, dgrad, wgrad), and each GEMM casts its operands from high precision, as casting
+codes again would round twice.
 
-NVFP4 adds two remedies for four bits. A Hadamard transform with fixed random signs spreads outliers
-over the 16 tokens of a block before the operands of wgrad are cast; it is orthogonal, so it cancels
-in the product. And gradients are rounded stochastically, so that small ones are right on average.
+NVFP4 adds a Hadamard transform with fixed random signs, which spreads outliers over the 16 tokens
+of a block before the operands of wgrad are cast (it is orthogonal and cancels in the product), and
+stochastic rounding of gradients, so that small ones are right on average.
 
 Sources: torchao `float8/config.py` (rowwise); DeepSeek-V3 technical report, section 3.3
 (blockwise); OCP MX 1.0 and NVIDIA cuBLAS, "1D block quantization" (mxfp8, scale rounded up);
@@ -71,7 +72,8 @@ class Formats:
 
     @classmethod
     def of(cls, precision: PrecisionConfig) -> Formats:
-        """`hybrid` keeps gradients, which need range more than digits, in E5M2."""
+        """Formats of a precision; `hybrid` keeps gradients, which need range more than digits, in E5M2.
+        """
         if precision.scaling == "nvfp4":
             return cls(E2M1, E2M1, E2M1)
         return {
@@ -85,10 +87,10 @@ class Formats:
 
 
 class Rule(Protocol):
-    """How one layer's operands are cast.
+    """Casting rule of one layer's operands.
 
     Attributes:
-        reuses: codes do not depend on the contracted dimension, and serve every GEMM.
+        reuses: True if codes do not depend on the contracted dimension and serve every GEMM.
     """
 
     reuses: bool
@@ -107,17 +109,17 @@ def scaled(x: Tensor, scale: Tensor) -> Tensor:
 def to_codes(
     scaled_x: Tensor, fmt: Format, noise: Tensor | None = None, *, saturate: bool = False
 ) -> Tensor:
-    """Float32 values rounded to the grid of `fmt`, held in BF16. Overwrites its argument.
+    """Round float32 values to the grid of `fmt`, as BF16. Overwrites its argument.
 
-    A scale from the current amax leaves nothing to saturate; one from earlier amaxes does.
+    Only scales from earlier amaxes can saturate.
     """
     return round_to(scaled_x, fmt, noise, saturate=saturate).to(torch.bfloat16)
 
 
 def multiply_in_bf16(precision: PrecisionConfig) -> bool:
-    """Whether a CPU may multiply codes in BF16: always without loss under powers of two.
+    """True if a CPU may multiply codes in BF16: lossless unless block scales are not powers of two.
 
-    Block scales that are no powers of two are part of the operands, which then do not fit in BF16.
+    Such scales are part of the operands, which then do not fit in BF16.
     """
     exact = precision.pow2_scales
     return exact or (precision.emulation != "exact" and precision.scaling != "blockwise")
@@ -141,8 +143,8 @@ class TensorwiseRule:
 class RowwiseRule:
     """One scale per row along the contracted dimension.
 
-    With the weight gradient in high precision (`rowwise_with_gw_hp`), torchao casts the weight of
-    dgrad with one scale per tensor, so that it needs no second scale per row; so do we.
+    With the weight gradient in high precision (`rowwise_with_gw_hp`), the weight of dgrad has one
+    scale per tensor, as in torchao, which saves a second scale per row.
     """
 
     reuses = False
@@ -162,7 +164,8 @@ class RowwiseRule:
 class BlockwiseRule:
     """1 x 128 for activations and gradients, 128 x 128 for weights.
 
-    Scales have no floor but the largest float32, as in Transformer Engine (`amax_epsilon=0`).
+    As in Transformer Engine (`amax_epsilon=0`), scales have no floor and are capped at the largest
+    float32.
     """
 
     reuses = False
@@ -200,13 +203,9 @@ class MxRule:
 def e8m0_scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Inverse scale and scale of MX blocks: 2^e and 2^-e with e = ceil(log2(amax / max)).
 
-    Rounding up keeps the largest value from saturating (the OCP specification's rule rounds down
-    and lets it). As in NVIDIA's kernels, blocks below 2^-127 are multiplied by 1, that is, flushed
-    to zero, and an infinite amax gives the largest scale.
-
-    Args:
-        amax: float32, of any shape.
-        fmt: format of the elements.
+    Rounding up keeps the largest value from saturating (the OCP specification rounds down). As in
+    NVIDIA's kernels, blocks below 2^-127 are multiplied by 1, that is, flushed to zero, and an
+    infinite amax gives the largest scale.
     """
     low, high = E8M0_EXPONENTS
     mantissa, exponent = torch.frexp(amax / fmt.max)  # = mantissa · 2^exponent, in [0.5, 1)
@@ -222,8 +221,8 @@ class NvRule:
     """16 values share an E4M3 scale, under one float32 scale per tensor.
 
     Attributes:
-        generator: of stochastic rounding, apart from torch's own, so that dropout and data order
-            are those of the high-precision run.
+        generator: source of stochastic rounding, separate from torch's own, so that dropout and
+            data order match the high-precision run.
     """
 
     reuses = False
@@ -262,14 +261,14 @@ def nvfp4_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = amax.max()
     encode = torch.full_like(largest, E4M3.max * E2M1.max).div_(largest).clamp_(max=FLOAT_MAX)
     encode = torch.where(encode == 0, 1.0, encode)
-    # Not `/ 6`, which rounds otherwise: the kernels multiply by the reciprocal.
+    # Not `/ 6`, which rounds differently: the kernels multiply by the reciprocal.
     block = round_to(amax * (encode * (1 / E2M1.max)), E4M3)
     inverse = encode.reciprocal()
     return inverse, block, (block * inverse).reciprocal().clamp(max=FLOAT_MAX)
 
 
 class Randomness:
-    """A generator of its own for stochastic rounding, seeded once from torch's."""
+    """Generator for stochastic rounding, seeded once from torch's."""
 
     def __init__(self) -> None:
         self._generator: torch.Generator | None = None
@@ -293,12 +292,12 @@ class Randomness:
         return self._state if self._generator is None else self._generator.get_state()
 
     def restore(self, state: Tensor) -> None:
-        """Go on from a stored state."""
+        """Resume from a stored state."""
         self._generator, self._state = None, state.cpu()
 
 
 def make_rule(precision: PrecisionConfig, randomness: Randomness | None = None) -> Rule:
-    """The rule of a precision; delayed scaling has state and is made by its backend."""
+    """Rule of a precision; delayed scaling has state and is made by its backend."""
     match precision.scaling:
         case "tensorwise":
             return TensorwiseRule(precision)
@@ -318,22 +317,17 @@ def _one(x: Tensor) -> Tensor:
     return torch.ones((), device=x.device)
 
 
-# ------------------------------------------------------------------------------------------
 # Delayed scaling: a tensor's scale comes from the amaxes of earlier micro-steps.
 #
-# So the scale is known before the tensor is, and cast and amax cost one pass together. It follows
-# Transformer Engine (`FP8GlobalStateManager.reduce_and_update_fp8_tensors`): during a micro-step
-# every cast uses the scale of the step's beginning and records its amax; then the window of the
-# last
-# `amax_history_len` amaxes sets the next scale. TE updates at the end of forward and keeps the old
-# scales aside for recomputation. We update at the beginning of the next training forward instead:
-# the
-# scales in use are the same, and a checkpointed layer that is recomputed during backward finds its
-# scales untouched and records the same amaxes once more, which changes nothing.
+# The scale is known before the tensor is, so cast and amax share one pass. As in Transformer Engine
+# (`FP8GlobalStateManager.reduce_and_update_fp8_tensors`), every cast of a micro-step uses the scale
+# of its beginning and records its amax; the last `amax_history_len` amaxes set the next scale. TE
+# updates at the end of forward and keeps old scales for recomputation; we update at the beginning
+# of the next training forward: the scales are the same, and a checkpointed layer recomputed in
+# backward records the same amaxes again, which changes nothing.
 #
-# As in TE, the history of gradients is one of its own: it moves on when a backward has run, and not
-# with a forward that had none. (After two forwards and one backward through both TE moves it on
-# twice, we once, with the larger amax.)
+# As in TE, gradients have a separate history, which advances only after a backward. (After two
+# forwards and one backward through both, TE advances it twice, we once, with the larger amax.)
 
 
 UNSEEN = -1.0
@@ -346,7 +340,7 @@ class DelayedState:
 
     Attributes:
         history: float32 [amax_history_len, 3 · layers], newest first after each `advance`.
-        current: float32 [3 · layers], amaxes seen in the running micro-step; `UNSEEN` without one.
+        current: float32 [3 · layers], amaxes of the running micro-step; `UNSEEN` without one.
         scale: float32 [3 · layers], in use during the running micro-step.
     """
 
@@ -363,7 +357,7 @@ class DelayedState:
         self.steps = 0
 
     def to(self, device: torch.device) -> None:
-        """Follow the model to its device."""
+        """Move the state to the model's device."""
         if self.scale.device != device:
             for name in ("largest", "history", "current", "scale"):
                 setattr(self, name, getattr(self, name).to(device))
@@ -414,7 +408,7 @@ class DelayedRule:
         """Codes with the scale of the step's beginning; records the amax."""
         state, index = self.state, self.index(operand)
         state.to(x.device)
-        # Not `maximum`: a NaN in the history would hold the scale for as long as it stays there.
+        # Not `maximum`: a NaN in the history would freeze the scale until it leaves the window.
         state.current[index] = torch.fmax(state.current[index].clamp(min=0), amax(x))
         # A copy: codes saved for backward keep the scale that made them.
         scale = state.scale[index].clone()

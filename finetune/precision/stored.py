@@ -1,19 +1,17 @@
-"""Layers whose weight is stored in FP8: one byte a number, and the scales that undo the cast.
+"""Layers whose weight is stored in FP8: one byte per number, plus inverse scales.
 
-A weight that does not train needs no master copy. Stored as E4M3 codes it takes half of BF16, and
-every use of it starts from the same codes: dequantized before a 16-bit matmul (this module), or
-multiplied as they are (`finetune.precision.backends.frozen`). What shares a scale is in
-`finetune.precision.weights`; `weight ≈ codes · weight_scale`, as published files call it (elsewhere
-here it is an *inverse*).
+A weight that does not train needs no master copy. E4M3 codes take half the memory of BF16, and are
+dequantized before a 16-bit matmul (this module) or multiplied directly
+(`finetune.precision.backends.frozen`). Granularities are in `finetune.precision.weights`;
+`weight ≈ codes · weight_scale`, the name in published files (elsewhere here an *inverse* scale).
 
 The codes are **uint8**, not `torch.float8_e4m3fn`: FSDP2's mixed precision, PEFT's casts of
 adapters to the type of their base, `model.to(dtype)` and collectives leave integers alone, and an
-integer cannot be made to require a gradient. State dicts and files show the real type.
+integer cannot require a gradient. State dicts and files show the real type.
 
-As with FP8 compute, a module keeps its identity and changes class. Unlike there, its weight does
-change: the high-precision one is gone, and nothing brings it back. Plan and receipt tell how a
-weight is stored from what the module holds (`stored_as`), not from what was asked: storage is
-apart from compute.
+As with FP8 compute, a module keeps its identity and changes class, but here the high-precision
+weight is dropped for good. Plan and receipt report storage from the module itself (`stored_as`),
+not from the requested precision.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from finetune.precision.weights import (
 
 
 class DequantizedLinear(torch.autograd.Function):
-    """`y = x Wᵀ` in high precision, W dequantized anew for each GEMM: no copy of it is kept."""
+    """`y = x Wᵀ` in high precision, with W dequantized anew for each GEMM."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, inverse: Tensor, tile: Tile) -> Tensor:
@@ -63,11 +61,10 @@ class DequantizedLinear(torch.autograd.Function):
 
 
 class Fp8Bits(nn.Parameter):
-    """A frozen parameter of bit patterns. Putting others in its place is an error, not garbage.
+    """A frozen parameter of FP8 bit patterns that raises when other values are assigned.
 
-    PEFT's safe merge casts an adapter to the type of the weight, adds it, and assigns the sum to
-    `weight.data`. (Its other merge adds in place, which torch refuses for integers.) A device move
-    or a reload assigns the same bits.
+    PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here. (Its
+    in-place merge is refused by torch for integers.) Device moves and reloads assign the same bits.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
@@ -79,7 +76,7 @@ class Fp8Bits(nn.Parameter):
         return self
 
     moving = False
-    """Its module is being moved, by which the bits stay what they are."""
+    """Allow assignment of `data` while the module is moved, which keeps the bits."""
 
     @property
     def data(self) -> Tensor:
@@ -87,7 +84,7 @@ class Fp8Bits(nn.Parameter):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        # Not by value: an adapter smaller than one is nothing at all in the type of the codes.
+        # Not by value: a small adapter rounds to nothing in the type of the codes.
         elsewhere = self.moving or new.device != self.device
         same = elsewhere or new.data_ptr() == self.data_ptr()
         if new.dtype is not self.dtype or not same:
@@ -111,7 +108,7 @@ def refuse_merge(where: str = "") -> StorageNotComputeError:
 
 
 def refuse_training() -> StorageNotComputeError:
-    """The error of training weights that are held in FP8."""
+    """The error of training weights that are stored in FP8."""
     return StorageNotComputeError(
         "weights stored in FP8 cannot be trained",
         where="a model of load_in_fp8, or a base with precision.frozen=fp8",
@@ -123,14 +120,14 @@ def refuse_training() -> StorageNotComputeError:
 
 
 class StoredMixin(Swapped):
-    """In front of a linear layer's own class: the weight is FP8 codes, dequantized to be used.
+    """Mixin before a linear layer's own class: the weight is FP8 codes, dequantized for use.
 
     Attributes:
-        weight: uint8, in the layout of the class in front of which this stands.
+        weight: uint8, in the layout of the layer's own class.
         weight_scale: float32 buffer, one for each tile of the weight taken as [N, K].
-        stored_tile: what shares a scale.
+        stored_tile: tile of the weight that shares a scale.
         compute_dtype: type of the model; PEFT gives it to new adapters.
-        stored_raw: state dicts hold bytes and no scales (see `before_sharding`).
+        stored_raw: True if state dicts hold bytes and no scales (see `before_sharding`).
     """
 
     weight: nn.Parameter
@@ -148,16 +145,16 @@ class StoredMixin(Swapped):
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802
-        """The codes under HQQ's name: PEFT (DoRA) asks who has one for `dequantize()`."""
+        """The codes under HQQ's name, by which PEFT (DoRA) finds layers with `dequantize()`."""
         return self.bits
 
     def dequantize(self) -> Tensor:
-        """The weight in the layout of the layer's class, in the type of the model."""
+        """The weight in the layout of the layer's class, in the dtype of the model."""
         w = self.weight_in()
         return w.t() if self.transposed_weight else w
 
     def weight_in(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [N, K] in `dtype`, else in the type of the model."""
+        """The weight [N, K] in `dtype`, by default that of the model."""
         return dequantize_weight(
             self.bits, self.weight_scale, self.stored_tile, dtype or self.compute_dtype
         )
@@ -207,13 +204,13 @@ class StoredMixin(Swapped):
 
 
 def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype) -> None:
-    """Make a linear layer a stored one that holds these codes; its own weight is dropped.
+    """Turn a linear layer into a stored one with these codes; its own weight is dropped.
 
     Args:
         module: a linear layer, also on the meta device.
         bits: uint8 [N, K].
         inverse: float32, one for each tile.
-        tile: what shares a scale.
+        tile: tile that shares a scale.
         dtype: type of the model.
     """
     bits = bits.t() if is_conv1d(type(module)) else bits
@@ -224,14 +221,10 @@ def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: tor
 
 @torch.no_grad()
 def store(module: nn.Module, granularity: Granularity = "row") -> None:
-    """Store the weight of a linear layer in FP8, in place, whatever it is stored in now.
+    """Store the weight of a linear layer in FP8, in place, from any current storage.
 
-    The high-precision weight is dropped. Codes that do not serve at the granularity are cast again,
-    by way of the float32 weight of this one layer.
-
-    Args:
-        module: a linear layer (`finetune.precision.layers`), also on the meta device.
-        granularity: what shares a scale.
+    The high-precision weight is dropped. Codes of another granularity are cast again through the
+    float32 weight of this one layer. The layer may be on the meta device.
     """
     weight: Any = module.weight
     if not isinstance(module, StoredMixin):
@@ -246,14 +239,9 @@ def store(module: nn.Module, granularity: Granularity = "row") -> None:
 
 @torch.no_grad()
 def requantize(module: nn.Module, granularity: Granularity) -> None:
-    """Give a stored layer scales of another granularity. Its weight changes by a rounding.
+    """Change the granularity of a stored layer, at the cost of one rounding.
 
-    A layer that has them already keeps its codes, and so does one with a single scale that gets
-    one a row, all equal.
-
-    Args:
-        module: a stored layer.
-        granularity: what shares a scale.
+    Codes are kept where the granularity is unchanged, and where one scale becomes one per row.
     """
     if not isinstance(module, StoredMixin):
         raise TypeError(f"{type(module).__name__} holds no FP8 codes")
@@ -264,18 +252,13 @@ def requantize(module: nn.Module, granularity: Granularity) -> None:
 
 
 def recast(module: StoredMixin, tile: Tile) -> None:
-    """Give a stored layer scales of another tile: codes are multiplied out and cast again.
+    """Requantize a stored layer to another tile, in float32, some rows at a time.
 
-    In float32, some rows at a time. From one scale to one a row nothing has to be cast. The second
-    rounding adds an error that stands beside that of the first. Both are of E4M3 and nearly
-    independent, so that together they are about √2 of one, which
-    `python -m tests.benchmarks.fp8_loading --errors` measures:
+    From one scale to one per row nothing is cast. Elsewhere a second E4M3 rounding error is added,
+    nearly independent of the first, so together they are about √2 of one (measured by
+    `python -m tests.benchmarks.fp8_loading --errors`):
 
         ‖W - row(block(W))‖ ≈ (‖W - block(W)‖² + ‖W - row(W)‖²)^½
-
-    Args:
-        module: a stored layer.
-        tile: what shall share a scale.
     """
     (n, k), held, inverse = module.bits.shape, module.stored_tile, module.weight_scale
     one = held == (n, k)
@@ -299,12 +282,7 @@ def recast(module: StoredMixin, tile: Tile) -> None:
 
 @torch.no_grad()
 def release(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Make a stored layer a plain one, whose weight is what the codes stand for.
-
-    Args:
-        module: a stored layer.
-        dtype: of the weight; left out: the type of the model.
-    """
+    """Turn a stored layer into a plain one with the dequantized weight, in `dtype` or the model's."""
     if not isinstance(module, StoredMixin):
         raise TypeError(f"{type(module).__name__} holds no FP8 codes")
     dtype = dtype or module.compute_dtype
@@ -317,10 +295,10 @@ def release(module: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def before_sharding(model: nn.Module) -> None:
-    """Make stored layers what FSDP2 and accelerate can shard: bytes, with scales left to us.
+    """Prepare stored layers for FSDP2 and accelerate: state dicts of bytes, scales apart.
 
-    Accelerate moves weights by way of a state dict in which everything is sharded. Scales are not:
-    they are small, and as parameters FSDP2's mixed precision would round them to BF16.
+    Accelerate moves weights by a state dict in which everything is sharded. Scales are small and
+    stay whole: as parameters, FSDP2's mixed precision would round them to BF16.
     """
     for _, module in iter_stored(model):
         module.__dict__["stored_raw"] = True
@@ -330,27 +308,27 @@ def before_sharding(model: nn.Module) -> None:
 
 
 def share_scales(model: nn.Module) -> None:
-    """Take the scales of the first process, where the codes were taken from it as well."""
+    """Broadcast the scales of the first process, from which the codes came as well."""
     for _, module in iter_stored(model):
         dist.broadcast(module.weight_scale, src=0)
 
 
 def iter_stored(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each layer that holds its weight as FP8 codes."""
+    """Name and module of each layer that stores its weight as FP8 codes."""
     for name, module in model.named_modules():
         if isinstance(module, StoredMixin):
             yield name, module
 
 
 def stored_as(module: nn.Module) -> str:
-    """`nf4` or `fp4` of bitsandbytes' layers, `fp8` of ours, empty for a plain weight."""
+    """Storage of a weight: `nf4` or `fp4` (bitsandbytes), `fp8` (ours), or empty if plain."""
     if isinstance(module, StoredMixin):
         return "fp8"
     weight = module._parameters.get("weight")
-    # By name, as Transformers and PEFT ask: bitsandbytes need not be installed.
+    # By class name, as Transformers and PEFT do: bitsandbytes need not be installed.
     return weight.quant_type if type(weight).__name__ == "Params4bit" else ""  # pyright: ignore
 
 
 def stored_weights(model: nn.Module) -> dict[str, int]:
-    """How weights are stored that are not plain -> number of linear layers."""
+    """Number of linear layers by storage format, plain ones left out."""
     return dict(Counter(kind for _, m, _ in iter_linears(model) if (kind := stored_as(m))))

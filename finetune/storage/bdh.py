@@ -1,41 +1,35 @@
 """BDH, the Dragon Hatchling (Kosowski et al. 2025, arXiv 2509.26507), in its GPU form.
 
-Importing this module makes it known to the `Auto` classes of Transformers:
+Importing this module registers it with the `Auto` classes of Transformers:
 
     import finetune.storage.bdh
     model = AutoModelForCausalLM.from_pretrained("runs/bdh_tiny_full_bf16/.../model")
 
-Written from the paper's equations; levels hand on D numbers, as in the authors' released code. A
-language model of n neurons that see each other through a narrow stream of D numbers per token. All
-levels share three matrices. With x_t the stream of token t (D numbers of unit variance), LN a
+All levels share three matrices. With x_t the stream of token t (D numbers of unit variance), LN a
 LayerNorm without gain or bias, R_t the rotary turn of position t, and h the head, a slice of
 N = n / heads neurons, one level is
 
     s_t    = relu(x_t E)                          n     sparse activity of the neurons
     a_t,h  = sum over tau < t of <R_t s_t,h, R_tau s_tau,h> x_tau
-                                                  D     what the past says, by head
-    g_t,h  = relu(LN(a_t,h) V_h)                  N     neurons that this answer excites
+                                                  D     linear attention over the past, by head
+    g_t,h  = relu(LN(a_t,h) V_h)                  N     neurons that this result excites
     y_t    = (s_t * g_t) G                        D     only neurons excited by both write
     x_t   <- LN(x_t + LN(y_t))                    D
 
-with E = `encoder` [D, n], V = `encoder_v` [heads, D, N] and G = `decoder` [n, D]. There is no
-`nn.Linear` in a level: it multiplies by plain parameters, all of them named in
-`BdhBlock.fp8_matmuls`, so that what swaps linear layers for FP8 ones finds nothing to swap. The
-embedding and the output head are the usual ones.
+with E = `encoder` [D, n], V = `encoder_v` [heads, D, N] and G = `decoder` [n, D]: plain parameters
+instead of `nn.Linear`, listed in `BdhBlock.fp8_matmuls` for FP8 conversion.
 
-The attention is linear: no softmax, no scale, no projection of its own (query and key are the
-activity itself, the value is the stream), and a token never reads itself (tau < t, not <=). Its sum
-is R_t s_t applied to a state of N x D numbers, which grows by the outer product of R_tau s_tau and
-x_tau at each token. Here it is computed in parallel, with the [T, T] table of inner products;
-`tests/training/test_bdh.py` has the paper's token-by-token form, and the two agree.
+The attention has no softmax, scale or projections, and a token never reads itself (tau < t). The
+paper's recurrent form keeps a state of N x D numbers; this one computes the [T, T] table of inner
+products, and `tests/training/test_bdh.py` checks that the two agree.
 
-Precision: matmuls run in the type of autocast, or of the weights, and LayerNorm in float32 always.
-The inner products are sums of N terms that nothing keeps small, past what float16 holds: there they
-are computed in float32. They are never below bfloat16, as no operand is a parameter.
+Precision: matmuls run in the type of autocast or of the weights, LayerNorm in float32. The inner
+products are sums of N unbounded terms, which overflow float16: there they run in float32. They
+never go below bfloat16, as no operand is a parameter.
 
-Limits: time and memory grow with T^2. The generation cache keeps the activities (T x n numbers a
-level), which beyond T = D tokens is more than the state would be. Rotary pairs are neurons i and
-i + N/2 of a head: the published pairs (2i, 2i + 1), permuted.
+Limits: time and memory grow with T^2. The generation cache stores T x n activities per level, more
+than the recurrent state beyond T = D tokens. Rotary pairs are neurons i and i + N/2 of a head: the
+published pairs (2i, 2i + 1), permuted.
 """
 
 from __future__ import annotations
@@ -62,12 +56,12 @@ from transformers.utils import can_return_tuple
 
 
 def rotary_table(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's turn, float32 [B, 1, T, size / 2] (Su et al. 2021).
+    """Cosine and sine of rotary angles, float32 [B, 1, T, size / 2] (Su et al. 2021).
 
     Args:
         positions: int64 [B, T].
-        size: neurons of a head.
-        theta: pair i turns by theta^(-2i / size) a token.
+        size: neurons per head.
+        theta: base; pair i turns by theta^(-2i / size) per token.
     """
     pairs = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device)
     angles = positions[:, None, :, None].float() * theta ** (-pairs / size)
@@ -75,7 +69,8 @@ def rotary_table(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + N/2) of x [B, H, T, N] by [B, 1, T, N/2]; in the type of `x`."""
+    """Rotate the pairs (i, i + N/2) of x [B, H, T, N] by angles [B, 1, T, N/2], in the type of `x`.
+    """
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -87,7 +82,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     Args:
         q: [B, H, T, N].
         k: [B, H, S, N].
-        v: [B, 1, S, D], the same for all heads.
+        v: [B, 1, S, D], shared by all heads.
         visible: bool [B or 1, 1, T, S].
 
     Returns:
@@ -102,15 +97,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 
 def visible_tokens(position_ids: Tensor, seen: int, attention_mask: Tensor | None) -> Tensor:
-    """Which tokens each token reads: earlier ones of its own text that are not padding.
+    """Mask of earlier, unpadded tokens of the same text, bool [B or 1, 1, T, seen + T].
 
     Args:
-        position_ids: int64 [B or 1, T]; at each 0 a text begins.
-        seen: tokens of earlier calls, taken to be of the same text.
+        position_ids: int64 [B or 1, T]; a text begins at each 0.
+        seen: number of cached tokens, taken to belong to the same text.
         attention_mask: [B, seen + T], 0 for padding.
-
-    Returns:
-        bool [B or 1, 1, T, seen + T].
 
     Raises:
         ValueError: a mask of another shape.
@@ -133,19 +125,15 @@ def visible_tokens(position_ids: Tensor, seen: int, attention_mask: Tensor | Non
 
 @strict
 class BdhConfig(PreTrainedConfig):
-    """Shape of a BDH: 3 · num_neurons · hidden_size shared parameters, embedding and head beside.
+    """Shape of a BDH: 3 · num_neurons · hidden_size shared parameters, plus embedding and head.
 
     Attributes:
-        vocab_size: tokens known.
         hidden_size: D, width of the stream between levels.
         num_neurons: n, over all heads.
-        num_attention_heads: heads of n / heads neurons each.
-        num_hidden_layers: times the shared block is applied; costs time and no parameters.
-        dropout: share of neurons silenced before they write, in training.
+        num_hidden_layers: applications of the shared block; more cost time, no parameters.
+        dropout: share of neurons dropped before they write, in training.
         rope_theta: the slowest rotary pair turns once in about 2π · rope_theta tokens.
-        layer_norm_eps: added to the variance.
-        initializer_range: standard deviation of all weights at the start.
-        use_cache: keep activities while generating.
+        initializer_range: standard deviation of all initial weights.
     """
 
     model_type = "bdh"
@@ -176,16 +164,16 @@ class BdhConfig(PreTrainedConfig):
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
-    """x [..., D] to mean 0 and variance 1 over D, computed in float32, in the type of `x`."""
+    """Normalize x [..., D] to mean 0 and variance 1 over D, in float32; result in the dtype of `x`."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class BdhBlock(GradientCheckpointingLayer):
-    """One level. Its parameters serve all levels: the model calls it `num_hidden_layers` times.
+    """One level, whose parameters are shared: the model calls it `num_hidden_layers` times.
 
     Attributes:
-        fp8_matmuls: the parameters that are operands of matmuls. Each is multiplied as itself, on
-            the right, once a call: [.., D] · [D, n], [H, M, D] · [H, D, N], [.., n] · [n, D].
+        fp8_matmuls: parameters that are right operands of matmuls, each used once per call:
+            [.., D] @ [D, n], [H, M, D] @ [H, D, N], [.., n] @ [n, D].
     """
 
     fp8_matmuls: ClassVar[tuple[str, ...]] = ("encoder", "encoder_v", "decoder")
@@ -207,13 +195,13 @@ class BdhBlock(GradientCheckpointingLayer):
         past_key_values: DynamicCache | None = None,
         level: int = 0,
     ) -> Tensor:
-        """x [B, T, D] of one level to that of the next.
+        """Compute the next level's stream [B, T, D].
 
         Args:
             visible: bool [B or 1, 1, T, S], which of the S tokens so far each token reads.
-            cos, sin: the positions' rotary table.
-            past_key_values: activities of the tokens before these.
-            level: whose activities to take from it.
+            cos, sin: rotary table of the positions.
+            past_key_values: activities of earlier tokens.
+            level: index of this level in the cache.
         """
         rows = x.shape[:2]
         active = F.relu(x @ self.encoder).unflatten(-1, (self.heads, -1))  # [B, T, H, N]
@@ -234,7 +222,7 @@ class BdhBlock(GradientCheckpointingLayer):
 
 
 class BdhPreTrainedModel(PreTrainedModel):
-    """What Transformers asks of every model of a family."""
+    """Base class of the family for Transformers."""
 
     config: BdhConfig
     config_class = BdhConfig
@@ -252,7 +240,7 @@ class BdhPreTrainedModel(PreTrainedModel):
 
 
 class BdhModel(BdhPreTrainedModel):
-    """Embedding and levels: token ids to the last stream."""
+    """Embedding and levels: from token ids to the last stream."""
 
     def __init__(self, config: BdhConfig) -> None:
         super().__init__(config)
@@ -275,10 +263,10 @@ class BdhModel(BdhPreTrainedModel):
         """Run all levels.
 
         Args:
-            input_ids: int64 [B, T], or `inputs_embeds` [B, T, D] in their place.
-            attention_mask: [B, S], 0 for padding, which no token reads.
-            position_ids: int64 [B or 1, T]. Where they start again from 0 another text begins,
-                which reads nothing of the one before (packed rows).
+            input_ids: int64 [B, T], or `inputs_embeds` [B, T, D] instead.
+            attention_mask: [B, S], 0 for padding.
+            position_ids: int64 [B or 1, T]; a restart at 0 begins another text (packed rows), which
+                reads nothing of the one before.
             past_key_values: activities of the S - T tokens before these.
 
         Raises:
@@ -335,11 +323,11 @@ class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As `BdhModel.forward`, with logits [B, T, vocabulary] and, given labels, their loss.
+        """Run `BdhModel.forward` and return logits [B, T, vocabulary] and, given labels, the loss.
 
         Args:
-            labels: int64 [B, T], -100 where nothing is to be learnt; shifted here.
-            logits_to_keep: logits of the last so many tokens, or of these indices; 0 is all.
+            labels: int64 [B, T], -100 for ignored tokens; shifted here.
+            logits_to_keep: number of last tokens, or indices, to compute logits for; 0 is all.
         """
         outputs = self.model(
             input_ids=input_ids,

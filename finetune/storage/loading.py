@@ -1,27 +1,25 @@
-"""`load_in_fp8`: a model whose linear layers hold their weights as FP8 codes.
+"""`load_in_fp8`: a model whose linear layers store their weights as FP8 codes.
 
-This is about *storage*: half the memory of BF16, every matmul in 16 bits from weights dequantized
-for it. For inference, and as a frozen base of adapters. FP8 *compute*, which trains, is
+This is *storage*: half the memory of BF16, with every matmul in 16 bits from dequantized weights,
+for inference and as a frozen base of adapters. FP8 *compute* is
 `setup_fp8_mixed_precision_training`.
 
     model = load_in_fp8("meta-llama/Llama-3.1-8B-Instruct")
     model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
 
-    checkpoint                          layers hold, without `granularity`
-    16 or 32 bits                       codes quantized on loading, one scale a row
+    checkpoint                          stored codes, without `granularity`
+    16 or 32 bits                       quantized on loading, one scale per row
     our own (`save_pretrained`)         the same bits
     `fp8` (DeepSeek, Qwen), or          the published codes bit for bit, with their scales
-    compressed-tensors float-quantized
+      compressed-tensors float-quantized
 
-Given a `granularity`, published codes get such scales instead (`finetune.precision.stored`), so
-that a base which others published in blocks can be multiplied in FP8 row by row.
+Given a `granularity`, published codes are requantized to it (`finetune.precision.stored`), so that
+a base published in blocks can be multiplied in FP8 row by row.
 
-`build_stored` makes such a model of random weights. It is built on the meta device: shapes, no
-memory. Then one decoder layer at a time gets memory, its model's own initialization, and codes in
-place of the weights to be stored. The peak is the codes so far and one decoder layer in high
-precision: an 8B model is made in the memory of its codes. A decoder layer is the unit, not a linear
-layer, since a model may initialize a weight a second time with the block around it (GPT-2 scales
-`c_proj` so). Buffers without a file, such as rotary frequencies, are as the model initializes them.
+`build_stored` makes such a model of random weights, starting on the meta device: each decoder layer
+in turn is allocated, initialized by its model, and quantized. The peak is all codes plus one
+decoder layer in high precision. The unit is a decoder layer because a model may initialize a weight
+again with the block around it (GPT-2 scales `c_proj` so).
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ from finetune.storage.quantizer import (
     check_granularity,
 )
 
-# What `from_pretrained` hands on to where a configuration comes from.
+# Arguments of `from_pretrained` that are passed on to the loading of the configuration.
 HUB = (
     "cache_dir",
     "code_revision",
@@ -76,20 +74,20 @@ def load_in_fp8(
     auto_class: Any = AutoModelForCausalLM,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """A pretrained model that holds the weights of its linear layers in FP8.
+    """Load a pretrained model with the weights of its linear layers stored in FP8.
 
     Weights are quantized one by one while they are read: the model never exists in high precision.
     The output head, embeddings, norms and routers stay in `dtype`, and every parameter is frozen.
 
     Args:
         model_name_or_path: a folder with `config.json` and safetensors, or a hub id; in 16 or 32
-            bits, in FP8 as published by others, or as saved from such a model.
-        granularity: what shares a scale: `row`, `tensor` or `block` (128 x 128). Left out: `row`,
-            or as the checkpoint has it where that is FP8 already.
-        dtype: of everything else, and of the matmuls.
+            bits, in a published FP8 layout, or as saved from such a model.
+        granularity: scope of a scale: `row`, `tensor` or `block` (128 x 128). Default: that of an
+            FP8 checkpoint, else `row`.
+        dtype: type of everything else, and of the matmuls.
         keep: patterns of linear layers that stay in `dtype`, as in `precision.keep`.
-        auto_class: of Transformers, by which the model is loaded.
-        **kwargs: of `from_pretrained`: `device_map`, `revision`, `attn_implementation`, ...
+        auto_class: class of Transformers that loads the model.
+        **kwargs: for `from_pretrained`: `device_map`, `revision`, `attn_implementation`, ...
 
     Returns:
         A model in evaluation mode. `save_pretrained` writes codes and scales; `load_in_fp8`, or
@@ -120,16 +118,13 @@ def load_stored(
     auto_class: Any = AutoModelForCausalLM,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """A pretrained model in which exactly the named linear layers are stored in FP8.
+    """Load a pretrained model in which exactly the named linear layers are stored in FP8.
 
     Args:
-        source: as `model_name_or_path` of `load_in_fp8`; published codes that are in `names` get
-            scales of this granularity, and those that are not are dequantized.
+        source: as `model_name_or_path` of `load_in_fp8`; published codes are requantized if in
+            `names`, else dequantized.
         names: dotted names of linear layers of the plain model.
-        granularity: what shares a scale.
-        dtype: of everything else.
-        auto_class: of Transformers, by which the model is loaded.
-        **kwargs: of `from_pretrained`.
+        granularity: scope of a scale.
 
     Raises:
         ConfigError, ModelNotFoundError, StorageNotComputeError: as `load_in_fp8`.
@@ -146,9 +141,7 @@ def load_stored(
 def stored_layers(model: nn.Module, storage: Storage | None) -> dict[str, Any]:
     """Layers of a frozen base that `model.storage` keeps in FP8 or NF4, by name.
 
-    Args:
-        model: plain or with adapters, also on the meta device, where nothing is loaded yet.
-        storage: `model.storage` of the run.
+    The model may be plain or with adapters, also on the meta device.
 
     Raises:
         PlanError: there is no layer that could be stored in FP8.
@@ -159,10 +152,10 @@ def stored_layers(model: nn.Module, storage: Storage | None) -> dict[str, Any]:
 
 
 def holds_fp8(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint's weights are FP8 in a known layout, by its `config.json`.
+    """True if the `config.json` of a checkpoint declares FP8 weights in a known layout.
 
     Raises:
-        StorageNotComputeError: it says FP8, in an unknown variant.
+        StorageNotComputeError: FP8 in an unknown variant.
     """
     given = _quantization(config)
     return given is not None and given.get("quant_method") in METHODS and bool(layout_of(given))
@@ -180,8 +173,8 @@ def _load(
 
     Args:
         storage: layers to quantize in a checkpoint of 16 or 32 bits.
-        published: loaded model -> the layers that stay stored in one of FP8, and their scales
-            (None: as they are).
+        published: function from a loaded FP8 model to the layers that stay stored, and their
+            granularity (None: unchanged).
     """
     for other in ("quantization_config", "load_in_4bit", "load_in_8bit"):
         if other in kwargs:
@@ -203,7 +196,7 @@ def _load(
         kwargs = {**kwargs, "quantization_config": storage}
     elif given.get("quant_method") != OWN:
         layout_of(given)  # refuses what is not FP8 before anything is read
-        # Transformers takes from here that the weights are codes already.
+        # Transformers reads here that the weights are codes already.
         config.quantization_config = {"quant_method": OWN, "published": dict(given)}  # pyright: ignore[reportAttributeAccessIssue]
     try:
         model = auto_class.from_pretrained(source, config=config, dtype=dtype, **kwargs)
@@ -213,7 +206,7 @@ def _load(
 
 
 def _source(name: str | os.PathLike[str], subfolder: str) -> str:
-    """A folder with a `config.json` in it, or a hub id."""
+    """A folder that contains `config.json`, or a hub id."""
     source = str(name)
     path = Path(source).expanduser()
     if not (path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1):
@@ -239,14 +232,14 @@ def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
 
 
 def _quantization(config: PretrainedConfig) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a checkpoint, of a composite model that of its text part."""
+    """The `quantization_config` of a checkpoint; for a composite model, that of its text part."""
     parts = (config, config.get_text_config(decoder=True))
     found = next((q for c in parts if (q := getattr(c, "quantization_config", None))), None)
     return found if found is None or isinstance(found, Mapping) else found.to_dict()
 
 
 def _conform(model: Any, stored: Mapping[str, Granularity | None]) -> Any:
-    """Let exactly these layers be stored, with these scales (None: as they are), one by one."""
+    """Requantize or dequantize until exactly these layers are stored (None: scales unchanged)."""
     for name, module in list(iter_stored(model)):
         if name not in stored:
             release(module)
@@ -270,19 +263,18 @@ def build_stored(
     auto_class: Any = AutoModelForCausalLM,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """A model of random weights in which exactly the named linear layers are stored in FP8.
+    """Build a model of random weights in which exactly the named linear layers are stored in FP8.
 
     Args:
-        config: the architecture; is not changed.
+        config: the architecture, which is not changed.
         names: dotted names of linear layers of the plain model.
-        granularity: what shares a scale.
-        dtype: of everything else.
-        device: where it is built.
-        auto_class: of Transformers, whose `from_config` builds it.
-        **kwargs: of `from_config`, such as `attn_implementation`.
+        granularity: scope of a scale.
+        dtype: type of everything else.
+        auto_class: class of Transformers whose `from_config` builds it.
+        **kwargs: for `from_config`, such as `attn_implementation`.
 
     Returns:
-        A frozen model in training mode, as `from_config` gives it.
+        A frozen model in training mode.
 
     Raises:
         ConfigError: an unknown granularity.
@@ -304,7 +296,7 @@ def build_stored(
 
 
 class _Filling:
-    """One walk over a model on the meta device, children before parents, as Transformers does."""
+    """Walk over a model on the meta device, children before parents, as Transformers does."""
 
     def __init__(
         self, names: set[str], granularity: Granularity, device: torch.device, tied: set[int]
@@ -312,12 +304,12 @@ class _Filling:
         self.granularity: Granularity = granularity
         self.names, self.device, self.tied = names, device, tied
         self.due: list[str] = []
-        # Memory of weights that are codes by now, for the next layer: freed, it would be cut up.
+        # Buffers of weights already quantized, reused by the next layer to avoid fragmentation.
         self.spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self.made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor whose id is the key
 
     def fill(self, module: nn.Module, name: str, owner: Any) -> None:
-        """Memory and initial values for a module and all that is in it."""
+        """Allocate and initialize a module and its children."""
         owner = module if isinstance(module, PreTrainedModel) else owner
         for child_name, child in module.named_children():
             full = f"{name}.{child_name}" if name else child_name
@@ -336,7 +328,7 @@ class _Filling:
             self.due.append(name)
 
     def hold_due(self, root: nn.Module, prefix: str = "") -> None:
-        """Quantise what is complete: the named layers inside a decoder layer, or the rest."""
+        """Quantize the complete layers: the named ones inside a decoder layer, or the rest."""
         for name in self.due:
             module: Any = root.get_submodule(name.removeprefix(prefix))
             used = module.weight.detach()
