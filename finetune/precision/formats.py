@@ -137,9 +137,9 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
 def encode_e8m0(x: Tensor) -> Tensor:
     """E8M0 bit patterns: the nearest power of two, ties up (the even one of 1.0 and 1.1 binary).
 
-    An E8M0 pattern is the exponent field of a float32, so rounding is a carry into that field. Zero,
-    negative numbers, infinity and NaN become NaN (255). Values up to 2^-127 become 2^-127, those
-    between it and 2^-126 become 2^-126.
+    An E8M0 pattern is the exponent field of a float32, so rounding is a carry into that field.
+    Zero, negative numbers, infinity and NaN become NaN (255). Values up to 2^-127 become 2^-127,
+    those between it and 2^-126 become 2^-126.
 
     Returns:
         uint8: the exponent plus 127.
@@ -175,8 +175,8 @@ def scale_from_amax(
 ) -> Tensor:
     """`max / amax` in float32, of the same shape as `amax`; with `pow2` rounded down to 2^n.
 
-    An amax below `floor` is raised to it, so that scales are finite; an infinite one gives 0, so that
-    infinity becomes NaN and stays visible.
+    An amax below `floor` is raised to it, so that scales are finite; an infinite one gives 0, so
+    that infinity becomes NaN and stays visible.
     """
     # Not `max / amax`: torch computes a reciprocal and a product, which rounds twice.
     scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=floor))
@@ -284,7 +284,9 @@ _library.impl("hadamard", torch.empty_like, "Meta")
 
 
 def transform(x: Tensor) -> Tensor:
-    """Hadamard transform of every 16 rows of a matrix [M, C], in its own dtype; M is zero-padded to 16.
+    """Hadamard transform of every 16 rows of a matrix [M, C], in its own dtype.
+
+    M is padded with zeros to a multiple of 16, which adds nothing to a product over M.
     """
     missing = -x.shape[0] % SIZE
     if missing:

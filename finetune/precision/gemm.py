@@ -1,8 +1,8 @@
-"""The scaled GEMM: quantized matrices, and their product.
+"""The scaled GEMM of quantized matrices.
 
-A quantized matrix is `Codes`: numbers on a format's grid, and the scales that undo the cast. The
-emulated GEMM multiplies codes exactly, accumulates in float32, multiplies by the inverse scales and
-rounds to the output type, as FP8 tensor cores and cuBLASLt's epilogue do.
+`Codes` are numbers on a format's grid and inverse scales. The emulated GEMM multiplies codes
+exactly, accumulates in float32, multiplies by the inverse scales and rounds to the output type, as
+FP8 tensor cores and cuBLASLt's epilogue do.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ class Codes(NamedTuple):
     Attributes:
         values: BF16 numbers on the grid of `fmt`, [R, C].
         inverse: float32 inverse scale: one element, or one per row [R, 1] or column [1, C].
-        fmt: their format.
-        in_bf16: a CPU may multiply these in BF16 (see `scaled_mm`).
+        in_bf16: True if a CPU may multiply these in BF16 (see `scaled_mm`).
         block: inverse scales of blocks, [ceil(R/r), ceil(C/c)], or None.
         tile: (r, c), the size of a block.
     """
@@ -42,15 +41,15 @@ class Codes(NamedTuple):
         return self._replace(values=values, inverse=inverse, block=block, tile=tile)
 
     def dequantize(self) -> Tensor:
-        """The matrix that the codes stand for, float32 [R, C]."""
+        """The dequantized matrix, float32 [R, C]."""
         values = self.values.float()
         if self.block is not None:
             values = times_blocks(values, self.block, self.tile)
         return values * self.inverse
 
 
-# Registered as an operator, so that a dispatch mode sees it called, as it sees `aten._scaled_mm` on
-# hardware: the proof counts both alike, and checks that these operands lie on their formats' grids.
+# Registered as an operator, so that dispatch modes see it like `aten._scaled_mm` on hardware: the
+# proof counts both, and checks that these operands lie on their formats' grids.
 _library = torch.library.Library("finetune", "DEF")
 _library.define(
     "scaled_mm(Tensor a, Tensor b, Tensor inverse, Tensor? a_block, Tensor? b_block, int[] tiles, "
@@ -72,8 +71,7 @@ def _scaled_mm(
 ) -> Tensor:
     bf16 = torch.bfloat16
     with torch.autocast(a.device.type, enabled=False):
-        # A code times its block's scale fits into BF16 where that is a power of two, or E4M3's
-        # times E2M1's few digits.
+        # Code times block scale is exact in BF16 for powers of two, and for E4M3 times E2M1.
         blocks_fit = in_bf16 or a_format == b_format == E2M1.name
         held = bf16 if blocks_fit else torch.float32
         if a_block is not None:
@@ -85,7 +83,7 @@ def _scaled_mm(
         else:
             wide = bf16 if in_bf16 and out_dtype is bf16 else torch.float32
             product = a.to(wide) @ b.to(wide)  # [M, K] @ [K, N]
-    # One scale at a time would be the same up to rounding; cuBLASLt multiplies by both at the end.
+    # cuBLASLt multiplies by both scales at the end; one at a time would be equal up to rounding.
     return product.mul_(inverse).to(out_dtype)
 
 
@@ -107,24 +105,16 @@ def _scaled_mm_meta(
 _library.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
 _library.impl("scaled_mm", _scaled_mm_meta, "Meta")
 EMULATED = torch.ops.finetune.scaled_mm
-"""The operator, as a dispatch mode sees it."""
+"""The emulated GEMM as an operator overload, as dispatch modes see it."""
 
 
 def scaled_mm(a: Codes, b: Codes, out_dtype: torch.dtype) -> Tensor:
-    """The product of two quantized matrices, accumulated in float32 and rounded once.
+    """Multiply quantized matrices [M, K] @ [K, N], accumulated in float32 and rounded once.
 
     Products of two codes are exact in float32. CPUs have no GEMM from BF16 to float32; a float32
-    one is exact, and a BF16 one (`in_bf16` in both operands) two to four times faster. That rounds
-    the sum before the scale as well as after it, which is the same where scales are powers of two,
-    and else at most one unit in the last place of BF16 away.
-
-    Args:
-        a: [M, K].
-        b: [K, N].
-        out_dtype: type of the result.
-
-    Returns:
-        [M, N] in `out_dtype`.
+    one is exact, and a BF16 one (`in_bf16` in both operands) two to four times faster. The latter
+    rounds the sum before the scale as well as after it: identical if scales are powers of two,
+    else at most one unit in the last place of BF16 away.
     """
     return EMULATED(
         a.values,

@@ -114,8 +114,7 @@ def output_head(model: Any) -> Any:
 
 
 def why_own_forward(module: nn.Module) -> str:
-    """The reason why swapping the class of a linear layer would have no effect, "" if it would have.
-    """
+    """The reason why swapping the class of a linear layer would have no effect, or ""."""
     from torch import nn
     from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -183,7 +182,7 @@ def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> li
 
 
 def resolve(model: Any, names: Iterable[str]) -> list[str]:
-    """Names of linear layers in this model, from names in it or in the model with, or without, its head.
+    """Names of linear layers in this model, given names with or without the prefix of a head model.
 
     Raises:
         PlanError: a name that is no linear layer of the model.

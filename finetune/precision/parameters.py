@@ -1,24 +1,19 @@
 """FP8 for matmuls whose weight is a plain `nn.Parameter` and not a linear layer.
 
-There is no module to swap, so the *call* is caught. The module that owns declared parameters
-(`declared`) changes class, as a linear layer does, and its forward runs inside a
-`TorchFunctionMode`. That sees each call of PyTorch before it is dispatched: where exactly one
-operand of a product (`products`) is a planned parameter, or a view of its memory, the engine
-multiplies, by the very function that serves its linear layers, in 2-D products (`contraction`).
-Everything else passes through untouched, so the model's own code decides what is multiplied, and
-gradients reach the parameter through the views it took itself.
+There is no module to swap, so the *call* is intercepted. The module that owns declared parameters
+(`finetune.precision.layers`) changes class, and its forward runs inside a `TorchFunctionMode`.
+Where exactly one operand of a product (`finetune.precision.contractions`) is a planned parameter or
+a view of its memory, the engine's linear function multiplies, in 2-D products. Everything else
+passes through, and gradients reach the parameter through the model's own views.
 
-A product of a planned parameter that cannot be served in FP8 (K or N not aligned, `out=`, an einsum
-of three) raises; one that is not seen as such (of a cast or a copy of the parameter, inside a
-kernel of somebody else, outside its owner's forward) is caught by the proof's witness.
+A product that cannot be served in FP8 (K or N not aligned, `out=`, an einsum of three) raises; one
+that is not recognized (of a cast or a copy, inside a third-party kernel, outside the owner's
+forward) is caught by the proof's witness. A gather of whole matrices, `weight[expert_ids]`, is
+remembered: each expert's matrix is quantized and multiplied once, not once per token.
 
-A gather of whole matrices, `weight[expert_ids]`, is remembered, and its product made from the
-parameter itself: each expert's matrix is quantized and multiplied once, not once a token.
-
-Limits: `torch.compile` leaves these modules' forwards out, since the mode asks tensors for their
-memory. A part of the forward that is checkpointed *inside* it is recomputed outside the mode;
-checkpoint the module, or what contains it. Tensor parallel weights (DTensors) are refused; FSDP2
-shows whole ones while the forward runs.
+Limits: `torch.compile` leaves these forwards out, since the mode reads tensors' memory. Parts that
+are checkpointed *inside* the forward are recomputed outside the mode; checkpoint the module or its
+parent. Tensor parallel weights (DTensors) are refused; FSDP2 shows whole ones during the forward.
 """
 
 from __future__ import annotations
@@ -47,12 +42,12 @@ from finetune.precision.contractions import Linear, contract, gathered, grouped,
 from finetune.precision.planner import LayerPlan, alignment
 
 PLAIN = (nn.Parameter, FakeTensor)
-"""Types of a parameter that has memory of its own, or is said to (rehearsals)."""
+"""Parameter types that have memory of their own, or pretend to (fake tensors of rehearsals)."""
 
 
 @dataclass
 class PlannedParameter:
-    """A planned parameter of a module, and what multiplies by it."""
+    """A planned parameter of a module, and its FP8 linear function."""
 
     layer: LayerPlan
     linear: Linear
@@ -64,13 +59,13 @@ class PlannedParameter:
 
 
 class Parameters:
-    """Finds the parameter whose memory a tensor shows: the same object, or a view in any way."""
+    """Lookup from a tensor to the parameter it is, or is a view of."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
 
     def add(self, name: str, parameter: Tensor | None) -> None:
-        """Know a parameter by this name; one of a tensor subclass has no memory of its own."""
+        """Register a parameter; one of a tensor subclass has no memory of its own."""
         if parameter is not None and type(parameter) in PLAIN:
             # Kept alive with its storage, whose address is the key.
             self._by_storage[parameter.untyped_storage()._cdata][id(parameter)] = name, parameter
@@ -92,7 +87,7 @@ _TAKES = (Tensor.__getitem__, torch.index_select, Tensor.index_select)
 
 
 def taken_matrices(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The index [S] of a call that takes whole matrices from a stack, `weight[index]`, or None."""
+    """The index [S] of a call that gathers whole matrices of a stack, `weight[index]`, or None."""
     if func not in _TAKES or not isinstance(args[0], Tensor) or args[0].dim() < 3:
         return None
     index = args[-1]
@@ -193,7 +188,7 @@ class ParameterMode(TorchFunctionMode):
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
-    """The tensors among a call's arguments or results, also one list deep."""
+    """The tensors among a call's arguments or results, including lists one level deep."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -212,7 +207,7 @@ def _refused(name: str, func: Any, why: str) -> ConversionError:
 
 
 class ParameterMixin(ObservedMixin):
-    """In front of a module's own class: training multiplies by its planned parameters in FP8."""
+    """Mixin of a module whose planned parameters multiply in FP8 in training."""
 
     fp8_backend: Backend
     fp8_parameters: list[PlannedParameter]

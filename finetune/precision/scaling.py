@@ -72,8 +72,7 @@ class Formats:
 
     @classmethod
     def of(cls, precision: PrecisionConfig) -> Formats:
-        """Formats of a precision; `hybrid` keeps gradients, which need range more than digits, in E5M2.
-        """
+        """Formats of a precision. `hybrid` has E5M2 gradients: they need range more than digits."""
         if precision.scaling == "nvfp4":
             return cls(E2M1, E2M1, E2M1)
         return {
@@ -117,9 +116,9 @@ def to_codes(
 
 
 def multiply_in_bf16(precision: PrecisionConfig) -> bool:
-    """True if a CPU may multiply codes in BF16: lossless unless block scales are not powers of two.
+    """True if a CPU may multiply codes in BF16: always under powers of two, where it is lossless.
 
-    Such scales are part of the operands, which then do not fit in BF16.
+    Other block scales are part of the operands, which then do not fit in BF16.
     """
     exact = precision.pow2_scales
     return exact or (precision.emulation != "exact" and precision.scaling != "blockwise")
@@ -164,7 +163,7 @@ class RowwiseRule:
 class BlockwiseRule:
     """1 x 128 for activations and gradients, 128 x 128 for weights.
 
-    As in Transformer Engine (`amax_epsilon=0`), scales have no floor and are capped at the largest
+    As in Transformer Engine (`amax_epsilon=0`), amax has no floor; scales stop at the largest
     float32.
     """
 

@@ -63,8 +63,8 @@ class DequantizedLinear(torch.autograd.Function):
 class Fp8Bits(nn.Parameter):
     """A frozen parameter of FP8 bit patterns that raises when other values are assigned.
 
-    PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here. (Its
-    in-place merge is refused by torch for integers.) Device moves and reloads assign the same bits.
+    PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here
+    (torch refuses its in-place merge for integers). Device moves and reloads assign the same bits.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
@@ -282,7 +282,7 @@ def recast(module: StoredMixin, tile: Tile) -> None:
 
 @torch.no_grad()
 def release(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Turn a stored layer into a plain one with the dequantized weight, in `dtype` or the model's."""
+    """Turn a stored layer into a plain one with the dequantized weight, by default in its type."""
     if not isinstance(module, StoredMixin):
         raise TypeError(f"{type(module).__name__} holds no FP8 codes")
     dtype = dtype or module.compute_dtype

@@ -1,13 +1,12 @@
-"""A module in another class: a mixin in front of the one it has, and back.
+"""Class swaps: put a mixin in front of a module's class, and undo it.
 
-The module stays the *same object*: only its `__class__` changes, to a subclass of what it was, as
-FSDP2's `fully_shard` does it. Everything that refers to the module keeps referring to it: the
-parent, PEFT's `base_layer`, hooks, the parameters in the optimizer, ties, and names in the state
-dict. What a mixin needs to know of one module is handed over as *facts*, attributes that go with
-the swap. Swaps stack: a stored layer multiplies in FP8 and is called with its adapter.
+The module stays the *same object*: only its `__class__` changes, to a subclass, as FSDP2's
+`fully_shard` does it. All references stay valid: the parent, PEFT's `base_layer`, hooks, the
+parameters in the optimizer, ties, and names in the state dict. A mixin's data about one module are
+*facts*, attributes that go with the swap. Swaps stack: storage, FP8 compute, adapter.
 
-Copies (pickle, deepcopy) are made of the plain module: a converted one refers to engines and
-hooks of this process. Storage is not undone that way, since its weight exists in codes alone.
+Copies (pickle, deepcopy) are of the plain module, as a converted one refers to engines and hooks of
+this process. Storage stays in copies, since the weight exists only as codes.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ class Swapped(Module):
     """Base of the mixins; `swap` fills in the attributes.
 
     Attributes:
-        swapped_by: the mixin of the outermost swap.
-        swapped_from: the class in front of which it stands.
-        swapped_facts: names of the attributes that came with this swap.
-        plain_class: the class without any swap but those that copies keep.
-        transposed_weight: the weight is [K, N], as in GPT-2's `Conv1D`.
-        in_copies: copies of a module keep this swap.
-        keeps_name: the class has the name of the one in front of which it stands: FSDP wraps layers
-            by it, and checkpoints record it.
+        swapped_by: mixin of the outermost swap.
+        swapped_from: class before that swap.
+        swapped_facts: names of the attributes added by that swap.
+        plain_class: class without any swap except those that copies keep.
+        transposed_weight: True if the weight is [K, N], as in GPT-2's `Conv1D`.
+        in_copies: True if copies of a module keep this swap.
+        keeps_name: True if the class keeps the name of the original, by which FSDP wraps layers and
+            which checkpoints record.
     """
 
     swapped_by: ClassVar[type[Swapped]]
@@ -49,7 +48,7 @@ class Swapped(Module):
 
     @classmethod
     def bases(cls, original: type[nn.Module]) -> tuple[type, ...]:
-        """The bases of the class of a swapped module whose class is `original`."""
+        """Bases of the swapped class for the class `original`."""
         return cls, original
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -62,24 +61,17 @@ class Swapped(Module):
 
 
 def swap(module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
-    """Put a mixin in front of the class of a module.
-
-    Args:
-        module: any module.
-        mixin: what it shall do differently.
-        facts: attributes the mixin needs of this module.
-    """
+    """Put a mixin in front of the class of a module, with `facts` as attributes of the module."""
     cls: Any = swapped_class(mixin, type(module), tuple(facts))
     module.__class__ = cls
-    # Past nn.Module.__setattr__: an engine that is a module must not become a child.
+    # Bypasses nn.Module.__setattr__: an engine that is a module must not become a child.
     module.__dict__.update(facts)
 
 
 def unswap(module: nn.Module, *, to: type[nn.Module] | None = None) -> None:
-    """Give a module its plain class back, or the one named, without the facts of its swaps.
+    """Restore a module's plain class, or the class `to`, and remove the facts of its swaps.
 
-    FSDP2 puts a class of its own in front of ours, which then stays; without its facts it does
-    what the plain one does.
+    FSDP2's own class in front of ours stays; without facts it behaves like the plain one.
     """
     cls: Any = type(module)
     to = to or getattr(cls, "plain_class", cls)
@@ -94,7 +86,7 @@ def unswap(module: nn.Module, *, to: type[nn.Module] | None = None) -> None:
 def swapped_class(
     mixin: type[Swapped], original: type[nn.Module], facts: tuple[str, ...]
 ) -> type[nn.Module]:
-    """The class of a module of class `original` behind a mixin, one for all such modules."""
+    """The class of a module of class `original` with a mixin, cached."""
     members: dict[str, Any] = {
         "swapped_by": mixin,
         "swapped_from": original,

@@ -1,10 +1,10 @@
-"""Codes of a weight [N, K], and the scales that its tiles share.
+"""Codes of a weight [N, K], and the scales that its tiles share, from the current amax.
 
     row     (1, K)       one scale per output channel, [N, 1]
     tensor  (N, K)       one scale, [1, 1]
     block   (128, 128)   as DeepSeek-V3 and Qwen publish, [ceil(N/128), ceil(K/128)]
 
-Under current amax. Codes are bit patterns of E4M3 in uint8 (`finetune.precision.stored` says why).
+Codes are E4M3 bit patterns in uint8 (the reason is in `finetune.precision.stored`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Granularity = Literal["row", "tensor", "block"]
 Tile = tuple[int, int]
 BLOCK = 128
 SLAB = {"cpu": 2**16}
-"""Numbers that are quantized at a time. On a heap larger temporaries come to lie between codes, and
-leave holes as large as these; a GPU's allocator does not mind, and its kernels want more."""
+"""Numbers quantized at a time. Larger temporaries fragment a CPU's heap between the codes; a GPU's
+allocator is not affected, and its kernels want more.
+"""
 SLAB_ELSEWHERE = 2**24
 
 
@@ -44,26 +45,22 @@ def tile_of(granularity: Granularity, shape: tuple[int, int]) -> Tile:
 
 
 def serves(tile: Tile, shape: tuple[int, int], granularity: Granularity) -> bool:
-    """Whether codes stored with this tile can be used at a granularity, or are to be cast again.
+    """True if codes stored with this tile can be used at a granularity without a new cast.
 
-    One scale per tensor is one per row, all equal; no other can stand for another.
+    One scale per tensor equals one per row, all the same; no other pair is compatible.
     """
     wanted = tile_of(granularity, shape)
     return tile == wanted or (granularity == "row" and tile == tile_of("tensor", shape))
 
 
 def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """E4M3 codes of a weight under the largest scale that saturates nothing.
+    """E4M3 codes of a weight [N, K] under the largest scale that saturates nothing.
 
     Some rows at a time: the float32 products of a whole weight would take four times its codes.
 
-    Args:
-        w: [N, K], floating point.
-        tile: what shares a scale.
-
     Returns:
-        bits, uint8 [N, K]; inverse scales, float32, one for each tile [ceil(N/r), ceil(K/c)]. A
-        tile with NaN or infinity has a NaN or infinite inverse, which nothing hides.
+        bits, uint8 [N, K]; inverse scales, float32, one per tile [ceil(N/r), ceil(K/c)]. A tile
+        with NaN or infinity has a NaN or infinite inverse.
     """
     n, k = w.shape
     rows = slab_rows((n, k), w.device, tile)
@@ -72,7 +69,7 @@ def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def slab_rows(shape: tuple[int, int], device: torch.device, *tiles: Tile) -> int:
-    """How many rows of a weight [N, K] are worked on at a time: whole tiles, or whole rows."""
+    """Number of rows of a weight [N, K] processed at a time: whole tiles, or whole rows."""
     n, k = shape
     whole = math.lcm(*(tile[0] for tile in tiles if tile != shape))
     slab = SLAB.get(device.type, SLAB_ELSEWHERE)
@@ -80,15 +77,15 @@ def slab_rows(shape: tuple[int, int], device: torch.device, *tiles: Tile) -> int
 
 
 def quantize_slabs(slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Tile) -> Tensor:
-    """`quantize_weight` of a weight that comes some rows at a time.
+    """`quantize_weight` of a weight that is produced some rows at a time.
 
     Args:
-        slabs: gives the rows in order, `slab_rows` at a time; called twice for a scale of all.
-        bits: uint8 [N, K]; is written.
-        tile: what shares a scale.
+        slabs: yields the rows in order, `slab_rows` at a time; called twice for a single scale.
+        bits: uint8 [N, K]; overwritten with the codes.
+        tile: tile that shares a scale.
 
     Returns:
-        Inverse scales, float32, one for each tile.
+        Inverse scales, float32, one per tile.
     """
     shape, inverses, row, scale = tuple(bits.shape), [], 0, None
     if tile == shape:
@@ -115,14 +112,7 @@ def quantize_slabs(slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Ti
 def dequantize_weight(
     bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The weight that codes stand for: their product in float32, rounded once to `dtype`.
-
-    Args:
-        bits: uint8 [N, K].
-        inverse: float32, one for each tile.
-        tile: what shares a scale.
-        dtype: of the result [N, K].
-    """
+    """Multiply codes (uint8 [N, K]) by inverse scales (one per tile) in float32, rounded once."""
     values = decode_bits(bits).float()
     if inverse.shape[1] == 1 and inverse.shape[0] in (1, values.shape[0]):
         return values.mul_(inverse).to(dtype)

@@ -69,8 +69,7 @@ def rotary_table(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + N/2) of x [B, H, T, N] by angles [B, 1, T, N/2], in the type of `x`.
-    """
+    """Rotate the pairs (i, i + N/2) of x [B, H, T, N] by angles [B, 1, T, N/2], in its type."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -164,7 +163,7 @@ class BdhConfig(PreTrainedConfig):
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
-    """Normalize x [..., D] to mean 0 and variance 1 over D, in float32; result in the dtype of `x`."""
+    """Normalize x [..., D] to mean 0 and variance 1 over D, in float32; keeps the type of `x`."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
 

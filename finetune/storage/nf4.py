@@ -1,15 +1,14 @@
 """A frozen base in four bits: QLoRA (Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes.
 
-NF4 has 16 levels at the quantiles of a normal distribution. 64 weights in a row share an absmax,
-which is itself quantised: 4.127 bits a weight in all (`finetune.storage.sizes`). This is storage:
-before each matmul a weight is dequantised to BF16, and multiplied in BF16. The weight gets no
-gradient, so adapters are what trains. Which layers are held so is decided by Transformers: all
-linear ones but the output head, tied weights and the last module.
+NF4 has 16 levels at the quantiles of a normal distribution; 64 weights in a row share an absmax,
+itself quantised: 4.127 bits per weight (`finetune.storage.sizes`). Weights are dequantised to BF16
+before each matmul and get no gradient. Transformers chooses the layers: all linear ones but the
+output head, tied weights and the last module.
 
-Two things that libraries do are undone here. TRL casts adapters of a 4-bit base to BF16, where
-updates below 2^-8 of a weight are lost; `masters_kept` keeps them float32 as over a plain base. And
-on CPUs with AVX512-BF16 bitsandbytes repacks a weight at its first evaluation for a kernel that has
-no gradient: training after it would go on with a base that passes none back. `prepare` forbids it.
+Two library behaviours are undone here. TRL casts adapters of a 4-bit base to BF16, where updates
+below 2^-8 of a weight are lost; `masters_kept` keeps them float32. On CPUs with AVX512-BF16
+bitsandbytes repacks a weight at its first evaluation for a kernel without gradient, which would
+break later training; `prepare` disables it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def quantization_config() -> BitsAndBytesConfig:
-    """What Transformers calls QLoRA's storage: NF4, double quantisation, BF16 compute."""
+    """Configuration of QLoRA's storage in Transformers: NF4, double quantisation, BF16 compute."""
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -42,10 +41,10 @@ def quantization_config() -> BitsAndBytesConfig:
 
 
 def stored_linears(model: nn.Module) -> dict[str, Any]:
-    """Layers that a base in NF4 holds so, of a plain model or one with adapters, also on meta.
+    """Layers that a base in NF4 stores in four bits, plain or with adapters, also on meta.
 
     Returns:
-        Name -> module, also of the copies that `modules_to_save` trains in their place.
+        Name -> module, including the copies that `modules_to_save` trains.
     """
     from peft import PeftModel
     from torch import nn
@@ -57,7 +56,7 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
     base: Any = model
     if isinstance(model, PeftModel):
         base, prefix = model.get_base_model(), "base_model.model."
-    # Names inside PEFT's wrapping, to those of the model that is loaded.
+    # Maps names inside PEFT's wrapping to those of the loaded model.
     inside = re.compile(r"\.(base_layer|lora_|modules_to_save|original_module).*")
     plain = [inside.sub("", key) for key in get_keys_to_not_convert(base)]
     return {
@@ -69,13 +68,9 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def build_random(shape: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """A model of random weights whose linear layers are quantised one by one as they are made.
+    """Build a model of random weights, quantising each linear layer as it is made.
 
-    There is never more than one layer in full: the memory of making it is that of having it.
-
-    Args:
-        shape: the architecture.
-        **kwargs: for `from_config`: `dtype` of what stays plain, `attn_implementation`.
+    At most one layer exists in full precision. `**kwargs` are for `from_config`.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -101,7 +96,7 @@ def build_random(shape: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
 
 
 def _fill(layer: Any, model: PreTrainedModel, device: Any, dtype: Any) -> None:
-    """Draw a plain layer as its class is initialised, and hold its weight in four bits."""
+    """Draw a plain layer as its class initialises it, and store its weight in four bits."""
     import torch
     from bitsandbytes.nn import Params4bit
     from torch import nn
@@ -120,10 +115,10 @@ def _fill(layer: Any, model: PreTrainedModel, device: Any, dtype: Any) -> None:
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model that was loaded in four bits fit to be trained and evaluated in turn.
+    """Prepare a model loaded in four bits for alternating training and evaluation.
 
     Raises:
-        PlanError: it has no layer that is held in four bits.
+        PlanError: it has no layer stored in four bits.
     """
     layers: list[Any] = [module for module in model.modules() if stored_as(module)]
     if not layers:
@@ -140,10 +135,9 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def masters_kept(model: nn.Module) -> Iterator[None]:
-    """Give parameters that train back the type and bits that they had before the block.
+    """Restore type and bits of the trainable parameters after the block.
 
-    Around the making of an `SFTTrainer` over a model with adapters: TRL 1.16 casts those of a
-    4-bit base to BF16, in which training stores them from then on.
+    For the construction of an `SFTTrainer`: TRL 1.16 casts adapters of a 4-bit base to BF16.
     """
     four_bit = any(stored_as(module) for module in model.modules())
     held = [(p, p.data) for p in model.parameters() if p.requires_grad and four_bit]

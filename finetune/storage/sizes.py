@@ -1,8 +1,8 @@
-"""Bytes of weights stored in FP8 or NF4, their scales included; arithmetic that needs no torch.
+"""Bytes of weights stored in FP8 or NF4, with scales; arithmetic without torch.
 
-A weight in FP8 has a float32 scale for each row, or one. In NF4 (QLoRA: Dettmers et al. 2023, arXiv
-2305.14314, by bitsandbytes with double quantisation) 64 weights in a row share an absmax, which is
-itself held in 8 bits, 256 of them under one float32:
+FP8 has one float32 scale per row or per tensor. In NF4 (QLoRA: Dettmers et al. 2023, arXiv
+2305.14314, by bitsandbytes with double quantisation) 64 weights in a row share an absmax, itself
+stored in 8 bits, 256 of them under one float32:
 
     bits per weight = 4 + 8 / 64 + 32 / (64 · 256) = 4.127
 """
@@ -14,9 +14,9 @@ import math
 from finetune.config.schema import Storage
 
 BLOCK = 64
-"""Weights of NF4 that share an absmax."""
+"""Number of NF4 weights that share an absmax."""
 SUPERBLOCK = 256
-"""Absmaxes that share a float32 scale."""
+"""Number of absmaxes that share a float32 scale."""
 
 
 def stored_bytes(storage: Storage, n: int, k: int) -> int:
@@ -31,5 +31,5 @@ def nf4_bytes(numel: int) -> int:
 
 
 def fp8_bytes(n: int, k: int, scales: int | None = None) -> int:
-    """Bytes of a weight [N, K] in FP8: codes, and float32 scales, one for each row."""
+    """Bytes of a weight [N, K] in FP8: codes and float32 scales, by default one per row."""
     return n * k + 4 * (n if scales is None else scales)

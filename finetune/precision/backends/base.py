@@ -1,4 +1,4 @@
-"""An FP8 engine to the converter: a mixin to swap in (`swap`), and a few moments of a step."""
+"""Interface of an FP8 engine to the converter: a mixin to swap in, and hooks of a step."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from finetune.precision.swap import Swapped
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type matmuls produce here: autocast's where it is on, else that of `x`."""
+    """Output type of matmuls here: autocast's if it is on, else that of `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward here: then a forward is a recomputation."""
+    """True if autograd is running a backward, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Observer(Protocol):
-    """Is told which parameter or adapter matrix a GEMM multiplies, where no module is called."""
+    """Observer of GEMMs by parameters or adapter matrices, for which no module is called."""
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
-        """A GEMM by the matrix of this name and shape (N, K) begins."""
+        """Enter a GEMM by the matrix of this name and shape (N, K)."""
         ...
 
     def leave(self) -> None:
-        """It has ended."""
+        """Leave the GEMM."""
         ...
 
     def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
-        """Its gradients run in the autograd nodes between `y` and `inputs`."""
+        """Register its gradients, which run in the autograd nodes between `y` and `inputs`."""
         ...
 
 
 class ObservedMixin(Swapped):
-    """In front of a module that multiplies by matrices which are no modules.
+    """Mixin for a module that multiplies by matrices outside modules.
 
     Attributes:
         fp8_observers: observers of these GEMMs, usually none.
@@ -55,7 +55,7 @@ class ObservedMixin(Swapped):
 
 
 class Owner(NamedTuple):
-    """The name of such a matrix, and who is told of its GEMMs."""
+    """Name of such a matrix, and the observers of its GEMMs."""
 
     name: str
     observers: list[Observer]
@@ -64,7 +64,7 @@ class Owner(NamedTuple):
 def multiplying(
     owner: Owner, w: Tensor, *, backward: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """A block whose GEMMs are by `w` [N, K]: its observers are told, if there are any."""
+    """Report the GEMMs by `w` [N, K] in this block to its observers, if any."""
     if not owner.observers:
         return contextlib.nullcontext()
     return _observed(owner, (w.shape[0], w.shape[1]), backward)
@@ -82,7 +82,7 @@ def _observed(owner: Owner, shape: tuple[int, int], backward: bool) -> Iterator[
 
 
 class Fp8Mixin(Swapped):
-    """In front of a linear layer's own class: training runs in FP8, evaluation as before.
+    """Mixin before a linear layer's own class: training runs in FP8.
 
     Evaluation and generation stay in high precision unless `precision.eval=fp8`.
     """
@@ -127,9 +127,9 @@ class Backend:
     """An FP8 engine.
 
     Attributes:
-        name: as in `precision.backend`.
-        mixin: put in front of the classes of converted layers.
-        wraps_checkpointing: recomputation must run inside `wrap_checkpoint`.
+        name: value of `precision.backend`.
+        mixin: mixin of converted layers.
+        wraps_checkpointing: True if recomputation must run inside `wrap_checkpoint`.
     """
 
     name: ClassVar[str]
@@ -140,20 +140,20 @@ class Backend:
         self.precision = precision
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
-        """Attributes, besides `fp8_backend`, that the converted module needs."""
+        """Attributes of the converted module, besides `fp8_backend`."""
         return {}
 
     def linear(self, module: nn.Module, layer: LayerPlan) -> Callable[..., Tensor]:
-        """`fp8_linear` for a planned parameter of `module`, which is no layer to be swapped.
+        """`fp8_linear` for a planned parameter of `module`, which has no layer to swap.
 
         Returns:
-            x [..., K], w [N, K] (a view of the parameter), bias [N] or None -> [..., N].
+            Function of x [..., K], w [N, K] (view of the parameter), bias [N] or None -> [..., N].
         """
         facts = types.SimpleNamespace(fp8_backend=self, **self.attributes(module, layer))
         return functools.partial(self.mixin.fp8_linear, facts)  # pyright: ignore[reportArgumentType]
 
     def region(self) -> contextlib.AbstractContextManager[None]:
-        """Entered around the model's forward."""
+        """Context around the model's forward."""
         return contextlib.nullcontext()
 
     def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,16 +161,16 @@ class Backend:
         return checkpoint
 
     def begin_step(self) -> None:
-        """A training forward begins (not a recomputation, not an evaluation)."""
+        """Begin a training forward (not a recomputation, not an evaluation)."""
 
     def scale_in_force(self, module: nn.Module, operand: Literal["x", "w", "g"]) -> Tensor | None:
-        """The scale that delayed scaling uses for this operand now, None where none is kept."""
+        """The current delayed scale of this operand, None without delayed scaling."""
         return None
 
     def as_cast(
         self, module: nn.Module, operand: Literal["x", "w", "g"], value: Tensor
     ) -> tuple[Tensor, PrecisionConfig]:
-        """What of an operand is really cast, and under which rule."""
+        """The operand as it is cast, and its scaling rule."""
         return value, self.precision
 
     def effective(self) -> dict[str, Any]:
@@ -178,8 +178,8 @@ class Backend:
         raise AssertionError("each backend reports its recipe")
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Scaling state to be stored beside a checkpoint, so that resuming is exact."""
+        """Scaling state to store with a checkpoint, so that resuming is exact."""
         return {}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `state_tensors` gave."""
+        """Restore the result of `state_tensors`."""

@@ -1,9 +1,8 @@
 """Backend `emulated`: the numerics of every scaling rule, on any device.
 
-Operands are cast by the rule in force (`scaling`, `delayed`) and multiplied by
-`numerics.scaled_mm`, so what differs from an FP8 GPU is speed and the order of accumulation, not
-rounding. One autograd function serves every rule, and each of its three GEMMs may stay in high
-precision.
+Operands are cast by the rule in force (`scaling`) and multiplied by `gemm.scaled_mm`, so only speed
+and the order of accumulation differ from an FP8 GPU, not rounding. One autograd function serves
+every rule, and each of its three GEMMs may stay in high precision.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class EmulatedLinear(torch.autograd.Function):
         else:
             y = x.to(dtype) @ w.t().to(dtype)  # [M, K] @ [K, N]
         ctx.rule, ctx.high, ctx.types = rule, high, (x.dtype, w.dtype)
-        # For backward: codes where they serve again, else the matrix; a frozen w needs no x.
+        # For backward: reusable codes, else the matrix; a frozen w needs no x.
         ctx.x_format, x_saved = _pack(xq if x_again else None, x if w.requires_grad else None)
         ctx.w_format, w_saved = _pack(wq if w_again else None, w)
         ctx.save_for_backward(*x_saved, *w_saved)
@@ -92,7 +91,7 @@ Packed = tuple[tuple[Format, bool] | None, tuple[Tensor | None, Tensor | None]]
 
 
 def _pack(codes: Codes | None, matrix: Tensor | None) -> Packed:
-    """What to save for backward: codes and their scale, or the matrix."""
+    """Tensors to save for backward: codes and their scale, or the matrix."""
     if codes is None:
         return None, (matrix, None)
     return (codes.fmt, codes.in_bf16), (codes.values, codes.inverse)
@@ -103,12 +102,12 @@ def _unpack(kind: tuple[Format, bool] | None, values: Any, inverse: Any) -> Code
 
 
 class HeldWeight:
-    """A rule that casts its weight once per update and holds it as FP8 bit patterns between.
+    """A rule that casts its weight once per update and caches it as FP8 bit patterns.
 
-    The parameter itself is the optimizer's high-precision master. What is held ends with every
-    optimizer step, and with anything else that changes the weight's bits: writes through `.data`
-    (a merge of adapters, an average of weights) leave no trace in `_version`, so the bits
-    themselves are looked at, for about a fifth of the price of a cast.
+    The parameter is the optimizer's high-precision master. The cache is invalidated by every
+    optimizer step and by any other change of the weight's bits. Writes through `.data` (merging
+    adapters, averaging weights) do not change `_version`, so the bits are compared by a
+    fingerprint, at about a fifth of the cost of a cast.
     """
 
     def __init__(self, rule: Rule, updates: Updates) -> None:
@@ -124,7 +123,7 @@ class HeldWeight:
         if self._made_after != self.updates.count:
             self._held.clear()
             self._made_after = self.updates.count
-        # A parameter may hold many matrices, and be multiplied either way round.
+        # A parameter may contain many matrices, and be multiplied in either orientation.
         key, bits = (dim, x.data_ptr(), x.shape, x.stride()), fingerprint(x)
         if key not in self._held or not torch.equal(self._held[key][0], bits):
             codes = self.rule.cast(operand, x, dim)
@@ -136,23 +135,17 @@ class HeldWeight:
 
 
 def fingerprint(w: Tensor) -> Tensor:
-    """A number for each row of a matrix (or column, as it lies in memory) that tells its bits.
+    """Hash of each row of a matrix (or column, by memory layout), int64 in one dimension.
 
         h[r] = Σ_c bits[r, c] · m[c]  mod 2^64,   m random and odd
 
-    Odd, so that no change of one number is lost; by column, so that an exchange of two columns is
-    seen, which plain sums along rows and columns need not see (of an identity matrix they are all
-    equal). Two rows that differ agree with a probability of about 2^-63.
-
-    Args:
-        w: [R, C], any type and layout.
-
-    Returns:
-        int64, one dimension.
+    Odd, so that every change of one number shows; a factor per column, so that exchanged columns
+    show, which plain sums may miss (in an identity matrix they are all equal). Two different rows
+    collide with a probability of about 2^-63.
     """
     rows = w if w.is_contiguous() else w.t().contiguous()
     size, start = rows.element_size(), rows.storage_offset()
-    # Eight bytes at a time where they fill a row: fewer numbers to add.
+    # Eight bytes at a time if they fill a row: fewer numbers to add.
     aligned = not (rows.shape[1] * size % 8 or start * size % 8)
     kind = torch.int64 if aligned else {2: torch.int16, 4: torch.int32}[size]
     words = rows.view(kind)
@@ -167,7 +160,7 @@ def _multipliers(count: int, device: torch.device) -> Tensor:
 
 
 class Updates:
-    """Counts optimizer steps, whoever's they are, for as long as it lives."""
+    """Counter of the steps of all optimizers during its lifetime."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -197,7 +190,7 @@ class EmulatedMixin(Fp8Mixin):
 
 
 class EmulatedBackend(Backend):
-    """Makes layers emulate FP8 and owns the state of delayed scaling and of random rounding."""
+    """Backend that emulates FP8; owns the state of delayed scaling and of stochastic rounding."""
 
     name = "emulated"
     mixin = EmulatedMixin
@@ -257,7 +250,7 @@ class EmulatedBackend(Backend):
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether gradients are, in some GEMM."""
+        """True if gradients are rounded stochastically in some GEMM."""
         p = self.precision
         asked = p.scaling == "nvfp4" and p.stochastic_rounding
         return asked and not {"dgrad", "wgrad"} <= self.high

@@ -1,13 +1,13 @@
 """Backend `torchao`: `torchao.float8.Float8Linear` multiplies.
 
-Layers become subclasses of torchao's own `Float8Linear`, with a configuration derived from its
-recipes by `dataclasses.replace`. Two things differ from `convert_to_float8_training`:
+Layers become subclasses of `Float8Linear`, with a configuration derived from torchao's recipes. Two
+differences from `convert_to_float8_training`:
 
 * A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it.
-* Under autocast on any device the input is cast to autocast's type (torchao asks CUDA only).
+* Under autocast on any device the input is cast to autocast's type (torchao: on CUDA only).
 
-Casts are many small kernels in eager mode; `torch.compile` fuses them, and without it torchao is
-slower than BF16. Where there is no FP8 hardware, `emulate=True` gives the same numbers slowly.
+Casts are many small kernels in eager mode: without `torch.compile` torchao is slower than BF16.
+Without FP8 hardware, `emulate=True` gives the same numbers slowly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from finetune.precision.planner import LayerPlan
 
 
 def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfig:
-    """torchao's configuration of a precision: its own recipe, with what was asked replaced."""
+    """torchao's configuration of a precision: its own recipe with the requested overrides."""
     config = Float8LinearConfig.from_recipe_name(precision.scaling)
     gradients = E5M2 if precision.fp8_format == "hybrid" else E4M3
     granularity = config.cast_config_grad_output.scaling_granularity
@@ -63,9 +63,9 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
 
 
 class MixedMatmul(matmul_with_hp_or_float8_args):
-    """torchao's own, where some GEMMs stay high: a float32 weight meets BF16 gradients there.
+    """torchao's matmul with some GEMMs in high precision: float32 weights meet BF16 gradients.
 
-    In forward autocast casts it; a backward runs outside of the user's autocast.
+    Autocast casts them in forward; backward runs outside the user's autocast.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ def _to_float8(
     axis: int,
     config: Float8LinearConfig,
 ) -> Tensor:
-    """Cast as torchao does, or left alone where this GEMM stays high."""
+    """Cast as torchao does, or leave unchanged where this GEMM stays in high precision."""
     if cast.scaling_type is ScalingType.DISABLED:
         return x
     assert cast.target_dtype is not None  # Float8LinearConfig fills it in
@@ -134,7 +134,7 @@ class TorchaoMixin(Fp8Mixin):
 
     @classmethod
     def bases(cls, original: type[nn.Module]) -> tuple[type, ...]:
-        # To torchao's own tools a converted `nn.Linear` is still one of its layers.
+        # torchao's own tools still recognize a converted `nn.Linear` as one of its layers.
         return cls, Float8Linear if original is nn.Linear else original
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ class TorchaoMixin(Fp8Mixin):
 
 
 class TorchaoBackend(Backend):
-    """Makes layers run in torchao."""
+    """Backend whose layers run in torchao."""
 
     name = "torchao"
     mixin = TorchaoMixin

@@ -1,13 +1,13 @@
 """Backend `te`: NVIDIA Transformer Engine multiplies.
 
-Each converted layer owns a `te.Linear` that is not its submodule: the layer lends it its parameters
-for every call. So there is one copy of each weight, the state dict holds plain Hugging Face names
-and no `_extra_state`, and whatever replaces the layer's parameter (FSDP2 does) is seen at once.
+Each converted layer owns a `te.Linear` that is not its submodule and borrows the layer's parameters
+in every call. So there is one copy of each weight, the state dict has plain Hugging Face names and
+no `_extra_state`, and a replaced parameter (FSDP2) is used at once.
 
-TE's autocast must surround the whole model's forward: for delayed scaling, leaving the outermost
-one updates every scale. It must surround recomputation too, or a checkpointed layer recomputes in
-BF16 what it computed in FP8; there it must *not* update scales again. Since TE 2.8 the entry is
-`te.autocast(recipe=...)`; `interval`, `override_linear_precision` and pure E5M2 no longer exist.
+TE's autocast must surround the whole model's forward: leaving the outermost one updates every
+delayed scale. It must also surround recomputation, or a checkpointed layer recomputes in BF16, but
+must *not* update scales there. Since TE 2.8 the entry is `te.autocast(recipe=...)`; `interval`,
+`override_linear_precision` and pure E5M2 no longer exist.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from finetune.precision.planner import LayerPlan, alignment
 
 
 def te_recipe(precision: PrecisionConfig) -> Any:
-    """The `transformer_engine.common.recipe` object for a precision, every setting passed on."""
+    """The `transformer_engine.common.recipe` object of a precision."""
     from transformer_engine.common import recipe
 
     # Recipes of an older TE have no `backward_override`: it is passed only where it is needed.
@@ -89,7 +89,7 @@ class TransformerEngineMixin(Fp8Mixin):
 
 
 class TransformerEngineBackend(Backend):
-    """Makes layers run in Transformer Engine and owns its autocast."""
+    """Backend whose layers run in Transformer Engine; owns its autocast."""
 
     name = "te"
     mixin = TransformerEngineMixin
@@ -117,7 +117,7 @@ class TransformerEngineBackend(Backend):
             yield
 
     def region_if_outside(self) -> contextlib.AbstractContextManager[None]:
-        """For a layer called by itself, outside the model's forward."""
+        """Context of a layer that is called outside the model's forward."""
         return (
             contextlib.nullcontext() if self._inside else self._autocast(update=not in_backward())
         )
