@@ -18,10 +18,11 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.optimizers import chosen, state_bytes
+from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig, Storage
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.closed_form.preview import preview
+from finetune.estimator.closed_form.static_memory import Parameters, StaticMemory, static_memory
 from finetune.estimator.knobs import changes
 from finetune.estimator.measure import Measured, changed, measure
 from finetune.estimator.place import Place
@@ -157,33 +158,6 @@ def advice(config: RunConfig, device: Device) -> str:
 # -------------------------------------------------------------------------------------- lower bound
 
 
-@dataclass(frozen=True)
-class MemoryBound:
-    """What a run holds at least, per device.
-
-    Attributes:
-        weights, gradients, optimizer: their parts, in GiB.
-        parameters, trainable: counts.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    parameters: int
-    trainable: int
-
-    @property
-    def total(self) -> float:
-        """GiB."""
-        return self.weights + self.gradients + self.optimizer
-
-    def __str__(self) -> str:
-        return (
-            f"{self.total:.1f} GiB without activations (weights {self.weights:.1f}, gradients "
-            f"{self.gradients:.1f}, optimizer {self.optimizer:.1f})"
-        )
-
-
 def bound(
     model: nn.Module,
     plan: PrecisionPlan,
@@ -191,8 +165,8 @@ def bound(
     *,
     shards: int = 1,
     storage: Storage | None = None,
-) -> MemoryBound:
-    """The bound of a model, also on the meta device.
+) -> StaticMemory:
+    """What a run of a model holds at least, per device; the model may be on the meta device.
 
     Args:
         model: with its adapters attached.
@@ -206,36 +180,30 @@ def bound(
 
     from finetune.storage.loading import stored_layers
 
-    every = list(model.parameters())
-    training = [p for p in every if p.requires_grad]
-    optimizer = chosen(train)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    states = sum(
-        state_bytes(optimizer, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
-        for p in training
-    )
-    weights = sum(p.numel() * p.element_size() for p in every)
+    stored: dict[int, float] = {}  # bytes of weights that are held in few bits
     for layer in stored_layers(model, storage).values():
         shape = linear_shape(layer)
         assert storage is not None
         assert shape is not None
-        weights += (
-            stored_bytes(storage, *shape) - layer.weight.numel() * layer.weight.element_size()
+        stored[id(layer.weight)] = stored_bytes(storage, *shape)
+    for row in plan.stored:
+        weight: Any = model.get_submodule(row.name).weight
+        stored[id(weight)] = fp8_bytes(*row.shape, None if row.stored == "row" else 1)
+    tensors = (
+        Parameters(
+            tuple(p.shape),
+            p.element_size(),
+            p.requires_grad,
+            embedding=id(p) in embeddings,
+            stored=stored.get(id(p)),
         )
-    for layer in plan.stored:
-        plain: Any = model.get_submodule(layer.name).weight
-        scales = None if layer.stored == "row" else 1
-        weights += fp8_bytes(*layer.shape, scales) - plain.numel() * plain.element_size()
-    return MemoryBound(
-        weights=weights / GIB / shards,
-        gradients=sum(p.numel() * p.element_size() for p in training) / GIB / shards,
-        optimizer=0.0 if optimizer.paged else states / GIB / shards,
-        parameters=sum(p.numel() for p in every),
-        trainable=sum(p.numel() for p in training),
+        for p in model.parameters()
     )
+    return static_memory(tensors, chosen(train), shards)
 
 
-def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> MemoryBound:
+def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> StaticMemory:
     """The bound of a run, of one of its processes.
 
     Args:
@@ -250,10 +218,10 @@ def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> MemoryBound:
     return bound(model, plan, config.train, shards=shards, storage=storage)
 
 
-def why_too_small(need: MemoryBound, device: Device) -> str:
+def why_too_small(need: StaticMemory, device: Device) -> str:
     """One sentence when the bound exceeds what is free, else an empty one."""
     free = available_gib(device)
-    if need.total <= free:
+    if need.total / GIB <= free:
         return ""
     return f"it needs at least {need}; {device.name} has {free:.1f} GiB free"
 

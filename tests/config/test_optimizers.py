@@ -21,7 +21,6 @@ from finetune.config.optimizers import (
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, ProofError
 from finetune.estimator.gate import bound
-from finetune.hardware.device import GIB
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.precision.planner import plan
 from finetune.precision.proof.movement import evidence, stored_bytes
@@ -78,7 +77,7 @@ def test_it_steps_on_a_cpu_and_holds_the_bytes_of_the_table(name, tmp_path) -> N
     assert trainable["moved"] == trainable["after"]
     config = load_recipe("tiny_full_fp8", [override]).config
     model = sketch(config)
-    expected = bound(model, plan(model, config.precision), config.train).optimizer * GIB
+    expected = bound(model, plan(model, config.precision), config.train).optimizer
     assert trainable["optimizer_state_bytes"] == pytest.approx(expected, abs=0.5)
 
 

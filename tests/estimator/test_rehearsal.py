@@ -92,12 +92,12 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     the_plan = plan(model, there(config, backend).precision)
     least = bound(model, the_plan, config.train, storage=config.model.storage)
     peaks = tensor_footprint(found.trace)
-    assert peaks.tensors >= least.total * GIB
+    assert peaks.tensors >= least.total
     kinds = peaks.phases["optimizer"]
-    assert kinds["weights"] >= least.weights * GIB * 0.999
-    assert kinds["gradients"] == round(least.gradients * GIB)
-    assert kinds["optimizer"] >= least.optimizer * GIB * 0.999
-    assert kinds["optimizer"] <= least.optimizer * GIB * 1.001 + 2**20
+    assert kinds["weights"] >= least.weights * 0.999
+    assert kinds["gradients"] == round(least.gradients)
+    assert kinds["optimizer"] >= least.optimizer * 0.999
+    assert kinds["optimizer"] <= least.optimizer * 1.001 + 2**20
     assert (found.parameters, found.trainable) == (least.parameters, least.trainable)
     train = config.train
     assert found.tokens == train["per_device_train_batch_size"] * train["max_length"]

@@ -223,11 +223,11 @@ def test_the_memory_bound_is_what_the_model_holds(base) -> None:
     plain = {id(layer.weight) for layer in layers}
     rest = sum(p.nbytes for p in base.parameters() if id(p) not in plain)
     adapters = need.trainable * 4
-    assert need.weights * GIB == sum(map(held_bytes, layers)) + rest + adapters
+    assert need.weights == sum(map(held_bytes, layers)) + rest + adapters
     lora = load_recipe("tiny_lora_bf16").config
     assert need.parameters == bound_of(lora).parameters
     eight = load_recipe("llama_8b_qlora_bf16", ["model.weights=random"]).config
-    assert bound_of(eight).weights == pytest.approx(5.3, abs=0.1)
+    assert bound_of(eight).weights / GIB == pytest.approx(5.3, abs=0.1)
 
 
 def test_the_sketch_holds_what_transformers_holds(base) -> None:
