@@ -145,7 +145,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
                 "name": x.name,
                 "shape": x.shape,
                 "compute": x.compute,
-                "held": x.held,
+                "held": x.stored,
                 "reason": x.reason,
             }
             for x in the_plan.layers
