@@ -1,7 +1,5 @@
-"""What a run will take in memory and time, before anyone rents a GPU.
+"""Prediction of a run's memory and time on any GPU.
 
-The recipe's own trainer is run for two steps on tensors without memory (`rehearsal`), and what it
-allocates and launches is written down (`trace`). From that trace follow the memory it takes on a
-given GPU (`allocator`, `hidden`, `sharding`) and the time (`roofline`). `preview` answers from a
-closed form in an instant, and `score` says how far both are from published measurements.
+The recipe's own trainer runs two steps on fake tensors, and its allocations and kernels are
+recorded (`trace`). From that trace follow memory on a given GPU (`memory`) and time (`speed`).
 """

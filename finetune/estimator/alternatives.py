@@ -1,7 +1,7 @@
-"""Alternatives to a run, and whether FP8 pays: other precisions, storages and optimizers.
+"""Alternatives to a run (precisions, storages, optimizers), and the gain from FP8.
 
-All are rehearsed alike, from the model's first layers, so that what two of them share cancels out:
-a ratio is known better than either time (`scatter_ratio` of the table of efficiencies).
+All are rehearsed from the model's first layers, so shared errors cancel: a ratio is more accurate
+than either time (`scatter_ratio` of the efficiency table).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval, Pace, spread
 from finetune.units import MEMORY, size
 
-# Parts of a step below these shares are not worth a reason.
+# Fractions of a step below which a part is not named as a reason.
 _CASTS, _ADAPTERS, _SENT, _REST = 0.01, 0.03, 0.03, 0.05
-# Parts of a step that the precision of linear layers does not touch.
+# Parts of a step that do not depend on the precision of linear layers.
 _UNCHANGED = (
     *(StepPart.ATTENTION, StepPart.POINTWISE, StepPart.HEAD, StepPart.OPTIMIZER),
     StepPart.DEQUANTIZE,
@@ -33,15 +33,14 @@ _UNCHANGED = (
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to run the same.
+    """Variant of a run.
 
     Attributes:
-        label: its name.
-        change: overrides that make it so.
-        measured: memory and time; None where it is impossible.
-        speed: how many times faster it is than the run asked about, where speed is known.
-        memory: its allocated memory over that of the run asked about.
-        why: reasons, in plain words; or why it is impossible.
+        change: Overrides that produce it.
+        measured: Memory and time; None if it is impossible.
+        speed: Speed relative to the original run, if known.
+        memory: Allocated memory relative to the original run.
+        why: Reasons for the difference in speed, or why it is impossible.
     """
 
     label: str
@@ -52,7 +51,6 @@ class Alternative:
     why: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         pace = self.measured.pace if self.measured else None
         return {
             "label": self.label,
@@ -67,7 +65,7 @@ class Alternative:
 
 
 def table_of(alternatives: Sequence[Alternative]) -> Table:
-    """Alternatives, one a line."""
+    """Table of alternatives."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("beside", "memory", "speed", "range", "how"):
         table.add_column(column, justify="right" if column in ("memory", "speed") else "left")
@@ -85,10 +83,9 @@ def table_of(alternatives: Sequence[Alternative]) -> Table:
 
 
 def twin_of(measured: Measured, place: Place) -> Alternative | None:
-    """Measure the same run in BF16, or in FP8 where it is in BF16; None for other compute types.
+    """Measure an FP8 run in BF16 and a BF16 run in FP8; None for other compute types.
 
-    Where FP8 compiles its layers, because casts are slow otherwise, so does the BF16 twin: what
-    compiling gains is not FP8's merit.
+    If FP8 compiles its layers, so does the BF16 twin: the gain from compiling is not FP8's.
     """
     config = measured.config
     typed: tuple[str, ...] = ()
@@ -107,7 +104,7 @@ def twin_of(measured: Measured, place: Place) -> Alternative | None:
 
 
 def alternatives_of(measured: Measured, place: Place) -> Iterator[Alternative]:
-    """Measure other ways to run the same: engines and scalings, smaller storages, the optimizer."""
+    """Measure other backends, scalings, storages and optimizers."""
     config = measured.config
     fp8, bf16, nf4 = "precision.compute=fp8", "precision.compute=bf16", "model.storage=nf4"
 
@@ -134,7 +131,7 @@ def alternatives_of(measured: Measured, place: Place) -> Iterator[Alternative]:
 
 
 def _bf16(config: RunConfig) -> dict[str, Any]:
-    """A precision section of the same run in BF16, without what belongs to FP8 alone."""
+    """Precision section of the same run in BF16, without FP8 settings."""
     types = {k: v for k, v in config.precision.map.items() if v != "fp8"}
     return {**_defaults(config), "compute": "bf16", "backend": "auto", "map": types}
 
@@ -156,7 +153,7 @@ def _alternative(
     asked: Measured,
     place: Place,
 ) -> Alternative:
-    """The run with other sections, beside the run asked about."""
+    """Measure the run with other sections and compare it with the original."""
     try:
         other = measure_fast(changed(asked.config, **sections), place)
     except FinetuneError as error:
@@ -165,7 +162,7 @@ def _alternative(
     if other.pace is None or asked.pace is None:
         return Alternative(label, typed, other, memory=memory)
     ratio = asked.pace.seconds / other.pace.seconds
-    # The spread of ratios is that of published pairs, which differ in precision only.
+    # `scatter_ratio` comes from published pairs that differ in precision only.
     scatter = shared().scatter_ratio if set(sections) == {"precision"} else shared().scatter_time
     speed = spread(ratio, scatter) if not math.isclose(ratio, 1) else None
     fp8_first = asked.config.precision.compute == "fp8"
@@ -181,7 +178,7 @@ def _alternative(
 
 
 def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
-    """Say why FP8 is faster or is not, part by part, in plain words."""
+    """Explain the speed of FP8 relative to BF16, part by part."""
     reasons = []
     before, after = plain.classes.get(StepPart.LINEARS, 0.0), fp8.classes.get(StepPart.LINEARS, 0.0)
     if before and after:

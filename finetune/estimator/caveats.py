@@ -1,7 +1,4 @@
-"""Limits of an estimate, and in which direction the truth lies.
-
-Nothing is guessed silently: whatever a rehearsal cannot run is named.
-"""
+"""Limits of an estimate and the direction of their error: everything a rehearsal cannot run."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from finetune.estimator.place import Place
 
 
 def caveats(measured: Measured, place: Place) -> tuple[str, ...]:
-    """Sentences about one configuration at one place, those that apply."""
+    """Caveats that apply to one configuration at one place."""
     config, train = measured.config, measured.config.train
     on_gpu, notes = place.device.kind == "cuda", []
     pace = measured.pace
@@ -64,7 +61,7 @@ def caveats(measured: Measured, place: Place) -> tuple[str, ...]:
 
 
 def _of_several(measured: Measured, place: Place) -> Iterator[str]:
-    """Sentences about several devices."""
+    """Caveats of training on several devices."""
     train = measured.config.train
     if place.count == 1:
         if train.get("fsdp"):

@@ -1,4 +1,4 @@
-"""`estimate(recipe)`: will it fit, how fast, and does FP8 pay."""
+"""`estimate(recipe)`: memory and time of a run, and the gain from FP8."""
 
 from __future__ import annotations
 
@@ -41,18 +41,17 @@ STYLE = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red
 
 @dataclass(frozen=True)
 class Estimate(JupyterMixin):
-    """The memory and time that a run would take.
+    """Predicted memory and time of a run.
 
     Attributes:
-        name: of the recipe.
-        place: where it would train.
-        measured: its memory and time there.
-        twin: the same run in the other precision, where there is one.
-        others: other ways to run it, where they were asked for.
-        advised: changes that make it fit or faster, where it does not fit or they were asked for.
-        notes: what is not modelled, and in which direction the truth lies.
-        tokens: of the whole run, on all devices; None where it is not known.
-        price: of one device and hour, in the currency that it was given in.
+        name: Recipe or model name.
+        measured: Memory and time at `place`.
+        twin: The same run in BF16 or FP8, whichever it does not use.
+        others: Alternatives, if requested.
+        advised: Changes that make it fit or faster, if it does not fit or if requested.
+        notes: Limits of the estimate and the direction of their error.
+        tokens: Tokens of the whole run on all devices; None if unknown.
+        price: Price of one device per hour, in any currency.
     """
 
     name: str
@@ -67,35 +66,34 @@ class Estimate(JupyterMixin):
 
     @property
     def fit(self) -> Fit:
-        """Whether it fits into the memory of one device."""
+        """Verdict on the memory of one device."""
         return self.measured.footprint.fit(self.place.memory_bytes)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all devices together."""
+        """Throughput of all devices."""
         pace = self.measured.pace
         return None if pace is None else pace.tokens_per_s * self.place.count
 
     @property
     def run_seconds(self) -> float | None:
-        """Of the whole run, where its tokens are known."""
+        """Duration of the whole run; None if its tokens are unknown."""
         speed = self.tokens_per_s
         return None if speed is None or self.tokens is None else self.tokens / speed
 
     @property
     def cost(self) -> float | None:
-        """Of the whole run, all devices; None without a price or an end."""
+        """Cost of the whole run on all devices; None without a price or a duration."""
         seconds, price = self.run_seconds, self.price
         if seconds is None or price is None:
             return None
         return seconds / 3600 * price * self.place.count
 
     def to_json(self) -> str:
-        """Everything, in bytes and seconds."""
+        """All facts as JSON, in bytes and seconds."""
         return json.dumps(self.facts(), indent=1)
 
     def facts(self) -> dict[str, Any]:
-        """The same as plain data."""
         place = self.place
         return {
             "recipe": self.name,
@@ -150,7 +148,7 @@ class Estimate(JupyterMixin):
             yield Text(f"! {note}", "yellow")
 
     def _memory(self) -> Table:
-        """Kinds by phase, in GiB; the fullest phase stands out."""
+        """Memory by kind and phase, with the peak phase in bold."""
         held = self.measured.footprint
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("memory, at its fullest in")
@@ -211,7 +209,7 @@ class Estimate(JupyterMixin):
             yield Text(f"a million tokens cost {million:.3f}")
 
     def _verdict(self) -> Iterator[Text]:
-        """Whether FP8 pays, with the reasons."""
+        """Speed of FP8 relative to BF16, with the reasons."""
         if self.twin is None or self.twin.speed is None:
             return
         is_fp8 = self.measured.config.precision.compute == "fp8"
@@ -273,28 +271,27 @@ def estimate(
     advice: bool | None = None,
     whole: bool = False,
 ) -> Estimate:
-    """Say what a run would take on a GPU that need not be here. No weights, no network.
+    """Predict memory and time of a run on any GPU, without weights or network access.
 
         finetune.estimate("llama_8b_full_fp8", gpu="H100")
 
     Args:
-        run: a recipe's name or path, a recipe, or a configuration.
-        gpu: a name (`H100`, `4090`, `A100-80GB`) or a line of the table; left out: this machine.
-        memory_gib: of one GPU, where only that is known, or where it differs from the table.
-        gpus: how many. They share the model with `train.fsdp`, else each has a copy (DDP).
-        length: tokens of the longest row; left out: `train.max_length`.
-        tokens: of the whole run, for its time and cost; left out: from `train.max_steps`.
-        price: of one GPU and hour; left out: the table's, where the user put one there.
-        alternatives: also look at other ways to run it: scalings, engines, optimizers, storage.
-        twin: also look at the same run in the other precision.
-        advice: measure what to change: to make it fit, or to make it faster. Left out: where it
-            does not fit easily.
-        whole: rehearse all layers. Otherwise the first ones speak for the others, exactly but for
-            fragments, unless the memory is nearly full.
+        run: Recipe name or path, recipe, or configuration.
+        gpu: Name (`H100`, `4090`, `A100-80GB`) or table entry; default: this machine.
+        memory_gib: Memory of one GPU, if only that is known or it differs from the table.
+        gpus: Number of GPUs; they shard the model with `train.fsdp`, else replicate it (DDP).
+        length: Tokens of the longest row; default: `train.max_length`.
+        tokens: Tokens of the whole run, for its time and cost; default: from `train.max_steps`.
+        price: Price per GPU and hour; default: that of the table, if set there.
+        alternatives: Also measure other scalings, backends, optimizers and storages.
+        twin: Also measure the same run in the other precision.
+        advice: Measure changes that make it fit or faster; default: unless it fits with margin.
+        whole: Rehearse all layers. By default the first ones are extrapolated (exact except for
+            fragmentation), unless memory is nearly full.
 
     Raises:
-        FinetuneError: what the run itself would raise before it loads: no such recipe, GPU, model,
-            numbers that no batch has, adapters that the model cannot take.
+        FinetuneError: the run would fail before loading: unknown recipe, GPU or model, invalid
+            batch sizes, adapters that the model cannot take.
     """
     place = place_of(gpu, memory_gib=memory_gib, gpus=gpus)
     if isinstance(run, str):
@@ -323,7 +320,7 @@ def estimate(
 
 
 def _tokens(measured: Measured, place: Place) -> int | None:
-    """Tokens of the whole run, where its number of steps is written down."""
+    """Tokens of the whole run, if `max_steps` is set."""
     steps = int(measured.config.train.get("max_steps", -1))
     if steps < 1 or measured.pace is None:
         return None

@@ -1,15 +1,11 @@
-"""Changes to a run that may free memory or time, as one types them. No torch.
+"""Command-line changes that may free memory or time, limited to those that apply. No torch.
 
-Only those that apply: a change that the run has already made, or that its device, method or storage
-rules out, is not offered. `finetune.estimator.advice` measures what each frees and costs; without a
-measurement (`finetune.estimator.gate`) they can still be named.
+`finetune.estimator.advice` measures their effect; `finetune.estimator.gate` only names them. Ranks:
 
-Three ranks, by how much a change touches what is trained:
-
-    same        the same training: gradients equal up to rounding, or equal in expectation
-    otherwise   the same weights train in other numbers: optimizer states in 8 bits, a base in four
-    adapters    something else trains: adapters instead of all weights
-    devices     the same training on more GPUs
+    same        same training: gradients equal up to rounding, or equal in expectation
+    otherwise   same weights in other formats: 8-bit optimizer states, a 4-bit base
+    adapters    adapters train instead of all weights
+    devices     same training on more GPUs
 """
 
 from __future__ import annotations
@@ -33,33 +29,33 @@ DEFAULTS: dict[str, Any] = {
     "gradient_checkpointing": True,
     "packing": False,
 }
-"""Defaults of `trl.SFTConfig` that changes depend on; a test compares them with the library's."""
+"""Defaults of `trl.SFTConfig`; a test compares them with the library's."""
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 SHARDED = ("train.fsdp=true", "train.fsdp_config={version: 2, reshard_after_forward: true}")
-# Tokens: shorter rows than this are not suggested.
+# Shortest row length suggested, in tokens.
 SHORTEST = 256
 LORA = ("lora.r=16", "lora.alpha=32")
-# Adapters need about ten times the learning rate of all weights; that of the shipped LoRA recipes.
+# Adapters need about ten times the learning rate of full fine-tuning; as in the LoRA recipes.
 LORA_RATE = 2e-4
 FUSED = "adamw_torch_fused"
 # Compute capability from which the package flash-attn runs (its README: Ampere or newer).
 FLASH_CAPABILITY = (8, 0)
-# A part of a step below this share, or a gain in speed, is not worth a line.
+# Parts of a step, and gains in speed, below this fraction are not reported.
 GAIN = 0.10
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing to change.
+    """One change to a run.
 
     Attributes:
-        kind: its subject; of two changes of one kind only one can be made.
-        overrides: `section.key=value` as typed behind the recipe.
-        why: its effect, and what speaks against it.
-        rank: how much it touches what is trained.
-        environment: a variable to be set before the command, or none.
-        gpus: number of GPUs that it needs, None for as many as there are.
+        kind: Subject; changes of one kind exclude each other.
+        overrides: `section.key=value` arguments.
+        why: Effect and drawbacks.
+        rank: Effect on the training, see the module docstring.
+        environment: Variable to set before the command, or empty.
+        gpus: Required number of GPUs; None leaves it unchanged.
     """
 
     kind: str
@@ -71,24 +67,24 @@ class Change:
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """The variable before the command, then what follows the recipe."""
+        """Environment variable, `--gpus N` and overrides, in command-line order."""
         count = () if self.gpus is None else (f"--gpus {self.gpus}",)
         return (*((self.environment,) if self.environment else ()), *count, *self.overrides)
 
 
 def setting(config: RunConfig, key: str) -> Any:
-    """A value of the `train` section, or the default that it has."""
+    """Value from the `train` section, or its default."""
     return config.train.get(key, DEFAULTS[key])
 
 
 def rows_of(config: RunConfig) -> tuple[int, int]:
-    """Rows of a micro-batch, and micro-batches of a step."""
+    """(rows per micro-batch, micro-batches per step)."""
     rows = int(setting(config, "per_device_train_batch_size"))
     return rows, int(setting(config, "gradient_accumulation_steps"))
 
 
 def with_rows(rows: int, times: int) -> tuple[str, str]:
-    """Overrides for a micro-batch of so many rows, so many of them in a step."""
+    """Overrides for `times` micro-batches of `rows` rows per step."""
     return (
         f"train.per_device_train_batch_size={rows}",
         f"train.gradient_accumulation_steps={times}",
@@ -96,13 +92,7 @@ def with_rows(rows: int, times: int) -> tuple[str, str]:
 
 
 def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, ...]:
-    """Changes that may free memory, roughly from the cheapest in speed to the dearest.
-
-    Args:
-        config: the run.
-        device: one of those that it would train on.
-        gpus: their number.
-    """
+    """Changes that may free memory, roughly from cheapest to most expensive in speed."""
     return (
         *_free_of_charge(config, device),
         *_smaller_base(config, device),
@@ -116,7 +106,7 @@ def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, .
 
 
 def attends_by_mask(config: RunConfig, device: Device) -> bool:
-    """Whether packed rows are kept apart by a mask of L x L, where FlashAttention needs none."""
+    """True if packed rows need an L x L mask that FlashAttention would avoid."""
     able = device.kind == "cuda" and (device.capability or (0, 0)) >= FLASH_CAPABILITY
     packed = bool(setting(config, "packing")) and config.model.attention in (None, "sdpa", "eager")
     return able and packed
@@ -139,7 +129,7 @@ def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
 
 
 def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
-    """Storages of a base that does not train."""
+    """Smaller storage of a frozen base."""
     precision, storage = config.precision, config.model.storage
     if config.lora is None or storage == "nf4":
         return
@@ -175,7 +165,7 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
 
 
 def _smaller_batches(config: RunConfig) -> Iterator[Change]:
-    """Half the rows as often again, and so on to one: a step keeps its tokens."""
+    """Halve the rows and double the micro-batches, down to one row: 8 x 1, 4 x 2, 2 x 4, 1 x 8."""
     rows, times = rows_of(config)
     while rows > 1:
         factor = 2 if rows % 2 == 0 else rows
@@ -191,7 +181,7 @@ def _recomputed(config: RunConfig) -> Iterator[Change]:
 
 
 def _narrower(config: RunConfig) -> Iterator[Change]:
-    """Weights and states of the optimizer in fewer bits."""
+    """Weights and optimizer states in fewer bits."""
     if config.model.dtype == "float32" and config.precision.compute in ("bf16", "fp8"):
         why = "weights, gradients and moments in BF16: updates below its rounding are lost"
         yield Change("weights", ("model.dtype=bfloat16",), why, "otherwise")
@@ -210,14 +200,14 @@ def _shorter(config: RunConfig) -> Iterator[Change]:
     packed = bool(setting(config, "packing"))
     what = "documents are split" if packed else "longer rows are cut off"
     overrides = (f"train.max_length={length // 2}",)
-    if packed:  # as many tokens in a step
+    if packed:  # keep the tokens per step
         overrides += (f"train.gradient_accumulation_steps={times * 2}",)
     why = f"{what}: what stands further apart is not learnt from"
     yield Change("length", overrides, why, "otherwise")
 
 
 def _adapters(config: RunConfig, device: Device) -> Iterator[Change]:
-    """Adapters on all linear layers, over a base that is held ever smaller."""
+    """Adapters on all linear layers, over a base in BF16, FP8 or NF4."""
     if config.lora is not None or config.precision.compute not in ("bf16", "fp8"):
         return
     rate = config.train.get("learning_rate", 0.0)
@@ -245,14 +235,7 @@ def _more_devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Chan
 def speedups(
     config: RunConfig, device: Device, share: Callable[[StepPart], float], *, compiled: bool
 ) -> Iterator[Change]:
-    """Changes that may make a run faster.
-
-    Args:
-        config: the run.
-        device: one of those that it would train on.
-        share: from a part of the step to its share of the time.
-        compiled: decoder layers are compiled.
-    """
+    """Changes that may make a run faster; `share` gives the fraction of a step spent in a part."""
     masked, (rows, times) = attends_by_mask(config, device), rows_of(config)
     if masked and share(StepPart.ATTENTION) > GAIN:
         yield Change(

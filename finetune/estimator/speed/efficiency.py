@@ -1,12 +1,10 @@
-"""Shares of a GPU's peak that real kernels sustain, from a table with sources.
+"""Efficiencies: fractions of a GPU's peak that real kernels sustain, from a table with sources.
 
-A peak is what the silicon could do at a stated clock with all units busy; a kernel gets less, for
-power (the clock falls under load), for tiles that do not fill the chip, for operands that have to
-arrive. The table (`assets/efficiency.yaml`) holds one share per family of GPU and precision for a
-product without an end; what shape takes off that is computed in roofline.py. The numbers are few on
-purpose, each has an origin, and none belongs to one published measurement.
-
-A calibration (calibration.py) replaces shares by what this very machine was measured to do.
+Kernels stay below peak because the clock falls under load, tiles do not fill the chip, and operands
+have to arrive. The table (`assets/efficiency.yaml`) has one number per GPU family and precision for
+an arbitrarily large GEMM; roofline.py adds the effect of shapes. The numbers are few on purpose,
+each has an origin, and none is fitted to a single published measurement. A calibration
+(calibration.py) replaces them by measured ones.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Host(_Row):
 
 
 class Shared(_Row):
-    """Shares that do not depend on the GPU; see the table for each."""
+    """Efficiencies independent of the GPU, explained in the table."""
 
     bandwidth: PositiveFloat
     l2: PositiveFloat
@@ -65,14 +63,13 @@ class Shared(_Row):
 
 
 class Efficiency(_Row):
-    """Shares of one GPU's peaks, and the numbers that all GPUs share.
+    """Efficiencies of one GPU.
 
     Attributes:
-        gemm: share of the dense peak, by precision of the operands.
-        attention: share of the BF16 peak, by direction.
-        masked: the same with an explicit mask, which rules both kernels out.
-        shared: see `Shared`.
-        origin: where the numbers come from, for the report.
+        gemm: Fraction of the dense peak, by operand precision.
+        attention: Fraction of the BF16 peak, by direction.
+        masked: Same with an explicit mask, which neither flash nor cuDNN attention supports.
+        origin: Source of the numbers, for the report.
     """
 
     gemm: dict[str, PositiveFloat]
@@ -111,21 +108,20 @@ def _table() -> _Table:
 
 
 def host(kind: HostKind) -> Host:
-    """Host time per kernel of eager PyTorch, of compiled layers, of a program without Python."""
+    """Host time per kernel: eager PyTorch, compiled layers, or a program without Python."""
     return _table().hosts[kind]
 
 
 def shared() -> Shared:
-    """The numbers that hold for every GPU."""
+    """Efficiencies independent of the GPU."""
     return _table().shared
 
 
 def efficiency_of(gpu: Gpu, attention: AttentionKernel | None = None) -> Efficiency:
-    """The shares of this GPU: those of its family, or its own where its power limit rules.
+    """Efficiencies of a GPU's family, or its own entry (power-limited models).
 
     Args:
-        gpu: the line of the table of GPUs.
-        attention: the kernel of attention; None for what the installed PyTorch picks there.
+        attention: Attention kernel; None for the one that the installed PyTorch picks there.
 
     Raises:
         ConfigError: no family of the table has the GPU's compute capability.

@@ -1,23 +1,19 @@
-"""Fusion: operators that share a kernel, and what then still goes through memory.
+"""Fusion: operators that share a kernel, and the bytes that it moves.
 
-Eager PyTorch launches one kernel per operator: every input is read and every output written. A
-compiled region (`torch.compile` over decoder layers, or kernels written as one) joins chains of
-pointwise operators, casts, gathers and reductions over rows. What counts then:
+Eager PyTorch launches one kernel per operator. A compiled region (`torch.compile` over decoder
+layers) fuses pointwise operators, casts, gathers and row reductions: a value made outside is read
+once per kernel, and written only if something outside needs it.
 
-* a read, only when the value was not made in the same kernel, and once however many of the joined
-  operators use it;
-* a write, only when something outside the kernel needs the value.
+Operators fuse if no kernel has to end between them. Each value has a *generation*: zero for inputs
+of the region, that of its operator for results of fusable operators, and one more after a GEMM,
+attention, or a reduction over the whole tensor or columns (`kernels.is_barrier`). Operators of one
+generation that feed each other or read the same value form a kernel. So a residual stream is
+written before a GEMM and read again after it, and a tensorwise scale costs a second pass:
 
-Two operators can be in one kernel when no kernel has to end between them. Each value has a
-*generation*: zero for what enters the region, that of its operator for what a fusable operator
-makes, and one more behind a matrix product, behind attention, and behind a reduction that needs the
-whole tensor (an amax, a column's sum: `kernels.is_barrier`). Operators of one generation that feed
-one another, or that read the same value, are one kernel. So a residual stream is written for the
-product that reads it and read again behind it, and a scale costs a second pass over its tensor, as
-in code that Inductor writes.
+    y = norm(x); s = amax(y); q = cast(y / s)    norm and amax: generation 0; the cast: 1
 
-Limits: nothing is joined across phases. Inductor's limits on the size of a kernel and its choice to
-compute again rather than to store are not modelled: some rows move a little more or less.
+Limits: no fusion across phases; Inductor's kernel size limits and its recomputation instead of
+stores are not modelled.
 """
 
 from __future__ import annotations
@@ -31,11 +27,11 @@ if TYPE_CHECKING:
     from finetune.estimator.trace.trace import Op
 
 Pattern = Literal["straight", "columns", "transpose"]
-"""How memory is walked through; reductions over columns and transposed writes waste bandwidth."""
+"""Memory access pattern; column reductions and transposed writes waste bandwidth."""
 
 
 class Launch(NamedTuple):
-    """One kernel: which operators it runs (indices into the trace), and what it moves."""
+    """One kernel: indices of its operators in the trace, and bytes read and written."""
 
     ops: tuple[int, ...]
     kind: Kind
@@ -51,11 +47,9 @@ class _Value(NamedTuple):
 
 
 def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) -> Iterator[Launch]:
-    """The kernels of a trace, in the order of their first operator.
+    """Yield the kernels of a trace in the order of their first operator.
 
-    Args:
-        ops: the operators, in order.
-        compiled: whether an operator lies in a compiled region; None for eager throughout.
+    `compiled` is the predicate for operators in compiled regions; None for eager throughout.
     """
     kinds: list[Kind] = [kind_of(op) for op in ops]
     if compiled is None:
@@ -65,7 +59,7 @@ def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) ->
                 continue
             read, written = traffic(op)
             if base_name(op) == "fp8_cast" and before and _same_cast(before, op):
-                read = 0.0  # Transformer Engine's kernel writes both layouts in one pass
+                read = 0.0  # Transformer Engine writes rowwise and columnwise codes in one pass
             yield Launch((index,), kind, read, written, pattern_of(op))
             before = op
         return
@@ -86,7 +80,7 @@ def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) ->
 
 
 def pattern_of(op: Op) -> Pattern:
-    """Whether a kernel reduces over columns or writes the transpose of what it reads."""
+    """Access pattern of an eager kernel."""
     kind = kind_of(op)
     if kind == "reduction":
         columns = is_barrier(op) and any(_numel(out.shape) > 1 for out in op.outputs)
@@ -106,7 +100,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) -> list[int | None]:
-    """Per operator the group of fused operators it belongs to, None when it stands alone."""
+    """Fusion group of each operator (union-find), None for one that is not fused."""
     generations, regions = _generations(ops, kinds, inside)
     parent: dict[int, int] = {}
 
@@ -116,7 +110,7 @@ def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) ->
             index = parent[index]
         return index
 
-    makers: dict[int, int] = {}  # by storage: the operator that made its present content
+    makers: dict[int, int] = {}  # by storage: the operator that wrote its present content
     readers: dict[tuple[int, int, int, int], int] = {}
     for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
         if kind == "none":
@@ -130,7 +124,9 @@ def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) ->
                 if joins and (regions[maker], generations[maker]) == here:
                     parent[find(index)] = find(maker)
                     continue
-                if operand.storage >= 0 and len(operand.shape) > 1:  # a vector joins nothing
+                if (
+                    operand.storage >= 0 and len(operand.shape) > 1
+                ):  # sharing a vector does not fuse
                     other = readers.setdefault((operand.storage, maker, *here), index)
                     parent[find(index)] = find(other)
         for operand in op.outputs:
@@ -141,10 +137,10 @@ def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) ->
 def _generations(
     ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]
 ) -> tuple[list[int], list[int]]:
-    """Per operator its generation and its region (which ends with a phase or with `inside`)."""
+    """Generation and region of each operator; a region ends with its phase or with `inside`."""
     values: dict[int, _Value] = {}
     generations, regions = [0] * len(ops), [0] * len(ops)
-    wanted: dict[int, int] = {}  # operator that widens -> generation of its earliest reader
+    wanted: dict[int, int] = {}  # operator -> generation of its earliest reader
     region, last = 0, ("", False)
     for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
         if kind == "none":
@@ -183,7 +179,7 @@ def _ends_kernel(op: Op, kind: Kind) -> bool:
 
 
 def _uses(ops: Sequence[Op], kinds: Sequence[Kind]) -> dict[tuple[int, int], list[int]]:
-    """Readers of each value, by (storage, operator that made it)."""
+    """Readers of each value, by (storage, operator that wrote it)."""
     uses: dict[tuple[int, int], list[int]] = {}
     maker: dict[int, int] = {}
     for index, op in enumerate(ops):
@@ -203,7 +199,7 @@ def _joined(
     members: list[int],
     uses: dict[tuple[int, int], list[int]],
 ) -> Launch:
-    """The kernel of a group: what it reads from and leaves to the outside."""
+    """Kernel of a fusion group, with the bytes it exchanges with the outside."""
     inside = set(members)
     made: set[int] = set()
     reads: dict[int, float] = {}

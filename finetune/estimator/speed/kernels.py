@@ -1,23 +1,21 @@
-"""Kernels of operators: their kinds, the FLOPs they do and the bytes they move.
+"""Kernels of operators: kind, FLOPs and bytes moved.
 
-Time on a GPU depends on little more than this. Operators fall in these kinds:
-
-    gemm        a matrix product: FLOPs, tiles, precision of its operands
-    attention   a fused attention kernel, forward or backward
+    gemm        matrix product: FLOPs, tiles, precision of its operands
+    attention   fused attention kernel, forward or backward
     pointwise   one output element from one element of each input
-    reduction   sums, maxima, norms, softmax; a *barrier* when what it reduces is not a whole row,
-                since nothing that needs its result can run in the same kernel
+    reduction   sums, maxima, norms, softmax; a *barrier* unless it reduces whole rows, since no
+                consumer of its result can run in the same kernel
     copy        casts, clones, transposes, concatenations, fills
-    gather      rows picked by an index (embedding, its backward): the table is not read whole
-    optimizer   the update of the weights
+    gather      rows picked by index (embedding, its backward), not the whole table
+    optimizer   weight update
     dequantise  packed 4-bit or 8-bit codes to 16-bit weights
-    none        views, allocations and synchronisations: no kernel
+    none        views, allocations, synchronizations: no kernel
 
-Bytes are those of an eager kernel, which reads every input and writes every output once; fusion is
-accounted for elsewhere (fusion.py). FLOPs count a multiply and an add as two.
+Bytes are of an eager kernel, which reads each input and writes each output once (fusion: see
+fusion.py). A multiply-add counts as two FLOPs.
 
-Limits: an operator that is in no list is taken for pointwise. Convolutions are counted as
-pointwise, so a model that has large ones is predicted too fast.
+Limits: unlisted operators count as pointwise, convolutions among them, so models with large
+convolutions are predicted too fast.
 """
 
 from __future__ import annotations
@@ -42,11 +40,10 @@ Kind = Literal[
 Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks"]
 
 FUSABLE = frozenset({"pointwise", "reduction", "copy", "gather"})
-"""Kinds that Inductor generates code for and can join into one kernel."""
+"""Kinds that Inductor can fuse into one kernel."""
 
 
 def words(text: str) -> frozenset[str]:
-    """The words of a text."""
     return frozenset(text.split())
 
 
@@ -92,7 +89,7 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 class Product(NamedTuple):
-    """A matrix product `[batch, m, k] x [batch, k, n]` and the precision of its operands."""
+    """GEMM `[batch, M, K] @ [batch, K, N]` and the precision of its operands."""
 
     batch: int
     m: int
@@ -117,12 +114,12 @@ def dtype_name(operand: Operand) -> str:
 
 
 def kind_of(op: Op) -> Kind:
-    """The kind of kernel that this operator launches."""
+    """Kind of the kernel that an operator launches."""
     kind = _kind(op.name, op.phase)
     if kind == "copy" and op.outputs and not base_name(op).endswith("_"):
         taken = {operand.storage for operand in op.inputs}
         if all(operand.storage in taken for operand in op.outputs):
-            return "none"  # nothing to do: it gave its argument back
+            return "none"  # no-op that returned its argument
     return kind
 
 
@@ -151,10 +148,10 @@ def _kind(full_name: str, phase: str) -> Kind:
 
 
 def is_barrier(op: Op) -> bool:
-    """Whether a reduction needs the whole tensor, not its last dimension, before it has a result.
+    """True for a reduction over more than the last dimension.
 
-    A norm over the last dimension can run in the kernel that produces its rows; the amax of a whole
-    tensor, or of its columns, cannot.
+    A norm over rows can run in the kernel that produces them; an amax of the tensor or of its
+    columns cannot.
     """
     if kind_of(op) != "reduction" or base_name(op) in _ROW_REDUCTIONS or not op.inputs:
         return False
@@ -164,10 +161,10 @@ def is_barrier(op: Op) -> bool:
 
 
 def product_of(op: Op) -> Product | None:
-    """The matrix product of a GEMM operator, None for another kind or for operands unknown."""
+    """GEMM of an operator; None for other kinds or unknown operands."""
     matrices = [operand for operand in op.inputs if len(operand.shape) >= 2]
     name = base_name(op)
-    if name == "fp8_mm":  # codes are given as they lie in memory, without a shape
+    if name == "fp8_mm":  # operands are flat code buffers without a shape
         m, n = op.outputs[0].shape
         return Product(1, m, n, max(1, op.inputs[0].nbytes // m), "fp8")
     if kind_of(op) != "gemm" or len(matrices) < 2:
@@ -179,7 +176,7 @@ def product_of(op: Op) -> Product | None:
     k = a.shape[-1]
     n = output[-1]
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
-        # tokens [rows, k] in groups, one weight per expert: every row meets one weight
+        # grouped [rows, K] @ [experts, K, N]: each row meets the weight of one expert
         experts = b.shape[0] if len(b.shape) == 3 else 1
         return Product(experts, max(1, _product(output[:-1]) // experts), n, k, _precision(op, a))
     batch = _product(output[:-2]) if name in ("bmm", "baddbmm") else 1
@@ -188,12 +185,12 @@ def product_of(op: Op) -> Product | None:
 
 
 def attention_flops(op: Op) -> tuple[float, bool]:
-    """(FLOPs, whether masked) of a fused attention operator.
+    """(FLOPs, masked) of a fused attention operator.
 
-    Operands with four dimensions, in order: forward q, k, v and perhaps a mask; backward the
-    gradient, q, k, v, the output and perhaps a mask; q is `[B, H, L, D]`, k and v `[B, Hkv, S, D]`.
-    Forward is two products, `4 B H L S D`; backward is five, since the scores are computed again.
-    A causal square counts half; with an explicit mask nothing is skipped and it counts whole.
+    4-D operands: forward q, k, v, optional mask; backward gradient, q, k, v, output, optional mask;
+    q is `[B, H, L, D]`, k and v `[B, Hkv, S, D]`. Forward is two GEMMs, `4 B H L S D`; backward
+    five, since scores are recomputed. Causal attention (L = S) counts half, unless masked
+    explicitly, where no tile is skipped.
     """
     quads = [operand.shape for operand in op.inputs if len(operand.shape) == 4]
     backward = is_backward_attention(op)
@@ -208,7 +205,7 @@ def attention_flops(op: Op) -> tuple[float, bool]:
 
 
 def is_backward_attention(op: Op) -> bool:
-    """Whether an attention operator is the backward one."""
+    """True for the backward of an attention operator."""
     return "backward" in op.name
 
 
@@ -223,10 +220,10 @@ def traffic(op: Op) -> tuple[float, float]:
         return read, written or _updated_in_place(op, name)
     if kind == "gather":
         if name == "embedding_dense_backward":
-            return read, 2 * written  # the gradient of the whole table is cleared, then added to
+            return read, 2 * written  # the whole table's gradient is zeroed, then accumulated
         return min(read, 2 * written), written
     if not op.outputs and op.inputs:
-        return read, float(op.inputs[0].nbytes)  # it worked in place
+        return read, float(op.inputs[0].nbytes)  # in place
     if kind == "copy":
         if name in _FILLS:
             return 0.0, written
@@ -236,10 +233,10 @@ def traffic(op: Op) -> tuple[float, float]:
 
 
 def _updated_in_place(op: Op, name: str) -> float:
-    """Bytes that an optimizer operator writes to its own arguments (its record has no outputs).
+    """Bytes that an optimizer operator without outputs writes to its arguments.
 
-    Fused AdamW gets parameters, gradients and two moments and writes all but the gradients; a
-    foreach operator writes the first of its lists.
+    Fused AdamW reads parameters, gradients and two moments and writes all but the gradients; a
+    foreach operator writes its first list.
     """
     read = float(sum(operand.nbytes for operand in op.inputs))
     if not name.endswith("_"):

@@ -1,16 +1,14 @@
-"""`StepPart`: the parts of a training step that time is spent in, predicted and profiled.
+"""`StepPart`: parts of a training step, predicted and profiled.
 
-The estimator knows the module and the operands of every operator, and so tells apart the first
-group of parts; a profile knows kernels and the layers whose precision the receipt has, and so tells
-apart the second (`finetune.analysis.diagnose`). `StepPart.profiled` leads from one to the other.
+The estimator has the module and operands of every operator and predicts the first group of parts;
+a profile (`finetune.analysis.diagnose`) has kernels and layers and distinguishes the second.
+`StepPart.profiled` maps the first to the second.
 
-A rank shows in forward: a linear that multiplies by `[N, K]` and, in the same module or in parts
-named `lora_...`, by `[r, K]` and `[N, r]`. Backward has no modules, so products with that rank are
-taken for the adapters', while pointwise work of theirs counts as pointwise there.
-
-An operator is a cast when all that read its result are FP8 products or casts, and it is of a kind
-that casts consist of. The head's products are those outside of numbered layers, and later those
-that read the same weights.
+* Adapters: a rank r shows in forward, as a linear with weight `[N, K]` and, in the same module or
+  in submodules named `lora_...`, `[r, K]` and `[N, r]`. Backward has no modules: GEMMs with that
+  rank count as adapters, pointwise work does not.
+* Casts: operators of a kind that casts consist of, read only by FP8 GEMMs or other casts.
+* Head: GEMMs outside numbered layers, and any that read the same weights.
 """
 
 from __future__ import annotations
@@ -24,19 +22,16 @@ from finetune.estimator.speed.kernels import base_name, dtype_name, kind_of, pro
 
 
 class StepPart(StrEnum):
-    """Part of a step; the value is its name in tables and JSON.
-
-    The parts that a profile tells apart are in their display order.
-    """
+    """Part of a step, named as in tables and JSON; profiled parts are in display order."""
 
     LINEARS = "linears"
-    """Products of the layers."""
+    """GEMMs of the layers."""
     ADAPTERS = "adapters"
-    """Products with the rank of an adapter, and in forward all that its linear does besides."""
+    """GEMMs with an adapter's rank, and in forward the other work of its linear layer."""
     HEAD = "head and loss"
     """The last linear, over the vocabulary, and the loss."""
     FP8_CASTS = "FP8 casts"
-    """What makes the operands of FP8 products: maxima, scales, casts, transposes."""
+    """Preparation of FP8 operands: amax, scales, casts, transposes."""
     DEQUANTIZE = "dequantisation"
     POINTWISE = "pointwise"
     """Norms, activations, rotary embeddings, residual sums, their backward."""
@@ -44,32 +39,28 @@ class StepPart(StrEnum):
     WAITING = "waiting for launches"
 
     FP8_GEMM = "FP8 GEMMs"
-    """Products of FP8 operands, emulated ones too."""
+    """GEMMs with FP8 operands, emulated ones included."""
     GEMM = "other GEMMs"
-    """Products in high precision: head, adapters, layers that FP8 leaves alone."""
+    """GEMMs in high precision: head, adapters, layers without FP8."""
     CASTS = "casts"
     """FP8 casts and the dequantization of stored weights."""
     ATTENTION = "attention"
-    """Fused attention; scores and weighted sums of the unfused one."""
+    """Fused attention, or the score and value GEMMs of the unfused one."""
     ELEMENTWISE = "elementwise, norms"
     """Pointwise parts and the loss."""
     OPTIMIZER = "optimizer"
     """Gradient norm, clipping, update."""
     COMMUNICATION = "communication"
-    """Only where no computation hides it."""
+    """Exposed communication only."""
     HOST = "host"
-    """On a GPU, time in which it waits; on a CPU, Python, views and allocations."""
+    """Idle time of a GPU; on a CPU, Python, views and allocations."""
     OTHER = "other"
     """Copies between host and device, fills."""
 
     def profiled(self, *, fp8: bool) -> StepPart:
-        """The part that a profile shows this one as.
+        """Part under which a profile shows this one; `fp8` if linear layers run in FP8.
 
-        Of adapters and of the head what is elementwise counts with the products, where most of
-        their time is on a GPU.
-
-        Args:
-            fp8: the linear layers run in FP8.
+        Elementwise work of adapters and of the head counts with their GEMMs, which dominate.
         """
         if self is StepPart.LINEARS:
             return StepPart.FP8_GEMM if fp8 else StepPart.GEMM
@@ -86,7 +77,7 @@ _PROFILED_AS = {
     StepPart.WAITING: StepPart.HOST,
 }
 PROFILED_PARTS = tuple(part for part in StepPart if part not in {*_PROFILED_AS, StepPart.LINEARS})
-"""The parts that a profile tells apart, in display order."""
+"""Parts that a profile distinguishes, in display order."""
 
 _ADAPTER = re.compile(r"\.(lora_|adapter|vera_|hada_|lokr_|oft_|boft_)")
 _IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
@@ -104,7 +95,7 @@ _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 
 
 def classes_of(ops: Sequence[Op]) -> list[StepPart]:
-    """The part of every operator of a trace."""
+    """Part of each operator of a trace."""
     casts = _casts(ops)
     carriers, ranks = _adapters(ops)
     vocabulary, head = _head(ops)
@@ -124,7 +115,7 @@ def _class(
         return StepPart.ATTENTION
     if kind == "dequantise":
         return StepPart.DEQUANTIZE
-    # in backward a product's module is that of a tensor it reads: its rank says more
+    # in backward a GEMM's module is that of one of its operands: its rank is more reliable
     by_rank = kind == "gemm" and op.phase == "backward" and ranks
     if _ADAPTER.search(op.module) and not by_rank:
         return StepPart.ADAPTERS
@@ -148,9 +139,9 @@ def _class(
 
 
 def _casts(ops: Sequence[Op]) -> list[bool]:
-    """Per operator whether all that it makes ends in operands of FP8 products."""
+    """Flag the operators whose results all end up as operands of FP8 GEMMs."""
     found = [False] * len(ops)
-    readers: dict[int, list[bool]] = {}  # by storage, of what it holds after the operator at hand
+    readers: dict[int, list[bool]] = {}  # by storage: later readers of its present content
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
         name = base_name(op)
@@ -167,7 +158,7 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
 
 
 def _adapters(ops: Sequence[Op]) -> tuple[set[str], set[int]]:
-    """(modules that carry an adapter, ranks)."""
+    """(modules with an adapter, ranks)."""
     products: dict[str, set[tuple[int, int]]] = {}
     for op in ops:
         if op.phase == "forward" and (product := product_of(op)):
@@ -186,7 +177,7 @@ def _adapters(ops: Sequence[Op]) -> tuple[set[str], set[int]]:
 
 
 def _head(ops: Sequence[Op]) -> tuple[int, set[int]]:
-    """(size of the vocabulary, 0 if unknown; storages of the head's weight)."""
+    """(vocabulary size, 0 if unknown; storages of the head's weight)."""
     vocabulary, made = 0, set[int]()
     weights: set[int] = set()
     for op in ops:
