@@ -78,7 +78,6 @@ class Advice:
 
     @property
     def typed(self) -> str:
-        """The change on one line, quoted for a shell."""
         return " ".join(
             shlex.quote(word) if " " in word and not word.startswith("--") else word
             for word in self.change
@@ -104,13 +103,9 @@ class Advice:
 
 @dataclass(frozen=True)
 class Advised:
-    """Advice on a run.
+    """Advice on a run: single changes by rank and cost, and what makes a fitting run faster.
 
-    Attributes:
-        fit: Verdict on the unchanged run.
-        each: Single changes, by rank, then by cost in speed.
-        together: Cheapest set found that makes the run fit; None if it already fits or none does.
-        faster: Changes that speed up a run that fits.
+    `together` is the cheapest set found that makes it fit; None if it already fits or none does.
     """
 
     fit: Fit
@@ -170,8 +165,6 @@ class _Pick:
 
 @dataclass(frozen=True)
 class _Variant:
-    """A run with the changes made to it."""
-
     config: RunConfig
     place: Place
     made: tuple[Change, ...] = ()
@@ -195,11 +188,7 @@ class _Variant:
         return [change for change in every if kind in (None, change.kind)]
 
     def but(self, change: Change) -> _Variant:
-        """Add one change.
-
-        Raises:
-            ConfigError: it conflicts with the others.
-        """
+        """Add one change; raises ConfigError if it conflicts with the others."""
         config, place = self.config, self.place
         if change.overrides:
             config = with_overrides(config, change.overrides)
@@ -398,7 +387,7 @@ def _key(config: RunConfig, without: tuple[str, ...] = ()) -> str:
 
 
 def _price(slower: float | None) -> float:
-    """Sort key, in steps of 0.001 so that rounding noise does not affect the order."""
+    # in steps of 0.001, so that rounding noise does not affect the order
     return float("inf") if slower is None else round(slower, 3)
 
 

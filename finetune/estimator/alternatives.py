@@ -65,7 +65,6 @@ class Alternative:
 
 
 def table_of(alternatives: Sequence[Alternative]) -> Table:
-    """Table of alternatives."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("beside", "memory", "speed", "range", "how"):
         table.add_column(column, justify="right" if column in ("memory", "speed") else "left")
@@ -153,7 +152,6 @@ def _alternative(
     asked: Measured,
     place: Place,
 ) -> Alternative:
-    """Measure the run with other sections and compare it with the original."""
     try:
         other = measure_fast(changed(asked.config, **sections), place)
     except FinetuneError as error:

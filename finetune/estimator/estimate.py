@@ -66,18 +66,15 @@ class Estimate(JupyterMixin):
 
     @property
     def fit(self) -> Fit:
-        """Verdict on the memory of one device."""
         return self.measured.footprint.fit(self.place.memory_bytes)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Throughput of all devices."""
         pace = self.measured.pace
         return None if pace is None else pace.tokens_per_s * self.place.count
 
     @property
     def run_seconds(self) -> float | None:
-        """Duration of the whole run; None if its tokens are unknown."""
         speed = self.tokens_per_s
         return None if speed is None or self.tokens is None else self.tokens / speed
 
@@ -90,7 +87,6 @@ class Estimate(JupyterMixin):
         return seconds / 3600 * price * self.place.count
 
     def to_json(self) -> str:
-        """All facts as JSON, in bytes and seconds."""
         return json.dumps(self.facts(), indent=1)
 
     def facts(self) -> dict[str, Any]:
@@ -148,7 +144,6 @@ class Estimate(JupyterMixin):
             yield Text(f"! {note}", "yellow")
 
     def _memory(self) -> Table:
-        """Memory by kind and phase, with the peak phase in bold."""
         held = self.measured.footprint
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("memory, at its fullest in")
@@ -209,7 +204,6 @@ class Estimate(JupyterMixin):
             yield Text(f"a million tokens cost {million:.3f}")
 
     def _verdict(self) -> Iterator[Text]:
-        """Speed of FP8 relative to BF16, with the reasons."""
         if self.twin is None or self.twin.speed is None:
             return
         is_fp8 = self.measured.config.precision.compute == "fp8"
@@ -320,7 +314,6 @@ def estimate(
 
 
 def _tokens(measured: Measured, place: Place) -> int | None:
-    """Tokens of the whole run, if `max_steps` is set."""
     steps = int(measured.config.train.get("max_steps", -1))
     if steps < 1 or measured.pace is None:
         return None

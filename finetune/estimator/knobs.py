@@ -73,7 +73,6 @@ class Change:
 
 
 def setting(config: RunConfig, key: str) -> Any:
-    """Value from the `train` section, or its default."""
     return config.train.get(key, DEFAULTS[key])
 
 
@@ -84,7 +83,6 @@ def rows_of(config: RunConfig) -> tuple[int, int]:
 
 
 def with_rows(rows: int, times: int) -> tuple[str, str]:
-    """Overrides for `times` micro-batches of `rows` rows per step."""
     return (
         f"train.per_device_train_batch_size={rows}",
         f"train.gradient_accumulation_steps={times}",
@@ -129,7 +127,6 @@ def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
 
 
 def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
-    """Smaller storage of a frozen base."""
     precision, storage = config.precision, config.model.storage
     if config.lora is None or storage == "nf4":
         return
@@ -181,7 +178,6 @@ def _recomputed(config: RunConfig) -> Iterator[Change]:
 
 
 def _narrower(config: RunConfig) -> Iterator[Change]:
-    """Weights and optimizer states in fewer bits."""
     if config.model.dtype == "float32" and config.precision.compute in ("bf16", "fp8"):
         why = "weights, gradients and moments in BF16: updates below its rounding are lost"
         yield Change("weights", ("model.dtype=bfloat16",), why, "otherwise")

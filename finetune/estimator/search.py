@@ -1,7 +1,8 @@
 """Searches: the largest micro-batch, the longest rows, the best GPU, the fewest GPUs.
 
 Every point is a rehearsal of the model's first layers (`measure_fast`). "Fits" includes the margin;
-fragmentation is estimated, so a full `estimate` of the result may still report "tight".
+fragmentation is estimated, so a full `estimate` of the result may still report "tight". Functions
+raise the `FinetuneError` with which the run itself would fail.
 
 *Largest n.* Memory grows monotonically with n, and both the largest n that fits and n + 1 are
 measured. Memory is nearly a polynomial (activations linear in tokens, the mask of packed rows
@@ -63,11 +64,9 @@ _VERDICTS: tuple[Fit, ...] = ("fits", "tight", "does not fit")
 
 @dataclass(frozen=True)
 class Found:
-    """The largest value of one setting that fits.
+    """The largest `value` of a setting that fits, 0 if none does.
 
     Attributes:
-        setting: Key of the setting, e.g. `train.per_device_train_batch_size`.
-        value: Largest value that fits; 0 if none does.
         next: Next larger value, which does not fit; None at the upper limit of the search.
         measured: Run with `value`; None if nothing fits.
         points: Number of values measured.
@@ -83,7 +82,6 @@ class Found:
 
     @property
     def change(self) -> tuple[str, ...]:
-        """Overrides for the command line."""
         return (f"{self.setting}={self.value}", *self.others)
 
     def facts(self) -> dict[str, Any]:
@@ -110,13 +108,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest micro-batch and the longest rows of a run.
-
-    Attributes:
-        rows: Rows per micro-batch at the run's `max_length`.
-        length: Row length at the run's micro-batch.
-        length_of_one: Row length with one row per micro-batch.
-    """
+    """The largest micro-batch, the longest rows, and the longest single row per micro-batch."""
 
     rows: Found
     length: Found
@@ -131,11 +123,7 @@ class Largest:
 
 
 def largest(config: RunConfig, place: Place) -> Largest:
-    """Find the largest micro-batch and the longest rows that fit.
-
-    Raises:
-        FinetuneError: the run itself would fail with it.
-    """
+    """Find the largest micro-batch and the longest rows that fit."""
     rows, _ = rows_of(config)
     length = largest_length(config, place)
     alone = length if rows == 1 else largest_length(config, place, rows=1)
@@ -143,11 +131,7 @@ def largest(config: RunConfig, place: Place) -> Largest:
 
 
 def largest_rows(config: RunConfig, place: Place) -> Found:
-    """Find the largest micro-batch that fits at the run's `max_length`.
-
-    Raises:
-        FinetuneError: the run itself would fail with it.
-    """
+    """Find the largest micro-batch that fits at the run's `max_length`."""
     check_sizes(config)
     rows, _ = rows_of(config)
     most = max(rows, MOST_TOKENS // int(setting(config, "max_length")))
@@ -237,14 +221,7 @@ def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """A run on one kind of GPU.
-
-    Attributes:
-        place: GPU model and count.
-        measured: Memory and time; None if the run is impossible there.
-        change: Overrides that it requires.
-        why: Reason why it is impossible.
-    """
+    """A run on one kind of GPU, with the overrides it needs; `measured` is None if impossible."""
 
     place: Place
     measured: Measured | None
@@ -260,7 +237,6 @@ class Choice:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Throughput of all GPUs."""
         pace = self.measured.pace if self.measured else None
         return None if pace is None else pace.tokens_per_s * self.place.count
 
@@ -289,18 +265,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """A run on several kinds or numbers of GPUs, best first: fitting, tight, others.
-
-    Attributes:
-        order: Description of the order, for display.
-    """
+    """A run on several kinds or numbers of GPUs, best first; `order` describes it for display."""
 
     choices: tuple[Choice, ...]
     order: str
 
     @property
     def best(self) -> Choice | None:
-        """First choice, if it fits."""
         first = self.choices[0] if self.choices else None
         return first if first is not None and first.fit == "fits" else None
 

@@ -82,14 +82,12 @@ class Calibration(BaseModel):
 
 
 def calibration_path(device: str) -> Path:
-    """Path of the calibration file of a device."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower() or "device"
     return home / "fp8-finetune" / "calibration" / f"{name}.json"
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Store a calibration under its device's name and return the path."""
     path = calibration_path(calibration.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(calibration.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -120,10 +118,7 @@ def calibrated_roofline(measured: Calibration, gpu: Gpu | None, launched_by: Hos
     """Build the roofline that reproduces a calibration.
 
     The table's host times are scaled by the measured launch time. A CPU launches nothing: its
-    overhead per operator is in `kernel_us`.
-
-    Args:
-        gpu: Entry of the GPU table, or None for a device without one.
+    overhead per operator is in `kernel_us`, and its GPU table entry is None.
     """
     line = _measured_line(measured) if gpu is None else gpu
     scale = 0.0 if gpu is None else measured.launch_us / _REFERENCE_LAUNCH_US
@@ -191,11 +186,7 @@ def _all_of_the_peak() -> Efficiency:
 
 
 def calibrate(device: Device, *, seconds: float = _LONGEST_S) -> Calibration:
-    """Measure this device, a CUDA GPU or a CPU (`this_device()`).
-
-    Args:
-        seconds: Duration of each of the at most eight measurements.
-    """
+    """Measure this device, a CUDA GPU or a CPU; each of at most eight figures takes `seconds`."""
     began = time.perf_counter()
     gpu = find_gpu(device)
     on = torch.device("cuda" if device.kind == "cuda" else "cpu")
@@ -253,7 +244,6 @@ def _bandwidth(on: torch.device, longest: float) -> float:
 
 
 def _launch_us(on: torch.device, longest: float) -> float:
-    """Host microseconds of one small operator."""
     x = torch.ones(16, device=on)
 
     def many() -> None:
@@ -308,7 +298,6 @@ class _DecoderLayer(nn.Module):
 
 
 def _layer(measured: Calibration, gpu: Gpu | None, on: torch.device, longest: float) -> float:
-    """Measured / predicted time of a decoder layer."""
     sizes = (4096, 32, 14336) if on.type == "cuda" else (512, 8, 1408)
     length = 4096 if on.type == "cuda" else 256
     layer = _DecoderLayer(*sizes).to(device=on, dtype=torch.bfloat16)

@@ -54,7 +54,6 @@ class Communication:
 
     @property
     def added(self) -> float:
-        """Seconds added to the step."""
         return max(self.exposed, SHOWN * self.seconds)
 
 
@@ -139,8 +138,6 @@ def ddp_communication(
 
 
 class _Link:
-    """Serialized collectives of one process group."""
-
     def __init__(self, gpus: int, gb_s: float, latency_s: float) -> None:
         if gb_s <= 0:
             raise ValueError(f"a link of {gb_s} GB/s")

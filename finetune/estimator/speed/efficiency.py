@@ -113,15 +113,11 @@ def host(kind: HostKind) -> Host:
 
 
 def shared() -> Shared:
-    """Efficiencies independent of the GPU."""
     return _table().shared
 
 
 def efficiency_of(gpu: Gpu, attention: AttentionKernel | None = None) -> Efficiency:
     """Efficiencies of a GPU's family, or its own entry (power-limited models).
-
-    Args:
-        attention: Attention kernel; None for the one that the installed PyTorch picks there.
 
     Raises:
         ConfigError: no family of the table has the GPU's compute capability.

@@ -47,10 +47,7 @@ class _Value(NamedTuple):
 
 
 def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) -> Iterator[Launch]:
-    """Yield the kernels of a trace in the order of their first operator.
-
-    `compiled` is the predicate for operators in compiled regions; None for eager throughout.
-    """
+    """Yield a trace's kernels by first operator; `compiled` selects the operators that may fuse."""
     kinds: list[Kind] = [kind_of(op) for op in ops]
     if compiled is None:
         before: Op | None = None
@@ -80,7 +77,6 @@ def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) ->
 
 
 def pattern_of(op: Op) -> Pattern:
-    """Access pattern of an eager kernel."""
     kind = kind_of(op)
     if kind == "reduction":
         columns = is_barrier(op) and any(_numel(out.shape) > 1 for out in op.outputs)
@@ -124,9 +120,7 @@ def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) ->
                 if joins and (regions[maker], generations[maker]) == here:
                     parent[find(index)] = find(maker)
                     continue
-                if (
-                    operand.storage >= 0 and len(operand.shape) > 1
-                ):  # sharing a vector does not fuse
+                if operand.storage >= 0 and len(operand.shape) > 1:  # a shared vector fuses nothing
                     other = readers.setdefault((operand.storage, maker, *here), index)
                     parent[find(index)] = find(other)
         for operand in op.outputs:
@@ -179,7 +173,6 @@ def _ends_kernel(op: Op, kind: Kind) -> bool:
 
 
 def _uses(ops: Sequence[Op], kinds: Sequence[Kind]) -> dict[tuple[int, int], list[int]]:
-    """Readers of each value, by (storage, operator that wrote it)."""
     uses: dict[tuple[int, int], list[int]] = {}
     maker: dict[int, int] = {}
     for index, op in enumerate(ops):

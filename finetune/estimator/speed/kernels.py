@@ -114,7 +114,6 @@ def dtype_name(operand: Operand) -> str:
 
 
 def kind_of(op: Op) -> Kind:
-    """Kind of the kernel that an operator launches."""
     kind = _kind(op.name, op.phase)
     if kind == "copy" and op.outputs and not base_name(op).endswith("_"):
         taken = {operand.storage for operand in op.inputs}
@@ -148,11 +147,7 @@ def _kind(full_name: str, phase: str) -> Kind:
 
 
 def is_barrier(op: Op) -> bool:
-    """True for a reduction over more than the last dimension.
-
-    A norm over rows can run in the kernel that produces them; an amax of the tensor or of its
-    columns cannot.
-    """
+    """True for a reduction over more than the last dimension, as an amax of a tensor or columns."""
     if kind_of(op) != "reduction" or base_name(op) in _ROW_REDUCTIONS or not op.inputs:
         return False
     whole = max(op.inputs, key=lambda operand: operand.nbytes).shape
@@ -205,12 +200,10 @@ def attention_flops(op: Op) -> tuple[float, bool]:
 
 
 def is_backward_attention(op: Op) -> bool:
-    """True for the backward of an attention operator."""
     return "backward" in op.name
 
 
 def traffic(op: Op) -> tuple[float, float]:
-    """(bytes read, bytes written) of one eager kernel."""
     kind, name = kind_of(op), base_name(op)
     read = float(sum(operand.nbytes for operand in op.inputs))
     written = float(sum(operand.nbytes for operand in op.outputs))

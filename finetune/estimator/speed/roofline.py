@@ -87,14 +87,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Sustained rates of one device and of its host.
-
-    Attributes:
-        gpu: Peaks from the GPU table.
-        efficiency: Fractions of the peaks that kernels reach.
-        host: Microseconds of host time per kernel.
-        calibrated: True if the efficiencies were measured on this device.
-    """
+    """Sustained rates of one device and of its host, `calibrated` if measured on this device."""
 
     gpu: Gpu
     efficiency: Efficiency
@@ -175,7 +168,6 @@ class Roofline:
         return self.gpu.tflops[peak] * 1e12 * gemm[peak] * factor
 
     def _bandwidth(self, launch: Launch) -> float:
-        """Sustained bytes/s of a kernel."""
         shared = self.efficiency.shared
         if launch.kind == "dequantise":
             return self.gpu.gb_s * 1e9 * shared.dequantise
@@ -190,10 +182,7 @@ class Roofline:
 def roofline_of(
     gpu: Gpu, launched_by: HostKind = "eager", attention: AttentionKernel | None = None
 ) -> Roofline:
-    """Build the roofline of a GPU from the efficiency table.
-
-    Args:
-        attention: Attention kernel; None for the one that the installed PyTorch picks there.
+    """Build a roofline from the efficiency table; `attention` defaults to PyTorch's choice there.
 
     Raises:
         ConfigError: the table has no entry for the GPU's compute capability.
@@ -213,9 +202,7 @@ def shape_share(product: Product, units: int, pipeline_k: float) -> float:
     wave, 0.98. With 128 more rows there are 133 tiles and the second wave is nearly empty: the best
     choice of tiles and splits reaches 0.80.
 
-    Args:
-        units: Number of multiprocessors.
-        pipeline_k: Pipeline fill and drain of a tile, in elements of K.
+    `units` are multiprocessors; `pipeline_k` is the fill and drain of a tile, in elements of K.
     """
     best = math.inf  # seconds at 1 FLOP/s
     for rows, columns, relative in _TILES:

@@ -95,7 +95,6 @@ _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 
 
 def classes_of(ops: Sequence[Op]) -> list[StepPart]:
-    """Part of each operator of a trace."""
     casts = _casts(ops)
     carriers, ranks = _adapters(ops)
     vocabulary, head = _head(ops)

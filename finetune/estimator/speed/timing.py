@@ -86,11 +86,9 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput of one device."""
         return self.tokens / self.seconds
 
     def share(self, part: str) -> float:
-        """Fraction of the step spent in a part."""
         return self.classes.get(part, 0.0) / self.seconds
 
 
