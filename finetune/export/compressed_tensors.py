@@ -1,6 +1,6 @@
-"""FP8 and NVFP4 as compressed-tensors publishes them: what vLLM and Transformers read.
+"""FP8 and NVFP4 in the compressed-tensors layout, which vLLM and Transformers read.
 
-    fp8    W8A8   weights per output channel, activations per token when they come
+    fp8    W8A8   weights per output channel, activations per token, dynamic
            L.weight               E4M3     [N, K]
            L.weight_scale                  [N, 1]      multiplies
 
@@ -10,22 +10,21 @@
            L.weight_global_scale  float32  [1]         divides
            L.input_global_scale   float32  [1]         divides
 
-`fp8`: weight ≈ code · weight_scale. The scale is the channel's amax over 448, held in the weight's
-own type (as llm-compressor holds it); codes are made with the scale as it is stored.
+`fp8`: weight ≈ code · weight_scale. The scale is the channel's amax over 448, stored in the
+weight's type (as in llm-compressor); codes are made with the stored scale.
 
-`nvfp4`: weight ≈ code · weight_scale / weight_global_scale. A global scale *divides*: it is
-448 · 6 / amax, which puts the largest block scale at 448. Two codes go into a byte, the first one
-into its low half. Servers multiply by q, k and v (and by gate and up) in one GEMM, under one global
-scale, so these share the largest amax among them. `input_global_scale` is the same of the layer's
-inputs, whose amax must be known beforehand. It is taken from training rows (`input_amax`), so that
-the held-out rows of the parity check stay held out; a larger input saturates.
+`nvfp4`: weight ≈ code · weight_scale / weight_global_scale. A global scale *divides*: 448 · 6 /
+amax puts the largest block scale at 448. A byte has two codes, the first in its low half. Servers
+fuse q, k and v (and gate and up) into one GEMM under one global scale, so these share their largest
+amax. `input_global_scale` is the same for the layer's inputs, whose amax must be known beforehand.
+It comes from training rows (`input_amax`), so that the parity check's evaluation rows stay unseen;
+a larger input saturates.
 
-Quantized are the plain `nn.Linear` layers whose sizes are multiples of 16, except the output head:
-its rounding goes straight into the logits. Embeddings, norms and biases stay as they are.
+Quantized are plain `nn.Linear` layers whose sizes are multiples of 16, except the output head,
+whose rounding would hit the logits directly. Embeddings, norms and biases stay as they are.
 
 Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, NVFP4;
-`compressors/nvfp4`, `quantization/utils/helpers.py: generate_gparam`) and llm-compressor.
-"""
+`compressors/nvfp4`, `quantization/utils/helpers.py: generate_gparam`) and llm-compressor."""
 
 from __future__ import annotations
 
@@ -44,15 +43,14 @@ BLOCK = 16
 MULTIPLE = 16
 ONE_GEMM = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 GLOBAL = E4M3.max * E2M1.max
-"""Largest magnitude that codes and block scales express together: 448 · 6."""
+"""Largest magnitude of a code times a block scale: 448 · 6."""
 
 
 def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Names of the linear layers that are quantized, and of those that are not.
+    """Names of the linear layers to quantize, and of the others.
 
     Raises:
-        ConfigError: none can be, or some weights are stored in parts (experts).
-    """
+        ConfigError: none can be, or some weights are stored in parts (experts)."""
     parts = [w.key for shard in checkpoint.shards.values() for w in shard if not w.whole]
     if parts:
         raise ConfigError(
@@ -81,12 +79,7 @@ def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 
 
 def quantization_config(target: str, ignore: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of `config.json`.
-
-    Args:
-        target: `fp8` or `nvfp4`.
-        ignore: linear layers that are not quantized.
-    """
+    """Build the `quantization_config` of `config.json`; `ignore` lists layers that stay high."""
     if target == "fp8":
         form = "float-quantized"
         weights = _arguments(8, "channel", dynamic=False, observer="memoryless_minmax")
@@ -125,15 +118,11 @@ def _arguments(
 
 
 def encode_fp8(weight: Tensor) -> dict[str, Tensor]:
-    """Codes and scales of a weight.
-
-    Args:
-        weight: [N, K], floating point.
+    """Quantize a weight [N, K] to FP8.
 
     Returns:
         `weight` E4M3 [N, K] and `weight_scale` [N, 1] in the weight's type (float32 for float16,
-        which cannot hold small scales).
-    """
+            which cannot represent small scales)."""
     kept = torch.float32 if weight.dtype == torch.float16 else weight.dtype
     scale = (amax(weight, 1).clamp(min=AMAX_FLOOR) / E4M3.max).to(kept)
     codes = cast(weight.float() / scale.float(), torch.ones(()), E4M3)
@@ -141,20 +130,18 @@ def encode_fp8(weight: Tensor) -> dict[str, Tensor]:
 
 
 def encode_nvfp4(weight: Tensor, largest: Tensor, inputs: float) -> dict[str, Tensor]:
-    """Packed codes, block scales and the global scale of a weight.
+    """Quantize a weight [N, K] to NVFP4.
 
     Args:
-        weight: [N, K], floating point.
         largest: float32 scalar, amax of all weights that share the global scale.
         inputs: largest magnitude of the layer's inputs.
 
     Returns:
-        `weight_packed` uint8 [N, K/2], `weight_scale` E4M3 [N, K/16], `weight_global_scale`
-        and `input_global_scale` float32 [1].
-    """
+        `weight_packed` uint8 [N, K/2], `weight_scale` E4M3 [N, K/16], `weight_global_scale` and
+            `input_global_scale` float32 [1]."""
     rows, columns = weight.shape
     blocks = weight.float().view(rows, columns // BLOCK, BLOCK)
-    # The last "block" only carries the amax that is shared with other weights.
+    # The last "block" only adds the amax shared with other weights.
     block_amax = torch.cat([amax(blocks, -1).flatten(), largest.view(1)])
     inverse, block, scale = nvfp4_scales(block_amax)
     codes = cast(blocks, scale[:-1].view(rows, -1, 1), E2M1).view(rows, columns)
@@ -167,11 +154,9 @@ def encode_nvfp4(weight: Tensor, largest: Tensor, inputs: float) -> dict[str, Te
 
 
 def share_amax(largest: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give layers that servers multiply in one GEMM their common amax.
+    """Unify the amax (a float32 scalar by layer name) of layers that servers fuse into one GEMM.
 
-    Args:
-        largest: layer name -> float32 scalar.
-    """
+    Example: q_proj 1.0, k_proj 3.0, v_proj 2.0 all become 3.0."""
     shared = dict(largest)
     for name in largest:
         parent, _, leaf = name.rpartition(".")
@@ -188,13 +173,11 @@ def input_amax(
     """Largest magnitude of the inputs of each layer.
 
     Args:
-        model: the stock model, with its adapter or without.
+        model: the stock model, with or without adapter.
         layers: names of linear layers, as in the stock model.
-        batches: what the model takes.
 
     Raises:
-        ConfigError: a layer got no input, or one that is not finite.
-    """
+        ConfigError: a layer got no input, or one that is not finite."""
     from peft import PeftModel
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model

@@ -1,14 +1,13 @@
-"""`export_run(run, to, out)`: from a run folder to weights that others load, checked.
+"""`export_run(run, to, out)`: from a run folder to checked weights in standard formats.
 
-    adapter   the adapter as it is, naming the model that it belongs to
-    merged    the adapter in the original weights, in the type that those are stored in
+    adapter   the adapter as it is, naming its base model
+    merged    the adapter merged into the original weights, in their stored type
     fp8       merged, then FP8 (compressed-tensors `float-quantized`)
     nvfp4     merged, then four bits (compressed-tensors `nvfp4-pack-quantized`)
 
-Original weights, not those of the run: a run may hold a frozen base in FP8 or NF4, and merging into
-such codes would round the adapter away. A full run's own weights are in its `model/`; a run that
-was interrupted or stopped has none, and there is nothing to export.
-"""
+Merging uses the original weights: a run may store its frozen base in FP8 or NF4, and merging into
+such codes would round the adapter away. A full run's weights are in its `model/`; an interrupted
+run has none, and nothing to export."""
 
 from __future__ import annotations
 
@@ -52,15 +51,12 @@ LIBRARIES = ("torch", "transformers", "peft", "safetensors", "compressed-tensors
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that can be exported.
+    """Run that can be exported.
 
     Attributes:
-        folder: the run folder.
-        config: configuration of the run.
-        model: the folder of trained weights, plain Hugging Face weights or a plain adapter.
+        model: folder of trained weights, plain Hugging Face weights or a plain adapter.
         status: `proven`, or the reason why not.
-        eval_loss: held-out loss that the run reported, None without held-out rows.
-    """
+        eval_loss: eval loss that the run reported, None without evaluation rows."""
 
     folder: Path
     config: RunConfig
@@ -70,7 +66,7 @@ class FinishedRun:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether `model` holds an adapter; else it holds all weights."""
+        """True if `model` has an adapter, False if it has all weights."""
         return (self.model / "adapter_config.json").is_file()
 
 
@@ -78,8 +74,7 @@ def open_run(folder: Path | str) -> FinishedRun:
     """Read a run folder.
 
     Raises:
-        ConfigError: it is no run folder, or the run has left no weights.
-    """
+        ConfigError: it is no run folder, or has no weights."""
     run = read_run(folder)
     folder = run.folder
     model = folder / "model"
@@ -112,15 +107,13 @@ def open_run(folder: Path | str) -> FinishedRun:
 
 @dataclass(frozen=True)
 class Export:
-    """A finished export.
+    """Finished export.
 
     Attributes:
-        folder: the finished folder.
         target: `adapter`, `merged`, `fp8` or `nvfp4`.
         parity: comparison with the run's model.
-        rows: description of the rows that were compared.
-        quantised, kept: names of linear layers that were quantized, and of those that were not.
-    """
+        rows: description of the compared rows.
+        quantised, kept: names of linear layers that were quantized, and of those that were not."""
 
     folder: Path
     target: str
@@ -145,13 +138,12 @@ def export_run(
         to: `adapter`, `merged`, `fp8` or `nvfp4`.
         out: the folder to make.
         force: replace an earlier export there.
-        console: where to show progress.
+        console: console for progress output.
 
     Raises:
-        ConfigError: no such run or target, or a combination that is refused, with the reason.
+        ConfigError: no such run or target, or an unsupported combination, with the reason.
         MissingExtraError: a quantized export cannot be checked without compressed-tensors.
-        ParityError: the export is not what was trained; it stays in `out.partial`.
-    """
+        ParityError: the export is not what was trained; it stays in `out.partial`."""
     say = bind((console or Console()).print, highlight=False, soft_wrap=True)
     finished, out = open_run(run), Path(out).expanduser().resolve()
     _refuse_target(to, finished)
@@ -204,15 +196,7 @@ def check_export(
     batches: list[dict[str, Any]],
     said: Observation,
 ) -> Parity:
-    """Load an export as anyone would and compare it with what the run's model said.
-
-    Args:
-        folder: the export.
-        to: its kind.
-        run: the run that it was made from.
-        batches: evaluation batches.
-        said: the reference's answers to them.
-    """
+    """Load an export as users would and compare it with the reference's outputs `said`."""
     if to != "adapter":
         model = load_stock(folder, run.config)
     else:
@@ -246,7 +230,7 @@ def _refuse_target(to: str, run: FinishedRun) -> None:
 
 
 def _base_name(model: ModelConfig) -> tuple[str, str | None]:
-    """The name by which others find the base, and its revision: of the hub, or a folder."""
+    """Hub name and revision of the base, or its folder."""
     found = Path(locate(model))
     if model.name.startswith(BUILTIN) or found.is_dir():
         return str(found.resolve()), None
@@ -256,7 +240,7 @@ def _base_name(model: ModelConfig) -> tuple[str, str | None]:
 def _observe_reference(
     run: FinishedRun, source: Path, calibrate: list[str]
 ) -> tuple[Batches, Observation, dict[str, float]]:
-    """See the run's model once: its answers to its rows, and the largest inputs of some layers."""
+    """Run the reference once: its outputs, and the largest inputs of `calibrate` layers."""
     model = load_stock(source, run.config, adapter=run.model if run.has_adapter else None)
     batches = batches_of(run.config, model)
     said = parity.observe(model.eval(), batches.evaluation)
@@ -265,7 +249,7 @@ def _observe_reference(
     if calibrate:
         largest = compressed_tensors.input_amax(model, calibrate, batches.calibration)
     del model
-    gc.collect()  # the trainer that made the batches refers to the model in circles
+    gc.collect()  # the trainer behind the batches refers to the model in cycles
     return batches, said, largest
 
 

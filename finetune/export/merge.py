@@ -1,16 +1,14 @@
-"""One weight with its adapter merged in: W + s·B·A in float32, rounded once.
+"""Merged weights: W + s·B·A in float32, rounded once. ([N, K] + s · [N, r] @ [r, K])
 
-PEFT knows what an adapter means (rank and alpha patterns, rsLoRA, DoRA, the transposed weights of
-GPT-2, biases, `modules_to_save`), so PEFT merges: into an outline of the model whose base weights
-take no memory. A stored weight is put into its layer in float32, merged there by PEFT's own
-`merge()`, and taken out again in the type that it was stored in. What is held is the adapter in
-float32 and the temporaries of one weight.
+PEFT knows the meaning of an adapter (rank and alpha patterns, rsLoRA, DoRA, GPT-2's transposed
+weights, biases, `modules_to_save`), so PEFT merges, into an outline of the model whose base weights
+take no memory. A stored weight is put into its layer in float32, merged by PEFT's own `merge()`,
+and taken out in its stored type. Memory: the adapter in float32 and the temporaries of one weight.
 
-Nothing is dropped silently: each tensor of the adapter file must have a place in the outline, and
-each place a stored weight; otherwise it is an error.
+Nothing is dropped silently: each adapter tensor without a place in the outline, and each place
+without a stored weight, raises.
 
-A tied pair of which the adapter changes one half is no pair any more: both are written, and the
-configuration says so.
+If the adapter changes one half of a tied pair, both are written, and the configuration unties them.
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ NOT_WEIGHTS = ("layer_replication", "trainable_token_indices", "target_parameter
 
 
 class Merger:
-    """An adapter over the outline of a checkpoint.
+    """Adapter over the outline of a checkpoint.
 
     Attributes:
-        untied: parameters of tied pairs that the adapter tears apart, each with its other half.
-    """
+        untied: parameters of tied pairs that the adapter separates, each with its other half."""
 
     def __init__(self, checkpoint: Checkpoint, adapter: Path) -> None:
         """Load the adapter.
@@ -44,9 +41,8 @@ class Merger:
             adapter: folder with `adapter_config.json` and `adapter_model.safetensors`.
 
         Raises:
-            ConfigError: a part of the adapter has no place in the model or in its weights, or is
-                of a kind that cannot be merged.
-        """
+            ConfigError: a part of the adapter has no place in the model or its weights, or cannot
+                be merged."""
         from peft import PeftConfig, PeftModel, set_peft_model_state_dict
         from peft.utils import load_peft_weights
 
@@ -87,15 +83,14 @@ class Merger:
             raise self._homeless(sorted(homeless))
 
     def merge(self, weight: Weight, stored: Tensor) -> Tensor:
-        """The stored tensor with the adapter's change, in its stored type and shape.
+        """Merge the adapter into a stored tensor; keeps its type and shape.
 
         Raises:
-            ConfigError: the merged weight is not finite, or was another one in the run.
-        """
+            ConfigError: the merged weight is not finite, or the base differs from the run's."""
         return self._merge(weight.name, stored)
 
     def torn(self, weight: Weight, stored: Tensor) -> dict[str, Tensor]:
-        """The half that is not stored of a tied pair that is one no more, by parameter name."""
+        """Missing halves of separated tied pairs, by parameter name."""
         other = self.apart.get(weight.name)
         return {} if other is None else {other: self._merge(other, stored)}
 
@@ -172,21 +167,20 @@ class Merger:
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take from an adapter's tensors the weights that PEFT saves beside adapters of embeddings."""
+    """Remove and return the weights that PEFT saves beside adapters of embeddings."""
     keys = [key for key in tensors if key.endswith(".base_layer.weight")]
     name = {key: key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in keys}
     return {name[key]: tensors.pop(key) for key in keys}
 
 
 def _without_memory(outline: nn.Module) -> dict[int, nn.Parameter]:
-    """Put every parameter on the CPU with one number behind all its elements.
+    """Move every parameter to the CPU with one number behind all its elements.
 
-    PEFT moves an adapter to the device and the type of the weight it belongs to: over a meta weight
-    it would be lost, and over a BF16 weight rounded. So all are float32 here.
+    PEFT moves an adapter to the device and type of its weight: a meta weight would lose it, a BF16
+    weight round it. So all are float32 here.
 
     Returns:
-        The new parameters by their ids.
-    """
+        The new parameters by their ids."""
     empty = {}
     for module in outline.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -198,7 +192,7 @@ def _without_memory(outline: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def _replaced(base: nn.Module, empty: dict[int, nn.Parameter]) -> dict[str, Tensor]:
-    """Parameters that the adapter file holds in full: `modules_to_save`, trained biases."""
+    """Parameters that the adapter file has in full: `modules_to_save`, trained biases."""
     found = {}
     for name, parameter in base.named_parameters():
         parts = name.split(".")
@@ -210,11 +204,11 @@ def _replaced(base: nn.Module, empty: dict[int, nn.Parameter]) -> dict[str, Tens
 
 
 def _merge_into(layer: Any, stored: Tensor) -> Tensor:
-    """W + s·B·A (or DoRA's) by PEFT, in float32; the layer is left as it was."""
+    """Compute W + s·B·A (or DoRA's) by PEFT, in float32; the layer is unchanged afterwards."""
     base = layer.get_base_layer()
     held, bias = base.weight, getattr(base, "bias", None)
     base.weight = nn.Parameter(stored.to(torch.float32, copy=True), requires_grad=False)
-    if bias is not None:  # merged on its own, where it is stored
+    if bias is not None:  # merged separately, with its own stored tensor
         base.bias = nn.Parameter(torch.zeros(bias.shape), requires_grad=False)
     try:
         with torch.no_grad():

@@ -1,22 +1,19 @@
-"""Does the export say what the run's model says?
+"""Parity of an export with the run's model, on the run's own rows.
 
-Both models answer the run's own rows, one after the other, so that only one is in memory: the
-reference is the original weights with the adapter by stock PEFT (of a full run, its weights), the
-other is the export as anyone would load it. The rows are tokenized, masked and padded as the run's
-evaluation did it, by the same `SFTTrainer`, and models are loaded in the type that the run computed
-in, with nothing of ours in between. Of the reference the loss is kept, and the logits of the first
-2,048 positions that count in the loss. Four figures are compared:
+The models run one after the other, so that only one is in memory: the reference is the original
+weights with the adapter by stock PEFT (of a full run, its weights), the other is the export, loaded
+as users would. Rows are tokenized, masked and padded by the same `SFTTrainer` as in the run's
+evaluation; models are loaded in the run's compute type, without our code in between. The
+reference's loss is kept, and its logits at the first 2,048 labeled positions. Compared are:
 
-    loss gap     |loss of the export - loss of the reference| / loss of the reference, which counts
-                 as 1 nat where it is less
+    loss gap     |loss of the export - loss of the reference| / max(loss of the reference, 1 nat)
     KL           mean over positions of KL(reference ‖ export) in nats
-    logit error  ‖export - reference‖ / ‖reference‖, each position's mean taken away first (softmax
-                 does not see it)
-    agreement    share of positions where both find the same token likeliest
+    logit error  ‖export - reference‖ / ‖reference‖, each position's mean removed first (softmax
+        ignores it)
+    agreement    share of positions with the same top-1 token
 
-A mistake in layout, a scale that divides where it should multiply, or a lost adapter puts these at
-1 or beyond; `BOUNDS` says what rounding alone may do.
-"""
+A layout mistake, a scale that divides instead of multiplying, or a lost adapter puts these at 1 or
+beyond; `BOUNDS` limits what rounding alone may do."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ ABOUT_ROWS = (
     "seed",
     "truncation_mode",
 )
-"""Settings of `train` that decide what a batch looks like; the others are about training."""
+"""Settings of `train` that shape a batch."""
 EVALUATION_ROWS = 128
 CALIBRATION_ROWS = 64
 BATCH = 4
@@ -70,7 +67,7 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest figures that rounding explains (of the agreement the smallest), and the reason."""
+    """Largest figures that rounding explains (for the agreement the smallest), and the reason."""
 
     loss_gap: float
     kl: float
@@ -89,13 +86,12 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Observation:
-    """Answers of a model to some batches.
+    """Outputs of a model on some batches.
 
     Attributes:
-        loss: mean cross-entropy over all positions with a label, in nats.
+        loss: mean cross-entropy over all labeled positions, in nats.
         positions: number of these positions.
-        logits: [T, V] of the first T of them, on the CPU, in the type they came in.
-    """
+        logits: [T, V] of the first T of them, on the CPU, in the model's type."""
 
     loss: float
     positions: int
@@ -104,12 +100,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class Parity:
-    """The comparison of an export with its reference; see the module's text.
+    """Comparison of an export with its reference; see the module's text.
 
     Attributes:
         positions: number of positions behind the losses.
-        compared: number of positions behind the other figures.
-    """
+        compared: number of positions behind the other figures."""
 
     loss_reference: float
     loss_export: float
@@ -121,14 +116,14 @@ class Parity:
     compared: int
 
     def failures(self, bounds: Bounds) -> list[str]:
-        """Descriptions of the figures that are out of bounds; NaN is."""
+        """Describe the figures that are out of bounds, NaN included."""
         found = [
             f"{name} {getattr(self, name):.3g} (at most {getattr(bounds, name):g})"
             for name in ("loss_gap", "kl", "logit_error")
             if not getattr(self, name) <= getattr(bounds, name)
         ]
         other = round((1 - self.agreement) * self.compared)
-        if other > max(1, (1 - bounds.agreement) * self.compared):  # of few positions, one may be
+        if other > max(1, (1 - bounds.agreement) * self.compared):  # one is always allowed
             found.append(f"agreement {self.agreement:.1%} (at least {bounds.agreement:.0%})")
         return found
 
@@ -141,13 +136,12 @@ class Parity:
 
 @dataclass(frozen=True)
 class Batches:
-    """Rows as the model takes them.
+    """Batches as the model takes them.
 
     Attributes:
-        evaluation: batches of the run's held-out rows (the first 128).
+        evaluation: batches of the run's evaluation rows (the first 128).
         calibration: batches of training rows (64).
-        rows: description of the evaluation rows.
-    """
+        rows: description of the evaluation rows."""
 
     evaluation: list[dict[str, Any]]
     calibration: list[dict[str, Any]]
@@ -155,7 +149,7 @@ class Batches:
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    """The type that the run computed in: under FP8 that of the model around it, BF16."""
+    """Compute type of the run; with FP8, that of the surrounding model, BF16."""
     return {"fp16": torch.float16, "fp32": torch.float32}.get(
         config.precision.compute, torch.bfloat16
     )
@@ -164,17 +158,16 @@ def compute_dtype(config: RunConfig) -> torch.dtype:
 def load_stock(
     weights: Path | str, config: RunConfig, *, adapter: Path | None = None
 ) -> PreTrainedModel:
-    """A model by `from_pretrained`, with an adapter by stock PEFT, in evaluation mode.
+    """Load a model with `from_pretrained`, and an adapter with stock PEFT, in evaluation mode.
 
     Args:
         weights: folder of plain or compressed-tensors weights.
-        config: the run's, for its compute type, attention and trust.
-        adapter: folder of a PEFT adapter.
-    """
+        config: source of compute type, attention and trust.
+        adapter: folder of a PEFT adapter."""
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import finetune.storage.bdh  # noqa: F401  makes our own model types known
+    import finetune.storage.bdh  # noqa: F401  registers our own model types
 
     kwargs: dict[str, Any] = {}
     if config.model.attention is not None:
@@ -184,7 +177,7 @@ def load_stock(
     if adapter is not None and is_published_fp8(
         AutoConfig.from_pretrained(weights, trust_remote_code=trust)
     ):
-        load = load_in_fp8  # what others make of such a base depends on their device
+        load = load_in_fp8  # other loaders treat such a base differently by device
     model: Any = load(
         weights,
         dtype=compute_dtype(config),
@@ -198,11 +191,10 @@ def load_stock(
 
 
 def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
-    """The run's held-out rows and some training rows, as batches on the model's device.
+    """Batches of evaluation and training rows of the run, on the model's device.
 
     Raises:
-        DataError, DataNotFoundError: the run's rows are not there any more.
-    """
+        DataError, DataNotFoundError: the run's rows are gone."""
     from trl import SFTTrainer
 
     tokenizer, _ = load_tokenizer(config.model)
@@ -233,15 +225,13 @@ def _first(rows: Dataset, count: int) -> Dataset:
 
 
 def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
-    """Run a model over batches with labels.
+    """Run a causal language model in evaluation mode over batches with labels.
 
     Args:
-        model: a causal language model in evaluation mode.
-        batches: `input_ids`, `labels` [B, L] and what else it takes.
+        batches: `input_ids`, `labels` [B, L] and other inputs of the model.
 
     Raises:
-        DataError: no position has a label.
-    """
+        DataError: no position has a label."""
     total, count, kept = 0.0, 0, []
     room = KEPT_POSITIONS
     with torch.inference_mode():
@@ -265,7 +255,7 @@ def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
 
 
 def compare(reference: Observation, export: Observation) -> Parity:
-    """The figures of an export against its reference, over the same batches."""
+    """Compare an export with its reference, over the same batches."""
     kl = error = signal = same = 0.0
     for ours, theirs in zip(reference.logits.split(256), export.logits.split(256), strict=True):
         r, e = (x.float() for x in (ours, theirs))
@@ -289,16 +279,15 @@ def compare(reference: Observation, export: Observation) -> Parity:
 
 
 def check_reference(loss: float, reported: float | None) -> None:
-    """Raise where the reference is not the model that the run evaluated.
+    """Raise if the reference is not the model that the run evaluated.
 
     Args:
-        loss: of the original weights under the run's adapter, over all positions.
-        reported: held-out loss of the run, None where it had none. It averages batches and not
-            positions, and its base may have been held in FP8 or NF4: a few percent apart.
+        loss: loss of the original weights under the run's adapter, over all positions.
+        reported: eval loss of the run, or None. It averages batches instead of positions, and its
+            base may have been stored in FP8 or NF4: a few percent apart.
 
     Raises:
-        ParityError: they are further apart than that can explain.
-    """
+        ParityError: they differ by more than that explains."""
     if reported is not None and not abs(loss - reported) <= REFERENCE_GAP * max(reported, 1.0):
         raise ParityError(
             "the run's model cannot be put together again",
@@ -309,16 +298,14 @@ def check_reference(loss: float, reported: float | None) -> None:
 
 
 def check(parity: Parity, target: str, where: str) -> None:
-    """Raise where an export is not what was trained.
+    """Raise if an export is not what was trained.
 
     Args:
-        parity: from `compare`.
         target: a key of `BOUNDS`.
         where: the folder, for the message.
 
     Raises:
-        ParityError: figures are out of bounds; it names them.
-    """
+        ParityError: figures are out of bounds; it names them."""
     failures = parity.failures(BOUNDS[target])
     if failures:
         raise ParityError(

@@ -1,14 +1,13 @@
-"""The stored weights that an export starts from: shard by shard, with their names in the model.
+"""Source weights of an export: stored tensors shard by shard, with their names in the model.
 
 A checkpoint is a folder with `config.json` and either one `model.safetensors` or several shards
-under `model.safetensors.index.json`. Only one shard is ever read at a time.
+under `model.safetensors.index.json`. Only one shard is read at a time.
 
-The names in the files are not always those of the model that Transformers builds: a prefix may be
-missing, keys may have been renamed since, and experts that are stored one by one become one
-parameter. Transformers' own table (`get_model_conversion_mapping`) translates them here, as it does
-in `from_pretrained`, over an *outline* of the model on the meta device, which also says what each
-weight belongs to: a linear layer, an embedding, the output head, a tied pair.
-"""
+File keys may differ from the parameter names in Transformers: prefixes are missing, keys were
+renamed, experts stored one by one become one parameter. Transformers' own table
+(`get_model_conversion_mapping`) translates them as `from_pretrained` does, over an *outline* of the
+model on the meta device. The outline also gives each weight's kind: linear layer, embedding, output
+head, tied pair."""
 
 from __future__ import annotations
 
@@ -40,9 +39,8 @@ class Weight:
 
     Attributes:
         key: its name in the file.
-        name: of the parameter that it becomes, or is a part of.
-        whole: False where the parameter is put together from several tensors.
-    """
+        name: name of its parameter, or of the one it is a part of.
+        whole: False if the parameter consists of several tensors."""
 
     key: str
     name: str
@@ -54,10 +52,9 @@ class Checkpoint:
     """Stored weights, opened by `open_checkpoint`.
 
     Attributes:
-        folder: holds config, weights and tokenizer.
+        folder: folder of config, weights and tokenizer.
         outline: the stock model on the meta device.
-        shards: file name -> the weights in it.
-    """
+        shards: weights by file name."""
 
     folder: Path
     outline: PreTrainedModel
@@ -65,7 +62,7 @@ class Checkpoint:
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
-        """Parameter name -> its weight; of a parameter in parts, the last part."""
+        """Weights by parameter name; of a parameter in parts, the last part."""
         return {weight.name: weight for shard in self.shards.values() for weight in shard}
 
     @cached_property
@@ -80,24 +77,23 @@ class Checkpoint:
 
     @cached_property
     def tied(self) -> dict[str, str]:
-        """Each parameter of a tied pair -> the other one, both ways."""
+        """Both directions of each tied pair of parameters."""
         pairs = self.outline.all_tied_weights_keys.items()
         return {a: b for pair in pairs for a, b in (pair, reversed(pair))}
 
     def read(self, shard: str) -> Iterator[tuple[Weight, Tensor]]:
-        """The tensors of a shard, one at a time, in their stored type, on the CPU."""
+        """Yield the tensors of a shard, one at a time, in their stored type, on the CPU."""
         with safe_open(self.folder / shard, framework="pt") as file:
             for weight in self.shards[shard]:
                 yield weight, file.get_tensor(weight.key)
 
 
 def weights_folder(model: ModelConfig) -> Path:
-    """The folder of a model's stored weights; those of the hub are downloaded, or in the cache.
+    """Folder of a model's stored weights; hub weights are downloaded or taken from the cache.
 
     Raises:
         ModelNotFoundError: no such folder or hub model.
-        ConfigError: the run began with random weights, which are stored nowhere.
-    """
+        ConfigError: the run began with random weights, which are stored nowhere."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -117,7 +113,7 @@ def weights_folder(model: ModelConfig) -> Path:
                 source,
                 revision=model.revision,
                 allow_patterns=list(WEIGHTS_AND_MORE),
-                ignore_patterns="consolidated*",  # the same weights again, in another layout
+                ignore_patterns="consolidated*",  # a second copy, in another layout
             )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -130,15 +126,14 @@ def weights_folder(model: ModelConfig) -> Path:
 
 
 def open_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> Checkpoint:
-    """Read what a checkpoint holds, but no weights.
+    """Index a checkpoint's tensors without reading weights.
 
     Raises:
-        ModelNotFoundError: it holds no safetensors, or not all of them.
-        ConfigError: its weights are quantised.
-    """
+        ModelNotFoundError: safetensors files are missing.
+        ConfigError: its weights are quantized."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    import finetune.storage.bdh  # noqa: F401  makes our own model types known
+    import finetune.storage.bdh  # noqa: F401  registers our own model types
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
@@ -194,7 +189,7 @@ def _refuse_quantized(folder: Path, keys: dict[str, list[str]]) -> None:
 
 
 class _Names:
-    """Key in a file -> `Weight`, by the rules of `from_pretrained`."""
+    """Translates file keys to `Weight`, by the rules of `from_pretrained`."""
 
     def __init__(self, outline: PreTrainedModel) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -212,6 +207,6 @@ class _Names:
         name, part = rename_source_key(
             key, self.renamings, self.converters, self.prefix, self.known
         )
-        if name not in self.known and key in self.known:  # a rule that is about another model
+        if name not in self.known and key in self.known:  # the rule is for another model
             name, part = rename_source_key(key, [], [], self.prefix, self.known)
         return Weight(key, name, whole=part is None)

@@ -1,8 +1,7 @@
-"""Files of an export (weights shard by shard, configuration, tokenizer), complete or not there.
+"""Files of an export (weights, configuration, tokenizer), written completely or not at all.
 
-A shard is read, merged, encoded and written before the next one is opened, under the name that it
-had. What is in memory is the shard as it will be written and the float32 temporaries of one weight.
-"""
+A shard is read, merged, encoded and written under its name before the next one is opened. Memory:
+one output shard and the float32 temporaries of one weight."""
 
 from __future__ import annotations
 
@@ -31,26 +30,25 @@ TOKENIZER = (
     "*.model",
 )
 Encode = Callable[[Tensor], dict[str, Tensor]]
-"""A weight [N, K] -> the tensors that stand for it, by what follows the layer's name."""
+"""Encodes a weight [N, K] as tensors, by their suffix after the layer's name."""
 RECORD = "export.json"
-"""The file that marks a folder as an export of ours, finished or not."""
+"""File that marks a folder as our export, finished or not."""
 
 
 @contextlib.contextmanager
 def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` when the block ends well.
+    """Yield a folder to write to, which becomes `out` on success.
 
-    It is `OUT.partial` until then. Ctrl-C or an error removes it; a failed parity check leaves it,
-    with the figures, to be looked at.
+    Until then it is `OUT.partial`. Ctrl-C or an error removes it; a failed parity check leaves it,
+    with the figures, for inspection.
 
     Args:
-        out: the folder of the finished export.
+        out: folder of the finished export.
         force: replace an earlier export there.
-        keep_clear: folders that are read, in which nothing may be written.
+        keep_clear: input folders, in which nothing may be written.
 
     Raises:
-        ConfigError: `out` is taken, or inside a folder that is read.
-    """
+        ConfigError: `out` is taken, or inside an input folder."""
     partial = out.parent / f"{out.name}.partial"
     _refuse_taken(out, partial, force=force, keep_clear=keep_clear)
     if partial.exists():
@@ -114,9 +112,8 @@ def write_weights(
     """Write all shards, and the index if there was one.
 
     Args:
-        merger: of the run's adapter; None for weights that were trained themselves.
-        encoders: layer name -> encoder of its weight.
-    """
+        merger: merges the run's adapter; None for fully trained weights.
+        encoders: weight encoder by layer name."""
     shard_of: dict[str, str] = {}
     size = 0
     for shard in checkpoint.shards:
@@ -148,11 +145,8 @@ def _exported(
 def weight_amax(
     checkpoint: Checkpoint, merger: Merger | None, layers: list[str]
 ) -> dict[str, Tensor]:
-    """Largest magnitude of each layer's weight, adapter merged: a pass over all shards.
-
-    Returns:
-        Layer name -> float32 scalar.
-    """
+    """Largest magnitude of each layer's merged weight (float32 scalar), in one pass over all
+    shards."""
     found = {}
     for shard in checkpoint.shards:
         for weight, stored in checkpoint.read(shard):
@@ -165,7 +159,7 @@ def weight_amax(
 def write_config(
     checkpoint: Checkpoint, out: Path, *, untied: bool, quantization: dict[str, Any] | None
 ) -> None:
-    """`config.json` as it was, with what the export changed."""
+    """Write `config.json` with the export's changes."""
     config = _read_json(checkpoint.folder / "config.json")
     if untied:
         for section in (config, config.get("text_config", {})):
@@ -176,7 +170,7 @@ def write_config(
 
 
 def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
-    """Copy the files beside the original weights, and the tokenizer that the run saved."""
+    """Copy the files beside the original weights, and the run's tokenizer."""
     for pattern in WEIGHTS_AND_MORE:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
@@ -185,7 +179,7 @@ def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy the tokenizer that the run saved, over the original one."""
+    """Copy the run's tokenizer over the original one."""
     for pattern in TOKENIZER:
         for file in source.glob(pattern):
             if file.is_file():
@@ -193,14 +187,13 @@ def copy_tokenizer(source: Path, out: Path) -> None:
 
 
 def write_adapter(adapter: Path, out: Path, base: str, revision: str | None) -> None:
-    """Copy the adapter as it is, with the name of the model that it belongs to.
+    """Copy the adapter with the name of its base model.
 
     Args:
         adapter: the run's `model/`.
         out: the export.
         base: hub id, or absolute folder.
-        revision: of the hub id.
-    """
+        revision: revision of the hub id."""
     shutil.copyfile(adapter / "adapter_model.safetensors", out / "adapter_model.safetensors")
     config = _read_json(adapter / "adapter_config.json")
     named = {"base_model_name_or_path": base, "revision": revision}

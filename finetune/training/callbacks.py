@@ -1,4 +1,4 @@
-"""Callbacks that write and show a run while it trains: `metrics.jsonl`, a progress bar."""
+"""Callbacks that record and show a running training: `metrics.jsonl`, a progress bar."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from finetune.training.compute_types import refuse_vanished_scale
 
 
 class MetricsWriter(TrainerCallback):
-    """Writes every log of the trainer to `metrics.jsonl`, one JSON object a line.
+    """Writes every log of the trainer to `metrics.jsonl`, one JSON object per line.
 
     Attributes:
-        rows: what was written, newest last.
-    """
+        rows: written rows, newest last."""
 
     def __init__(self, path: Path, precision: str) -> None:
         self.path, self.precision = path, precision
@@ -44,14 +43,14 @@ class MetricsWriter(TrainerCallback):
         self.write(row, state)
 
     def write(self, row: dict[str, Any], state: TrainerState) -> None:
-        """Add a row of another kind, which says its step."""
+        """Add a row of another kind, with its step."""
         self.rows.append(row)
         if state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()  # evaluation is not training time
+        self._last = time.perf_counter()  # exclude evaluation from training time
 
     def values(self, key: str) -> list[float]:
         """All values written under `key`, oldest first."""
@@ -59,7 +58,7 @@ class MetricsWriter(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Step, loss, tokens/s, time left and the precision in force, on a terminal or as lines."""
+    """Step, loss, tokens/s, time left and precision, as a terminal bar or as lines."""
 
     def __init__(self, console: Console, metrics: MetricsWriter) -> None:
         self.console, self.metrics = console, metrics
@@ -115,7 +114,7 @@ class ProgressBar(TrainerCallback):
         return f"{minutes}:{seconds:02d}"
 
     def close(self) -> None:
-        """Leave the terminal as it was, also after an error."""
+        """Restore the terminal, also after an error."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -125,19 +124,18 @@ class ProgressBar(TrainerCallback):
 
 
 class LossScaleLog(TrainerCallback, ExportableState):
-    """Adds the loss scale and the steps skipped so far to every log of an FP16 run.
+    """Adds the loss scale and the number of skipped steps to every log of an FP16 run.
 
-    Must come before what writes logs. Counts go on after resuming.
+    Must precede the callbacks that write logs. Counts continue after resuming.
 
     Attributes:
-        skipped: optimizer steps that were skipped since the run began.
-    """
+        skipped: optimizer steps skipped since the run began."""
 
     def __init__(self) -> None:
         self.skipped = 0
 
     def state(self) -> dict[str, Any]:
-        """What the trainer stores in `trainer_state.json`."""
+        """State stored in `trainer_state.json`."""
         return {"args": {}, "attributes": {"skipped": self.skipped}}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -1,15 +1,14 @@
-"""Checkpoints: what they hold, where they are written, how a run goes on from one.
+"""Checkpoints: their contents and location, and resuming.
 
     checkpoints/checkpoint-<step>/      written by `transformers.Trainer` (`train.save_strategy`)
         model or adapter, tokenizer     plain Hugging Face weights, also of an FP8 run
-        optimizer, scheduler, rng       of the trainer
+        optimizer, scheduler, rng       the trainer's
         trainer_state.json              its step, its logs
         fp8_scaling.safetensors         ours: scaling state of the FP8 layers
 
-The amax history of delayed scaling, or the state of stochastic rounding's generator, is part of a
-run and not of its weights, so it has a file of its own. Processes may differ in either (without
-`reduce_amax`; by the lengths of their rows), so each writes one.
-"""
+The amax history of delayed scaling, and the state of the stochastic-rounding generator, belong to a
+run and not to its weights, so they have a file. Processes may differ in either (without
+`reduce_amax`; by row lengths), so each writes one."""
 
 from __future__ import annotations
 
@@ -26,11 +25,10 @@ from finetune.training.session import Session
 
 
 def resume_folder(config: RunConfig) -> Path | None:
-    """The checkpoint that `train.resume_from_checkpoint` means, None where it is not set.
+    """Checkpoint selected by `train.resume_from_checkpoint`, or None.
 
     Raises:
-        ConfigError: there is no checkpoint.
-    """
+        ConfigError: there is no checkpoint."""
     value = config.train.get("resume_from_checkpoint")
     if not value:
         return None
@@ -59,7 +57,7 @@ class ScalingStateKeeper(TrainerCallback):
         if self.resume_from is None or conversion is None or conversion.backend is None:
             return
         own, first = (self.resume_from / scaling_file(i) for i in (args.process_index, 0))
-        file = own if own.is_file() else first  # resumed by more processes than it was saved by
+        file = own if own.is_file() else first  # resumed by more processes than saved it
         conversion.backend.load_state_tensors(load_file(file) if file.is_file() else {})
 
     def on_save(
@@ -69,7 +67,7 @@ class ScalingStateKeeper(TrainerCallback):
         self.save_to(checkpoint, args.process_index)
 
     def save_to(self, folder: Path, process: int = 0) -> None:
-        """Store the state as it is now, if there is one."""
+        """Store the current state, if any."""
         _, conversion = self.session.training
         if conversion is None or conversion.backend is None:
             return

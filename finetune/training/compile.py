@@ -1,10 +1,9 @@
-"""Which layers `torch.compile` compiles, and why: `precision.compile` of `auto`, `on` or `off`.
+"""Selection of layers for `torch.compile`: `precision.compile` of `auto`, `on` or `off`.
 
-Each decoder layer is compiled by itself, after the witnessed step, since a model that is first met
-under the witness is never compiled. `auto` compiles where casts to FP8 are separate kernels that
-the compiler can fuse into their neighbors: torchao's, and those of frozen weights, on a GPU.
-Transformer Engine fuses its casts by hand; on a CPU nothing is gained.
-"""
+Each decoder layer is compiled separately, after the witnessed step, since a model first run under
+the witness is never compiled. `auto` compiles where FP8 casts are separate kernels that the
+compiler can fuse: torchao's, and those of frozen weights, on a GPU. Transformer Engine has fused
+casts already; on a CPU nothing is gained."""
 
 from __future__ import annotations
 
@@ -14,11 +13,10 @@ from finetune.precision.convert import Conversion
 
 
 def compile_layers(conversion: Conversion, precision: PrecisionConfig, device: Device) -> str:
-    """Compile the decoder layers of a converted model where they shall be.
+    """Compile the decoder layers of a converted model as configured.
 
     Returns:
-        What was done and why, as the receipt has it: `on: ...` or `off: ...`.
-    """
+        Outcome and reason, as in the receipt: `on: ...` or `off: ...`."""
     eager_casts = precision.backend == "torchao" or conversion.frozen is not None
     unfused = precision.compute == "fp8" and eager_casts and device.kind == "cuda"
     if precision.compile == "off":

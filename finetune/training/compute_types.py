@@ -1,30 +1,27 @@
-"""float16 and float32 compute: a loss scale that finds its own size, and products nobody rounds.
+"""float16 and float32 compute: dynamic loss scaling, and GEMMs without hidden rounding.
 
-*float16* holds magnitudes from 6e-8 to 65,504, where bfloat16 and float32 hold 1e-38 to 3e38. Most
-gradients of a language model lie below 1e-4 and many below 6e-8: in float16 they would be zero. So
-the loss is multiplied by a scale S before the backward, which multiplies every gradient by S, and
-gradients are divided by S in float32 before they are clipped and applied (Micikevicius et al. 2017,
-arXiv 1710.03740). S is found by trial:
+*float16* represents magnitudes from 6e-8 to 65,504, bfloat16 and float32 1e-38 to 3e38. Most
+gradients of a language model lie below 1e-4 and many below 6e-8, zero in float16. So the loss, and
+with it every gradient, is multiplied by a scale S, and gradients are divided by S in float32 before
+they are clipped and applied (Micikevicius et al. 2017, arXiv 1710.03740). S is found by trial:
 
     a gradient is Inf or NaN:          the step is skipped, S := S / 2       (backoff)
     `growth_interval` steps without:   S := S · 2                            (growth)
 
-A skipped step changes no weight and no moment, and the learning rate waits. The scaler is torch's
-(`torch.amp.GradScaler`), run by Accelerate. Accelerate 1.15 makes none on a CPU and autocasts
-nothing there, which `complete` adds, so that the same run can be rehearsed without a GPU (float16
-on a CPU is slow: a step of the tiny recipes takes about 3 times that of float32).
+A skipped step changes no weight, no moment and no learning rate. Accelerate runs torch's scaler
+(`torch.amp.GradScaler`). Accelerate 1.15 has neither scaler nor autocast on a CPU; `complete` adds
+them, so that a run can be rehearsed without a GPU (slowly: a step of the tiny recipes takes about 3
+times that of float32).
 
-Limits: weights that train must be float32. A float16 gradient divided by S would be zero again, and
-PyTorch on CUDA divides none in bfloat16 (pytorch issue 127176). Frozen weights may be of any type.
+Limits: trainable weights must be float32. A float16 gradient divided by S would be zero again, and
+PyTorch on CUDA does not unscale bfloat16 (pytorch issue 127176). Frozen weights may be of any type.
 S never falls below 1: a run that overflows there needs no smaller scale, and is stopped.
 
-*float32* is the debugging mode. Operands of type float32 do not mean float32 products: PyTorch may
-round them first, by settings of the process that any library can change and that no type shows, to
-TF32 (10 bits of significand instead of 23) on NVIDIA GPUs, for convolutions by default; to TF32 or
-bfloat16 in oneDNN on CPUs. While `compute=fp32` is in force these settings are `ieee`, and after
-the first step they are checked once more. Source: PyTorch notes on numerical accuracy,
-`torch.backends.*.fp32_precision`.
-"""
+*float32* is the debugging mode. float32 operands do not imply float32 GEMMs: by process-wide
+settings that any library can change, PyTorch may round them first, to TF32 (10 bits of significand
+instead of 23) on NVIDIA GPUs, for convolutions by default; to TF32 or bfloat16 in oneDNN on CPUs.
+Under `compute=fp32` these settings are `ieee`, and are checked again after the first step. Source:
+PyTorch notes on numerical accuracy, `torch.backends.*.fp32_precision`."""
 
 from __future__ import annotations
 
@@ -51,11 +48,10 @@ def scaler_arguments(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def hand_over(given: dict[str, Any], precision: PrecisionConfig) -> None:
-    """Put the scaler's settings among the arguments of an `Accelerator` about to be made.
+    """Add the scaler's settings to the arguments of a new `Accelerator`.
 
     Raises:
-        PrecisionError: it was given settings already.
-    """
+        PrecisionError: it has such settings already."""
     from accelerate.utils import GradScalerKwargs
 
     handlers = list(given.get("kwargs_handlers") or ())
@@ -70,14 +66,14 @@ def hand_over(given: dict[str, Any], precision: PrecisionConfig) -> None:
 
 
 def complete(accelerator: Any, precision: PrecisionConfig) -> None:
-    """Give an `Accelerator` on a CPU what it leaves out there: autocast to float16 and a scaler."""
+    """Add autocast to float16 and a scaler to an `Accelerator` on a CPU, which lacks them."""
     if accelerator.device.type == "cpu":
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu", **scaler_arguments(precision))
 
 
 def refuse_half_weights(model: nn.Module) -> None:
-    """Raise `PrecisionError` unless all weights that train are float32; also on the meta device."""
+    """Raise `PrecisionError` unless all trainable weights are float32; also on the meta device."""
     half = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4}
     if half:
         kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
@@ -92,17 +88,16 @@ def refuse_half_weights(model: nn.Module) -> None:
 
 
 def skip_like_any_other(optimizer: torch.optim.Optimizer) -> None:
-    """Have the steps of a fused optimizer skipped from outside, like those of any other.
+    """Make a fused optimizer's steps skippable from outside, like any other's.
 
-    It would skip inside its kernel and report nothing: the learning rate would go on, and skipped
-    steps would count as steps.
-    """
+    It would skip inside its kernel unreported: the learning rate would advance, and skipped steps
+    would count as steps."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer._step_supports_amp_scaling = False
 
 
 def refuse_vanished_scale(scale: float, skipped: int) -> None:
-    """Raise `ProofError` when the scale has backed off past the smallest that makes sense."""
+    """Raise `ProofError` when the scale has backed off below the smallest useful one."""
     if scale < SMALLEST_SCALE:
         raise ProofError(
             f"float16 cannot hold this run: gradients overflow at a loss scale of {scale:g}",
@@ -132,24 +127,23 @@ def _settings() -> dict[str, Any]:
 
 
 def in_force() -> dict[str, str]:
-    """Where float32 is multiplied -> what its operands are rounded to first; `ieee` is nothing."""
+    """Rounding of float32 operands by setting; `ieee` is none."""
     return {name: backend.fp32_precision for name, backend in _settings().items()}
 
 
 def make_exact() -> Callable[[], None]:
-    """Multiply float32 as float32 from now on.
+    """Make float32 GEMMs exact from now on.
 
     Returns:
-        A function that puts everything back.
-    """
+        A function that restores all settings."""
     before = in_force()
     _set(dict.fromkeys(before, EXACT))
     return lambda: _set(before)
 
 
 def _set(values: dict[str, str]) -> None:
-    # torch 2.13 keeps an older form of the same settings beside them, and raises where code reads
-    # that while the two differ, as torch.compile does. So both are set.
+    # torch 2.13 also keeps an older form of these settings, and raises where code (torch.compile)
+    # reads it while the two differ. So both are set.
     on_cpu, on_gpu = values["mkldnn.matmul"], values["cuda.matmul"]
     older = "medium" if on_cpu == "bf16" else ("high" if on_gpu == "tf32" else "highest")
     torch.set_float32_matmul_precision(older)
@@ -159,7 +153,7 @@ def _set(values: dict[str, str]) -> None:
 
 
 def check_exact() -> None:
-    """Raise `PrecisionError` when something has changed the settings since."""
+    """Raise `PrecisionError` if the settings have changed since."""
     rounded = {name: value for name, value in in_force().items() if value != EXACT}
     if rounded:
         raise PrecisionError(

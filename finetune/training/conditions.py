@@ -1,10 +1,9 @@
-"""The conditions of a run: what really ran, as far as a fair pair of runs has to share it.
+"""Conditions of a run: executed settings that a fair pair of runs has to share.
 
-`receipt.json` holds it under `conditions`, one entry a condition. Everything is read off the
-objects that trained (the trainer's optimizer, the prepared model, its configuration), not off the
-recipe, so that a setting that was ignored or replaced on the way shows. Precision is not among
-them, which is what a comparison is about; nor are library versions and the device, which the
-receipt has under `environment`. `finetune.analysis.compare.fairness` says why each one matters.
+`receipt.json` stores them under `conditions`. They are read from the objects that trained
+(optimizer, prepared model and its configuration), not from the recipe, so ignored or replaced
+settings show. Precision is left out as the subject of comparisons; library versions and the device
+are under `environment`. `finetune.analysis.compare.fairness` explains why each condition matters.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from finetune.training.session import Session
 
 
 def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
-    """The conditions of a training that began; plain data.
+    """Collect the conditions of a training that began, as plain data.
 
     Args:
         trainer: the `SFTTrainer` that trained.
-        running: the session in force.
+        running: current session.
 
     Returns:
-        Condition -> what ran; empty where training ended before it had an optimizer.
-    """
+        Executed value by condition; empty if training ended before it had an optimizer."""
     if trainer.optimizer is None:
         return {}
     args = trainer.args
@@ -128,7 +126,7 @@ def _lora_names(model: nn.Module) -> list[str]:
 
 
 def _optimizer(trainer: Any) -> dict[str, Any]:
-    """Class, settings (the values its groups have), and what moves its learning rate."""
+    """Class, parameter-group settings, and learning-rate scheduler."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     args, optimizer = trainer.args, trainer.optimizer

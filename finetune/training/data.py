@@ -35,14 +35,13 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user
 
 @dataclass(frozen=True)
 class Rows:
-    """Training and held-out rows in one of TRL's formats.
+    """Training and evaluation rows in one of TRL's formats.
 
     Attributes:
-        train: rows to train on.
-        eval: held-out rows, None when there are none.
-        description: what was recognized, in a few words.
-        settings: arguments of `SFTConfig` that go with the format, unless the recipe sets them.
-    """
+        train: training rows.
+        eval: evaluation rows, or None.
+        description: the recognized format, in a few words.
+        settings: `SFTConfig` arguments that the format implies, unless the recipe sets them."""
 
     train: Dataset
     eval: Dataset | None
@@ -51,17 +50,15 @@ class Rows:
 
 
 def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Rows:
-    """Load rows, recognize their format, and split off held-out ones.
+    """Load rows, recognize their format, and split off evaluation rows.
 
     Args:
-        data: which rows.
-        tokenizer: whose chat template, if it has one, turns will be written in.
-        seed: draws the held-out rows, unless `data.seed` does.
+        tokenizer: its chat template, if any, formats the turns.
+        seed: draws the evaluation rows, unless `data.seed` does.
 
     Raises:
         DataNotFoundError: no such file or hub data set.
-        DataError: no rows, an unknown format, or a malformed row; with file and line.
-    """
+        DataError: no rows, an unknown format, or a malformed row; with file and line."""
     rows = _load(data, data.path, data.split, "data.path")
     held_out = None
     _refuse_hub_settings(data)
@@ -102,7 +99,7 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
 
 
 def _refuse_hub_settings(data: DataConfig) -> None:
-    """Splits and subsets exist on the hub only; with a file they would be ignored silently."""
+    """Reject splits and subsets of a file: only the hub has them."""
     if data.path is None and not str(data.name).startswith(BUILTIN):
         return
     for key in ("eval_split", "subset", "split"):
@@ -121,7 +118,7 @@ def _can_mask_assistant(tokenizer: PreTrainedTokenizerBase) -> bool:
         return True
     try:
         return get_training_chat_template(tokenizer) is not None
-    except ValueError:  # a template that TRL does not know how to mark
+    except ValueError:  # TRL cannot mark the turns of this template
         return False
 
 
@@ -189,7 +186,7 @@ def _load_file(path: Path, where: str) -> Dataset:
 
 
 def _csv_as_text(path: Path) -> dict[str, Any]:
-    """Options that read every cell as it stands: `007` stays text, and `NA` is not missing."""
+    """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing."""
     import csv
 
     from datasets import Features, Value
@@ -240,7 +237,7 @@ def _load_hub(data: DataConfig, name: str, split: str) -> Dataset:
     return rows  # pyright: ignore[reportReturnType]
 
 
-# -------------------------------------------------------------------------------------- recognise
+# -------------------------------------------------------------------------------------- recognize
 
 Converter = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -271,7 +268,7 @@ def _recognize(rows: Dataset, chat: bool, source: str) -> tuple[str, Converter]:
 
 
 class _BadRowError(ValueError):
-    """A row that cannot be converted; `_convert` adds where it stands."""
+    """Row that cannot be converted; `_convert` adds its position."""
 
 
 def _text(row: dict[str, Any], column: str) -> str:
@@ -348,21 +345,20 @@ def _convert(rows: Dataset, convert: Converter, source: str) -> Dataset:
 # ------------------------------------------------------------------------------------ random rows
 
 MASKING = ("assistant_only_loss", "completion_only_loss")
-"""Settings of `SFTConfig` about parts of a row, which these do not have."""
+"""Settings of `SFTConfig` about parts of a row, which random rows do not have."""
 
 
 def random_rows(model: ModelConfig, count: int, length: int, seed: int) -> Dataset:
-    """Token ids to train a model of random weights on, without hub, file or padding.
+    """Random token ids, for models with random weights: no hub, file or padding.
 
-    `diagnose --weights random` and `benchmark` train on them. Each row has the full length, which
-    is what packing makes of real rows too, so the matmuls have the sizes that they have in a run.
+    `diagnose --weights random` and `benchmark` train on them. Each row has the full length, as
+    packed real rows do, so the GEMMs have the sizes of a real run.
 
     Args:
-        model: ids are below the size of its vocabulary.
-        count: rows.
-        length: tokens of each.
-        seed: equal seeds give equal rows.
-    """
+        model: source of the vocabulary size, which bounds the ids.
+        count: number of rows.
+        length: tokens per row.
+        seed: equal seeds give equal rows."""
     import torch
     from datasets import Dataset
 

@@ -1,20 +1,18 @@
-"""`eval.tasks`: a model's scores on tasks of lm-eval.
+"""`eval.tasks`: scores of a model on tasks of lm-eval.
 
     load_tasks   before training: whatever may fail fails there (the library, names, rows, columns)
-    score        afterwards, on the model as it is in memory
+    score        afterwards, on the model in memory
 
-A task is lm-eval's own definition: prompt, metric, standard error and version are those that others
-report. Where its rows come from can be replaced: with `eval.data` a definition is handed on under
-its own name with local files in place of the hub's data set, and nothing is fetched. One task is
-packaged (`builtin:harbour_choice`).
+Prompt, metric, standard error and version are lm-eval's own, hence comparable. Only the source of
+the rows can be replaced: `eval.data` substitutes local files for the hub's data set, and nothing is
+downloaded. One task is packaged (`builtin:harbour_choice`).
 
-Layers run in the precision of evaluation, FP8 only with `precision.eval=fp8`, and the model and
-every random generator are afterwards as before. The standard error says what a score is worth: on
-1,000 rows of two equally likely outcomes it is 1.6 points.
+Layers run in the precision of evaluation, FP8 only with `precision.eval=fp8`; model and random
+generators are restored. The standard error is the resolution of a score: 1.6 points on 1,000 rows
+of two equally likely outcomes.
 
-Limits: lm-eval reads some 14,000 definitions to know a name, which takes several seconds where the
-name is not that of a folder of them. One process scores; FSDP's sharded weights are refused.
-"""
+Limits: lm-eval reads some 14,000 definitions to resolve a name, which takes several seconds unless
+the name is that of a folder of them. One process scores; FSDP's sharded weights are rejected."""
 
 from __future__ import annotations
 
@@ -43,11 +41,11 @@ PACKAGED = ASSETS / "tasks"
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 SEED = 1234
-"""That of lm-eval's own command line, for the choice of examples and for draws."""
+"""Seed of lm-eval's own command line, for the choice of examples and for draws."""
 
 
 def refuse_sharded(config: RunConfig) -> None:
-    """Raise `ConfigError` where the weights to score would not be whole on one process."""
+    """Raise `ConfigError` if the weights to score would be sharded over processes."""
     if config.eval.tasks and config.train.get("fsdp"):
         raise ConfigError(
             "tasks cannot be scored on weights that FSDP shards",
@@ -59,14 +57,13 @@ def refuse_sharded(config: RunConfig) -> None:
 
 
 def load_tasks(eval: EvalConfig) -> list[Any]:
-    """Load the requested tasks and groups of lm-eval with their rows; `[]` where there are none.
+    """Load the requested tasks and groups of lm-eval with their rows; `[]` if there are none.
 
     Raises:
         MissingExtraError: lm-eval is not installed.
         ConfigError: there is no such task.
-        DataNotFoundError: rows that are not in `eval.data`, or cannot be had from the hub.
-        DataError: rows without the task's columns.
-    """
+        DataNotFoundError: rows that are not in `eval.data`, or unavailable from the hub.
+        DataError: rows without the task's columns."""
     if not eval.tasks:
         return []
     if eval.data is not None and all(name.startswith(BUILTIN) for name in eval.tasks):
@@ -108,7 +105,7 @@ def _set_shots(name: str, task: Any, shots: int | None) -> None:
 
 
 def manager_of(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
-    """The index of these names: of packaged tasks, of a folder of lm-eval's, or of all of it."""
+    """Index of these names: of packaged tasks, of one of lm-eval's folders, or of all."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
@@ -132,7 +129,7 @@ def manager_of(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
 
 
 def _leaves(manager: TaskManager, name: str) -> list[str]:
-    """The tasks that a name stands for: itself, or those of a group or a tag."""
+    """Tasks of a name: itself, or those of a group or a tag."""
     entry = manager.task_index.get(name)
     if entry is None:
         close = nearest(name, manager.all_tasks)
@@ -156,7 +153,7 @@ def _leaves(manager: TaskManager, name: str) -> list[str]:
 def _local_definitions(
     eval: EvalConfig, manager: TaskManager, names: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Task -> its definition with local rows, of packaged tasks and all others with `eval.data`."""
+    """Definitions with local rows: packaged tasks, and all others with `eval.data`."""
     definitions = {}
     for name, asked in zip(names, eval.tasks, strict=True):
         packaged = asked.startswith(BUILTIN)
@@ -216,7 +213,7 @@ def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalCon
     from datasets.exceptions import DatasetGenerationError
     from jinja2.exceptions import UndefinedError
 
-    _leaves(manager, name)  # a name that is not there
+    _leaves(manager, name)  # raises for an unknown name
     try:
         built: Any = manager.load([name])
     except (DatasetGenerationError, UndefinedError, KeyError, TypeError, IndexError) as error:
@@ -247,7 +244,7 @@ def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalCon
 # ------------------------------------------------------------------------------------------ scores
 
 BOOTSTRAPS = 1000
-"""Resamples behind a standard error that has no formula; lm-eval's 100,000 take minutes."""
+"""Resamples for a standard error without a formula; lm-eval's 100,000 take minutes."""
 
 
 def score(
@@ -257,18 +254,15 @@ def score(
     config: RunConfig,
     console: Console | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Score a model on tasks that `load_tasks` gave.
+    """Score a model on tasks from `load_tasks`.
 
     Args:
         model: plain or with adapters, whole on this process.
-        tokenizer: its own.
-        tasks: loaded.
-        config: the run's; its `eval` section and the compute precision.
-        console: where to show the result.
+        config: the run's, for its `eval` section and compute precision.
+        console: console for the result.
 
     Returns:
-        Task -> metric -> value, with `<metric>_stderr`, `n` rows, and the task's `version`.
-    """
+        Values by task and metric, with `<metric>_stderr`, `n` rows, and the task's `version`."""
     import random
 
     import numpy as np
@@ -278,7 +272,7 @@ def score(
 
     around: Any = autocast(config.precision.compute, model.device.type)
     wanted, loaded = config.eval, manager_of(()).load(tasks)
-    # lm-eval 0.4.13: its progress bars cannot be switched off, and fill a log with lines.
+    # lm-eval 0.4.13: its progress bars cannot be disabled, and would flood a log.
     errors = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with undisturbed(model), torch.no_grad(), contextlib.redirect_stderr(errors):
         random.seed(0)  # the seeds of lm-eval's own command line
@@ -289,7 +283,7 @@ def score(
             pretrained=model,
             tokenizer=tokenizer,
             batch_size=wanted.batch_size,
-            # It switches autocast off around each forward unless it is told a type here.
+            # lm-eval disables autocast around each forward unless it gets a type here.
             mixed_precision_dtype=around.fast_dtype if isinstance(around, torch.autocast) else None,
         )
         score_all: Any = evaluate

@@ -1,8 +1,7 @@
-"""Guards: errors in place of training that would run in another precision without a word.
+"""Guards: errors instead of training that would silently run in another precision.
 
-Before training, settings of a trainer that contradict the precision in force. While it trains, two
-mistakes that nothing else shows: an optimizer whose model was never converted, and a model that a
-replaced session has reverted.
+Before training they reject trainer settings that contradict the session's precision; during
+training, an optimizer whose model was never converted, and a model reverted by a replaced session.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ ATTRIBUTE = "_finetune_guard"
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Whether there is anything to convert: a linear layer or a declared parameter."""
+    """True if there is anything to convert: a linear layer or a declared parameter."""
     return next(iter(iter_weights(module)), None) is not None
 
 
 def refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None:
-    """Refuse arguments of an `Accelerator` that go against the precision in force."""
+    """Reject arguments of an `Accelerator` that contradict the session's precision."""
     if precision.compute == "fp8" and str(given.get("mixed_precision")) == "fp16":
         raise PrecisionError(
             "FP8 was set up, and this trainer asks for FP16",
@@ -50,13 +49,12 @@ def refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None:
 
 
 def check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool) -> None:
-    """Refuse to prepare a model with an accelerator that cannot train it in this precision.
+    """Reject an accelerator that cannot train a model in this precision.
 
     Args:
-        accelerator: that prepares the model.
-        resolution: the precision in force.
-        known: the accelerator was built under it.
-    """
+        accelerator: prepares the model.
+        resolution: the session's precision.
+        known: the accelerator was built under it."""
     if not known:
         raise OrderError(
             f"this trainer was built before {resolution.asked.compute.upper()} was set up",
@@ -89,15 +87,14 @@ def check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool) 
 
 
 def watch_owner(optimizer: Optimizer, conversions: Iterable[Conversion]) -> Callable[[], None]:
-    """Refuse steps of an optimizer that was prepared while its model was not.
+    """Reject steps of an optimizer that was prepared while its model was not.
 
     Args:
         optimizer: prepared by Accelerate.
-        conversions: the prepared models, as they are when it steps.
+        conversions: the models prepared by the time it steps.
 
     Returns:
-        A function that ends the watch.
-    """
+        A function that ends the watch."""
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -115,7 +112,7 @@ def watch_owner(optimizer: Optimizer, conversions: Iterable[Conversion]) -> Call
 
 
 def guard(model: nn.Module) -> None:
-    """Refuse training calls of a model that a replaced session has reverted."""
+    """Reject training calls of a model that a replaced session has reverted."""
 
     def before_forward(module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -130,7 +127,7 @@ def guard(model: nn.Module) -> None:
 
 
 def unguard(model: nn.Module) -> None:
-    """Lift the guards of a model and of the models inside it."""
+    """Remove the guards of a model and its submodules."""
     for module in model.modules():
         hook = module.__dict__.pop(ATTRIBUTE, None)
         if hook is not None:

@@ -1,8 +1,4 @@
-"""The helper: Accelerate, and so `Trainer`, `SFTTrainer` or a hand-written loop, trains in FP8.
-
-Three functions for a user's own script; what they put in force is a
-`finetune.training.session.Session`.
-"""
+"""Helper for scripts: FP8 in Accelerate, hence in `Trainer`, `SFTTrainer` and custom loops."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from finetune.training import session
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Keys of a recipe's `precision` that have another name here, or none.
+# Keys of a recipe's `precision` with another name here, or none.
 _OTHER_NAMES = {
     "format": "it is called fp8_format here",
     "eval": "it is called eval_precision here",
@@ -45,16 +41,16 @@ def setup_fp8_mixed_precision_training(
 ) -> Accelerator:
     """Make every `Trainer`, `SFTTrainer` or `Accelerator` built after this call train in FP8.
 
-    This is about *compute*: linear layers multiply in FP8, from weights held as usual in 16 or 32
-    bits. For weights *stored* in FP8 see `load_in_fp8`; a model loaded quantised is refused here,
-    but for one stored in FP8 under adapters, with `frozen="fp8"`: then its codes are multiplied as
-    they are. That also stores anew the frozen base of a model that was loaded plain.
+    This is about *compute*: linear layers multiply in FP8, from weights stored in 16 or 32 bits.
+    For weights *stored* in FP8 see `load_in_fp8`. A quantized model is rejected, except one stored
+    in FP8 under adapters, with `frozen="fp8"`, which multiplies its codes directly; that setting
+    also stores the frozen base of a plain model in FP8.
 
         setup_fp8_mixed_precision_training(backend="te")
         trainer = SFTTrainer(model=model, args=SFTConfig(...), train_dataset=dataset)
         trainer.train()
 
-    Hand-written loops use the accelerator that is returned:
+    Custom loops use the returned accelerator:
 
         accelerator = setup_fp8_mixed_precision_training(backend="torchao")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -151,14 +147,13 @@ def setup_fp8_mixed_precision_training(
 
 
 def teardown_fp8_mixed_precision_training() -> None:
-    """Undo the helper: patches away, converted models plain again. Harmless when not set up."""
+    """Undo the helper: remove patches, restore plain models. Harmless when not set up."""
     session.uninstall()
 
 
 def get_receipt() -> Receipt:
-    """The receipt of what ran under the session in force.
+    """Receipt of the current session.
 
     Raises:
-        OrderError: no session is in force.
-    """
+        OrderError: there is no session."""
     return session.current().receipt()

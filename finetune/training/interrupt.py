@@ -1,13 +1,12 @@
-"""Ctrl-C and SIGTERM while a run trains.
+"""Ctrl-C and SIGTERM during training.
 
     first       the step ends, a checkpoint is saved, training stops
     second      training stops at once
     after training, in the last evaluation: it stops at once
 
-However it stops, the run folder gets its receipt and its report, both of which say so; the model
-is not saved as finished; and the command ends with exit code 130 (`finetune.cli`). A run goes on
-with `train.resume_from_checkpoint`.
-"""
+In each case the run folder gets a receipt and a report that state it, the model is not saved as
+finished, and the command exits with code 130 (`finetune.cli`). Resume with
+`train.resume_from_checkpoint`."""
 
 from __future__ import annotations
 
@@ -20,18 +19,17 @@ from transformers import TrainerCallback, TrainerControl, TrainingArguments
 
 
 class GracefulStop(TrainerCallback):
-    """A block around training that Ctrl-C ends; a callback of the trainer at the same time.
+    """Context manager around training that Ctrl-C ends; also a callback of the trainer.
 
     Attributes:
-        asked: training was stopped, or shall be after this step.
-    """
+        asked: training was stopped, or will be after this step."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.asked = console, False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():  # signals are that thread's
+        if threading.current_thread() is threading.main_thread():  # only it can set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self

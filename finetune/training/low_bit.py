@@ -1,15 +1,13 @@
-"""Optimizers whose state is stored in few bits: building and stepping them.
+"""Low-bit optimizers: building and stepping those whose state is stored in few bits.
 
-torchao compiles its update with `torch.compile`. On a GPU that is what makes it fast; on a CPU it
-needs a C++ compiler and 20 to 40 seconds before the first step, for nothing: there the update runs
-uncompiled, which is the same arithmetic. torchao's classes are given to the trainer by its own door
-for them, `optimizer_cls_and_kwargs`, since Transformers has no name for the FP8 one and hands
-`block_size` on as text.
+torchao compiles its update with `torch.compile`. On a GPU that makes it fast; on a CPU it needs a
+C++ compiler and 20 to 40 seconds for nothing, so the update runs uncompiled there, with the same
+arithmetic. torchao's classes go to the trainer as `optimizer_cls_and_kwargs`, since Transformers
+has no name for the FP8 one and passes `block_size` as text.
 
-The Trainer asks bitsandbytes to keep embeddings in 32 bits by a register that lives as long as the
-process, holds on to every model and knows parameters by `id()`, which Python uses again. A later
-run in the same process would get 32 bits for a weight that happens to lie where one did before.
-"""
+The Trainer requests 32-bit embeddings from bitsandbytes in a process-wide register that keeps every
+model and identifies parameters by `id()`, which Python reuses. A later run in the same process
+would get 32 bits for an unrelated weight with the same id."""
 
 from __future__ import annotations
 
@@ -26,15 +24,14 @@ TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 
 
 def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """What to pass to a trainer as `optimizer_cls_and_kwargs` for a torchao optimizer.
+    """Value of a trainer's `optimizer_cls_and_kwargs` for a torchao optimizer.
 
     Args:
-        train: the recipe's `train` section, whose optimizer is torchao's.
+        train: the recipe's `train` section, with a torchao optimizer.
         args: `transformers.TrainingArguments`: learning rate, betas and epsilon.
 
     Raises:
-        ConfigError: a value in `train.optim_args` that is none.
-    """
+        ConfigError: an invalid value in `train.optim_args`."""
     from torchao import optim
 
     classes = {
@@ -60,7 +57,7 @@ def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer],
 
 
 def forget_overrides() -> None:
-    """Make bitsandbytes forget what earlier runs of this process asked for single weights."""
+    """Clear bitsandbytes' per-weight overrides from earlier runs of this process."""
     from bitsandbytes.optim import GlobalOptimManager
 
     GlobalOptimManager.get_instance().initialize()
@@ -69,12 +66,11 @@ def forget_overrides() -> None:
 def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
     """Run the update of a torchao optimizer without `torch.compile`.
 
-    Hooks of the optimizer itself run after global ones before a step and before them after it: what
-    the proof raises leaves nothing behind.
+    The optimizer's own hooks run after global ones before a step, and before them after it: an
+    error raised by the proof leaves nothing behind.
 
     Returns:
-        A function that ends it, also from inside a step that was broken off.
-    """
+        A function that ends it, also from inside an aborted step."""
 
     def before(*_: Any) -> None:
         torch.compiler.set_stance("force_eager")

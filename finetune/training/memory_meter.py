@@ -1,15 +1,13 @@
-"""The memory that a run really held: its peak, measured while it trains.
+"""Measured memory of a run: its peak during training.
 
-On a GPU torch's allocator counts by itself: its peaks are set back when training begins, so that
-loading is not mixed in, and read when it ends. On a CPU nobody counts, so `LiveTensors` counts the
-live tensors of one whole optimizer step: its micro-batches' forward and backward, and the update.
-That is the third step; later where the proof still looks at weights then, since what it computes is
-no part of training; earlier where a run is shorter; never the first, which is witnessed and has no
-optimizer states yet. Other steps run as they would without this.
+On a GPU torch's allocator counts; its peaks are reset when training begins, to exclude loading, and
+read at the end. On a CPU `LiveTensors` counts the live tensors of one whole optimizer step: forward
+and backward of its micro-batches, and the update. That is the third step; a later one while the
+proof still reads weights, an earlier one in shorter runs, but never the first, which is witnessed
+and has no optimizer states yet. Other steps run unchanged.
 
-Limits: a dispatch mode does not go with compiled layers, so those runs are not measured on a CPU.
-One process measures itself.
-"""
+Limits: a dispatch mode does not work with compiled layers, so those runs are not measured on a CPU.
+Each process measures itself."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ GIB = 2**30
 
 
 class Batch(NamedTuple):
-    """The shape of a micro-batch, and whether some of its tokens are padding."""
+    """Shape of a micro-batch, and True if some of its tokens are padding."""
 
     rows: int
     length: int
@@ -40,12 +38,11 @@ class Batch(NamedTuple):
 
 
 class MemoryMeter(TrainerCallback):
-    """Measures the peak of a run's memory: on a CPU of one step, on a GPU of the whole training.
+    """Measures peak memory: of one step on a CPU, of the whole training on a GPU.
 
     Attributes:
-        earlier_gib: on a GPU, the peak before torch's own was last set back.
-        batch: the largest micro-batch that was measured; None before.
-    """
+        earlier_gib: on a GPU, the peak before torch's own was last reset.
+        batch: the largest measured micro-batch; None before."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.kind = session, session.device.kind
@@ -97,7 +94,7 @@ class MemoryMeter(TrainerCallback):
             self._watch(model)
 
     def _watch(self, model: nn.Module) -> None:
-        """Note the shape of the batches that the model is given from now on."""
+        """Record the shapes of the model's batches from now on."""
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
@@ -129,7 +126,7 @@ class MemoryMeter(TrainerCallback):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What is allocated inside is no part of training: it does not raise its peak."""
+        """Exclude allocations inside the block from the peak: they are not training."""
         if not self._open:
             yield
             return
@@ -145,7 +142,7 @@ class MemoryMeter(TrainerCallback):
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
 
     def close(self) -> None:
-        """Stop counting, also out of a step that was broken off. Harmless when already done."""
+        """Stop counting, also after an aborted step. Idempotent."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -159,7 +156,7 @@ class MemoryMeter(TrainerCallback):
     # ------------------------------------------------------------------------------------ reading
 
     def reading(self) -> dict[str, Any]:
-        """For the receipt: `measured_gib`, None if nothing was, `measured`, and `reserved_gib`."""
+        """Receipt entries: `measured_gib` (None if unmeasured), `measured`, and `reserved_gib`."""
         if not self._measured:
             return {"measured_gib": None, "measured": f"not measured: {self._why_not}"}
         found = {"measured_gib": round(self._bytes / GIB, 6), "measured": self._measured}
@@ -167,7 +164,7 @@ class MemoryMeter(TrainerCallback):
 
 
 def peak_memory_gib() -> float:
-    """Peak of memory allocated by torch on the GPU, or of this process on the host. GiB."""
+    """Peak memory in GiB: allocated by torch on the GPU, or of this process on the host."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     import resource
@@ -176,7 +173,7 @@ def peak_memory_gib() -> float:
 
 
 def known(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Tensors that are there between steps: parameters, buffers, gradients, optimizer states."""
+    """Tensors alive between steps: parameters, buffers, gradients, optimizer states."""
     parameters = list(model.parameters())
     found: list[Tensor] = [*parameters, *model.buffers()]
     found += [p.grad for p in parameters if p.grad is not None]
@@ -185,42 +182,38 @@ def known(model: nn.Module, optimizer: Any) -> list[Tensor]:
     return found
 
 
-# -------------------------------------------------------------------------------- tensors alive
+# -------------------------------------------------------------------------------- live tensors
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, on any device.
+    """Counts the bytes of live tensors, on any device.
 
-    A dispatch mode sees every operator's results. Their storages are counted once each, however
-    many tensors share one, and given back by a weak reference when the storage dies, which is when
-    the allocator gets it back:
+    A dispatch mode sees every operator's results. Each storage counts once, however many tensors
+    share it, until a weak reference reports its death, which is when the allocator gets it back:
 
         with LiveTensors(model.parameters()) as live:
             loss = model(x)         # live.bytes: weights, saved activations
             loss.backward()         # live.peak: the most at any moment
 
-    Not seen: buffers inside one kernel, what an allocator rounds up or keeps cached, and tensors
-    made before that are not among `known`. What an operator written in Python makes counts as
-    inside of it; wrapper subclasses (torchao's) count as what they wrap. With `thorough` the last
-    two are seen: an operand that was not known must have been there before, so it is counted from
-    the beginning; and a wrapper's operator is left to the wrapper, whose own operators are
-    dispatched one at a time.
+    Not seen: buffers inside a kernel, the allocator's rounding and cache, and earlier tensors that
+    are not among `known`. Temporaries of an operator written in Python count as inside it; wrapper
+    subclasses (torchao's) count as their inner tensors. `thorough` sees the last two: an unknown
+    operand must have existed before, so it counts from the beginning, and a wrapper's operator is
+    left to the wrapper, whose own operators are dispatched one at a time.
 
     torch has `torch.distributed._tools.mem_tracker`, which is private (torch 2.13);
-    `tests/training/test_live_tensors.py` holds the peak of a step to be the same in both.
+    `tests/training/test_live_tensors.py` checks that both report the same peak of a step.
 
     Attributes:
-        bytes: held now.
-        peak: the most that was held since the beginning or since `reset_peak`.
-    """
+        bytes: bytes alive now.
+        peak: maximum since the beginning or the last `reset_peak`."""
 
     def __init__(self, known: Iterable[Tensor] = (), *, thorough: bool = False) -> None:
-        """Begin with what is there.
+        """Start counting.
 
         Args:
-            known: tensors made before, counted from the beginning.
-            thorough: count also operands that are not known, and look inside of wrappers.
-        """
+            known: existing tensors, counted from the beginning.
+            thorough: also count unknown operands, and look inside wrappers."""
         super().__init__()
         self.bytes = self.peak = 0
         self.thorough = thorough
@@ -229,15 +222,14 @@ class LiveTensors(TorchDispatchMode):
             self.count(tensor)
 
     def reset_peak(self) -> None:
-        """From now on."""
+        """Restart the peak from the bytes alive now."""
         self.peak = self.bytes
 
     def count(self, tensor: Tensor) -> int:
-        """Count a tensor's storage, unless it is counted already or it has none (meta, sparse).
+        """Count a tensor's storage, unless counted already or absent (meta, sparse).
 
         Returns:
-            The bytes that are new.
-        """
+            The added bytes."""
         if is_traceable_wrapper_subclass(tensor):
             return sum(self.count(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0])
         if tensor.is_meta or tensor.layout is not torch.strided:

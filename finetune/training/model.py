@@ -1,4 +1,4 @@
-"""From `ModelConfig` to a model and its tokenizer: real, or a sketch on the meta device."""
+"""Loads a `ModelConfig`'s model and tokenizer: with weights, or as a sketch on the meta device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ TINY_LLAMA = ASSETS / "tiny_llama"
 
 
 def locate(model: ModelConfig) -> str:
-    """The argument for `from_pretrained`: a folder of the package, a local folder, or a hub id.
+    """Argument for `from_pretrained`: a folder of the package, a local folder, or a hub id.
 
     Raises:
-        ModelNotFoundError: an unknown `builtin:` name, or a path that is not there.
-        ConfigError: pretrained weights are asked of a packaged shape, which has none.
-    """
+        ModelNotFoundError: an unknown `builtin:` name, or a missing path.
+        ConfigError: pretrained weights are requested of a packaged shape, which has none."""
     name = model.name
     if name.startswith(BUILTIN):
         folder = ASSETS / name.removeprefix(BUILTIN)
@@ -62,14 +61,13 @@ def locate(model: ModelConfig) -> str:
 
 
 def load_shape(model: ModelConfig) -> PretrainedConfig:
-    """The architecture: from the package for our recipes' models, else from folder or hub.
+    """Architecture: from the package for packaged models, else from a folder or the hub.
 
     Raises:
-        ModelNotFoundError: the hub cannot be reached or has no such model.
-    """
+        ModelNotFoundError: the hub cannot be reached or has no such model."""
     from transformers import AutoConfig
 
-    import finetune.storage.bdh  # noqa: F401  makes our own model types known
+    import finetune.storage.bdh  # noqa: F401  registers our own model types
 
     source = locate(model)
     shipped = shipped_shape(source)
@@ -85,11 +83,10 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
 
 
 def is_published_fp8(shape: PretrainedConfig) -> bool:
-    """Whether a checkpoint holds FP8 weights, ours or published ones, by its configuration.
+    """True if the configuration describes FP8 weights, ours or published ones.
 
     Raises:
-        StorageNotComputeError: FP8 in a layout that is not known here.
-    """
+        StorageNotComputeError: FP8 in an unknown layout."""
     if getattr(shape.get_text_config(decoder=True), "quantization_config", None) is None:
         return False
     from finetune.storage.loading import holds_fp8
@@ -115,11 +112,9 @@ def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
 
 
 def first_layers(shape: PretrainedConfig, layers: int) -> None:
-    """Make an architecture one of its first `layers` decoder layers, in place.
+    """Reduce an architecture to its first `layers` decoder layers, in place.
 
-    Lists with an entry for each layer (`layer_types`) are cut alike. A model that has no more
-    layers than that stays as it is.
-    """
+    Lists with an entry per layer (`layer_types`) are cut alike; shorter models stay as they are."""
     text = shape.get_text_config(decoder=True)
     depth = text.num_hidden_layers
     if layers >= depth:
@@ -136,13 +131,11 @@ def sketch(
     *,
     layers: int | None = None,
 ) -> PreTrainedModel:
-    """The model with its adapters on the meta device: shapes without memory, in a second.
+    """Build the model with its adapters on the meta device: shapes without memory, in a second.
 
     Args:
-        config: the run.
-        before_adapters: what to do to the plain model first.
-        layers: how many of its decoder layers, from the first on; all, if left out.
-    """
+        before_adapters: called with the plain model first.
+        layers: number of leading decoder layers; default all."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -150,7 +143,7 @@ def sketch(
     if layers is not None:
         first_layers(shape, layers)
     if "fp8" in (config.precision.frozen, config.model.storage):
-        # A checkpoint published in FP8 is read into layers that hold FP8, or refused on loading.
+        # A published FP8 checkpoint is read into FP8 layers, or rejected on loading.
         shape.__dict__.pop("quantization_config", None)
     kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
     with torch.device("meta"):
@@ -176,21 +169,18 @@ def sketch(
 
 
 def load_model(model: ModelConfig, held: Sequence[LayerPlan] = ()) -> PreTrainedModel:
-    """The model with its weights, pretrained or random, on the device where it is cheap to make.
+    """Load the model, pretrained or random, on the device where that is cheapest.
 
     Args:
-        model: which one.
-        held: rows of the run's plan whose weights are to be held in FP8 from the beginning: the
-            model never exists without.
+        held: plan rows of weights stored in FP8 from the start: the model never exists without.
 
     Raises:
-        ConfigError: an attention implementation that the model or machine does not have.
+        ConfigError: the model or machine lacks the attention implementation.
         ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
-        StorageNotComputeError: FP8 weights were asked of a checkpoint that is quantised otherwise.
-    """
+        StorageNotComputeError: FP8 weights were requested of an otherwise quantized checkpoint."""
     import torch
 
-    import finetune.storage.bdh  # noqa: F401  makes our own model types known
+    import finetune.storage.bdh  # noqa: F401  registers our own model types
 
     kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attention is not None:
@@ -269,13 +259,13 @@ def _load_pretrained(
         raise
     except (OSError, ValueError) as error:
         raise _not_loaded(source, error) from error
-    # A checkpoint may be in NF4 of its own.
+    # A checkpoint may itself be in NF4.
     in_nf4 = model.storage == "nf4" or "nf4" in stored_weights(loaded)
     return nf4.prepare(loaded) if in_nf4 else loaded
 
 
 def _granularity(held: Sequence[LayerPlan]) -> Granularity:
-    """What shares a scale: one plan has one scaling."""
+    """Granularity of the scales: one plan has one scaling."""
     first = held[0].stored
     assert first
     assert all(row.stored == first for row in held)
@@ -283,16 +273,14 @@ def _granularity(held: Sequence[LayerPlan]) -> Granularity:
 
 
 def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
-    """The model's tokenizer, and a sentence when another had to stand in.
+    """Load the model's tokenizer, and a sentence if a substitute was used.
 
-    The packaged models share one, byte-level. A model of random weights needs no tokenizer of its
-    own: where the hub is out of reach the packaged one stands in, which is enough to measure speed
-    and memory.
+    The packaged models share one, byte-level. If the hub is out of reach, it also substitutes for
+    the tokenizer of a model with random weights, which is enough to measure speed and memory.
 
     Raises:
         ModelNotFoundError: it cannot be loaded, and the weights are pretrained.
-        ConfigError: `model.pad_token` is not in its vocabulary.
-    """
+        ConfigError: `model.pad_token` is not in its vocabulary."""
     from transformers import AutoTokenizer
 
     source = locate(model)
@@ -325,7 +313,7 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
 
 
 def lora_config(lora: LoraSection) -> LoraConfig:
-    """The `peft.LoraConfig` of a recipe's `lora` section."""
+    """Convert a recipe's `lora` section to a `peft.LoraConfig`."""
     from peft import LoraConfig
 
     targets = lora.target_modules

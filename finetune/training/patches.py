@@ -1,13 +1,11 @@
-"""Patches of Accelerate while a session is in force: three methods, listed in the receipt.
+"""Patches of Accelerate during a session: three methods, listed in the receipt.
 
     Accelerator.__init__        mixed precision is that of the session
-    Accelerator.prepare         models are converted, optimizers watched, before Accelerate's own
-    Accelerator.prepare_model   the same for a model by itself
+    Accelerator.prepare         converts models and watches optimizers, before Accelerate's own
+    Accelerator.prepare_model   the same for a single model
 
-Accelerate's own FP8 path is not used at all (FP8_FINDINGS.md says what it does). The accelerator
-runs in BF16 mixed precision instead, which is what everything outside FP8 GEMMs shall have.
-Written for accelerate 1.15.
-"""
+Accelerate's own FP8 path is not used (FP8_FINDINGS.md has the reasons). The accelerator runs in
+BF16 mixed precision, for everything outside FP8 GEMMs. Written for accelerate 1.15."""
 
 from __future__ import annotations
 
@@ -27,18 +25,18 @@ from finetune.precision.stored import before_sharding, share_scales
 from finetune.training import compute_types, guards
 
 AUTOCAST: dict[Compute, str] = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}
-"""Compute precision -> Accelerate's mixed precision: around FP8 GEMMs everything runs in BF16."""
+"""Accelerate's mixed precision by compute precision: BF16 around FP8 GEMMs."""
 
 
 class Patches:
-    """Methods of classes that are replaced for a while."""
+    """Temporary replacements of class methods."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[type, str, Any]] = []  # owner, name, original
 
     @property
     def names(self) -> list[str]:
-        """Dotted names of what is replaced, in order."""
+        """Dotted names of the replaced methods, in order."""
         return [f"{o.__module__}.{o.__qualname__}.{name}" for o, name, _ in self._replaced]
 
     def replace(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
@@ -48,14 +46,14 @@ class Patches:
         self._replaced.append((owner, name, original))
 
     def restore(self) -> None:
-        """Put all originals back."""
+        """Restore all originals."""
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)
         self._replaced.clear()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Put the originals back for a while."""
+        """Restore the originals inside the block."""
         in_force = [(owner, name, getattr(owner, name)) for owner, name, _ in self._replaced]
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)
@@ -72,14 +70,13 @@ def patch_accelerator(
     prepare_models: Callable[[Sequence[nn.Module]], None],
     prepare_optimizer: Callable[[Optimizer], None],
 ) -> None:
-    """Have every `Accelerator` that is built from now on follow a precision.
+    """Make every `Accelerator` built from now on follow a precision.
 
     Args:
-        patches: to add to.
-        resolution: the precision, and what was requested.
-        prepare_models: called with the models that are about to be prepared.
-        prepare_optimizer: called with each optimizer that is about to be prepared.
-    """
+        patches: collection to add to.
+        resolution: executed and requested precision.
+        prepare_models: called with models before Accelerate prepares them.
+        prepare_optimizer: called with each optimizer before Accelerate prepares it."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -94,8 +91,8 @@ def patch_accelerator(
             guards.refuse_conflicts(given, precision)
             given["mixed_precision"] = AUTOCAST[precision.compute]
             del given["self"]
-            # Accelerate remembers its first configuration process-wide: an earlier precision would
-            # be refused, and a trainer's FSDP or compile settings ignored without a word.
+            # Accelerate keeps its first configuration process-wide: another precision would be
+            # rejected, and a trainer's FSDP or compile settings silently ignored.
             AcceleratorState._reset_state()
             if precision.compute == "fp16":
                 compute_types.hand_over(given, precision)

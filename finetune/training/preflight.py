@@ -1,12 +1,11 @@
-"""Preflight: what is known of a run before anything is loaded, and what is refused there.
+"""Preflight: facts and checks of a run before anything is loaded.
 
     extras, device ─┐
     settings ───────┼─> Preflight(resolution, plan, sketch) ─> memory (a `Forecast`)
     precision ──────┘
 
 The sketch is the model with its adapters on the meta device: shapes without memory. Resolution and
-plan are made here once; the session, the model and the receipt take them from here.
-"""
+plan are made here once; session, model and receipt use these."""
 
 from __future__ import annotations
 
@@ -28,22 +27,20 @@ if TYPE_CHECKING:
 
 
 def processes() -> int:
-    """Processes of this run, as torchrun and accelerate launch set it."""
+    """Number of processes of this run, as set by torchrun and accelerate launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is known of a run before anything is loaded.
+    """Facts of a run before anything is loaded.
 
     Attributes:
-        config: the run.
-        device: where it trains.
-        processes: how many train together.
-        resolution: the precision that will run here, and why.
-        plan: the precision of every layer, of the sketch.
-        sketch: the model with its adapters on the meta device.
-    """
+        device: device it trains on.
+        processes: number of processes that train together.
+        resolution: executed precision, with reasons.
+        plan: precision of every layer of the sketch.
+        sketch: the model with its adapters on the meta device."""
 
     config: RunConfig
     device: Device
@@ -54,7 +51,7 @@ class Preflight:
 
 
 class Forecast(Protocol):
-    """What an estimator expects of a run's memory; `finetune.estimator.gate` has it."""
+    """Interface of a memory estimator; `finetune.estimator.gate` implements it."""
 
     def explain(
         self,
@@ -64,36 +61,33 @@ class Forecast(Protocol):
         model: nn.Module,
         plan: PrecisionPlan,
     ) -> PrecisionError:
-        """The error of a precision that cannot be had here; it says if memory is short, too."""
+        """Return the error of a rejected precision, extended if memory is short, too."""
         ...
 
     def check(self, run: Preflight) -> None:
-        """Raise `MemoryShortError` for a run that cannot fit into the memory that is free now."""
+        """Raise `MemoryShortError` for a run that cannot fit into free memory."""
         ...
 
     def predicted(self, run: Preflight, batch: Any) -> dict[str, Any]:
-        """Keys of `Receipt.memory` that predict a `finetune.training.memory_meter.Batch`."""
+        """Predicted keys of `Receipt.memory` for a `finetune.training.memory_meter.Batch`."""
         ...
 
 
 def preflight(
     config: RunConfig, device: Device, *, forecast: Forecast | None = None, force: bool = False
 ) -> Preflight:
-    """Refuse what cannot work, before anything is loaded.
+    """Reject what cannot work, before anything is loaded.
 
     Args:
-        config: the run.
-        device: where it would train.
-        forecast: of its memory; left out: memory is not looked at.
-        force: train even where memory is expected to be too small.
+        forecast: memory estimator; memory is not checked without it.
+        force: train even if memory is expected to be too small.
 
     Raises:
         PlanError: a choice of layers cannot be honored.
-        ConfigError: settings that do not go together, or an optimizer that cannot step here.
-        PrecisionError: the precision cannot be had here, or not with these weights.
-        MemoryShortError: the memory here is too small for it.
-        MissingExtraError: a setting's optional library is not installed.
-    """
+        ConfigError: contradicting settings, or an optimizer that cannot step here.
+        PrecisionError: the precision is unavailable here, or not with these weights.
+        MemoryShortError: memory is too small.
+        MissingExtraError: a setting's optional library is not installed."""
     check_extras(config)
     check_optimizer_here(config.train, device)
     if config.train.get("use_liger_kernel") and device.kind == "cpu":
@@ -106,7 +100,7 @@ def preflight(
     model = sketch(config)
     try:
         resolution, refusal = resolve(config.precision, device), None
-    except FinetuneError as error:  # raised below: contradictions in the settings come first
+    except FinetuneError as error:  # raised below: contradicting settings are reported first
         resolution, refusal = None, error
     if resolution is None or resolution.fallback:
         made = check_settings(config, model)
@@ -117,7 +111,7 @@ def preflight(
         if forecast is not None and isinstance(refusal, PrecisionError):
             refusal = forecast.explain(refusal, config, device, model, made)
         raise refusal
-    if resolution.fallback:  # the settings were checked as requested; BF16 is what runs
+    if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
     run = Preflight(config, device, processes(), resolution, made, model)
     if forecast is not None and not force:
@@ -128,23 +122,20 @@ def preflight(
 def check_settings(
     config: RunConfig, model: Any, precision: PrecisionConfig | None = None
 ) -> PrecisionPlan:
-    """Refuse settings that contradict each other on any machine.
+    """Reject settings that contradict each other on any machine.
 
     Args:
-        config: the run.
-        model: its model with adapters, also on the meta device.
-        precision: to plan for, where it is resolved already; left out: as the run requests it.
+        model: the model with adapters, also on the meta device.
+        precision: resolved precision to plan for; default: the requested one.
 
     Returns:
         The precision plan of the model.
 
     Raises:
         PlanError: a choice of layers cannot be honored.
-        ConfigError: what is requested of the optimizer, of float32 compute or of `model.storage`
-            cannot be honored.
-        PrecisionError: float16 compute of trainable weights that are not float32, or a compute that
-            weights held quantized cannot have.
-    """
+        ConfigError: optimizer, float32 compute or `model.storage` cannot be honored.
+        PrecisionError: float16 compute with trainable weights that are not float32, or a compute
+            precision that quantized weights do not support."""
     check_optimizer(config.train)
     check_storage(config, model)
     made = plan(model, precision or config.precision)
@@ -170,7 +161,7 @@ def check_settings(
 
 
 def _check_head(the_plan: PrecisionPlan) -> None:
-    """`SFTTrainer` multiplies by the head's weight inside its loss, past the layer."""
+    """Reject an FP8 head: `SFTTrainer` multiplies by its weight inside the loss, past the layer."""
     for layer in the_plan.layers:
         if layer.role == "head" and layer.name.endswith(".base_layer"):
             raise PlanError(
@@ -195,23 +186,20 @@ def _check_head(the_plan: PrecisionPlan) -> None:
 
 # --------------------------------------------------------------------------------- model.storage
 #
-# Small storage is for a base that stands still under adapters, and for BF16 compute: each weight is
-# dequantized before its matmul. FP8 compute with small frozen weights is another setting,
-# `precision.frozen`, which multiplies the FP8 codes themselves.
+# Quantized storage is for a frozen base under adapters with BF16 compute: each weight is
+# dequantized before its GEMM. FP8 compute on frozen FP8 codes is another setting, `precision.frozen`.
 
 
 def check_storage(config: RunConfig, model: nn.Module) -> None:
-    """Refuse settings that small storage cannot honour.
+    """Reject settings that quantized storage cannot honor.
 
     Args:
-        config: the run.
-        model: its model with adapters, also on the meta device; its configuration tells of a
-            checkpoint that is itself quantised.
+        model: the model with adapters, also on the meta device; its configuration says if the
+            checkpoint is itself quantized.
 
     Raises:
-        ConfigError: weights that are held quantised would have to train, or to be sharded.
-        PrecisionError: compute other than BF16.
-    """
+        ConfigError: quantized weights would have to train, or to be sharded.
+        PrecisionError: compute other than BF16."""
     problem = None
     if config.model.storage is not None:
         problem = _why_not(config, f"model.storage={config.model.storage}")
@@ -271,17 +259,10 @@ def _why_not(config: RunConfig, where: str) -> FinetuneError | None:
 
 
 def _check_held_layers(config: RunConfig, model: nn.Module, the_plan: PrecisionPlan) -> None:
-    """Refuse what is asked of single layers that will be held quantised.
-
-    Args:
-        config: the run.
-        model: its model with adapters, also on the meta device.
-        the_plan: of that model.
+    """Reject per-layer settings for layers stored quantized.
 
     Raises:
-        PlanError: a layer that is held quantised was to train in full, or to compute in a type of
-            its own.
-    """
+        PlanError: such a layer was to train in full, or to compute in a type of its own."""
     from finetune.storage.loading import stored_layers
 
     if config.model.storage is None:

@@ -1,14 +1,13 @@
-"""The model of a run, put together again as it was while it trained.
+"""Reload of a trained run: its model as it was during training.
 
-A full run is its own weights. A run with adapters is its base, held as the run held it (plain, as
-FP8 codes, in NF4), and the adapter over it: that is what its held-out loss and its samples came
-from, and what an adapter learnt to work with. Evaluation runs layers in high precision, so nothing
-is converted, unless the run asked otherwise (`precision.eval=fp8`, `precision.map`); then it is
-prepared as training prepares it, in a session of its own.
+A full run is its own weights. An adapter run is its base, stored as in the run (plain, FP8 codes,
+NF4), under the adapter: its eval loss and samples came from that combination, which the adapter was
+trained on. Evaluation runs in high precision, so nothing is converted, unless the run requested it
+(`precision.eval=fp8`, `precision.map`); then the model is prepared as in training, in a session of
+its own.
 
-Limits: adapters over random weights cannot be had again, since those are stored nowhere. What GPU
-kernels round differently (attention, matmuls in another batch) may turn a close choice of a word.
-"""
+Limits: adapters over random weights cannot be reloaded, since those are stored nowhere. GPU kernels
+that round differently (attention, other batch sizes) may flip a near tie between tokens."""
 
 from __future__ import annotations
 
@@ -27,11 +26,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's weights, at its end or at a checkpoint.
+    """Weights of a run, at its end or at a checkpoint.
 
     Attributes:
-        folder: the run folder.
-        config: what was run.
         weights: folder of plain Hugging Face weights or of a plain adapter, and of the tokenizer.
     """
 
@@ -44,12 +41,10 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
     """Find a run's weights.
 
     Args:
-        folder: a run folder.
-        checkpoint: a step, or `last`; left out: the weights at the run's end.
+        checkpoint: a step, or `last`; default: the weights at the run's end.
 
     Raises:
-        ConfigError: it has none, or no such checkpoint; names the checkpoints that it has.
-    """
+        ConfigError: it has none, or no such checkpoint; lists its checkpoints."""
     config = load_recipe(str(folder / "config.yaml"), check_train=False).config
     saved = {
         path.name.rpartition("-")[2]: path for path in (folder / "checkpoints").glob("checkpoint-*")
@@ -84,13 +79,12 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
 
 @contextlib.contextmanager
 def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
-    """A run's model, in evaluation mode on this machine's device, and its tokenizer.
+    """Load a run's model, in evaluation mode on this machine's device, and its tokenizer.
 
     Raises:
-        ModelNotFoundError: the base is not there.
+        ModelNotFoundError: the base is missing.
         ConfigError: the base had random weights.
-        PrecisionError: the run evaluates in FP8, which cannot be had here.
-    """
+        PrecisionError: the run evaluates in FP8, which is unavailable here."""
     from transformers import AutoTokenizer
     from transformers.trainer_utils import align_special_tokens
 
@@ -101,7 +95,7 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     if model.device.type != device:
         model = model.to(device)
     tokenizer = AutoTokenizer.from_pretrained(run.weights)
-    align_special_tokens(model, tokenizer)  # as the trainer does: where an answer ends
+    align_special_tokens(model, tokenizer)  # as in the trainer: decides where an answer ends
     precision = _as_evaluated(run.config.precision)
     try:
         if precision is not None:
@@ -115,7 +109,7 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
 
 
 def _take_scales(run: TrainedRun, backend: Any) -> None:
-    """Delayed scaling casts by what it has seen: without its scales codes would be noise."""
+    """Load the scales of delayed scaling, without which casts would be noise."""
     from safetensors.torch import load_file
 
     from finetune.runs.checkpoint import scaling_file
@@ -157,11 +151,11 @@ def _load(run: TrainedRun) -> Any:
 
 
 def _as_evaluated(precision: PrecisionConfig) -> PrecisionConfig | None:
-    """The precision to prepare the model in; None where evaluation is that of a plain model."""
+    """Precision to prepare the model in; None if evaluation is that of a plain model."""
     if precision.compute == "fp8" and precision.eval == "fp8":
         return precision
     if not precision.map:
         return None
-    if precision.compute == "fp8":  # not run in evaluation, so any engine will do, anywhere
+    if precision.compute == "fp8":  # evaluation does not run it, so any backend will do
         return precision.model_copy(update={"backend": "emulated", "emulation": "allow"})
     return precision

@@ -1,20 +1,17 @@
-"""Samples: greedy answers to a few prompts, also in the middle of training.
+"""Samples: greedy answers to a few prompts, also during training.
 
-A loss says that something is learned, an answer says what. The prompts are fixed and the answers
-greedy, so what changes from one evaluation to the next is the model. Layers run in the precision of
-evaluation, `precision.eval`, and what is not FP8 in the type of autocast that training has.
+The prompts are fixed and the answers greedy, so changes between evaluations come from the model.
+Layers run in the precision of evaluation, `precision.eval`, the rest under training's autocast.
 
-Asking leaves training as it was, bit by bit (`undisturbed`). Put back are the state of every random
-generator, the mode of each module, and amax histories of delayed scaling, since with
-`precision.eval=fp8` a forward in evaluation records amaxes. Compiled decoder layers run as they
-were written: prompts have lengths of their own, and each would be compiled anew until the compiler
-gives up, on the training step as well. Neither tokens/s nor utilization nor the measured memory
-counts an answer: `SampleWriter` comes before the callbacks that measure.
+Sampling leaves training unchanged, bit by bit (`undisturbed`): it restores random generators,
+module modes, and amax histories of delayed scaling, since a forward with `precision.eval=fp8`
+records amaxes. Compiled decoder layers run eagerly: each prompt length would recompile them until
+the compiler gives up, on the training step as well. Tokens/s, utilization and measured memory
+exclude answers: `SampleWriter` comes before the callbacks that measure.
 
-Limits: one process asks, the others wait at their next exchange. Weights that FSDP shards are not
-whole on any process: nothing is asked, and that is said. Where memory is too short to answer, the
-run goes on without.
-"""
+Limits: one process generates, the others wait at their next exchange. With FSDP no process has
+whole weights: nothing is generated, with a notice. If memory is too short, the run continues
+without."""
 
 from __future__ import annotations
 
@@ -40,17 +37,16 @@ if TYPE_CHECKING:
     from finetune.training.data import Rows
 
 AUTOCAST = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}
-"""Compute precision -> the type of autocast around a forward; none with fp32."""
+"""Autocast type by compute precision; none with fp32."""
 PROMPTS, SEARCHED = 2, 64
-"""Prompts that are taken from held-out rows, and rows that are looked at for them."""
+"""Prompts taken from evaluation rows, and rows searched for them."""
 
 
 def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
-    """The recipe's prompts, or the questions of the first held-out rows that leave room to answer.
+    """The recipe's prompts, or those of the first evaluation rows that leave room for an answer.
 
     Raises:
-        ConfigError: a prompt of the recipe is empty, or leaves no room.
-    """
+        ConfigError: a prompt of the recipe is empty, or leaves no room."""
     from finetune.training.model import load_shape
 
     if not config.eval.samples:
@@ -61,7 +57,7 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
             check_room_for(prompt, length_of(tokenizer, prompt), most, room, "data.prompts")
         return list(config.data.prompts)
     held_out = rows.eval if rows.eval is not None else rows.train
-    longest = int(config.train.get("max_length") or 1024)  # what is longer was cut in training
+    longest = int(config.train.get("max_length") or 1024)  # training truncated longer rows
     prompts: list[str] = []
     for row in held_out.select(range(min(SEARCHED, len(held_out)))):
         prompt = question_of(row)
@@ -74,7 +70,7 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
 
 
 def question_of(row: Any) -> str:
-    """What a row asks: its first turn of a user, its prompt, or how its text begins."""
+    """Prompt of a row: its first user turn, its prompt, or the start of its text."""
     turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
     if isinstance(turns, str):
         return turns
@@ -83,25 +79,23 @@ def question_of(row: Any) -> str:
 
 
 def positions(shape: Any) -> int | None:
-    """Tokens that a model can hold at once, by its configuration; None where it does not say."""
+    """Context length by the model's configuration; None if unknown."""
     return getattr(shape.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def length_of(tokenizer: Any, prompt: str) -> int:
-    """Tokens of a prompt as it is asked."""
+    """Number of tokens of an encoded prompt."""
     return encode(tokenizer, prompt)["input_ids"].shape[1] if prompt else 0
 
 
 def check_room_for(prompt: str, length: int, most: int, room: int | None, where: str) -> None:
-    """Raise `ConfigError` for a prompt that cannot be asked.
+    """Raise `ConfigError` for an empty prompt or one that leaves no room for an answer.
 
     Args:
-        prompt: as given.
-        length: its tokens, as `encode` makes them.
+        length: tokens of the prompt, by `encode`.
         most: tokens of the answer.
-        room: positions of the model, None without an end.
-        where: it was given.
-    """
+        room: context length of the model, None if unlimited.
+        where: source of the prompt, for the message."""
     if length == 0:
         raise ConfigError("a prompt is empty", where=where, fix="give a prompt, or leave it out")
     if room is not None and length + most > room:
@@ -116,7 +110,7 @@ def check_room_for(prompt: str, length: int, most: int, room: int | None, where:
 
 
 def encode(tokenizer: Any, prompt: str) -> dict[str, Any]:
-    """Token ids and mask of a prompt, [1, T], as a turn of a chat where there is a template."""
+    """Token ids and mask of a prompt, [1, T], as a user turn if there is a chat template."""
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
@@ -136,16 +130,14 @@ def answer(
     compute: str = "bf16",
     **generation: Any,
 ) -> list[Sample]:
-    """Greedy answers, in evaluation mode; training goes on afterwards as if nothing had been.
+    """Generate greedy answers in evaluation mode; the training state is restored afterwards.
 
     Args:
         model: plain or with adapters, converted or not, not sharded.
-        tokenizer: its own.
-        prompts: each asked by itself.
-        max_new_tokens: of an answer.
-        compute: the run's `precision.compute`, which decides the type of autocast.
-        generation: more arguments of `generate`.
-    """
+        prompts: answered one at a time.
+        max_new_tokens: limit per answer.
+        compute: the run's `precision.compute`, which decides the autocast type.
+        generation: more arguments of `generate`."""
     samples = []
     with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
         for prompt in prompts:
@@ -161,7 +153,7 @@ def answer(
 
 
 def autocast(compute: str, device: str) -> contextlib.AbstractContextManager[Any]:
-    """Autocast as training has it around a forward: BF16 or FP16, nothing with FP32."""
+    """Autocast as in training: BF16 or FP16, none with FP32."""
     if compute not in AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device, dtype=getattr(torch, AUTOCAST[compute]))
@@ -169,7 +161,7 @@ def autocast(compute: str, device: str) -> contextlib.AbstractContextManager[Any
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate inside; generators, modes of modules and scaling state are afterwards as before."""
+    """Evaluate inside; restores generators, module modes and scaling state."""
     import numpy as np
 
     from finetune.precision.convert import conversion_of
@@ -200,18 +192,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             np.random.set_state(generators[1])
 
 
-# --------------------------------------------------------------------------------- while it trains
+# --------------------------------------------------------------------------------- during training
 
 PROMPT, ANSWER = 40, 120
-"""Longest prompt and answer on the terminal, in characters; `metrics.jsonl` has them whole."""
+"""Longest prompt and answer in the terminal, in characters; `metrics.jsonl` has all of them."""
 
 
 class SampleWriter(TrainerCallback):
-    """Asks a few prompts at each evaluation. Must come before the callbacks that measure speed.
+    """Generates samples at each evaluation; must precede the callbacks that measure speed.
 
     Attributes:
-        samples: the last answers.
-    """
+        samples: the last answers."""
 
     def __init__(
         self,
@@ -247,19 +238,16 @@ class SampleWriter(TrainerCallback):
         self.ask(model, state)
 
     def at_end(self, model: Any, state: TrainerState, *, anew: bool) -> list[Sample]:
-        """The answers of the trained model: those of the last evaluation, if it is of this model.
+        """Answers of the trained model, reusing those of the last evaluation if still valid.
 
         Args:
-            model: the trained model.
-            state: the trainer's.
-            anew: weights have changed since the last evaluation (the best ones were taken back).
-        """
+            anew: weights changed since the last evaluation (the best ones were restored)."""
         if anew or self._asked_at != state.global_step:
             self.ask(model, state)
         return self.samples
 
     def ask(self, model: Any, state: TrainerState) -> None:
-        """Ask all prompts; print, write and keep the answers."""
+        """Answer all prompts; print, write and keep the answers."""
         if self._why_not or not state.is_world_process_zero:
             return
         plain = (

@@ -1,12 +1,11 @@
-"""The session: one precision in force for everything that is prepared from `install` on.
+"""Session: one precision in effect for everything prepared after `install`.
 
     install ─> patches of Accelerator ─> a model is prepared: planned, converted, its proof begun
                                       ─> its first step: witnessed, then layers are compiled
     receipt <─ proof and conversion of the model that trains
 
-A recipe's session is given the resolution and the plan that preflight made; the helper's makes its
-own, since it sees each model first when that is prepared.
-"""
+A recipe's session takes resolution and plan from preflight; the helper's session makes its own,
+since it first sees each model when that is prepared."""
 
 from __future__ import annotations
 
@@ -43,21 +42,20 @@ LIBRARIES = (
     *("torch", "transformers", "trl", "peft", "accelerate", "datasets", "torchao"),
     *("transformer-engine", "bitsandbytes", "liger-kernel", "triton"),
 )
-"""Distributions whose versions the receipt has."""
+"""Distributions whose versions the receipt records."""
 
 
 class Session:
-    """One precision in force, from `install` to `uninstall`.
+    """One precision in effect, from `install` to `uninstall`.
 
     Attributes:
-        resolution: the concrete precision and why.
-        precision: the same without the reason.
-        planned: plan of the run's sketch, None where no sketch was made.
-        conversions: of the models that were prepared under it and are still alive.
-        proofs: one for each of them that trains; the receipt is that of the last.
-        patches: what is patched while it is in force.
-        compiled: which layers are compiled, and why.
-    """
+        resolution: executed precision, with reasons.
+        precision: the same without the reasons.
+        planned: plan of the run's sketch, None without one.
+        conversions: conversions of the models prepared under it that are still alive.
+        proofs: one per model that trains; the receipt uses the last.
+        patches: active patches.
+        compiled: compiled layers, and why."""
 
     def __init__(
         self, resolution: Resolution, device: Device, planned: PrecisionPlan | None = None
@@ -71,18 +69,17 @@ class Session:
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        """Patch `Accelerator` so that what is prepared from now on follows this session."""
+        """Patch `Accelerator` so that models prepared from now on follow this session."""
         patch_accelerator(
             self.patches, self.resolution, self._prepare_models, self._prepare_optimizer
         )
 
     def end(self, *, replaced: bool = False) -> None:
-        """Take patches away and give every model its plain layers back.
+        """Remove the patches and restore every model's plain layers.
 
         Args:
-            replaced: another session follows. Then a model of this one that goes on training
-                without being prepared again is an error, not a silent BF16 run.
-        """
+            replaced: another session follows. A model of this one that trains on without being
+                prepared again then raises, instead of silently running in BF16."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -98,7 +95,7 @@ class Session:
 
     def _prepare_models(self, models: Sequence[nn.Module]) -> None:
         for model in sorted(models, key=guards.multiplies, reverse=True):
-            # A loss or a temperature beside the model has nothing to convert.
+            # A loss or temperature module has nothing to convert.
             if guards.multiplies(model) or not len(self.conversions):
                 self.prepare_model(model)
 
@@ -107,9 +104,9 @@ class Session:
         known = convert.conversion_of(model)
         if known is not None and known in self.conversions and known.is_current():
             return known
-        convert.revert(model)  # also models inside it that were prepared by themselves
+        convert.revert(model)  # also submodules that were prepared separately
         guards.unguard(model)
-        if self.resolution.asked.compute == "fp8":  # also where BF16 stands in for it
+        if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
             refuse_quantized(model, self.resolution.asked)
         if self.precision.compute == "fp16":
             compute_types.refuse_half_weights(model)
@@ -125,7 +122,7 @@ class Session:
         if made.stored:
             _describe_storage(model)
         if before:
-            # A finished proof keeps its model alive: only the last is needed, for the receipt.
+            # A finished proof keeps its model alive; the receipt needs only the last.
             for proof in self.proofs:
                 if not proof.is_open:
                     proof.release()
@@ -136,20 +133,20 @@ class Session:
         return conversion
 
     def _after_gemms(self, conversion: convert.Conversion) -> None:
-        """After the witnessed step: look at float32 once more, compile."""
+        """Check float32 weights again and compile, after the witnessed step."""
         if self.precision.compute == "fp32":
             compute_types.check_exact()
         self.compiled = compile_layers(conversion, self.precision, self.device)
 
     def _choose_engine_for(self, model: nn.Module) -> None:
-        """`auto` prefers Transformer Engine, which cannot take weights that are no layers."""
+        """Replace Transformer Engine, which `auto` prefers, for weights outside of layers."""
         r = self.resolution
         takes = r.asked.backend == "auto" and self.precision.backend == "te"
         if not takes or next(iter_parameters(model), None) is None:
             return
         try:
             other = resolve(r.asked.model_copy(update={"backend": "torchao"}), self.device)
-        except PrecisionError:  # torchao cannot have it: the plan says what then stays high
+        except PrecisionError:  # not torchao either: the plan reports what stays in BF16
             return
         why = "the model multiplies by plain parameters, which Transformer Engine cannot"
         self.resolution = Resolution(other.precision, r.asked, f"{other.reason}; {why}")
@@ -158,7 +155,7 @@ class Session:
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
         from accelerate.optimizer import AcceleratedOptimizer
 
-        if isinstance(optimizer, AcceleratedOptimizer):  # prepared before: a second train()
+        if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier train()
             optimizer = optimizer.optimizer
         self._undo.append(guards.watch_owner(optimizer, self.conversions))
         if self.precision.compute == "fp16":
@@ -175,7 +172,7 @@ class Session:
         return proof, proof.conversion if proof else None
 
     def receipt(self) -> Receipt:
-        """The receipt of the model that trains (the last one prepared)."""
+        """Receipt of the model that trains (the last one prepared)."""
         r, p = self.resolution, self.precision
         proof, conversion = self.training
         share = dict(proof.flop_share) if proof else {}
@@ -207,7 +204,7 @@ class Session:
         )
 
     def _effective(self) -> dict[str, Any]:
-        """What is in force beside FP8, in torch's words."""
+        """Settings in effect beside FP8, in torch's terms."""
         if self.precision.compute == "fp32":
             return {"fp32_precision": compute_types.in_force()}
         if self.precision.compute == "fp16":
@@ -234,7 +231,7 @@ class Session:
 
 
 def _effective_of(engines: list[Backend]) -> dict[str, Any]:
-    """What is in force in the engines' own words; of frozen weights under a name of its own."""
+    """Settings in effect by backend, in its own terms; frozen weights under their own name."""
     found: dict[str, Any] = {}
     for engine in engines:
         found |= {"frozen": engine.effective()} if engine.name == "frozen" else engine.effective()
@@ -248,11 +245,9 @@ def _format(precision: PrecisionConfig, engines: list[Backend]) -> str:
 
 
 def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
-    """Whether the plan of a sketch holds for the loaded model: the same layers, stored as planned.
+    """True if a sketch's plan fits the loaded model: the same layers, stored as planned.
 
-    A base stored in four bits or published in FP8, which the sketch has not, is planned anew: its
-    rows say so.
-    """
+    A base stored in NF4 or published in FP8, unlike its sketch, is planned again."""
     rows = {row.name: row for row in made.layers}
     found = {name: (shape, not w.requires_grad) for name, w, shape in iter_weights(model)}
     if found != {name: (row.shape, row.frozen) for name, row in rows.items()}:
@@ -268,7 +263,7 @@ def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
 
 
 def _describe_storage(model: nn.Module) -> None:
-    """Record in a model's configuration what is held in FP8, in case it is saved."""
+    """Record FP8 storage in the model's configuration, in case it is saved."""
     from peft import PeftModel
     from transformers import PreTrainedModel
 
@@ -279,7 +274,7 @@ def _describe_storage(model: nn.Module) -> None:
         describe(base)
 
 
-# ---------------------------------------------------------------------------------------- in force
+# ---------------------------------------------------------------------------------- current session
 
 _session: Session | None = None
 
@@ -287,17 +282,16 @@ _session: Session | None = None
 def install(
     precision: PrecisionConfig | Resolution, planned: PrecisionPlan | None = None
 ) -> Session:
-    """Put a precision in force for everything prepared by Accelerate from now on.
+    """Put a precision into effect for everything that Accelerate prepares from now on.
 
     A second call replaces the first.
 
     Args:
-        precision: requested, or as it was resolved already.
-        planned: plan of the sketch of the model that will be prepared, where one was made.
+        precision: requested or resolved.
+        planned: plan of the model's sketch, if any.
 
     Raises:
-        PrecisionError: it cannot be had on this machine.
-    """
+        PrecisionError: it is unavailable on this machine."""
     global _session
     device = this_device()
     known = isinstance(precision, Resolution)
@@ -309,7 +303,7 @@ def install(
 
 
 def uninstall() -> None:
-    """End the session in force, if any."""
+    """End the current session, if any."""
     _end(replaced=False)
 
 
@@ -324,7 +318,7 @@ def _end(*, replaced: bool) -> None:
 def session_of(
     resolution: Resolution, planned: PrecisionPlan | None, console: Console
 ) -> Iterator[Session]:
-    """The session of a run, as a block; a fall-back to BF16 is printed loudly."""
+    """Context manager for a run's session; a fallback to BF16 is printed loudly."""
     session = install(resolution, planned)
     try:
         if resolution.fallback:
@@ -335,21 +329,20 @@ def session_of(
 
 
 def in_force() -> Session | None:
-    """The session in force, None when there is none."""
+    """Current session, or None."""
     return _session
 
 
 def aside() -> contextlib.AbstractContextManager[None]:
-    """Work as if no session were in force."""
+    """Context manager that works as if there were no session."""
     return _session.patches.aside() if _session is not None else contextlib.nullcontext()
 
 
 def current() -> Session:
-    """The session in force.
+    """Current session.
 
     Raises:
-        OrderError: there is none.
-    """
+        OrderError: there is none."""
     if _session is None:
         raise OrderError(
             "there is no receipt: FP8 was not set up, or already torn down",

@@ -1,4 +1,4 @@
-"""The time of every optimizer step as the device saw it: `steps.jsonl`.
+"""Device time of every optimizer step: `steps.jsonl`.
 
 A step is timed twice, from marks at its two ends:
 
@@ -7,15 +7,12 @@ A step is timed twice, from marks at its two ends:
     `intervals`                     |───────── interval ─────|      data loading included
 
 A row of the file is `{"step": 7, "seconds": 0.31, "tokens": 902}`. A step begins when its batches
-are there and ends when weights are updated, so fetching rows, evaluating, saving and logging are
-not in its seconds. Its tokens are those that its micro-batches held, over all processes, padding
-not counted. Rows that are packed into one hold padding only at their end, and are counted whole
-where no mask says which.
+are ready and ends when weights are updated, without fetching rows, evaluating, saving and logging.
+Tokens are those of its micro-batches, over all processes, without padding. Packed rows have padding
+only at their end, and count whole if there is no mask.
 
-On a GPU the host runs ahead of the device, and a host clock would time the launching of kernels.
-Events are recorded on the stream instead, and read when the trainer next logs, which has waited for
-the device by then, so that timing adds no wait of its own.
-"""
+On a GPU a host clock would time kernel launches. Events are recorded on the stream instead, and
+read at the trainer's next log, which has already synchronized, so timing adds no wait."""
 
 from __future__ import annotations
 
@@ -34,18 +31,19 @@ STEPS_FILE = "steps.jsonl"
 
 
 def mark(device: str) -> Any:
-    """This moment on a device (`cuda`, `mps`, ...): an event on a GPU's stream, else host time."""
+    """Mark this moment on a device (`cuda`, `mps`, ...): an event on a GPU's stream, else host
+    time."""
     if device == "cuda":
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-    if device == "mps":  # has no events that can be read without a wait
+    if device == "mps":  # its events cannot be read without a wait
         torch.mps.synchronize()
     return time.perf_counter()
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Seconds between two marks; those of a GPU must have been waited for."""
+    """Seconds between two marks; GPU marks must be complete."""
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000
 
 
@@ -53,17 +51,15 @@ class StepTimer(TrainerCallback):
     """Times every optimizer step, and writes `steps.jsonl` if it has a path.
 
     Attributes:
-        rows: one for each finished step, in order (step, seconds, tokens).
-        intervals: seconds from the end of a step to the end of the next, one fewer than steps.
-    """
+        rows: (step, seconds, tokens) of each finished step, in order.
+        intervals: seconds from the end of a step to the end of the next, one fewer than steps."""
 
     def __init__(self, device: str, path: Path | None = None) -> None:
         """Time the steps of one training.
 
         Args:
-            device: kind of the device, as torch names it.
-            path: file to append to.
-        """
+            device: device type, in torch's naming.
+            path: file to append to."""
         self.device, self.path = device, path
         self.rows: list[dict[str, Any]] = []
         self.intervals: list[float] = []
@@ -105,13 +101,13 @@ class StepTimer(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Stop counting. Harmless when already done."""
+        """Stop counting. Idempotent."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def _read(self, state: TrainerState) -> None:
-        """Add the steps that have finished since the last call to rows, intervals and file."""
+        """Add newly finished steps to rows, intervals and file."""
         finished, self._finished = self._finished, []
         if not finished:
             return
@@ -135,7 +131,7 @@ class StepTimer(TrainerCallback):
 
 
 def _tokens_of(inputs: dict[str, Any], *, on_gpu: bool) -> Tensor | int:
-    """Tokens of a micro-batch; on a GPU a scalar there, so that nothing waits for it."""
+    """Tokens of a micro-batch; on a GPU a device scalar, to avoid a wait."""
     mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return mask.sum() if on_gpu else int(mask.sum())

@@ -2,8 +2,7 @@
 
     preflight ─> prepare (rows, folder) ─> session ─> model and trainer ─> train ─> receipt, report
 
-The stock `trl.SFTTrainer` trains, through the same session that a user's own script would install.
-"""
+The stock `trl.SFTTrainer` trains, through the session that a user's own script would install."""
 
 from __future__ import annotations
 
@@ -56,14 +55,13 @@ def train(
 
     Args:
         recipe: from `finetune.load_recipe`.
-        forecast: checks and predicts its memory; left out: neither is done.
+        forecast: checks and predicts memory; neither is done without it.
         out: folder of runs.
-        force: train even where memory is expected to be too small.
-        console: where to show progress; a quiet one for notebooks and tests.
+        force: train even if memory is expected to be too small.
+        console: console for progress output; a quiet one for notebooks and tests.
 
     Raises:
-        FinetuneError: anything that the user can put right, see `finetune.errors`.
-    """
+        FinetuneError: any error that the user can fix, see `finetune.errors`."""
     refuse_sharded(recipe.config)
     ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
     job = _prepare(recipe, ahead, Path(out), console)
@@ -92,19 +90,15 @@ def train(
 
 @dataclass(frozen=True)
 class _Job:
-    """A run before its model is loaded.
+    """Run before its model is loaded.
 
     Attributes:
-        recipe: what to train.
-        folder: of the run, on every process.
-        is_main: this process writes.
-        console: where progress is shown.
-        tokenizer: of the model.
-        rows: to train on and held out.
-        args: of the trainer.
-        tasks: of lm-eval, loaded.
-        resume: checkpoint to go on from.
-    """
+        folder: run folder, on every process.
+        is_main: True on the process that writes.
+        rows: training and evaluation rows.
+        args: trainer arguments.
+        tasks: loaded lm-eval tasks.
+        resume: checkpoint to resume from."""
 
     recipe: Recipe
     folder: Path
@@ -118,7 +112,7 @@ class _Job:
 
 
 def _prepare(recipe: Recipe, ahead: Preflight, out: Path, console: Console | None) -> _Job:
-    """Load everything but the model, then make the run folder: one that fails here leaves none."""
+    """Load everything but the model, then make the run folder: a failure here leaves none."""
     from accelerate import PartialState
 
     from finetune.training.checkpoints import resume_folder
@@ -156,7 +150,7 @@ def _prepare(recipe: Recipe, ahead: Preflight, out: Path, console: Console | Non
 
 
 def new_run_folder(out: Path, name: str) -> Path:
-    """`out/<recipe>/<time>-<short id>/`, the same on every process."""
+    """Return `out/<recipe>/<time>-<short id>/`, the same on every process."""
     from accelerate.utils import broadcast_object_list
 
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
@@ -169,14 +163,12 @@ def new_run_folder(out: Path, name: str) -> Path:
 
 
 class _Run:
-    """A run from the model on: its trainer, what watches it, and what it leaves behind.
+    """Run with a loaded model: its trainer, observers and results.
 
     Attributes:
-        trainer: the stock trainer.
-        stop: ended by Ctrl-C.
-        stopped: the error that ended it, if one did.
-        receipt: made by `close`.
-    """
+        stop: handler of Ctrl-C.
+        stopped: the error that ended it, if any.
+        receipt: made by `close`."""
 
     receipt: Receipt
 
@@ -228,14 +220,14 @@ class _Run:
         self._started = time.perf_counter()
 
     def was_just_evaluated(self) -> bool:
-        """Whether the last row of metrics is a held-out loss, or there are no held-out rows."""
+        """True if the last metrics row is an evaluation, or there are no evaluation rows."""
         if self.job.rows.eval is None:
             return True
         steps = [row["step"] for row in self.metrics.rows if "eval_loss" in row]
         return bool(steps) and steps[-1] == self.metrics.rows[-1]["step"]
 
     def close(self) -> None:
-        """End what watches the trainer, and write the receipt, however training ended."""
+        """Close the observers and write the receipt, however training ended."""
         for watcher in (self.meter, self.timer, self.bar, self.monitor):
             watcher.close()
         self.receipt = self.session.receipt()
@@ -258,7 +250,7 @@ class _Run:
         if not job.is_main:
             return
         if config.precision.eval == "fp8":
-            self.keeper.save_to(job.folder)  # `generate` casts by these scales
+            self.keeper.save_to(job.folder)  # `generate` casts with these scales
         model, state = self.trainer.accelerator.unwrap_model(self.trainer.model), self.trainer.state
         self.answers = self.samples.at_end(model, state, anew=job.args.load_best_model_at_end)
         if job.tasks:
@@ -266,7 +258,7 @@ class _Run:
             self.metrics.write({"step": state.global_step, "tasks": self.scores}, state)
 
     def report(self) -> RunReport:
-        """What the run leaves behind; the main process writes `report.json`."""
+        """Build the report; the main process writes `report.json`."""
         from finetune.training.memory_meter import peak_memory_gib
 
         metrics = self.metrics
@@ -300,19 +292,15 @@ def make_trainer(
     callbacks: list[TrainerCallback],
     kind: type[SFTTrainer] | None = None,
 ) -> SFTTrainer:
-    """Load a recipe's model and build the trainer around it, under the session in force.
+    """Load a recipe's model and build the trainer around it, under the current session.
 
-    Training and measuring share it: a speed that was measured on another assembly than the one that
-    trains would say nothing about it.
+    Training and measuring share it, so that measured speeds are those of the trained assembly.
 
     Args:
-        config: the run.
-        args: of the trainer (`finetune.config.sft`).
+        args: trainer arguments (`finetune.config.sft`).
         train, held_out: rows in one of TRL's formats.
-        tokenizer: of the rows.
-        held: rows of the run's plan whose weights are held in FP8 from the beginning.
-        callbacks: of the trainer.
-        kind: of trainer; left out, `trl.SFTTrainer` itself.
+        held: plan rows of weights that are stored in FP8 from the start.
+        kind: trainer class, default `trl.SFTTrainer`.
 
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
@@ -322,7 +310,7 @@ def make_trainer(
 
     model: Any = load_model(config.model, held)
     adapters = lora_config(config.lora) if config.lora else None
-    if adapters is not None and stored_weights(model):  # the trainer would cast what it attaches
+    if adapters is not None and stored_weights(model):  # the trainer would cast new adapters
         model, adapters = get_peft_model(model, adapters), None
     optimizer = chosen(config.train)
     if optimizer.library == "bitsandbytes":

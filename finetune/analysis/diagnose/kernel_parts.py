@@ -1,14 +1,13 @@
-"""The part of a step (`StepPart`) that a kernel or an operator is, by its name and where it ran.
+"""Step parts (`StepPart`) of kernels and operators, by their names and contexts.
 
-Names of kernels belong to libraries and change with them, so the operator that launched a kernel
-speaks first where it says enough (`aten::_scaled_mm` multiplies FP8 whatever its kernel is called),
-and the name of the kernel only where a library was called past PyTorch (Transformer Engine, NCCL,
-flash-attn) or where the compiler wrote it. Kernels of `torch.compile` tell in their names what was
-fused in them: one that only casts is a cast; one that norms and casts is a norm, its cast is free.
+Kernel names change with their libraries, so the launching operator decides if it is specific enough
+(`aten::_scaled_mm` multiplies FP8 whatever its kernel's name), and the kernel's name only if a
+library was called past PyTorch (Transformer Engine, NCCL, flash-attn) or the compiler wrote it.
+Names of `torch.compile` kernels list the fused operations: one that only casts is a cast; one that
+norms and casts is a norm with a free cast.
 
 cuBLASLt's `nvjet_` kernels name their operands by letters, A and B first: `q` is 8 bits of FP8, `o`
-four bits, `t` BF16, `h` FP16, `s` float32 (`nvjet_qqtst` multiplies FP8 to BF16).
-"""
+four bits, `t` BF16, `h` FP16, `s` float32 (`nvjet_qqtst` multiplies FP8 to BF16)."""
 
 from __future__ import annotations
 
@@ -54,30 +53,29 @@ _MORE_THAN_A_CAST = re.compile(
 
 
 def operator(name: str) -> str:
-    """`aten::mm` -> `mm`; empty for what is no operator: ranges, autograd's nodes."""
+    """Short operator name, `aten::mm` -> `mm`; empty for ranges and autograd nodes."""
     space, _, bare = name.rpartition("::")
     return "" if not space or space.startswith(("autograd", "torch::autograd")) else bare
 
 
 def is_gemm(name: str) -> bool:
-    """Whether an operator, by its full name, is a product of two matrices, batched or not."""
+    """True if an operator, by its full name, is a GEMM, batched or not."""
     return operator(name) in _FP8_OPS | _GEMM_OPS | _BATCHED_OPS
 
 
 def multiplies_fp8(name: str) -> bool:
-    """Whether an operator, by its full name, multiplies FP8 operands by definition."""
+    """True if an operator, by its full name, multiplies FP8 operands by definition."""
     return operator(name) in _FP8_OPS
 
 
 def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> StepPart:
-    """The part of an operator's own time.
+    """Part of an operator's self time.
 
     Args:
-        name: full name, `aten::mm`; of a range or an autograd node likewise.
-        low: it runs in a layer whose GEMMs are FP8: what is no product there makes operands, as
-            does a batched one (the Hadamard turn of NVFP4).
-        batched: batched products are those of layers, not of attention.
-    """
+        name: full name, such as `aten::mm`; also of a range or an autograd node.
+        low: it runs in a layer with FP8 GEMMs: other operators there prepare operands, as do
+            batched GEMMs (the Hadamard transform of NVFP4).
+        batched: batched GEMMs are those of layers, not of attention."""
     bare = operator(name)
     if not bare or bare in _HOST_OPS:
         return StepPart.HOST
@@ -101,14 +99,13 @@ def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> 
 def part_of_kernel(
     kernel: str, launched_by: str, *, low: bool = False, batched: bool = False
 ) -> StepPart:
-    """The part of a GPU kernel.
+    """Part of a GPU kernel.
 
     Args:
-        kernel: its name, as the driver has it.
-        launched_by: full name of the operator that launched it, or of the range around it.
-        low: it runs in a layer whose GEMMs are FP8.
-        batched: batched products are those of layers, not of attention.
-    """
+        kernel: its name in the driver.
+        launched_by: full name of the launching operator, or of the range around it.
+        low: it runs in a layer with FP8 GEMMs.
+        batched: batched GEMMs are those of layers, not of attention."""
     if kernel.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memset")):
         return StepPart.OTHER
     if _COMMUNICATION.search(kernel):
@@ -118,7 +115,7 @@ def part_of_kernel(
     bare = operator(launched_by)
     if bare in _FP8_OPS | _GEMM_OPS | _BATCHED_OPS:
         part = part_of_operator(launched_by, low=low, batched=batched)
-        # A product of high operands may be preceded by a copy that makes them contiguous.
+        # A GEMM of high-precision operands may be preceded by a copy that makes them contiguous.
         return (
             StepPart.CASTS
             if low and not _GEMM_NAME.search(kernel) and part == StepPart.GEMM
@@ -138,7 +135,7 @@ def part_of_kernel(
 
 
 def names_fp8_gemm(kernel: str) -> bool:
-    """Whether the name of a StepPart.GEMM kernel says that its operands are FP8 (or FP4)."""
+    """True if the name of a StepPart.GEMM kernel shows FP8 (or FP4) operands."""
     letters = _NVJET.search(kernel)
     if letters is not None:
         return letters[1] in "qo" and letters[2] in "qo"

@@ -1,23 +1,20 @@
-"""A callback that leads a trainer through the steps of a diagnosis, and looks.
+"""Observer: a callback that leads a trainer through the steps of a diagnosis.
 
     witnessed   the proof sees every GEMM, as in any run; compiled layers are compiled after it
     warm        the proof sees weights move; kernels are chosen, graphs captured
     timed       the clock only
     profiled    ranges and `torch.profiler`
-    operands    training health by layer: what casts do to what this step multiplies
+    operands    training health by layer: the effect of casts on this step's operands
 
-The order keeps each look out of the others: what times is not looked at, and what is looked at for
-noise is slow. Clocks are read when the device has caught up.
+The order keeps the measurements apart: timed steps are not observed, and observing noise is slow.
+Clocks are read after a device synchronization.
 
-*Ranges* name the layer that is running, in forward and when it is computed a second time. While
-they are entered, every linear layer of the plan, every decoder layer and every PEFT layer opens a
-`record_function` range around its forward. In a trace everything below a range is that layer's;
-backward is found by autograd's sequence numbers (`timeline`). A forward that runs inside a backward
-is a recomputation of checkpointing, and its ranges say so. The products of adapters that run in one
-function with their base, and those of declared parameters, are named by what multiplies them.
-Layers under `torch.compile` cannot be looked into: they are one range each, around the compiled
-call, and what they multiply is told apart by its sizes.
-"""
+*Ranges* name the running layer, in forward and in recomputation. Inside them every planned linear
+layer, decoder layer and PEFT layer opens a `record_function` range around its forward; `timeline`
+finds the backward by autograd's sequence numbers. A forward inside a backward is a recomputation by
+checkpointing and is marked so. GEMMs of adapters fused with their base, and of declared parameters,
+are named by the code that multiplies them. A layer under `torch.compile` is one range around the
+compiled call; its GEMMs are told apart by their sizes."""
 
 from __future__ import annotations
 
@@ -42,14 +39,14 @@ from finetune.training.session import Session
 
 PREFIX = "finetune|"
 WINDOW = f"{PREFIX}window"
-"""The range around all profiled steps."""
+"""Range around all profiled steps."""
 WITNESSED, WARM, OPERANDS = 1, 2, 1
 """Steps of each kind; `Observer.steps` are timed, and as many profiled."""
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to the terminal otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keep Kineto from writing to the terminal
 
 
 def _range_name(layer: str) -> str:
-    """The range of a layer that begins now."""
+    """Range name of a layer that begins now."""
     return f"{PREFIX}{'recompute' if in_backward() else 'forward'}|{layer}"
 
 
@@ -78,7 +75,7 @@ class Ranges:
             if name in layers or type(module).__name__ in decoder:
                 self._around(name, module)
             if "_gradient_checkpointing_func" in vars(module):
-                # Transformers checkpoints inside a layer's forward: hooks do not see it run again.
+                # Transformers checkpoints inside a layer's forward: hooks miss the recomputation.
                 self._replace(module, "_gradient_checkpointing_func", _in_recomputed_range(name))
             if isinstance(module, ObservedMixin):
                 self._listen(module.fp8_observers)
@@ -90,16 +87,16 @@ class Ranges:
             self.leave()
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
-        """A product of the adapter or parameter of this name begins."""
+        """Begin a GEMM of the named adapter or parameter."""
         self._push(f"{PREFIX}backward|{name}" if backward else _range_name(name))
 
     def leave(self) -> None:
-        """It has ended."""
+        """End it."""
         if self._open:
             self._open.pop().__exit__(None, None, None)
 
     def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
-        """A product of a parameter is made; its backward is found by its node's number."""
+        """Record a parameter's GEMM; its node's number identifies the backward."""
 
     def _push(self, name: str) -> None:
         opened = record_function(name)
@@ -137,13 +134,13 @@ def _in_range(name: str) -> Callable[[Any], Any]:
 
 
 def _in_recomputed_range(name: str) -> Callable[[Any], Any]:
-    """Wraps a checkpointing function: what it is handed runs in a range, each time."""
+    """Wrap a checkpointing function so that its forward runs in a range, each time."""
 
     def wrap(checkpoint: Any) -> Any:
         def named(function: Any, *args: Any, **kwargs: Any) -> Any:
             return checkpoint(_in_range(name)(function), *args, **kwargs)
 
-        named.finetune_wraps = checkpoint  # pyright: ignore  the engine's wrapper is inside already
+        named.finetune_wraps = checkpoint  # pyright: ignore  already includes the backend's wrapper
         return named
 
     return wrap
@@ -151,16 +148,15 @@ def _in_recomputed_range(name: str) -> Callable[[Any], Any]:
 
 @dataclass
 class Observer(TrainerCallback):
-    """Looks at `steps` timed and as many profiled steps of one trainer.
+    """Observes `steps` timed and as many profiled steps of one trainer.
 
     Attributes:
-        session: in force.
-        steps: steps to time, and steps to profile.
+        session: current session.
+        steps: number of steps to time, and to profile.
         step_seconds: mean of the timed steps.
-        tokens: of a micro-batch, with padding and without.
-        events: of the profiled steps.
-        sums: (layer, operand) -> the effect of its cast.
-    """
+        tokens: tokens of a micro-batch, with padding and without.
+        events: events of the profiled steps.
+        sums: effect of casts by (layer, operand)."""
 
     session: Session
     steps: int
@@ -179,7 +175,7 @@ class Observer(TrainerCallback):
         return WITNESSED + WARM + 2 * self.steps + OPERANDS
 
     def attend(self, trainer: Any) -> None:
-        """Look at this trainer, which has this callback."""
+        """Observe this trainer, which has this callback."""
         plain = trainer.training_step
 
         def training_step(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -235,7 +231,7 @@ class Observer(TrainerCallback):
         self._looking.callback(self._now)
 
     def close(self) -> None:
-        """Stop looking, also out of a step that was broken off. Harmless when already done."""
+        """Stop observing, also after an aborted step. Idempotent."""
         self._looking.close()
 
     def _now(self) -> float:
@@ -245,7 +241,7 @@ class Observer(TrainerCallback):
 
 
 def each_layer(model: nn.Module, plan: PrecisionPlan | None) -> dict[str, str]:
-    """Every module with parameters of its own, and every layer of a plan, is a group by itself."""
+    """Map every module with own parameters, and every planned layer, to a group of its own."""
     names = [n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
     names += [layer.name for layer in plan.layers] if plan is not None else []
     return {name: name for name in names}

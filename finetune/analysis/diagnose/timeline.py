@@ -1,20 +1,19 @@
-"""From a profile to slices of a step: what ran, how long, for which layer, in which direction.
+"""Timeline of a step, from a profile: slices with duration, layer, part and phase.
 
 The events of `torch.profiler` form a tree by time on each host thread. A context goes down it:
 
-* a range of ours (`observer.Ranges`) names a layer, and says whether it is computed again;
-* a node of autograd carries the sequence number and thread of the operator that made it, so its
-  backward belongs to the layer in whose range that operator ran; a range inside it speaks first;
-* inside the optimizer's own range everything is the optimizer's.
+* a range of ours (`observer.Ranges`) names a layer, and marks recomputation;
+* an autograd node has the sequence number and thread of the operator that made it, so its backward
+  belongs to that operator's layer; a range inside it takes precedence;
+* inside the optimizer's range everything is the optimizer's.
 
-On a *CPU* a slice is the time of an event without what is below it. These times add up to the
-window exactly. On a *GPU* a slice is a kernel, found by the correlation that the driver keeps with
-the operator that launched it. Kernels that overlap are counted once, computation before
-communication; what remains of the step is time in which the GPU waits. Profiling slows down the
-host and not the kernels, so there the step's length is that of steps without a profile.
+On a *CPU* a slice is the self time of an event; these add up to the window exactly. On a *GPU* a
+slice is a kernel, matched to its launching operator by the driver's correlation id. Overlapping
+kernels count once, computation before communication; the rest of the step is time in which the GPU
+waits. Profiling slows down the host but not the kernels, so the step's length is then that of steps
+without a profile.
 
-Limits: kernels of a library that launches graphs (CUDA graphs) have no operator each.
-"""
+Limit: kernels in CUDA graphs have no operator each."""
 
 from __future__ import annotations
 
@@ -36,21 +35,20 @@ from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 
 BACKWARD_NODE = "autograd::engine::evaluate_function"
 _RANK = {StepPart.COMMUNICATION: 1, StepPart.OTHER: 2}
-"""Of kernels at the same time the one with the lowest rank is charged; 0 where none is given."""
+"""Priority among simultaneous kernels: the lowest rank is charged; 0 by default."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A kernel, or the own time of an operator.
+    """Kernel, or the self time of an operator.
 
     Attributes:
-        name: of the kernel, on a CPU of the operator.
-        part: of the step.
-        seconds: that are charged to nothing else.
-        owner: the layer, "" where none is known.
+        name: name of the kernel, on a CPU of the operator.
+        part: part of the step.
+        seconds: time charged to this slice alone.
+        owner: the layer, "" if unknown.
         phase: forward, recompute, backward, optimizer, or "".
-        sizes: (m, n, k) of a product, sorted; empty where they are not known.
-    """
+        sizes: (m, n, k) of a GEMM, sorted; empty if unknown."""
 
     name: str
     part: StepPart
@@ -65,11 +63,10 @@ class Timeline:
     """Slices of some steps.
 
     Attributes:
-        slices: of all steps.
+        slices: slices of all steps.
         steps: number of steps.
-        step_seconds: of one, from its begin to its end.
-        on_gpu: slices are kernels.
-    """
+        step_seconds: duration of one step.
+        on_gpu: slices are kernels."""
 
     slices: tuple[Slice, ...]
     steps: int
@@ -77,7 +74,7 @@ class Timeline:
     on_gpu: bool
 
     def parts(self) -> dict[StepPart, float]:
-        """Part -> seconds of one step; they add up to `step_seconds`."""
+        """Seconds of one step by part; they add up to `step_seconds`."""
         found = dict.fromkeys(PROFILED_PARTS, 0.0)
         for piece in self.slices:
             found[piece.part] += piece.seconds / self.steps
@@ -93,7 +90,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class _Context:
-    """Where an event ran, handed down to all below it; `part` overrides what names say."""
+    """Context of an event, inherited by its children; `part` overrides what names imply."""
 
     owner: str = ""
     phase: str = ""
@@ -109,15 +106,14 @@ def read_profile(
     low: Mapping[str, bool],
     batched: bool = False,
 ) -> Timeline:
-    """Slices of a profile.
+    """Convert a profile to slices.
 
     Args:
-        events: of `torch.profiler.profile.events()`: with parents, and shapes of inputs.
+        events: from `torch.profiler.profile.events()`, with parents and input shapes.
         steps: optimizer steps inside the window.
-        step_seconds: of one without a profile; used where the profile is of a GPU.
-        low: layer that has FP8 GEMMs -> whether all of them are.
-        batched: batched products are those of layers.
-    """
+        step_seconds: duration of a step without a profile; used for GPU profiles.
+        low: layers with FP8 GEMMs -> True if all of them are FP8.
+        batched: batched GEMMs are those of layers."""
     ordered = sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end))
     host = [e for e in ordered if e.device_type == DeviceType.CPU and not e.is_async]
     kernels = [e for e in ordered if e.device_type != DeviceType.CPU and _is_kernel(e)]
@@ -137,7 +133,7 @@ def read_profile(
 
 
 def _is_kernel(event: Any) -> bool:
-    """Ranges have a shadow on the GPU's time line, which is no work."""
+    """True for kernels; ranges also appear on the GPU's time line, but are no work."""
     ranges = (PREFIX, "Optimizer.", "ProfilerStep")
     return not event.is_user_annotation and not event.name.startswith(ranges)
 
@@ -152,14 +148,14 @@ def _is_inside(event: Any, window: Any) -> bool:
 
 
 def _contexts(host: Sequence[Any]) -> dict[int, _Context]:
-    """id(event) -> where it ran. `host` is in order of time, parents first."""
+    """Contexts by id(event). `host` is in order of time, parents first."""
     found: dict[int, _Context] = {}
     forward: dict[tuple[int, int], _Context] = {}
     for event in host:
         above = found.get(id(event.cpu_parent), _Context())
         here = found[id(event)] = _descend(event, above, forward)
         if event.sequence_nr >= 0 and not event.name.startswith(BACKWARD_NODE):
-            # Of operators with one number the last is the one that made the node of that number.
+            # Of operators with equal numbers the last one made the node of that number.
             forward[event.thread, event.sequence_nr] = here
     return found
 
@@ -184,7 +180,7 @@ def _descend(event: Any, above: _Context, forward: Mapping[tuple[int, int], _Con
 
 
 def _sizes(event: Any) -> tuple[int, ...]:
-    """(m, n, k) of a product, sorted: the two matrices among the inputs that fit together."""
+    """Sizes (m, n, k) of a GEMM, sorted, from the two inputs that fit together."""
     shapes = [tuple(s) for s in event.input_shapes or () if len(s) in (2, 3) and all(s)]
     for a, b in itertools.pairwise(shapes):
         if a[-1] == b[-2]:  # [M, K] @ [K, N]
@@ -202,7 +198,7 @@ def _operator_slice(event: Any, here: _Context, low: Mapping[str, bool], batched
     if part != StepPart.HOST:
         in_fp8 = part == StepPart.GEMM and low.get(here.owner)
         part = here.part or (StepPart.FP8_GEMM if in_fp8 else part)
-    elif "CompiledFxGraph" in event.name:  # its kernels are no operators on a CPU
+    elif "CompiledFxGraph" in event.name:  # on a CPU its kernels are not operators
         part = StepPart.CASTS if is_low else StepPart.ELEMENTWISE
     seconds = event.self_cpu_time_total * 1e-6
     return Slice(event.name, part, seconds, here.owner, here.phase, here.sizes)
@@ -231,10 +227,9 @@ def _kernel_slices(
 
 
 def _alone(spans: Sequence[tuple[float, float]], rank: Sequence[int]) -> list[float]:
-    """Charge every moment to one span: of those that overlap to the lowest rank, then the first.
+    """Charge every moment to one span: among overlapping ones to the lowest rank, then the first.
 
-    Spans (0, 4) and (2, 6) of one rank are charged 4 and 2; of ranks 1 and 0, 2 and 4.
-    """
+    Spans (0, 4) and (2, 6) of one rank are charged 4 and 2; of ranks 1 and 0, 2 and 4."""
     starts: dict[float, list[int]] = {}
     for index, (start, _) in enumerate(spans):
         starts.setdefault(start, []).append(index)

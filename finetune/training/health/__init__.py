@@ -1,6 +1,5 @@
-"""Training health: what is observed while a run trains, and where a NaN began.
+"""Training health: observations of a running training, and the origin of a NaN.
 
-`monitor` is the callback that ties it together: `operands` looks at what the matmuls are fed,
-`moments` at gradients and updates, `speed` at time. `finiteness` checks every step; when one fails,
-it runs again under `nonfinite`, which finds the first tensor that broke.
-"""
+`monitor` is the callback that ties it together: `operands` observes GEMM inputs, `moments`
+gradients and updates, `speed` time. `finiteness` checks every step; when one fails, it runs again
+under `nonfinite`, which finds the first broken tensor."""

@@ -1,30 +1,25 @@
-"""Stops a run at the first step whose loss, gradients or weights are not finite, and says where.
+"""Finiteness checks: stop a run at the first loss, gradient or weight that is not finite, and
+locate it.
 
-Checked are, of every optimizer step, the losses of its micro-batches and the gradients before the
-optimizer uses them: one reduction over the gradients, and one number fetched. So weights are still
-those of the step before, and the step can be run again to find where it began. Weights are checked
-before they are saved: an update itself may break them, and a checkpoint of broken weights could
-push the last good one out.
+Each optimizer step checks the losses of its micro-batches, and the gradients before the optimizer
+uses them: one reduction and one fetched number. So weights are still those before the step, and the
+step can run again to find the origin. Weights are checked before they are saved: an update itself
+may break them, and a broken checkpoint could push out the last good one.
 
-FP16 loss scaling skips steps whose gradients overflow and halves its scale. Gradients are left to
-it until the scale is down to `LEAST_SCALE`; a loss is judged always, since it is not scaled.
+FP16 loss scaling skips steps whose gradients overflow and halves its scale. It handles gradients
+until the scale is down to `LEAST_SCALE`; the loss, which is not scaled, is always judged.
 
-*Running a step again.* Kept are the micro-batches that the trainer holds for the running step
-anyway, by reference, and the state of the random generators, so that dropout falls alike. Weights
-have not moved yet, so a micro-batch computes again what it computed. Delayed FP8 scales stay as
-they were in the last micro-batch of the step: earlier ones of an accumulation may have had others,
-and casts saturate, so a NaN does not depend on them. Kernels that are not deterministic may not
-repeat themselves; then the error says so, instead of naming a layer that is innocent.
+*Running a step again.* Kept are references to the step's micro-batches and the random states, so
+dropout repeats; weights have not moved. Delayed FP8 scales stay as in the last micro-batch: earlier
+ones may have had others, but casts saturate, so NaN does not depend on them. If nondeterministic
+kernels do not repeat the failure, the error says so and names no layer.
 
-*Advice* is ordered: the remedy of the cause that was found comes first. Two common sayings do not
-help and are left out. E5M2 is no remedy for NaN: casts saturate in every FP8 format, so range is
-not what is missing, and E5M2 has half the digits. A larger epsilon of the optimizer only hides
-zeros.
+*Advice* puts the remedy of the cause that was found first. Two common remedies do not help: E5M2
+(casts saturate in every FP8 format, so range is not missing, and E5M2 has half the digits), and a
+larger optimizer epsilon, which only hides zeros.
 
-All processes decide together: one that stopped alone would leave the others waiting. Every process
-runs the step again alike, until one of them has found something, since sharded models and gathered
-metrics need all of them.
-"""
+All processes decide together: one that stopped alone would leave the others waiting. All of them
+run the step again until one finds something: sharded models and gathered metrics need all."""
 
 from __future__ import annotations
 
@@ -46,7 +41,7 @@ from finetune.runs.checkpoint import newest_checkpoint
 from finetune.training.health.nonfinite import KINDS, Finder, Finding, all_finite, check_parameters
 
 LEAST_SCALE = 1.0
-"""FP16: at this loss scale gradients are not scaled, and one that is not finite stays so."""
+"""FP16: at this loss scale gradients are unscaled, and a nonfinite one stays so."""
 CALMER = "lower train.learning_rate, lengthen train.warmup_steps, or set train.max_grad_norm=1"
 
 Named = list[tuple[str, nn.Parameter]]
@@ -63,9 +58,8 @@ class MicroBatch:
 
     Attributes:
         step: the trainer's own method.
-        args, kwargs: of the call, the batch among them, by reference.
-        random: states of torch's generators before it, by device.
-    """
+        args, kwargs: arguments of the call, including the batch, by reference.
+        random: states of torch's generators before it, by device."""
 
     step: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -77,10 +71,8 @@ class Finiteness:
     """Judges the steps of one trainer.
 
     Args:
-        trainer: a `transformers.Trainer`.
-        model: its model, unwrapped.
-        conversion: of that model, None where no precision was set up.
-    """
+        model: the trainer's model, unwrapped.
+        conversion: its conversion, None for a plain model."""
 
     def __init__(self, trainer: Any, model: nn.Module, conversion: Conversion | None) -> None:
         self.trainer, self.model, self.conversion = trainer, model, conversion
@@ -88,31 +80,26 @@ class Finiteness:
         self._losses: list[Tensor] = []
 
     def begin(self, step: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> None:
-        """A micro-batch is about to run: `step(*args, **kwargs)`."""
+        """Begin a micro-batch: `step(*args, **kwargs)`."""
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             random["cuda"] = torch.cuda.get_rng_state()
         self._batches.append(MicroBatch(step, args, kwargs, random))
 
     def end(self, loss: Tensor) -> None:
-        """It has run, forward and backward."""
+        """End a micro-batch, after forward and backward."""
         self._losses.append(loss.detach())
 
     def forget(self) -> None:
-        """The optimizer step is done."""
+        """Discard the micro-batches of a finished optimizer step."""
         self._batches.clear()
         self._losses.clear()
 
     def judge_step(self, named: Named, step: int) -> None:
-        """Judge the losses, and the gradients of these parameters.
-
-        Args:
-            named: parameters whose gradients are judged.
-            step: number of the optimizer step.
+        """Judge the losses of optimizer step `step`, and the gradients of these parameters.
 
         Raises:
-            NonFiniteError: one of them is not finite.
-        """
+            NonFiniteError: one of them is not finite."""
         gradients = [p.grad for _, p in named if p.grad is not None]
         if _finite_everywhere([*self._losses, *gradients]):
             return
@@ -150,10 +137,9 @@ class Finiteness:
         )
 
     def _run_again(self) -> tuple[Finding | None, int]:
-        """The first finding of any process and the index of its micro-batch.
+        """First finding of any process and the index of its micro-batch.
 
-        Gradients are overwritten: training must not go on.
-        """
+        Gradients are overwritten: training must not go on."""
         self.model.zero_grad(set_to_none=True)
         with torch.compiler.set_stance("force_eager"), _frozen_scales(self.conversion):
             for index, batch in enumerate(self._batches):
@@ -179,11 +165,9 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
 
 
 def first_found(finding: Finding | None) -> Finding | None:
-    """The earliest finding of all processes, on every process.
+    """Earliest finding of all processes, on every process.
 
-    Of two, the one that comes first in a step counts: the sum of gradients hands what one process
-    breaks to all others.
-    """
+    The earlier one within the step wins: summed gradients spread one process's failure to all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return finding
     everyone: list[Finding | None] = [None] * dist.get_world_size()
@@ -225,13 +209,12 @@ def _frozen_scales(conversion: Conversion | None) -> Iterator[None]:
 
 
 def advise(finding: Finding | None, plan: PrecisionPlan | None, checkpoint: Path | None) -> str:
-    """The settings to change or the command to type next.
+    """Advice: settings to change, or the next command.
 
     Args:
-        finding: what broke first, None where running the step again showed nothing.
-        plan: of the model, None where no precision was set up.
-        checkpoint: the newest one, None where there is none.
-    """
+        finding: the first failure, None if the repeated step showed none.
+        plan: the model's plan, None for a plain model.
+        checkpoint: the newest one, or None."""
     again = (
         f"go on with train.resume_from_checkpoint={checkpoint}"
         if checkpoint

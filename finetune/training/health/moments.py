@@ -1,4 +1,4 @@
-"""Ratios from the optimizer: gradient signal against noise, update against weight.
+"""Ratios from the optimizer: gradient signal to noise, and update to weight.
 
 *Gradient signal-to-noise ratio.* Adam keeps running means m of the gradient g and v of its square
 (Kingma & Ba, arXiv 1412.6980). With the bias corrections of its section 3,
@@ -7,18 +7,17 @@
 
 is the squared mean gradient over its variance, summed over a group's elements: the inverse of the
 "simple noise scale" of McCandlish et al. (arXiv 1812.06162, equation 2.9) at the batch size in use,
-and for one parameter the ratio of Liu et al. (arXiv 2001.07384). It comes for free, and has two
-limits. m̂ still holds noise of its own: gradients without any signal read (1 - β1) / (2 β1), 0.056
-for β1 = 0.9, so only what lies above that floor is signal. And what clipping has scaled is seen
-scaled. Optimizers without both moments have no ratio: SGD, Adafactor, Lion.
+and for one parameter the ratio of Liu et al. (arXiv 2001.07384). Limits: m̂ has noise of its own,
+so pure noise reads (1 - β1) / (2 β1), 0.056 for β1 = 0.9, and only values above that floor are
+signal; clipped gradients are seen clipped. Optimizers without both moments have no ratio: SGD,
+Adafactor, Lion.
 
 *Update-to-weight ratio.* ‖w after - w before‖ / ‖w before‖ of one optimizer step. About 1e-3 is
-usual at the peak of a healthy schedule; far below, BF16 weights (8 bits of mantissa) stand still.
+usual at the peak of a healthy schedule; far below, BF16 weights (8 bits of mantissa) do not move.
 
-Both look at up to `SAMPLE` elements of each parameter, evenly spread, so memory is bounded; sums
-are scaled up to the whole parameter. Moments stored in 8 or 4 bits are looked up element by
-element, never dequantized as a whole.
-"""
+Both sample up to `SAMPLE` evenly spread elements of each parameter, which bounds memory, and scale
+the sums up. Moments stored in 8 or 4 bits are looked up element by element, never dequantized as a
+whole."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ SAMPLE = 2**14
 
 @dataclass
 class Ratio:
-    """Numerator and denominator, summed over a group, before the last step of the formula."""
+    """Numerator and denominator, summed over a group."""
 
     above: float = 0.0
     below: float = 0.0
@@ -45,12 +44,12 @@ class Ratio:
 
 
 def spread(numel: int) -> slice:
-    """At most `SAMPLE` indices of a flat tensor, evenly spread."""
+    """Slice of at most `SAMPLE` evenly spread indices of a flat tensor."""
     return slice(0, numel, max(1, -(-numel // SAMPLE)))
 
 
 def sample(value: Tensor) -> Tensor:
-    """Up to `SAMPLE` elements of a tensor (of this process's shard), float32, a copy."""
+    """Copy up to `SAMPLE` elements of a tensor (of this process's shard) in float32."""
     local = getattr(value, "_local_tensor", value).detach()
     return local.reshape(-1)[spread(local.numel())].float().clone()
 
@@ -59,12 +58,11 @@ def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float
     """Sampled m and v (float32) and the step count of one parameter's AdamW state.
 
     Args:
-        state: the optimizer's own, of torch, torchao (8 bits, 4 bits, FP8) or bitsandbytes.
+        state: optimizer state of torch, torchao (8 bits, 4 bits, FP8) or bitsandbytes.
         numel: elements of the parameter (of this process's shard).
 
     Returns:
-        None where the optimizer keeps no such moments, or of another shape.
-    """
+        None if the optimizer keeps no such moments, or of another shape."""
     where = spread(numel)
     if "exp_avg" in state and "exp_avg_sq" in state:
         m, v = (_stored(state[name], numel, where) for name in ("exp_avg", "exp_avg_sq"))
@@ -105,7 +103,7 @@ def _stored_by_bitsandbytes(
         return picked.float()
     scales = state[f"absmax{which}"]
     index = torch.arange(where.start, numel, where.step, device=stored.device)
-    # As many blocks as scales; a small last block is short, so the size is a power of two.
+    # As many blocks as scales; the last block may be short, so round up to a power of two.
     block = 1 << (-(-numel // scales.numel()) - 1).bit_length()
     return state[f"qmap{which}"].to(stored.device)[picked.long()] * scales[index // block]
 
@@ -114,16 +112,15 @@ def _stored_by_bitsandbytes(
 def gradient_snr(
     named: Iterable[tuple[str, Tensor]], optimizer: Optimizer, groups: dict[str, str]
 ) -> dict[str, Ratio]:
-    """Per group Σ m̂² and Σ (v̂ - m̂²), after an optimizer step.
+    """Σ m̂² and Σ (v̂ - m̂²) per group, after an optimizer step.
 
     Args:
         named: trainable parameters by name.
-        optimizer: the one that owns them, plain or wrapped by Accelerate.
-        groups: parameter name -> group.
+        optimizer: their optimizer, plain or wrapped by Accelerate.
+        groups: group of each parameter name.
 
     Returns:
-        Nothing for groups whose parameters have no moments.
-    """
+        No entries for groups whose parameters have no moments."""
     betas = {id(p): g.get("betas") for g in optimizer.param_groups for p in g["params"]}
     sums: dict[str, list[Tensor]] = {}
     for name, parameter in named:
@@ -143,13 +140,12 @@ def gradient_snr(
 def update_ratio(
     before: dict[str, Tensor], named: Iterable[tuple[str, Tensor]], groups: dict[str, str]
 ) -> dict[str, Ratio]:
-    """Per group ‖Δw‖² and ‖w‖², of samples taken before and after an optimizer step.
+    """‖Δw‖² and ‖w‖² per group, from samples before and after an optimizer step.
 
     Args:
-        before: parameter name -> `sample(parameter)` before the step.
+        before: `sample(parameter)` before the step, by name.
         named: the same parameters after it.
-        groups: parameter name -> group.
-    """
+        groups: group of each parameter name."""
     sums: dict[str, list[Tensor]] = {}
     for name, parameter in named:
         old = before.get(name)
@@ -162,11 +158,11 @@ def update_ratio(
 
 
 def ratio_row(snr: dict[str, Ratio], update: dict[str, Ratio]) -> dict[str, float]:
-    """`health/attn/grad_snr` and `health/attn/update_ratio`: what is logged."""
+    """Logged metrics such as `health/attn/grad_snr` and `health/attn/update_ratio`."""
     row = {
         f"health/{group}/grad_snr": r.above / r.below
         for group, r in snr.items()
-        if r.below > 1e-6 * r.above  # after one step m̂² = v̂: there is no variance yet
+        if r.below > 1e-6 * r.above  # after one step m̂² = v̂: no variance yet
     }
     row |= {
         f"health/{group}/update_ratio": (r.above / r.below) ** 0.5

@@ -1,17 +1,15 @@
-"""`HealthMonitor`: a callback that logs training health, and stops a run that is not finite.
+"""`HealthMonitor`: a callback that logs training health, and stops a nonfinite run.
 
-It wraps the trainer's `training_step` while it trains, since a callback sees neither the loss of a
-micro-batch nor its inputs. Two things happen.
+It wraps the trainer's `training_step`, since callbacks see neither the loss nor the inputs of a
+micro-batch.
 
-*Every `every` steps* it looks at one step from all sides: the operands of its first micro-batch
-(`operands`), the optimizer's moments and the update (`moments`) and, on a GPU of known peak, the
-steps since the last time (`speed`). The row goes through the trainer's own log, so to
-`metrics.jsonl` and every tracker, and a reading that means trouble is a warning, once per group and
-kind.
+*Every `every` steps* it observes one step: the operands of its first micro-batch (`operands`), the
+optimizer's moments and the update (`moments`) and, on a GPU of known peak, the speed since the last
+row (`speed`). The row goes through the trainer's log to `metrics.jsonl` and every tracker; a bad
+reading is a warning, once per group and kind.
 
-*Every step* losses and gradients are checked to be finite before the optimizer uses them, and
-weights before they are saved; a run that fails the check ends (`finiteness`).
-"""
+*Every step* it checks losses and gradients before the optimizer uses them, and weights before they
+are saved; a nonfinite value ends the run (`finiteness`)."""
 
 from __future__ import annotations
 
@@ -40,14 +38,14 @@ from finetune.training.health.operands import (
 from finetune.training.health.speed import Speed
 
 OVERFLOW_WARNING = 0.01
-"""Share of saturated values above which a group is warned of: amax scaling leaves none."""
+"""Share of saturated values above which a group gets a warning: amax scaling leaves none."""
 SNR_WARNING_DB = 15.0
-"""Below it a cast keeps less than any recipe usually does: Gaussian values read 31 dB in E4M3, 25
-in E5M2, about 20 in NVFP4 and 17 with its stochastic rounding."""
+"""Ratio below that of common recipes: Gaussian values read 31 dB in E4M3, 25 in E5M2, about 20 in
+NVFP4 and 17 with its stochastic rounding."""
 
 
 class HealthMonitor(TrainerCallback):
-    """Logs health every so many steps; ends a run whose loss or gradients are not finite.
+    """Logs health every `every` steps; ends a run whose loss or gradients are not finite.
 
         trainer.add_callback(HealthMonitor(trainer))
 
@@ -55,9 +53,8 @@ class HealthMonitor(TrainerCallback):
 
     Args:
         trainer: the `Trainer` it is added to.
-        every: optimizer steps between health rows, 0 for none; left out: `precision.health_every`.
-        say: called with each warning, one line; left out: `warnings.warn`.
-    """
+        every: optimizer steps between health rows, 0 for none; default `precision.health_every`.
+        say: called with each warning, one line; default `warnings.warn`."""
 
     def __init__(
         self, trainer: Any, every: int | None = None, say: Callable[[str], None] | None = None
@@ -93,12 +90,12 @@ class HealthMonitor(TrainerCallback):
             self._finiteness.judge_weights(state.global_step)
 
     def close(self) -> None:
-        """Give the trainer its own methods back. Harmless when already done."""
+        """Restore the trainer's methods. Idempotent."""
         self._undo.close()
 
     def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
         own = vars(self.trainer)
-        if name in own:  # somebody else's wrapper
+        if name in own:  # another library's wrapper
             self._undo.callback(setattr, self.trainer, name, own[name])
         else:
             self._undo.callback(delattr, self.trainer, name)
@@ -118,7 +115,7 @@ class HealthMonitor(TrainerCallback):
         self._first = True
 
     def _is_witnessed(self) -> bool:
-        """The proof counts the GEMMs of the first micro-step, which is not looked into."""
+        """True in the first micro-step, whose GEMMs the proof counts; it is not observed."""
         running = session.in_force()
         proof = running.training[0] if running is not None else None
         return proof is not None and proof.is_open and not proof.layers
@@ -150,9 +147,9 @@ class HealthMonitor(TrainerCallback):
             self._before = {name: sample(p) for name, p in named}
 
     def _was_skipped(self) -> bool:
-        """Loss scaling backs off exactly when it skips.
+        """True if loss scaling backed off, which it does exactly when it skips.
 
-        Accelerate's `optimizer_step_was_skipped` says no where a fused optimizer skips by itself.
+        Accelerate's `optimizer_step_was_skipped` misses fused optimizers that skip by themselves.
         """
         scaler = self.trainer.accelerator.scaler
         return scaler is not None and scaler.get_scale() < self._scale
@@ -198,7 +195,7 @@ class HealthMonitor(TrainerCallback):
         self._skipped = 0
         self._snr, self._update = {}, {}
         should_log = control.should_log
-        # Past overrides of `log`: TRL's would empty the averages meant for its next own row.
+        # Bypass overrides of `log`: TRL's would reset the averages meant for its next own row.
         Trainer.log(self.trainer, row)
         control.should_log = should_log
         if self.trainer.state.is_world_process_zero:
@@ -226,7 +223,7 @@ class HealthMonitor(TrainerCallback):
                 )
 
     def _warn_once(self, key: str, line: str) -> None:
-        """Say a line once."""
+        """Warn once per key."""
         if key not in self._warned:
             self._warned.add(key)
             self._say(line)
@@ -238,7 +235,7 @@ class HealthMonitor(TrainerCallback):
 
 
 def watch_trainers(running: session.Session) -> None:
-    """Give every trainer that trains under a session a monitor, unless it has one."""
+    """Add a monitor to every trainer of a session that has none."""
 
     def make(original: Any) -> Any:
         def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,20 +1,22 @@
-"""Finds the first layer and tensor that is NaN or Inf, by running one micro-batch under hooks.
+"""Search for the first layer and tensor with NaN or Inf, by running one micro-batch under hooks.
 
-A number that is not finite spreads: one Inf in one layer makes the loss NaN, and the NaN loss makes
-every gradient NaN. Which one came first shows only in the order of execution.
+Nonfinite numbers spread: one Inf in a layer makes the loss NaN, and with it every gradient. Only
+the order of execution shows the origin.
 
-* *Before anything*: a parameter, or an input of the model, that is not finite already.
-* *Forward*: modules end innermost first. The first whose output is not finite made it, unless its
-  input was not finite when it began: then an operation between two modules, in the forward of the
-  enclosing one, did.
-* *The loss*: finite logits can have a loss that is not.
+* *Before anything*: a parameter or model input that is already nonfinite.
+* *Forward*: modules end innermost first. The first nonfinite output comes from its module, unless
+  the module's input was nonfinite: then from an operation between two modules, in the forward of
+  the enclosing one.
+* *The loss*: finite logits can have a nonfinite loss.
 * *Backward*: every autograd node belongs to the innermost module whose forward made it. The first
-  node that is given finite gradients and returns others made them: the gradient of its input, or of
-  a weight. A node that is given others first found them in a sum of several finite ones.
+  node that turns finite gradients into others made them: the gradient of its input, or of a weight.
+  Nonfinite gradients that enter a node first are a sum of several finite ones.
 
-Attention masks may hold -Inf and are not judged. Activations that checkpointing computes again are
-those of the first time. Operations inside an engine's kernels show at the edges of its module.
-"""
+Example: Inf in layer 3's `down_proj` output makes later layers and all gradients NaN; reported is
+the forward of layer 3's `down_proj`.
+
+Attention masks may contain -Inf and are not judged. Recomputed activations equal the first ones.
+Operations inside a backend's kernels show at the edges of its module."""
 
 from __future__ import annotations
 
@@ -32,22 +34,21 @@ from finetune.precision.backends.base import in_backward
 
 Kind = Literal["parameter", "input", "forward", "loss", "gradient", "sum"]
 KINDS: tuple[Kind, ...] = ("parameter", "input", "forward", "loss", "gradient", "sum")
-"""In the order in which things happen; `sum` is one of gradients, which are finite each."""
+"""Kinds in order of execution; `sum` is a sum of finite gradients."""
 BETWEEN = ("TBackward0", "TransposeBackward0", "ViewBackward0", "ToCopyBackward0")
 """Autograd nodes between a matmul and its weight."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first tensor that is not finite.
+    """First nonfinite tensor.
 
     Attributes:
         kind: its place in the order of execution.
         where: dotted name of the module or parameter.
-        tensor: which of its tensors.
+        tensor: name of the tensor within it.
         counts: number of NaN, of Inf and of all values.
-        fed: amax of each operand that went in.
-    """
+        fed: amax of each input operand."""
 
     kind: Kind
     where: str
@@ -57,14 +58,11 @@ class Finding:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Test that every element of every tensor is finite, for the price of reading them once.
+    """Return True if every element of every tensor is finite, with one read of each.
 
-    NaN and Inf outlive any sum, so a finite sum settles it. A sum that is not finite may be one of
-    large numbers that overflowed: then, and only then, every element is looked at.
-
-    Args:
-        tensors: floating point, of any shapes and devices; of sharded ones this process's part.
-    """
+    NaN and Inf survive any sum, so a finite sum settles it. A nonfinite sum may be an overflow of
+    large numbers: only then every element is tested. Of sharded tensors, this process's part is
+    tested."""
     local = [getattr(t, "_local_tensor", t).detach() for t in tensors]
     local = [t.coalesce().values() if t.is_sparse else t for t in local]
     on_cpu = [t.sum(dtype=_SUM_IN.get(t.dtype)).float() for t in local if t.device.type == "cpu"]
@@ -76,11 +74,11 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 _SUM_IN = {torch.float16: torch.float32}
-"""FP16 sums would overflow often. BF16 ones sum in float32 anyway, fastest without a cast."""
+"""Accumulation types: FP16 sums would overflow often. BF16 sums accumulate in float32 anyway."""
 
 
 def check_parameters(model: nn.Module) -> Finding | None:
-    """The first parameter that is not finite, if any."""
+    """Return the first nonfinite parameter, if any."""
     for name, parameter in model.named_parameters():
         local = getattr(parameter, "_local_tensor", parameter).detach()
         if _broken(local):
@@ -91,11 +89,10 @@ def check_parameters(model: nn.Module) -> Finding | None:
 class Finder:
     """Hooks on every module and autograd node of one forward and backward.
 
-    Enter it around the micro-batch, and hand it the loss before its backward.
+    Enter it around the micro-batch, and pass it the loss before its backward.
 
     Attributes:
-        found: the first finding, None so far.
-    """
+        found: the first finding, or None."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -158,7 +155,7 @@ class Finder:
     # ------------------------------------------------------------------------------- backward
 
     def see_loss(self, loss: Tensor) -> None:
-        """Judge the loss, and watch the nodes between the model and it."""
+        """Judge the loss, and hook the nodes between it and the model."""
         if not self.found and _broken(loss.detach()):
             self.found = Finding("loss", "the loss", "its value", _counts(loss.detach()))
         self._own_nodes("the loss", [loss], [])
@@ -183,10 +180,10 @@ class Finder:
                 self._handles.append(node.register_hook(hook))
 
     def _weight_of(self, node: Any) -> str:
-        """The parameter that a gradient goes to, also through its transpose or its cast."""
+        """Parameter that a gradient belongs to, also through its transpose or cast."""
         while node is not None and node.name() in BETWEEN:
             node = node.next_functions[0][0]
-        variable = getattr(node, "variable", None)  # of AccumulateGrad nodes only
+        variable = getattr(node, "variable", None)  # only AccumulateGrad nodes have one
         return "" if variable is None else self._parameters.get(id(variable), "a weight")
 
     def _node_ran(
@@ -210,7 +207,7 @@ class Finder:
         self.found = Finding("gradient", name, f"{tensor}, made by {operator}", counts, fed)
 
     def see_gradients(self) -> None:
-        """After the backward: a sum of finite gradients that is not finite."""
+        """Check after the backward for nonfinite sums of finite gradients."""
         for name, parameter in self.model.named_parameters():
             if self.found or parameter.grad is None:
                 continue
@@ -247,7 +244,7 @@ def _fed(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _inputs(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Floating tensors that a module is called with, by the names of its arguments, no masks."""
+    """Floating-point inputs of a module by argument name, without masks."""
     bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
     for name, value in bound.arguments.items():
         if "mask" not in name:
@@ -257,7 +254,7 @@ def _inputs(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Te
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Floating tensors inside tuples, lists and dictionaries, with a name for each."""
+    """Floating-point tensors inside tuples, lists and dictionaries, each with a name."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield name, value

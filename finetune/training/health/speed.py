@@ -1,29 +1,27 @@
-"""The use of a GPU between two health rows: model FLOPs utilization, memory bandwidth from below.
+"""GPU use between two health rows: model FLOPs utilization and a lower bound of memory bandwidth.
 
-*MFU* (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B) is the time that the model's matmuls
-would take at the GPU's peak over the time that the steps took:
+*MFU* (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B) is the time of the model's matmuls at
+the GPU's peak over the time of the steps:
 
     MFU = Σ over precisions (FLOPs in p / peak of p) / seconds
 
-so that a step which is half FP8 is measured by the peak of FP8 for that half. FLOPs are those that
-the witness saw in the first micro-step, by the precision that really ran, per token of that
-micro-step; what checkpointing and fused losses computed a second time is not counted (that would be
-hardware utilization). Attention grows with the square of the length and is taken as seen.
+so the FP8 half of a step is measured by the FP8 peak. FLOPs are those witnessed in the first
+micro-step, by executed precision, per token of that micro-step, without recomputation by
+checkpointing and fused losses (that would be hardware utilization). Attention, quadratic in the
+length, is taken as seen.
 
 *Bandwidth, at least*: bytes that must move over seconds. Counted are operands and results of the
-GEMMs the witness saw, once each in the precision they had, and, each step, reading and writing
-weights and optimizer state and reading gradients. Casts, norms, attention, logits and everything
-eager is not: the true figure is higher, by a factor of two or more where little is fused. Operands
-that stay in the GPU's cache from one GEMM to the next would make it too high by a little.
+witnessed GEMMs, once each in their precision, and per step reading and writing of weights and
+optimizer state and reading of gradients. Casts, norms, attention, logits and eager operations are
+not: the true figure is higher, by a factor of two or more with little fusion. Operands that stay in
+the GPU's cache between GEMMs make it slightly too high.
 
-Where the GPU's peak is not known, or FP8 is emulated and runs on other units, there is no MFU.
+There is no MFU if the GPU's peak is unknown, or FP8 is emulated and runs on other units.
 
-Time runs from the end of a step to the end of the next, data loading included; evaluation, saving
-and steps that were looked into are left out. On a GPU, work is queued ahead of the clock; over an
-interval of many steps, each of which fetches a number before the optimizer, that evens out. (The
-run's `StepTimer` counts tokens without padding, over all processes, and is read when a loss is
-logged; what the GPU computes is padding too, on this process, and a health row may come first.)
-"""
+Time runs from the end of a step to the end of the next, data loading included, without evaluation,
+saving and observed steps. GPU work is queued ahead of the clock; over many steps, each of which
+fetches a number before the optimizer, that evens out. (The run's `StepTimer` counts tokens without
+padding, over all processes, when a loss is logged; this counts padding too, per process.)"""
 
 from __future__ import annotations
 
@@ -53,10 +51,9 @@ class Work:
     """Computation and traffic of one observed micro-step.
 
     Attributes:
-        flops: precision -> floating point operations, recomputation left out.
-        gemm_bytes: operands and results of its GEMMs, recomputation included.
-        tokens: in that micro-step.
-    """
+        flops: floating-point operations by precision, without recomputation.
+        gemm_bytes: operands and results of its GEMMs, with recomputation.
+        tokens: tokens of that micro-step, with padding."""
 
     flops: dict[str, float]
     gemm_bytes: float
@@ -64,7 +61,7 @@ class Work:
 
 
 def work_of(layers: Iterable[LayerReceipt], tokens: int) -> Work:
-    """The work of the observed micro-step, from the layers of the receipt."""
+    """Work of the observed micro-step, from the receipt's layers."""
     flops: dict[str, float] = {}
     moved = 0.0
     for row in layers:
@@ -87,7 +84,7 @@ def _matmuls(row: LayerReceipt, gemm: str) -> int:
 
 
 def _recomputed(row: LayerReceipt, gemm: str) -> int:
-    """Forward calls beyond those that a backward belongs to; none where no backward was seen."""
+    """Forward calls without a matching backward; none if no backward was seen."""
     backward = max(row.calls.get("dgrad", 0), row.calls.get("wgrad", 0))
     seen = all(row.shape) or row.name == ATTENTION
     return max(row.calls[gemm] - backward, 0) if gemm == "fprop" and backward and seen else 0
@@ -121,15 +118,14 @@ def _nbytes(value: Any) -> int:
 
 
 def mfu(work: Work, tokens: int, seconds: float, gpu: Gpu, *, tf32: bool = False) -> float | None:
-    """Model FLOPs utilization, 0 to 1; None where a precision has no known peak.
+    """Model FLOPs utilization, 0 to 1; None if a precision has no known peak.
+
+    Example: 1e12 FP8 FLOPs per token, 1,000 tokens in 1 s at a peak of 1,979e12 FLOP/s: 0.51.
 
     Args:
-        work: of the observed micro-step.
-        tokens: trained on in the measured steps, on this GPU.
-        seconds: that they took.
-        gpu: its peaks.
-        tf32: float32 matmuls may use TF32.
-    """
+        tokens: tokens of the measured steps, on this GPU.
+        seconds: duration of these steps.
+        tf32: float32 matmuls may use TF32."""
     at_peak_s = 0.0
     for precision, flops in work.flops.items():
         peaks = [
@@ -144,14 +140,12 @@ def mfu(work: Work, tokens: int, seconds: float, gpu: Gpu, *, tf32: bool = False
 
 
 def least_bandwidth_gb_s(work: Work, tokens: int, per_steps_bytes: float, seconds: float) -> float:
-    """GB/s that the memory must have moved at least.
+    """Lower bound of the memory bandwidth in GB/s.
 
     Args:
-        work: of the observed micro-step.
-        tokens: trained on in the measured steps, on this GPU.
-        per_steps_bytes: moved by the optimizer in all of them.
-        seconds: that they took.
-    """
+        tokens: tokens of the measured steps, on this GPU.
+        per_steps_bytes: optimizer traffic of all these steps.
+        seconds: duration of these steps."""
     return (work.gemm_bytes * tokens / work.tokens + per_steps_bytes) / seconds / 1e9
 
 
@@ -159,9 +153,7 @@ class Speed:
     """Tokens and seconds since the last `restart`.
 
     Attributes:
-        work: of the micro-step that the proof observed, None before it was.
-        steps, tokens, seconds: since the last `restart`.
-    """
+        work: work of the micro-step that the proof observed, None before."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -174,11 +166,11 @@ class Speed:
         self._mark, self.seconds, self.steps, self.tokens = self._clock(), 0.0, 0, 0
 
     def resume(self) -> None:
-        """Go on after something that is not training."""
+        """Continue after work that is not training."""
         self._mark = self._clock()
 
     def begin_micro_step(self, inputs: Any) -> None:
-        """Count the tokens of a micro-step, which is about to run."""
+        """Count the tokens of the micro-step about to run."""
         ids = inputs.get("input_ids")
         tokens = ids.numel() if isinstance(ids, Tensor) else 0
         self.tokens += tokens
@@ -186,7 +178,7 @@ class Speed:
         proof = running.training[0] if running is not None else None
         if self.work is None and proof is not None and tokens:
             if not proof.layers:
-                self._witnessed_tokens = tokens  # the witness looks at this micro-step
+                self._witnessed_tokens = tokens  # the witness observes this micro-step
             elif self._witnessed_tokens:
                 self.work = work_of(proof.layers, self._witnessed_tokens)
 
@@ -203,13 +195,12 @@ class Speed:
         optimizer: Optimizer,
         warn: Callable[[str, str], None],
     ) -> dict[str, float]:
-        """`health/mfu` and `health/bandwidth_at_least_gb_s` of the interval; empty on a CPU.
+        """Metrics `health/mfu` and `health/bandwidth_at_least_gb_s` of the interval; empty on a
+        CPU.
 
         Args:
             named: trainable parameters.
-            optimizer: the one that owns them.
-            warn: called with a key and a line where something cannot be known.
-        """
+            warn: called with a key and a line if something is unknown."""
         running = session.in_force()
         device = running.device if running is not None else this_device()
         if device.kind != "cuda" or self.work is None or not self.tokens or self.seconds <= 0:
