@@ -187,7 +187,7 @@ def _check_head(the_plan: PrecisionPlan) -> None:
 # --------------------------------------------------------------------------------- model.storage
 #
 # Quantized storage is for a frozen base under adapters with BF16 compute: each weight is
-# dequantized before its GEMM. FP8 compute on frozen FP8 codes is another setting, `precision.frozen`.
+# dequantized before its GEMM. FP8 compute on frozen FP8 codes is `precision.frozen` instead.
 
 
 def check_storage(config: RunConfig, model: nn.Module) -> None:
