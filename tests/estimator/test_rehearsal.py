@@ -217,14 +217,14 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
     assert left() == before
 
 
-@pytest.mark.parametrize("where", ["plan", "_trainer", "Recorder"])
+@pytest.mark.parametrize("where", ["planner.plan", "_trainer", "Recorder"])
 def test_nothing_is_left_when_a_rehearsal_fails(where, monkeypatch) -> None:
     before = patched()
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(rehearsal, where, fails)
+    monkeypatch.setattr(f"{rehearsal.__name__}.{where}", fails)
     with pytest.raises((RehearsalError, ZeroDivisionError)):
         on_h100(load_recipe("tiny_full_bf16", ["train.optim=adamw_torch_8bit"]).config)
     assert all(a is b for a, b in zip(before, patched(), strict=True))
