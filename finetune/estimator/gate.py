@@ -1,15 +1,14 @@
-"""The estimator's word in a run: refused before it loads, and said beside what was measured.
+"""Memory checks of a run: refusal before it loads, and the prediction beside the measurement.
 
-Three questions, each dearer and nearer to the truth than the one before:
+Three checks, each slower and more accurate than the one before:
 
-    lower bound     weights, gradients and optimizer states, which have to be there whatever else
-                    happens (activations come on top): a sum over the sketch, at once
-    preview         the closed form; where it leaves half of the free memory there is nothing to ask
-    rehearsal       a step on tensors without memory, some seconds, before minutes of loading would
-                    end in a failure
+    lower bound     weights, gradients and optimizer states, without activations: a sum over the
+                    sketch, instant
+    preview         the closed form; if it leaves half of the free memory, the check ends
+    rehearsal       one step on tensors without memory: seconds, before minutes of loading
 
-After a run, what was measured stands beside what is predicted for the very batch that it was
-measured with, which rows shorter than `train.max_length` make smaller than the largest possible.
+After a run, the prediction is for the measured batch, which is smaller than the largest possible if
+rows are shorter than `train.max_length`.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ if TYPE_CHECKING:
     from finetune.precision.planner import PrecisionPlan
 
 ROOM = 2
-"""How many times the preview's memory has to be free for a rehearsal to be of no use."""
+"""Multiple of the preview's memory that must be free to skip the rehearsal."""
 KINDS_IN_BOUND = ("base", "weights", "optimizer", "method")
-"""Kinds of changes that lessen what the lower bound counts."""
+"""Kinds of changes that reduce the lower bound."""
 
 
 class MemoryForecast:
-    """A run's memory before and after it: `finetune.training.preflight.Forecast`."""
+    """Memory check before a run and prediction after it: `finetune.training.preflight.Forecast`."""
 
     def explain(
         self,
@@ -56,7 +55,7 @@ class MemoryForecast:
         model: nn.Module,
         plan: PrecisionPlan,
     ) -> PrecisionError:
-        """Add to the error of a precision that cannot be had here that memory is short, too."""
+        """Extend the error of an unavailable precision if memory is short, too."""
         short = why_too_small(bound_of(config, model, plan), device)
         if not short:
             return error
@@ -68,9 +67,7 @@ class MemoryForecast:
         )
 
     def check(self, run: Preflight) -> None:
-        """Refuse a run that cannot fit into the memory that is free now.
-
-        One that cannot be rehearsed is let through.
+        """Refuse a run that cannot fit into the free memory; accept one that cannot be rehearsed.
 
         Raises:
             MemoryShortError: it cannot fit, with what to change.
@@ -101,11 +98,11 @@ class MemoryForecast:
             )
 
     def predicted(self, run: Preflight, batch: Batch | None) -> dict[str, Any]:
-        """Predict the memory of the batch that was measured, as the receipt has it.
+        """Predict the memory of the measured batch for the receipt.
 
         Returns:
-            `predicted_gib`, `predicted` (how, or why not) and on GPUs `predicted_reserved_gib`;
-            empty without a batch.
+            `predicted_gib`, `predicted` (method, or reason for none) and on GPUs
+            `predicted_reserved_gib`; empty without a batch.
         """
         if batch is None:
             return {}
@@ -144,7 +141,7 @@ def _does_not_fit(
 
 
 def advice(config: RunConfig, device: Device) -> str:
-    """What to change when a run does not fit, unmeasured: what each frees is not known here."""
+    """Changes for a run that does not fit, without their measured effect."""
     steps = []
     for change in changes(config, device):
         if change.kind in KINDS_IN_BOUND:
@@ -166,15 +163,14 @@ def bound(
     shards: int = 1,
     storage: Storage | None = None,
 ) -> StaticMemory:
-    """What a run of a model holds at least, per device; the model may be on the meta device.
+    """Lower bound of a run's memory per device, for a model that may be on meta.
 
     Args:
         model: with its adapters attached.
-        plan: its precision plan, which says what is held in FP8.
+        plan: precision plan, which decides what is stored in FP8.
         train: the recipe's `train` section; only `optim` matters.
         shards: processes that share one copy of everything (FSDP).
-        storage: how the weights of the base will be held (`model.storage`), if not as `model`
-            has them.
+        storage: storage of the base weights (`model.storage`), if different from `model`'s.
     """
     from torch import nn
 
@@ -204,13 +200,7 @@ def bound(
 
 
 def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> StaticMemory:
-    """The bound of a run, of one of its processes.
-
-    Args:
-        config: the run.
-        model: its sketch (`finetune.training.model.sketch`).
-        plan: of that sketch.
-    """
+    """Lower bound of one process of a run, from the sketch of its model and the sketch's plan."""
     storage = config.model.storage
     if storage is None and is_published_fp8(model.config):
         storage = "fp8"
@@ -219,7 +209,7 @@ def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> StaticMemory
 
 
 def why_too_small(need: StaticMemory, device: Device) -> str:
-    """One sentence when the bound exceeds what is free, else an empty one."""
+    """One sentence if the bound exceeds the free memory, else an empty string."""
     free = available_gib(device)
     if need.total / GIB <= free:
         return ""
@@ -231,13 +221,13 @@ def why_too_small(need: StaticMemory, device: Device) -> str:
 
 @dataclass(frozen=True)
 class _Question:
-    """A run at a place; two that memory cannot tell apart are equal.
+    """Cache key of a rehearsal: runs with equal memory compare equal.
 
     Attributes:
         text: everything that memory depends on.
         padded: rows differ in length.
-        run: what is known of it; the precision plan does not depend on the batch.
-        config: of the run, or with another batch.
+        run: preflight results; the precision plan does not depend on the batch.
+        config: the run's configuration, or one with another batch.
     """
 
     text: str
@@ -255,7 +245,7 @@ class _Question:
 
 @functools.lru_cache(maxsize=32)
 def _rehearsed(question: _Question) -> Measured:
-    """Measure; runs of one process often ask the same."""
+    """Measure, cached: the checks of one process often repeat a question."""
     run = question.run
     place = here(run.device, run.processes)
     known = (run.resolution, run.plan)
@@ -263,5 +253,5 @@ def _rehearsed(question: _Question) -> Measured:
 
 
 def here(device: Device, processes: int = 1) -> Place:
-    """This machine, as a place to train at."""
+    """This machine as a place to train."""
     return Place(device, find_gpu(device), processes, here=True)

@@ -1,20 +1,20 @@
-"""Peak memory and step time of a run from a closed form: in an instant, without torch, approximate.
+"""Approximate peak memory and step time of a run in closed form: instant, without torch.
 
-Memory is weights, states of the optimizer and the CUDA context (0.5 GiB), and what comes on top in
-the worse of two moments of a step after the first:
+Memory is weights, optimizer states and the CUDA context (0.5 GiB), plus the worse of two moments of
+a step after the first:
 
-    backward begins   all that forward kept, the head's gradient; the loss, or a layer at work
+    backward begins   all saved activations, the head's gradient; the loss, or a layer at work
     backward ends     all gradients; a layer at work, or the optimizer
 
-where gradients that accumulate over micro-batches are there in both. What a layer keeps is derived
-in `finetune.estimator.closed_form.activations`; with checkpointing it is its input, and the layer
-at work has the rest. The head never makes logits of a whole batch: TRL 1.16 takes 4096 tokens times
-32768 words of the vocabulary at a time, and sums its gradients in float32.
+Gradients accumulated over micro-batches are in both. Activations of a layer are derived in
+`finetune.estimator.closed_form.activations`; with checkpointing a layer saves its input, and the
+layer at work has the rest. The head never makes the logits of a whole batch: TRL 1.16 takes 4096
+tokens times 32768 words of the vocabulary at a time, and sums its gradients in float32.
 
 Time is FLOPs and bytes of the step (`finetune.estimator.closed_form.flops`) over the GPU's.
 
-This is a preview: no allocator, no masks, no engine's own copies, no communication.
-It is never below weights + gradients + optimizer (`floor_gib`), which bounds the traced estimate.
+Limits: no allocator, masks, engine copies or communication. The result is never below weights +
+gradients + optimizer (`floor_gib`), which bounds the traced estimate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from finetune.hardware.gpus import Gpu
 
 CONTEXT_GIB = 0.5
-"""Of a CUDA context: the middle of `finetune.estimator.memory.overheads.CONTEXT_MIB`."""
+"""CUDA context: the middle of `finetune.estimator.memory.overheads.CONTEXT_MIB`."""
 TOKEN_CHUNK, WORD_CHUNK = 4096, 32768
 """The head's tiles: trl/kernels/chunked_logprob.py and trl/trainer/utils.py of TRL 1.16."""
 DEFAULT_ROWS, DEFAULT_LENGTH = 8, 1024
@@ -51,18 +51,17 @@ DEFAULT_ROWS, DEFAULT_LENGTH = 8, 1024
 
 @dataclass(frozen=True)
 class Preview:
-    """Memory on one GPU, about, in GiB, and the work of a step.
+    """Approximate memory on one GPU, in GiB, and the work of a step.
 
     Attributes:
-        parameters, trainable: counts, adapters included.
+        parameters, trainable: element counts, adapters included.
         weights, gradients, optimizer: stored by this GPU from step to step.
-        saved: activations kept for backward at the end of forward.
+        saved: activations saved for backward at the end of forward.
         loss: temporaries of the head, gradients of the last hidden state included.
-        temporaries: the most of other temporaries, while a layer is at work or optimized.
-        context: the CUDA context.
-        peak_gib: at the worse of the two moments; not the sum of all these.
-        tokens: of one micro-batch on this GPU.
-        accumulated: micro-batches of one optimizer step.
+        temporaries: peak of other temporaries, while a layer is at work or optimized.
+        peak_gib: at the worse of the two moments; not the sum of the parts.
+        tokens: tokens of one micro-batch on this GPU.
+        accumulated: micro-batches per optimizer step.
         work: FLOPs and bytes of one GPU.
     """
 
@@ -82,15 +81,15 @@ class Preview:
 
     @property
     def floor_gib(self) -> float:
-        """Weights + gradients + optimizer: no run can do with less."""
+        """Weights + gradients + optimizer: a lower bound of any run."""
         return self.weights + self.gradients + self.optimizer
 
     def step_seconds(self, gpu: Gpu) -> float:
-        """Time of one optimizer step on this GPU; communication of several is left out."""
+        """Time of one optimizer step on this GPU, without communication."""
         return self.work.seconds(gpu, self.accumulated)
 
     def tokens_per_s(self, gpu: Gpu) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.tokens * self.accumulated / self.step_seconds(gpu)
 
     def __str__(self) -> str:
@@ -105,15 +104,15 @@ def preview(config: RunConfig, *, gpus: int = 1) -> Preview | None:
     """Memory and work of a run, if the shape of its model is known.
 
     Args:
-        config: of the run, also as it was written.
-        gpus: processes; with `train.fsdp` they share the model, else each holds all of it.
+        config: run configuration, also before validation of `train`.
+        gpus: processes; with `train.fsdp` they share the model, else each stores all of it.
 
     Returns:
-        None where the shape is not in the package or a local folder, or of a family that is not
-        known here, or where no length is set (`max_length: null`).
+        None if the shape is neither in the package nor a local folder, the family is unknown, or no
+        length is set (`max_length: null`).
 
     Raises:
-        ConfigError: there is no such optimizer, or a number that is none or less than one.
+        ConfigError: an unknown optimizer, or a value that is not a number of at least one.
     """
     decoder = find_decoder(config.model)
     return None if decoder is None else preview_of(decoder, config, gpus=gpus)
@@ -122,15 +121,10 @@ def preview(config: RunConfig, *, gpus: int = 1) -> Preview | None:
 def preview_of(
     decoder: Decoder, config: RunConfig, *, gpus: int = 1, logits: float = 0.0
 ) -> Preview | None:
-    """The same for a given shape.
+    """Memory and work of a run with a given shape, whatever model `config` names.
 
-    Args:
-        decoder: the shape.
-        config: of the run; the name of its model does not matter.
-        gpus: processes.
-        logits: bytes that the loss makes for each token and word of the vocabulary. 0 for the head
-            of TRL 1.16, which makes none; other trainers make logits in BF16, in float32 and their
-            gradient.
+    `logits` is the number of bytes that the loss makes per token and word of the vocabulary: 0 for
+    the head of TRL 1.16; other trainers make BF16 logits, float32 logits and their gradient.
     """
     train = config.train
     if "max_length" in train and train["max_length"] is None:
@@ -189,7 +183,7 @@ def preview_of(
 
 
 def _count(train: dict[str, Any], key: str, default: int) -> int:
-    """A number of the `train` section, also as it was written."""
+    """Read a number from the `train` section; strings are converted."""
     value = train.get(key)
     try:
         number = default if value is None else int(value)
@@ -201,7 +195,7 @@ def _count(train: dict[str, Any], key: str, default: int) -> int:
 
 
 def _is_true(value: Any) -> bool:
-    """A truth value of the `train` section, also as it was written."""
+    """True if a value of the `train` section, possibly a string, is true."""
     return str(value).lower() in ("true", "yes", "on", "1")
 
 
@@ -241,7 +235,7 @@ def _head_temporaries(decoder: Decoder, mode: TrainingMode, tokens: int) -> floa
 
 
 def _cast_weights(decoder: Decoder, config: RunConfig, mode: TrainingMode) -> tuple[float, float]:
-    """16-bit copies of float32 weights that the backward of one layer, or of all, needs."""
+    """16-bit copies of float32 weights for the backward of one layer, or of all."""
     if mode.compute == FLOAT:
         return 0.0, 0.0
     adapters = 0 if mode.full or mode.fused else mode.added / decoder.layers
@@ -256,7 +250,7 @@ def _cast_weights(decoder: Decoder, config: RunConfig, mode: TrainingMode) -> tu
 
 
 def _whole_weights(decoder: Decoder, config: RunConfig, shards: int) -> float:
-    """Weights that are whole for a while: one in four bits unpacked; with shards more.
+    """Weights that are temporarily whole: one unpacked 4-bit weight; more with shards.
 
     FSDP gathers the layer at work and the next one, and keeps embedding and head gathered.
     """
@@ -273,7 +267,7 @@ def _whole_weights(decoder: Decoder, config: RunConfig, shards: int) -> float:
 def _layer_temporaries(
     decoder: Decoder, config: RunConfig, mode: TrainingMode, tokens: int
 ) -> float:
-    """Gradients that live while one layer is worked on, and attention's workspace."""
+    """Gradients alive while one layer is at work, and attention's workspace."""
     width = decoder.inner * max(decoder.active, 1)
     inside = (3 * width + 2 * decoder.hidden) * mode.compute
     if config.precision.compute == "fp8":  # a float32 copy on the way to codes

@@ -1,22 +1,19 @@
-"""Buffers that an attention kernel allocates besides its results, which fake tensors do not show.
+"""Buffers that an attention kernel allocates besides its results, invisible on fake tensors.
 
-Flash attention keeps no scores, so its backward walks over blocks of keys and adds to the gradient
-of the queries from many thread blocks at once. That sum is done in float32, in a buffer as large
-as the queries in float32, with lengths and head sizes rounded up to the kernel's tiles: twice the
-bytes of the bfloat16 queries, alive for the length of one kernel. With grouped queries (fewer heads
-of keys than of queries) the gradients of keys and values are made for every query head first and
-summed after. And every kernel keeps one float32 for a row of scores, the log-sum-exp, from forward
-to backward.
+Flash attention saves no scores, so its backward walks over blocks of keys and adds to dq from many
+thread blocks at once. The sum is in a float32 buffer of the queries' shape, with lengths and head
+sizes rounded up to the kernel's tiles: twice the bytes of BF16 queries, alive during one kernel.
+With grouped queries (fewer heads of keys than of queries) dk and dv are made for every query head
+and then summed. Every kernel also saves one float32 per row of scores, the log-sum-exp.
 
-Which kernel `scaled_dot_product_attention` takes depends on the version, the GPU and the mask
-(`sdpa_kernel`):
+The kernel behind `scaled_dot_product_attention` depends on version, GPU and mask (`sdpa_kernel`):
 
 * `flash`: FlashAttention 2, of torch's SDPA and of the `flash-attn` package;
 * `flash3`: FlashAttention 3 (`flash_attn_3`, Hopper);
 * `efficient`: CUTLASS memory-efficient attention, which takes masks and float32;
-* `cudnn`: cuDNN, whose buffers come in one piece out of the caching allocator.
+* `cudnn`: cuDNN, whose buffers come in one piece from the caching allocator.
 
-Attention that is written out (`eager`) is made of ordinary operators, which a trace shows.
+`eager` attention consists of ordinary operators, which a trace shows.
 
 Sources, read at torch 2.4 to 2.13, flash-attn 2.8 and cudnn-frontend 1.12:
 `aten/src/ATen/native/transformers/cuda/attention_backward.cu`, `flash_attn/flash_api.cpp`,
@@ -24,10 +21,10 @@ Sources, read at torch 2.4 to 2.13, flash-attn 2.8 and cudnn-frontend 1.12:
 flash-attention's `csrc/flash_attn/flash_api.cpp` and `hopper/flash_api.cpp`, cudnn-frontend's
 `scaled_dot_product_flash_attention.h` (`CompositeSDPABackwardNode`).
 
-Limits: no dropout, no deterministic mode (a dq buffer for each split), head sizes a multiple of
-8. Tile sizes of `efficient` are those of sm_80 and later; of its forward the float32 output of
-heads above 128 is left out. cudnn-frontend asks for the float32 sums; that the plan itself takes a
-dk and a dv for every head of queries is an assumption, to be on the safe side.
+Limits: no dropout, no deterministic mode (a dq buffer per split), head sizes a multiple of 8. Tile
+sizes of `efficient` are those of sm_80 and later; the float32 output of its forward for heads above
+128 is left out. cudnn-frontend requests the float32 sums; that the plan also makes dk and dv for
+every query head is a conservative assumption.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ Kernel = Literal["flash", "flash3", "efficient", "cudnn"]
 
 FLOAT32 = 4
 FLASH_ROWS = 128
-"""Tile of rows that lengths are rounded up to (`flash_api.cpp`: `seqlen_q_rounded`)."""
+"""Tile of rows to which lengths are rounded up (`flash_api.cpp`: `seqlen_q_rounded`)."""
 EFFICIENT_ROWS = 32
 """The same for the log-sum-exp of `efficient` (`kernel_forward.h`: `kAlignLSE`)."""
 
@@ -51,20 +48,19 @@ def sdpa_kernel(
     masked: bool,
     itemsize: int = 2,
 ) -> Kernel:
-    """The kernel that torch's `scaled_dot_product_attention` takes for training on a CUDA device.
+    """Kernel that torch's `scaled_dot_product_attention` runs for training on a CUDA device.
+
+    cuDNN comes first on sm_90 in 2.5.0 (reverted in 2.5.1), and on sm_90 and sm_100 in 2.9 and from
+    2.11 on, whose wheels bring the required cuDNN (above 9.15); 2.10 has the code with an older
+    cuDNN. With an older cuDNN, or TORCH_CUDNN_SDPA_DEPRIORITIZED=1, flash runs. Flash takes no
+    mask, and has no backward for heads above 192 on sm_86 and sm_89.
 
     Args:
-        capability: of the GPU.
-        torch_version: (major, minor[, patch]) of torch.
+        capability: compute capability of the GPU.
+        torch_version: (major, minor[, patch]).
         head_dim: size of a head.
         masked: an explicit mask is passed (`is_causal` alone is none).
-        itemsize: bytes of an element of the queries; 4 rules flash and cuDNN out.
-
-    cuDNN comes first on sm_90 in 2.5.0 (taken back in 2.5.1), on sm_90 and sm_100 in 2.9 and from
-    2.11 on, when wheels bring the cuDNN later than 9.15 that is asked for; 2.10 has the code with
-    an older cuDNN. A wheel of 2.11 or later with an older one takes flash, and so does
-    TORCH_CUDNN_SDPA_DEPRIORITIZED=1. Flash knows no mask, and no backward of heads above 192 on
-    sm_86 and sm_89.
+        itemsize: bytes per element of the queries; 4 rules flash and cuDNN out.
     """
     half = itemsize == 2
     hopper = capability == (9, 0)
@@ -88,12 +84,11 @@ def _prefers_cudnn(capability: tuple[int, int], torch_version: tuple[int, ...]) 
 
 
 def attention_forward_extra(kernel: Kernel, batch: int, heads: int, queries: int) -> int:
-    """Bytes that forward makes besides its output and keeps for backward.
-
-    The log-sum-exp, [batch, heads, queries] float32.
+    """Bytes saved for backward besides the output: the log-sum-exp, [batch, heads, queries]
+    float32.
 
     Raises:
-        ValueError: a kernel that is not known.
+        ValueError: an unknown kernel.
     """
     _check(kernel)
     rows = _round(queries, EFFICIENT_ROWS) if kernel == "efficient" else queries
@@ -110,16 +105,13 @@ def attention_backward_extra(
     head_dim: int,
     itemsize: int = 2,
 ) -> list[int]:
-    """Bytes of each tensor that backward holds while it runs, besides the gradients it returns.
+    """Bytes of each temporary of backward, besides the gradients that it returns.
 
-    Args:
-        kernel: which one.
-        batch, heads, kv_heads, queries, keys, head_dim: q is [batch, heads, queries, head_dim], k
-            and v [batch, kv_heads, keys, head_dim].
-        itemsize: bytes of an element of q.
+    Shapes: q [batch, heads, queries, head_dim]; k, v [batch, kv_heads, keys, head_dim]. `itemsize`
+    is in bytes per element of q.
 
     Raises:
-        ValueError: a kernel that is not known, or heads that kv_heads does not divide.
+        ValueError: an unknown kernel, or heads that kv_heads does not divide.
     """
     _check(kernel)
     if heads % kv_heads:
@@ -146,7 +138,7 @@ def attention_backward_extra(
 
 
 def _efficient_workspace(batch: int, heads: int, queries: int, keys: int, head_dim: int) -> int:
-    """`Params::workspace_size()` of the CUTLASS kernel: tiles of dq in float32, each with a lock.
+    """`Params::workspace_size()` of the CUTLASS kernel: float32 tiles of dq, each with a lock.
 
     Heads above 128 do not fit registers, so tiles of dk and dv are in memory as well.
     """

@@ -73,7 +73,7 @@ class Group:
 
     @property
     def frozen_stored(self) -> int:
-        """Bytes of its frozen parameters as they are stored."""
+        """Bytes of the frozen parameters as stored."""
         return self.frozen if self.stored is None else self.stored
 
 

@@ -1,25 +1,24 @@
-"""Groups of parameters that FSDP2 gathers together, and when a rehearsed step visits them.
+"""Groups of parameters that FSDP2 gathers together, and their visits in a rehearsed step.
 
-`fully_shard` makes a group of each module that Accelerate names to it (`fsdp2_prepare_model`,
+`fully_shard` makes a group of each module that Accelerate passes to it (`fsdp2_prepare_model`,
 accelerate 1.15): the input embedding, each decoder layer (a class of the model's
 `_no_split_modules`, or of `fsdp_config.transformer_layer_cls_to_wrap`), and the final norm with the
-head. What is in none of them goes to the root's group; here it is counted to the head's, which is
-kept as the root's is. (With adapters Accelerate does not find the norm, so that it is in the
-root's.) Tied embeddings are one parameter and of the head's group, from the start on.
+head. All else goes to the root's group; here it counts to the head's, which like the root's is not
+resharded. (With adapters Accelerate does not find the norm, which falls to the root.) Tied
+embeddings are one parameter of the head's group.
 
-FSDP2 gathers and frees in hooks of the modules: forward begins where a module is entered, backward
-where the gradient of its output comes. `VisitRecorder` hangs hooks in the same places. Forwards
-within backward (checkpointing) find their group's weights there and are no visits. A loss that
-takes the head's weight without calling it (TRL's fused head) leaves its group unfinished; then its
-backward begins where the gradient of the whole model's output comes.
+FSDP2 gathers and frees in module hooks: forward begins on entering a module, backward when the
+gradient of its output arrives. `VisitRecorder` hooks the same places. Forwards within backward
+(checkpointing) find their weights gathered and are no visits. A loss that uses the head's weight
+without calling it (TRL's fused head) leaves its group unfinished; its backward then begins with the
+gradient of the whole model's output.
 
 An example: a Llama of two layers has the groups 0 (embedding), 1 and 2 (layers) and 3 (norm and
 head). A step without a fused head visits forward 0, 1, 2, 3, loss, backward 3, 2, 1, 0, optimizer;
-tied, the head is of group 0, and it visits forward 0, 1, 2, 0, loss, backward 0, 2, 1, 0.
+tied, the head is in group 0, and it visits forward 0, 1, 2, 0, loss, backward 0, 2, 1, 0.
 
-Sizes: frozen parameters count as they are stored, also FP8 codes (bytes, which mixed precision
-leaves alone); those that train as numbers, since mixed precision stores them in float32. `cast_to`
-gives floating parameters the dtype in which they are gathered, as they are when FSDP2 computes.
+Frozen parameters count in bytes as stored, FP8 codes too (mixed precision ignores them); trainable
+ones count in elements, since mixed precision stores them in float32.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from finetune.estimator.trace.trace import Trace, plain_tensors
 
 
 class GroupVisit(NamedTuple):
-    """From event number `start` on, a group computes.
+    """Visit: from event number `start` on, a group computes.
 
     Attributes:
         phase: phase of the step.
-        group: index; 0 in `loss` and `optimizer`.
+        group: group index; 0 in `loss` and `optimizer`.
         start: index into the events of the trace.
     """
 
@@ -51,13 +50,13 @@ class GroupVisit(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelGroups:
-    """The groups of a model.
+    """Parameter groups of a model.
 
     Attributes:
-        groups: as Accelerate makes them, in the order of forward.
-        modules: name of a module -> index of its group, where its hooks begin and end visits.
+        groups: as Accelerate makes them, in forward order.
+        modules: module name -> index of its group, for modules whose hooks begin and end visits.
         head: name of the output embedding.
-        trainable_bytes: bytes of all parameters that train, as they are on one device.
+        trainable_bytes: bytes of all trainable parameters on one device.
     """
 
     groups: tuple[Group, ...]
@@ -67,10 +66,10 @@ class ModelGroups:
 
 
 def cast_to(model: nn.Module, dtype: torch.dtype) -> dict[str, int]:
-    """Give floating parameters on meta the type in which they are gathered, in place.
+    """Cast floating-point parameters on meta to the gathered dtype, in place.
 
     Returns:
-        Of frozen parameters whose type has changed: name -> bytes of an element before.
+        Frozen parameter -> bytes per element before, for those whose dtype changed.
     """
     before: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -84,13 +83,13 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> dict[str, int]:
 def model_groups(
     model: Any, *, layers: Collection[str] | None = None, stored: dict[str, int] | None = None
 ) -> ModelGroups:
-    """The groups of a model with its adapters.
+    """Parameter groups of a model with its adapters.
 
     Args:
         model: a Transformers model, also under PEFT.
-        layers: class names of decoder layers; left out: those that the model says not to split.
-        stored: frozen parameter -> bytes of an element of its shard, where these differ from what
-            it has now.
+        layers: class names of decoder layers; default: the model's `_no_split_modules`.
+        stored: frozen parameter -> bytes per element of its shard, if different from its present
+            dtype.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ()) if layers is None else {*layers}
     embedding, head = (
@@ -116,7 +115,7 @@ def model_groups(
         if module is head or (direct and "Norm" in type(module).__name__):
             names[name] = 0 if tied else tail
             head_name = name if module is head else head_name
-    # A parameter belongs to the first group that has it, and to the tail's if none has.
+    # A parameter belongs to the first group that contains it, or else to the tail's.
     owner: dict[int, int] = {}
     for index, module in enumerate([embedding, *decoder_layers]):
         for parameter in module.parameters() if module is not None else ():
@@ -142,7 +141,7 @@ def model_groups(
 
 
 def _decoder(names: dict[str, int]) -> str:
-    """Name of the module that has the decoder's layers in a list."""
+    """Name of the module that contains the list of decoder layers."""
     layer = next((name for name, index in names.items() if index == 1), "")
     return layer.rpartition(".")[0].rpartition(".")[0]
 
@@ -152,13 +151,7 @@ def _nbytes(parameter: Tensor) -> int:
 
 
 class VisitRecorder:
-    """Records in hooks which group computes when.
-
-    Args:
-        model: the model.
-        groups: its groups.
-        trace: its trace, whose events count the time.
-    """
+    """Hooks that record which group computes, with the event count of `trace` as the clock."""
 
     def __init__(self, model: nn.Module, groups: ModelGroups, trace: Trace) -> None:
         self.visits: list[GroupVisit] = []
@@ -173,19 +166,19 @@ class VisitRecorder:
         model.register_forward_hook(lambda _m, _i, out: self._end_forward(out))
 
     def begin(self) -> None:
-        """Begin a step, and forget what was before."""
+        """Begin a step; discard earlier visits."""
         self._on, self._headless = True, True
         self.visits.clear()
 
     def move(self, phase: Phase, group: int = 0) -> None:
-        """Go on to another group or phase."""
+        """Proceed to another group or phase."""
         last = self.visits[-1] if self.visits else None
         if self._on and (last is None or (last.phase, last.group) != (phase, group)):
             self.visits.append(GroupVisit(phase, group, len(self._trace.events)))
 
     def _enter(self, group: int) -> None:
         phase = self.visits[-1].phase if self.visits else "forward"
-        # In backward only reentrant checkpointing comes here before the hook of the gradient.
+        # In backward, only reentrant checkpointing gets here before the gradient's hook.
         if phase in ("forward", "backward"):
             self.move(phase, group)
 

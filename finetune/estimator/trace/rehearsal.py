@@ -1,24 +1,20 @@
-"""A rehearsal of a run: its own trainer, on tensors without memory, for one step.
+"""Rehearsal of a run: one step of its own trainer on tensors without memory.
 
-Memory and time of a run are decided by code that nobody wants to describe twice: Transformers'
-layers, PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that
-code is run. The model is sketched on the meta device with its adapters, gets fake parameters, is
-converted by the plan that the target device would have, and is handed to a stock `SFTTrainer`,
-whose `train()` takes one step over a made-up batch: as many tokens as the recipe allows. Packed
-rows are full of documents; others differ in length, as rows do, by one token of padding: the
-longest decides the peak, and that they differ makes Transformers hand attention a mask, at a cost.
+Memory and time are decided by code that should not be modeled a second time: Transformers' layers,
+PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code
+runs. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
+by the target device's plan and trained by a stock `SFTTrainer` for one step on a synthetic batch of
+the maximum size. Packed rows consist of full documents; other rows differ by one token of padding:
+the longest decides the peak, and the difference makes Transformers pass a mask, at a cost.
 
-Before that step the optimizer has stepped once, on empty gradients, so that its states are there as
-they are from the second step on. With gradient accumulation the gradients stay too, as they do for
-every micro-batch but the first. So one pass over the model shows what every step has in memory.
+The optimizer has stepped once before, on empty gradients, so its states exist as from the second
+step on. With gradient accumulation the gradients stay too, as for every micro-batch but the first.
 
-Where FSDP2 shares the model among GPUs (`sharded`), layers compute with weights that were gathered
-in the dtype of computing and under no autocast, as Accelerate has it; so they do here.
-`finetune.estimator.memory.sharded` puts what sharding does to memory on top, and needs to know when
-which group of parameters computes.
+With FSDP2 (`sharded`), layers compute with weights in the gathered dtype and without autocast, as
+in Accelerate; `finetune.estimator.memory.sharded` adds the memory of sharding from the visits of
+the parameter groups.
 
-Not rehearsed: the proof of the first steps and the logs of training health (both look at a few
-numbers at a time), evaluation, and saving.
+Not rehearsed: verification in the first steps, training-health logs, evaluation, saving.
 """
 
 from __future__ import annotations
@@ -80,24 +76,25 @@ GATHERED_AS = {
     "fp32": None,
 }
 """Dtype in which FSDP2 gathers weights, by `precision.compute`
-(`finetune.training.patches.AUTOCAST`); None: as they are stored."""
+(`finetune.training.patches.AUTOCAST`); None: as stored.
+"""
 DOCUMENTS = 8
-"""Rows that are packed into one, of those that a recipe packs."""
+"""Documents per packed row."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One step of a run, as it was rehearsed.
+    """One rehearsed step of a run.
 
     Attributes:
-        trace: a micro-batch's forward and backward, and the optimizer's step.
+        trace: forward and backward of a micro-batch, and the optimizer's step.
         plan: the precision of every layer.
-        tokens: tokens of a micro-batch, on one device.
-        parameters, trainable: counts.
+        tokens: tokens of a micro-batch on one device.
+        parameters, trainable: element counts.
         groups: groups of parameters that FSDP2 would gather together.
         visits: when each group computes; `step` begins with the first.
-        accumulates: gradients of several micro-batches are added up.
-        notes: parts that could not be rehearsed, and how the truth would differ.
+        accumulates: gradients of several micro-batches are summed.
+        notes: parts that were not rehearsed, and their effect on the result.
     """
 
     trace: Trace
@@ -124,19 +121,18 @@ def rehearse(
     """Run one step of a recipe on tensors without memory.
 
     Args:
-        config: the run.
-        device: the one that it would train on; its kind decides what libraries do.
-        resolution: of the run's precision on that device.
-        layers: number of the model's first layers; all, if left out. Fewer are rehearsed sooner,
-            and show what one more costs.
-        padded: whether rows differ in length, so that attention gets a mask; left out: they do
-            unless they are packed.
+        config: run configuration.
+        device: target device; its kind decides which code path libraries take.
+        resolution: precision of the run on that device.
+        layers: number of first layers to rehearse, all by default. Fewer are faster, and show the
+            cost of one more.
+        padded: rows differ in length, so attention gets a mask; default: unless packed.
         sharded: with weights as FSDP2 gathers them.
-        plan: of the run's sketch, where it was made already.
+        plan: plan of the run's sketch, if already made.
 
     Raises:
-        FinetuneError: what the run itself would raise: no such model, adapters that fit nowhere.
-        RehearsalError: the model does something that needs values.
+        FinetuneError: any error of the run itself: no such model, adapters that match no layer.
+        RehearsalError: the model's code depends on values.
     """
     notes: list[str] = []
     before = as_four_bit if config.model.storage == "nf4" else None
@@ -198,7 +194,7 @@ def rehearse(
 
 @contextlib.contextmanager
 def _rehearsal_errors(config: RunConfig) -> Iterator[None]:
-    """Turn any error of the block, which runs anybody's code on fake tensors, into one of ours."""
+    """Convert any error of third-party code on fake tensors into one of ours."""
     try:
         yield
     except FinetuneError:
@@ -215,11 +211,11 @@ def _rehearsal_errors(config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def isolated_process() -> Iterator[None]:
-    """Run the block as one process of its own, and restore state that the whole process shares.
+    """Run the block as a single process, and restore the state that the whole process shares.
 
-    Training arguments make Accelerate's state anew, for a CPU; those of a trainer that is at work
-    read it ever after. The environment of torchrun and `accelerate launch` would have the rehearsal
-    join the run's processes, or make their group before the run does.
+    Training arguments reset Accelerate's global state to a CPU, which a trainer at work would then
+    read. The environment of torchrun or `accelerate launch` would make the rehearsal join the run's
+    processes, or create their group too early.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -249,13 +245,13 @@ _LAUNCHED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+"
     r"|ACCELERATE_\w+|FSDP_\w+|TORCHELASTIC_\w+"
 )
-"""Variables of launchers for processes that are one of several, and for how they share."""
+"""Launcher variables that describe the process group and its sharding."""
 
 
 def _trainer(
     model: nn.Module, config: RunConfig, folder: Path, *, padded: bool | None = None
 ) -> Any:
-    """The recipe's trainer over made-up rows, that takes one step and writes nothing."""
+    """The recipe's trainer over synthetic rows, for one step, writing nothing."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
@@ -312,13 +308,13 @@ _NOT_REHEARSED = {
 
 
 def _rows(args: Any, *, padded: bool) -> list[dict[str, Any]]:
-    """A batch of the greatest length; of padded rows only the first has it."""
+    """A batch of the maximum length; with padding only the first row has it."""
     rows, length = args.per_device_train_batch_size, args.max_length
     return [_row(args, length - 1 if i and padded else length) for i in range(rows)]
 
 
 def _row(args: Any, length: int) -> dict[str, Any]:
-    """A row of some length; with packing, one that several documents fill."""
+    """A row of `length` tokens; with packing, one filled by several documents."""
     documents = min(DOCUMENTS, length) if args.packing else 1
     lengths = [length // documents] * documents
     lengths[-1] += length - sum(lengths)
@@ -330,7 +326,7 @@ def _rehearsal_trainer() -> type[Any]:
     from trl import SFTTrainer
 
     class RehearsalTrainer(SFTTrainer):
-        """Takes its batches as they are, begins where the first step would end, and is recorded."""
+        """Recorded trainer that takes batches as they are and starts at the end of step one."""
 
         batches: list[dict[str, Any]]
         micro_batches: int
@@ -341,7 +337,7 @@ def _rehearsal_trainer() -> type[Any]:
             return self.batches
 
         def _move_model_to_device(self, model: Any, device: Any) -> None:
-            """Leave it: fake parameters cannot be moved."""
+            """Do nothing: fake parameters cannot be moved."""
 
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             recorder: Recorder = self.recorder
@@ -371,7 +367,7 @@ def _record(
     phase: Phase,
     then: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Have the recorder enter a phase while `owner.name` runs, and call `then` after it."""
+    """Make the recorder enter a phase while `owner.name` runs, and call `then` after it."""
     function = getattr(owner, name)
 
     @functools.wraps(function)  # learning rate schedules mark a step that they have seen
@@ -387,7 +383,7 @@ def _record(
 
 
 def _copies(batches: list[dict[str, Any]]) -> list[Tensor]:
-    """The trainer fetches all micro-batches of a step before the first of them runs."""
+    """Clone all micro-batches, which the trainer fetches before the first of them runs."""
     with unset_fake_temporarily():
         return [tensor.clone() for tensor in _tensors(batches)]
 
