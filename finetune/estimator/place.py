@@ -1,4 +1,4 @@
-"""Where a run would train: a GPU that need not be here, so much memory, or this machine."""
+"""Place of a run: this machine, a GPU by name, or a GPU known by its memory only."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from finetune.hardware.device import (
 from finetune.hardware.gpus import Gpu, as_device, find_gpu, named_gpu
 
 UNNAMED = (9, 0)
-"""Compute capability that a GPU of which only the memory is known is taken to have."""
+"""Compute capability assumed for a GPU known by its memory only."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run would train.
+    """Place where a run would train.
 
     Attributes:
         device: one of the devices, as `finetune.hardware.device` describes it.
-        gpu: its line in the table of GPUs; None where speed is not known.
-        count: devices.
-        here: it is this machine.
+        gpu: entry of the GPU table; None if its speed is unknown.
+        count: number of devices.
+        here: True for this machine.
     """
 
     device: Device
@@ -41,7 +41,7 @@ class Place:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one device."""
+        """Memory of one device."""
         return int(self.device.memory_gib * GIB)
 
     def __str__(self) -> str:
@@ -52,13 +52,12 @@ class Place:
 def place_of(
     gpu: str | Gpu | None = None, *, memory_gib: float | None = None, gpus: int = 1
 ) -> Place:
-    """The place that a user means.
+    """Find the place that a user specifies.
 
     Args:
-        gpu: a name (`H100`, `4090`) or a line of the table; left out: this machine.
-        memory_gib: memory of a GPU of which nothing else is known, or of `gpu` where it has less or
-            more than the table says.
-        gpus: of them.
+        gpu: a name (`H100`, `4090`) or an entry of the table; default: this machine.
+        memory_gib: memory of a GPU otherwise unknown, or overriding the table's for `gpu`.
+        gpus: number of GPUs.
 
     Raises:
         ConfigError: an unknown GPU, a number below one.
@@ -85,13 +84,13 @@ def place_of(
 
 
 def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
-    """The precision that would run there, whatever is installed here.
+    """Precision executed at a place, whatever is installed here.
 
-    Transformer Engine needs to be there only: where a recipe names it, or nothing else has what the
-    recipe asks for, it is taken to be.
+    Transformer Engine is assumed installed there if a recipe names it or no other backend supports
+    the requested precision.
 
     Raises:
-        PrecisionError: FP8 cannot be had there.
+        PrecisionError: FP8 is unavailable there.
     """
     device = place.device
     try:
@@ -107,7 +106,7 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
 
 
 def _engine_serves(precision: PrecisionConfig, device: Device) -> bool:
-    """Whether Transformer Engine, were it installed, would run this there."""
+    """True if Transformer Engine, once installed, would run this precision there."""
     has: Any = engine_verdict("te", precision) and device.has_fp8
     enough = (device.capability or (0, 0)) >= least_capability(precision)
     refused = "not installed" not in (verdict := backend_verdict("te", precision, device)).reason

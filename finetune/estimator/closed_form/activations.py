@@ -1,22 +1,22 @@
-"""Activations that one decoder layer keeps for its backward, in bytes for each token.
+"""Activations that one decoder layer saves for its backward, in bytes per token.
 
-An operator keeps what its derivative needs, under autocast in the dtype in which it computes:
+An operator saves what its derivative needs, under autocast in its compute dtype:
 
-    norm        its input in float32; if its weight trains, also the normalised input
-    linear      its input, if its weight or an adapter of it trains; siblings that read one tensor
+    norm        its input in float32; if its weight trains, also the normalized input
+    linear      its input, if its weight or an adapter trains; siblings that read one tensor
                 (q, k, v; gate, up) share it, unless each casts a float32 stream for itself
-    attention   q, k and v as they enter it, and with fused kernels its result and a float32 for
-                each head; written out (`eager`), the table of weights twice instead
+    attention   q, k and v as they enter it, and with fused kernels its output and a float32 per
+                head; `eager` saves the table of weights twice instead
     gated MLP   gate, act(gate) and up, whatever trains
     rotary      nothing of its own (cosines are shared by all layers)
 
-Adapters keep their input likewise (in one function with their base: once for all siblings, as FP8
-codes where the base multiplies in FP8; by themselves: a BF16 copy each, and a mask with dropout),
-and r numbers each. With checkpointing a layer keeps its input only, and all this in its turn.
+Adapters save their input likewise (fused with their base: once for all siblings, as FP8 codes if
+the base computes in FP8; unfused: a BF16 copy each, and a mask with dropout), and r numbers each.
+With checkpointing a layer saves its input only, and all this while it is at work.
 
-Derived by reading the layers of Transformers 5, and held against tensors that are counted alive
-(`tests/estimator/test_preview.py`). Not in it: padding masks, engines that keep their own codes
-(Transformer Engine: about half of what linears keep), and what a compiler decides not to keep.
+Derived from the layers of Transformers 5 and checked against live tensors
+(`tests/estimator/test_preview.py`). Not included: padding masks, engines that save their own codes
+(Transformer Engine: about half of what linears save), and savings by a compiler.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from dataclasses import dataclass
 from finetune.estimator.closed_form.decoder import Decoder, Linear
 
 HALF, FLOAT, CODE = 2.0, 4.0, 1.0
-"""Bytes of a number in BF16 (FP16), in float32 and in FP8."""
+"""Bytes per element in BF16 (FP16), in float32 and in FP8."""
 
 
 @dataclass(frozen=True)
 class TrainingMode:
-    """What trains and how, as far as it decides what is kept.
+    """Training settings that decide which activations are saved.
 
     Attributes:
         full: all weights train.
         adapted: paths of the linear layers with an adapter.
         rank: rank of the adapters.
-        added: elements of adapters and of copies that train in the place of frozen weights.
+        added: elements of adapters and of trainable copies of frozen weights.
         head: the head's weight trains.
-        stream: bytes of a number in the stream between layers: that of the model's dtype.
+        stream: bytes per element of the residual stream: that of the model's dtype.
         fused: adapters run in one function with their base.
-        codes: adapters keep FP8 codes of their input.
+        codes: adapters save FP8 codes of their input.
         dropout: adapters draw a mask.
         expanded: keys and values are repeated for all query heads before attention.
-        eager: attention is written out, not one kernel.
-        compute: bytes of a number in which matmuls run.
+        eager: attention consists of separate operators.
+        compute: bytes per element in matmuls.
     """
 
     full: bool
@@ -64,13 +64,7 @@ class TrainingMode:
 
 
 def layer_bytes(decoder: Decoder, mode: TrainingMode, length: int) -> float:
-    """Bytes that one layer keeps for each token.
-
-    Args:
-        decoder: its shape.
-        mode: what trains.
-        length: tokens of a sequence; only attention that is written out depends on it.
-    """
+    """Bytes that one layer saves per token; `length` in tokens matters to eager attention only."""
     match decoder.family:
         case "bdh":
             return _bdh(decoder, mode, length)
@@ -84,14 +78,14 @@ def _llama_like(decoder: Decoder, mode: TrainingMode, length: int) -> float:
     d, i = decoder.hidden, decoder.inner
     norms = 0.0
     for n, times in _norms(decoder):
-        # Gemma multiplies in float32 by 1 + weight, others in the type of the stream
+        # Gemma multiplies in float32 by 1 + weight, others in the stream's dtype.
         gemma = decoder.family.startswith("gemma")
         weighted = FLOAT if gemma else mode.stream
         norms += times * (FLOAT * (3 if gemma else 1) + n * (FLOAT + weighted * mode.full))
     attention = _attention(decoder, mode, length)
     if decoder.experts:
-        # of each expert: gate and up, act(gate), the result to be weighted; and if it trains its
-        # input and the product; beside them what the router reads
+        # Per expert: gate and up, act(gate), the result to be weighted; if it trains, its input
+        # and the product. Besides, the router's input.
         of_each = 3 * i + d + (i + d) * mode.full
         inner = (decoder.active * of_each + d) * mode.compute + 8 * decoder.experts
     else:
@@ -100,7 +94,7 @@ def _llama_like(decoder: Decoder, mode: TrainingMode, length: int) -> float:
 
 
 def _norms(decoder: Decoder) -> list[tuple[int, int]]:
-    """(numbers under one norm, how many such) for each norm of a layer."""
+    """(elements under one norm, number of such norms) for each norm of a layer."""
     of_stream = sum(length == decoder.hidden for length in decoder.vectors)
     norms = [(decoder.hidden, of_stream)]
     if len(decoder.vectors) > of_stream:  # of queries and keys
@@ -121,7 +115,7 @@ def _gpt2(decoder: Decoder, mode: TrainingMode, length: int) -> float:
     d, i = decoder.hidden, decoder.inner
     norms = 2 * (d + 2) * FLOAT
     attention = _attention(decoder, mode, length)
-    # gelu_new is written out: x, x³ and tanh in float32, for which autocast asks of `pow`
+    # gelu_new consists of separate operators: x, x³ and tanh in float32, as autocast runs `pow`.
     inner = i * (3 * FLOAT + mode.compute)
     return norms + attention + inner + decoder.dropouts * d + _inputs(decoder, mode)
 
@@ -139,7 +133,7 @@ def _bdh(decoder: Decoder, mode: TrainingMode, length: int) -> float:
 
 
 def _inputs(decoder: Decoder, mode: TrainingMode) -> float:
-    """Inputs that are kept for the sake of weights or adapters that train."""
+    """Inputs saved for trainable weights or adapters."""
     siblings: dict[str, list[Linear]] = defaultdict(list)
     for linear in decoder.linears:
         siblings[_reads(linear)].append(linear)
@@ -147,7 +141,7 @@ def _inputs(decoder: Decoder, mode: TrainingMode) -> float:
 
 
 def _reads(linear: Linear) -> str:
-    """Which tensor a layer reads."""
+    """Name of the tensor that a layer reads."""
     if linear.name in ("q_proj", "k_proj", "v_proj", "c_attn"):
         return "first norm"
     if linear.name in ("gate_proj", "up_proj", "c_fc"):

@@ -1,11 +1,8 @@
-"""The shape of a decoder from its `config.json`, without torch: matrices, vectors, counts.
+"""Shape of a decoder from its `config.json`, without torch: matrices, vectors, counts.
 
-A table of how each family builds its layers: which matrices there are (`Linear`), what they read,
-and which other weights stand beside them. Other families than these are not guessed at (`None`).
-Values that a file leaves out are the defaults of the family's class in Transformers.
-
-`tests/estimator/test_preview.py` holds the counts to be those of the models that Transformers
-builds.
+A table of how each known family builds its layers: matrices (`Linear`), their inputs and the other
+weights; `None` for unknown families. Missing values are the defaults of the family's class in
+Transformers. `tests/estimator/test_preview.py` checks the counts against Transformers' models.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ Kind = Literal["linear", "experts", "embedding", "head", "vector"]
 
 
 class Linear(NamedTuple):
-    """A linear layer of a decoder layer: [n, k], by its path inside of the layer."""
+    """Linear layer with a weight [n, k], by its path inside the decoder layer."""
 
     path: str
     n: int
@@ -42,17 +39,17 @@ class Linear(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The last part of its path, such as `q_proj`."""
+        """Last part of the path, such as `q_proj`."""
         return self.path.rpartition(".")[2]
 
     @property
     def numel(self) -> int:
-        """Elements of its weight."""
+        """Elements of the weight."""
         return self.n * self.k
 
 
 class Weight(NamedTuple):
-    """A weight tensor and how often the model has one like it."""
+    """Weight tensor and the number of equal ones in the model."""
 
     shape: tuple[int, ...]
     count: int
@@ -62,22 +59,22 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoder:
-    """The parts of a decoder, whose layers are all alike.
+    """Parts of a decoder with identical layers.
 
     Attributes:
         family: `model_type`.
         hidden: width of the residual stream.
-        layers: number of layers that are applied.
-        heads, kv_heads, head_dim: of attention (`bdh`: neurons of a head).
-        inner: width inside of the feed-forward part (`bdh`: neurons; MoE: of one expert).
+        layers: number of layers applied.
+        heads, kv_heads, head_dim: attention shape (`bdh`: neurons of a head).
+        inner: width inside the feed-forward part (`bdh`: neurons; MoE: of one expert).
         vocabulary: number of tokens.
         linears: linear layers of one decoder layer.
         vectors: lengths of the norms' weights of one layer.
-        experts, active: experts of one layer and how many see a token; 0 where there are none.
+        experts, active: experts of one layer and those that see a token; 0 without experts.
         positions: rows of a table of learned positions.
         tied: head and embedding are one matrix.
-        prefix: names of the layers up to the number.
-        dropouts: masks of the width of the stream that one layer draws in training.
+        prefix: name of a layer up to its number.
+        dropouts: stream-wide masks that one layer draws in training.
     """
 
     family: str
@@ -98,7 +95,7 @@ class Decoder:
     dropouts: int = 0
 
     def weights(self) -> Iterator[Weight]:
-        """All weight tensors, biases among the vectors."""
+        """All weight tensors; biases count as vectors."""
         d, n = self.hidden, self.layers
         yield Weight((self.vocabulary, d), 1, "embedding")
         if not self.tied:
@@ -130,7 +127,7 @@ class Decoder:
 
     @property
     def multiplied(self) -> int:
-        """Weights of all layers that multiply one token; head and embedding left out."""
+        """Weights of all layers that multiply one token, without head and embedding."""
         if self.family == "bdh":
             return 3 * self.inner * self.hidden * self.layers
         of_experts = 3 * self.active * self.inner * self.hidden + self.experts * self.hidden
@@ -142,10 +139,7 @@ class Decoder:
 
 
 def find_decoder(model: ModelConfig) -> Decoder | None:
-    """The shape of a recipe's model, from the package or a local folder; never from the hub.
-
-    None where it is in neither, or of a family that is not known here.
-    """
+    """Shape of a recipe's model from the package or a local folder, never the hub, or None."""
     path = Path(model.name).expanduser() / "config.json"
     if model.name.startswith(BUILTIN):
         path = ASSETS / model.name.removeprefix(BUILTIN) / "config.json"
@@ -155,15 +149,15 @@ def find_decoder(model: ModelConfig) -> Decoder | None:
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # loading the model will say what is wrong with it
+    except ValueError:  # loading the model reports the error
         return None
     return decoder_of(values) if isinstance(values, dict) else None
 
 
 def decoder_of(values: dict[str, Any]) -> Decoder | None:
-    """The shape that the values of a `config.json` describe.
+    """Decoder for the values of a `config.json`.
 
-    None where the family is not known, or a value that counts is missing or of a wrong type.
+    None if the family is unknown, or a required value is missing or of a wrong type.
     """
     family = _TEXT_OF.get(str(values.get("model_type")), str(values.get("model_type")))
     if isinstance(values.get("text_config"), dict):

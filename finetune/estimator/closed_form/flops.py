@@ -1,15 +1,15 @@
-"""FLOPs and bytes of a step, from a shape, and the time that a GPU takes for them: closed form.
+"""FLOPs and bytes of a step from a shape, and a GPU's time for them, in closed form.
 
-Matmuls cost 2 FLOPs for each weight and token: forward, again where checkpointing recomputes, the
-gradient of the input, and that of the weight where it trains. TRL's head is multiplied once more in
-backward, in the place of logits kept. Causal attention does half of its table.
+Matmuls cost 2 FLOPs per weight and token: forward, again if checkpointing recomputes, the gradient
+of the input, and that of the weight if it trains. TRL's head is multiplied once more in backward
+instead of storing logits. Causal attention computes half of its table.
 
-Time is FLOPs over the GPU's peak times the share of it that large GEMMs reach, and bytes over the
-bandwidth times the share of it that pointwise kernels reach: what layers keep, once in each pass
-and once more; casts to FP8; and weights, gradients and states of the optimizer.
+Time is FLOPs over the GPU's peak times the share that large GEMMs reach, plus bytes over the
+bandwidth times the share that pointwise kernels reach. Bytes are those of saved activations, once
+in each pass and once more; casts to FP8; weights, gradients and optimizer states.
 
-Not in it: communication, launch gaps, waves that do not fill the GPU, data. So small models and
-several GPUs are slower than this says.
+Limits: no communication, launch gaps, partial waves or data loading, so small models and several
+GPUs are slower than predicted.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from finetune.hardware.gpus import Gpu, Peak
 
 BF16_REACHED, FP8_REACHED, ATTENTION_REACHED, BANDWIDTH_REACHED = 0.70, 0.67, 0.50, 0.85
-"""Shares of a GPU's peaks that are reached: by large GEMMs in either precision, by fused attention
-and by pointwise kernels. From published speeds on Hopper; `finetune/assets/efficiency.yaml` has
-them by GPU and shape."""
+"""Shares of a GPU's peaks reached by large GEMMs in either precision, by fused attention and by
+pointwise kernels. From published speeds on Hopper; `finetune/assets/efficiency.yaml` has them by
+GPU and shape.
+"""
 FUSED_CAST_BYTES, EAGER_CAST_BYTES = 3.0, 5.0
-"""Moved for each element that is cast: read and written once, or read once more for its amax."""
+"""Bytes moved per element cast: read and written once, or read once more for its amax."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class StepWork:
     """Work of one GPU in a step.
 
     Attributes:
-        linear, head, attention: FLOPs of one micro-batch, by where.
-        moved: bytes of one micro-batch that pointwise kernels move.
+        linear, head, attention: FLOPs of one micro-batch by part.
+        moved: bytes that pointwise kernels move in one micro-batch.
         optimized: bytes that the optimizer's step moves.
         low: precision of the decoder's linear layers.
     """
@@ -53,7 +54,7 @@ class StepWork:
     def seconds(self, gpu: Gpu, micro_batches: int = 1) -> float:
         """Time of one optimizer step of `micro_batches`.
 
-        A precision that the GPU has no units for takes the time of its 16 bits.
+        A precision without units on the GPU runs at its 16-bit speed.
         """
         high = gpu.tflops.get("bf16") or gpu.tflops["fp16"]
         low, reached = high, BF16_REACHED
@@ -76,15 +77,15 @@ def step_work(
     kept: float,
     low: Peak,
 ) -> StepWork:
-    """Work of one GPU in a step.
+    """Compute the work of one GPU in a step.
 
     Args:
         decoder: shape of the model.
-        mode: what trains.
+        mode: training settings.
         static: weights, gradients and states of this GPU.
-        rows, length: of a micro-batch.
-        forwards: 2 where checkpointing recomputes the layers, else 1.
-        kept: bytes that one layer keeps for the micro-batch.
+        rows, length: shape of a micro-batch.
+        forwards: 2 if checkpointing recomputes the layers, else 1.
+        kept: bytes that one layer saves for the micro-batch.
         low: precision of the decoder's linear layers.
     """
     tokens = rows * length
@@ -112,8 +113,8 @@ def step_work(
 def _cast_traffic(decoder: Decoder, mode: TrainingMode, tokens: int, forwards: int) -> float:
     """Bytes that casting to FP8 moves in one micro-batch.
 
-    An operand is read twice, for its amax and for its codes, and written once: 5 bytes a number;
-    for the weight gradient and dgrad of a weight that trains its codes are also transposed, 2 more.
+    An operand is read twice, for amax and codes, and written once: 5 bytes per element. For the
+    wgrad and dgrad of a trainable weight its codes are also transposed, 2 more.
     """
     each, transposed = EAGER_CAST_BYTES, 2.0 if mode.full else 0.0
     inputs = sum(x.k for x in decoder.linears)

@@ -1,20 +1,19 @@
-"""Memory that a run holds from step to step: weights, gradients, states of the optimizer.
+"""Memory that a run stores from step to step: weights, gradients, optimizer states.
 
-Nothing that a run does can take less. `static_memory` is the one sum over parameter tensors: of a
-model on the meta device (`bound`) or of a shape without torch
-(`parameters_of`), which `tests/estimator/test_preview.py` holds to be equal for every recipe.
+It is a lower bound of any run. `static_memory` is the sum over parameter tensors, of a model on the
+meta device (`bound`) or of a shape without torch (`parameters_of`);
+`tests/estimator/test_preview.py` checks that both agree for every recipe.
 
     weights      as stored: plain, FP8 codes and their scales, or four bits (`model.storage`,
                  `precision.frozen`); FP8 codes beside the plain ones with `precision.fp8_params`
-    gradients    of what trains, in its own dtype
+    gradients    of trainable parameters, in their own dtype
     optimizer    moments as the optimizer stores them (`finetune.config.optimizers.state_bytes`);
-                 0 for a paged one, whose states the GPU can do without
+                 0 for a paged one, whose states need no GPU memory
 
-Adapters are float32, as PEFT makes them over a base in 16 bits. Master weights are none but the
-parameters themselves: `model.dtype: float32`.
+Adapters are float32, as PEFT makes them over a 16-bit base. There are no master weights besides the
+parameters themselves (`model.dtype: float32`).
 
-Limits of the shape: layers that `precision.map` or `keep` leave high in a base stored in FP8 count
-as stored in FP8.
+Limit: layers that `precision.map` or `keep` exclude from FP8 count as stored in FP8 if the base is.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ FLOAT32 = 4
 
 
 class Parameters(NamedTuple):
-    """Parameter tensors that are alike.
+    """Identical parameter tensors.
 
     Attributes:
-        shape: of one of them.
-        itemsize: bytes of an element, of its gradient too.
-        trains: they get a gradient and optimizer states.
-        count: number of them.
-        embedding: they are weights of an `nn.Embedding`, which some optimizers treat apart.
-        stored: bytes of one as stored, where that is not `itemsize` for each element.
+        shape: shape of one tensor.
+        itemsize: bytes per element, of its gradient too.
+        trains: True if they get gradients and optimizer states.
+        count: number of tensors.
+        embedding: weights of an `nn.Embedding`, which some optimizers treat apart.
+        stored: bytes of one tensor as stored, if not `itemsize` per element.
     """
 
     shape: tuple[int, ...]
@@ -55,23 +54,23 @@ class Parameters(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all of them."""
+        """Elements of all tensors."""
         return math.prod(self.shape) * self.count
 
     @property
     def stored_bytes(self) -> float:
-        """Bytes of all of them as stored."""
+        """Bytes of all tensors as stored."""
         return self.numel * self.itemsize if self.stored is None else self.count * self.stored
 
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes on one GPU, and counts of the whole model.
+    """Bytes on one GPU, and element counts of the whole model.
 
     Attributes:
         weights, gradients, optimizer: bytes of the three parts.
-        largest: bytes of the largest tensor that trains.
-        parameters, trainable: elements.
+        largest: bytes of the largest trainable tensor.
+        parameters, trainable: element counts.
     """
 
     weights: float
@@ -96,12 +95,9 @@ class StaticMemory:
 def static_memory(
     parameters: Iterable[Parameters], optimizer: Optimizer, shards: int = 1
 ) -> StaticMemory:
-    """Weights, gradients and optimizer states of these parameters.
+    """Sum weights, gradients and optimizer states over `parameters`.
 
-    Args:
-        parameters: all of a model.
-        optimizer: the run's.
-        shards: GPUs that share one copy of everything (FSDP).
+    `shards` is the number of GPUs that share one copy of everything (FSDP).
     """
     every = list(parameters)
     training = [p for p in every if p.trains and p.count]
@@ -124,7 +120,7 @@ def static_memory(
 
 
 def parameters_of(decoder: Decoder, config: RunConfig) -> Iterator[Parameters]:
-    """Parameters of a run's model, with those that its adapters add."""
+    """Parameters of a run's model, adapters included."""
     lora, itemsize = config.lora, itemsize_of(config)
     adapted = adapted_linears(decoder, lora) if lora else {}
     for weight in decoder.weights():
@@ -144,7 +140,7 @@ def parameters_of(decoder: Decoder, config: RunConfig) -> Iterator[Parameters]:
 
 
 def added_parameters(decoder: Decoder, config: RunConfig) -> Iterator[Parameters]:
-    """Adapters, and copies of modules that train in full beside them (`lora.modules_to_save`)."""
+    """Adapters, and trainable copies of modules (`lora.modules_to_save`)."""
     lora = config.lora
     if lora is None:
         return
@@ -162,12 +158,12 @@ def added_parameters(decoder: Decoder, config: RunConfig) -> Iterator[Parameters
 
 
 def itemsize_of(config: RunConfig) -> int:
-    """Bytes of an element of `model.dtype`."""
+    """Bytes per element of `model.dtype`."""
     return FLOAT32 if config.model.dtype == "float32" else 2
 
 
 def stored_linear(n: int, k: int, decoder: Decoder, config: RunConfig) -> tuple[float, int]:
-    """Bytes of one linear weight [n, k] as stored, and in how many decoder layers it is so."""
+    """Bytes of a linear weight [n, k] as stored, and the number of layers that store it so."""
     precision, numel, itemsize = config.precision, n * k, itemsize_of(config)
     inner = max(0, decoder.layers - precision.first_n - precision.last_n)
     if config.model.storage:
@@ -181,7 +177,7 @@ def stored_linear(n: int, k: int, decoder: Decoder, config: RunConfig) -> tuple[
 
 
 def adapted_linears(decoder: Decoder, lora: LoraSection) -> dict[str, int]:
-    """Path of a layer's linear -> in how many decoder layers PEFT adapts it, where in any."""
+    """Path of a linear layer -> number of decoder layers in which PEFT adapts it, if any."""
     found: dict[str, int] = {}
     for linear in decoder.linears:
         names = [f"{decoder.prefix}{i}.{linear.path}" for i in range(decoder.layers)]
@@ -193,7 +189,7 @@ def adapted_linears(decoder: Decoder, lora: LoraSection) -> dict[str, int]:
 
 
 def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
-    """As PEFT matches: a pattern is for the whole name, an item of a list for its end."""
+    """True if PEFT matches: a pattern on the whole name, a list item on its end."""
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith("." + target) for target in targets)

@@ -1,17 +1,16 @@
-"""The memory of one device in a step: what its tensors hold, and what comes around them.
+"""Memory footprint of one device in a step: tensors, allocator and driver.
 
-A step has three phases with a peak each: at the end of forward stand the saved activations, in
-backward comes a layer's recomputation or the logits' gradient on top, and in the optimizer's step
-the activations are gone and all gradients are there. Before them, loading leaves the weights. Of
-each, four figures, each larger than the one before:
+Each of three phases has a peak: saved activations at the end of forward; in backward a layer's
+recomputation or the logits' gradient on top; in the optimizer's step all gradients, without
+activations. Before them, loading leaves the weights. Each phase has four figures, in rising order:
 
-    allocated    tensors, with what libraries keep in the caching allocator for their workspaces
+    allocated    tensors, and library workspaces in the caching allocator
     reserved     memory that the allocator has taken from the driver: segments, fragments
-    shown        reserved, the CUDA context and NCCL's buffers: what `nvidia-smi` shows
+    shown        reserved, the CUDA context and NCCL's buffers: the figure of `nvidia-smi`
     needed       shown, and a margin: the larger of 3 % and 0.8 GB
 
-A GPU that is short of memory gives fragments back before it fails, so *allocated* decides whether a
-run can work at all, and *needed* whether to rely on it.
+A GPU that runs short returns fragments before it fails, so *allocated* decides whether a run can
+work at all, and *needed* whether it works reliably.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ class Footprint:
     """Bytes on one device.
 
     Attributes:
-        phases: phase of the step -> kind -> bytes at the phase's fullest moment, which they add up
-            to.
-        owner: module with the most bytes that are neither weight, gradient nor optimizer state, at
-            the fullest moment of all.
+        phases: phase of the step -> kind -> bytes at the phase's peak, of which they are the parts.
+        owner: module with the most bytes besides weights, gradients and optimizer states, at the
+            highest peak.
         owned: bytes of the owner.
-        workspaces: bytes that libraries keep inside of the allocator.
+        workspaces: bytes that libraries store inside the allocator.
         fragments: bytes reserved but not allocated.
-        outside: bytes outside of the allocator: the CUDA context, NCCL.
-        expandable: reserved with `expandable_segments:True`; None where it was not replayed.
-        about: fragments are a guess: not replayed whole.
+        outside: bytes outside the allocator: the CUDA context, NCCL.
+        expandable: reserved with `expandable_segments:True`; None if not replayed.
+        about: True if fragments are a guess, without a full replay.
     """
 
     phases: dict[str, dict[str, int]]
@@ -61,12 +59,12 @@ class Footprint:
 
     @property
     def highest(self) -> str:
-        """The phase with the highest peak."""
+        """Phase with the highest peak."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Kind -> bytes at the fullest moment."""
+        """Kind -> bytes at the highest peak."""
         return self.phases[self.highest]
 
     @property
@@ -91,24 +89,24 @@ class Footprint:
 
     @property
     def margin(self) -> int:
-        """Bytes kept free, for what no estimate knows."""
+        """Bytes kept free for errors of the estimate."""
         return max(int(MARGIN_SHARE * self.shown), MARGIN_BYTES)
 
     def in_expandable_segments(self) -> Footprint:
-        """The same with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
+        """Footprint with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
         if self.expandable is None:
             return self
         return replace(self, fragments=max(0, self.expandable - self.allocated))
 
     def fit(self, memory: int) -> Fit:
-        """The verdict for a device of so many bytes."""
+        """Verdict for a device with `memory` bytes."""
         if self.allocated + self.outside > memory:
             return "does not fit"
         return "fits" if self.shown + self.margin <= memory else "tight"
 
 
 def tensor_footprint(trace: Trace) -> Footprint:
-    """The peaks of a rehearsed step by phase, from the mark `step` on: its tensors alone."""
+    """Peaks of a rehearsed step by phase, from the mark `step` on: tensors alone."""
     start, back, end = (trace.marks[name] for name in ("step", "backward", "optimizer"))
     fullest = {
         "load": -1,
@@ -133,7 +131,7 @@ def _kinds_alive(trace: Trace, at: int) -> dict[str, int]:
 
 
 def footprint(trace: Trace, device: Device) -> Footprint:
-    """Memory of a rehearsed step on one device, alone."""
+    """Memory of a rehearsed step on a single device."""
     bare = tensor_footprint(trace)
     if device.kind != "cuda" or device.capability is None:
         return bare
@@ -154,11 +152,11 @@ def footprint(trace: Trace, device: Device) -> Footprint:
 
 
 def extrapolated(few: Footprint, more: Footprint, layers: tuple[int, int], to: int) -> Footprint:
-    """The footprint of `to` layers from those of two smaller models: every kind is linear in them.
+    """Footprint of `to` layers by linear extrapolation of every kind from two smaller models.
 
     With 3 GiB of weights at 2 layers and 3.5 at 3, a model of 32 layers has 3 + 30 x 0.5 = 18 GiB.
-    Fragments are not linear. They grow more slowly than what is allocated, about as its square
-    root; in expandable segments they do not grow. Both are guesses.
+    Two guesses: fragments grow as the square root of allocated memory, and in expandable segments
+    they do not grow.
     """
     first, second = layers
     times = (to - first) / (second - first)

@@ -1,20 +1,19 @@
-"""Memory of one GPU when several train together: a rehearsal of one GPU, laid over the shards.
+"""Memory of one GPU when several train together: the rehearsal of one GPU plus sharding.
 
 *With `train.fsdp`* every GPU stores 1/N of weights, gradients and optimizer states and gathers the
 weights of a group of layers while it computes (`finetune.estimator.memory.sharding`). A rehearsal
-whose weights have the dtype that they are gathered in gives the rest: activations, logits and
-temporaries of a batch of its own, moment by moment. Accelerate stores what trains in float32, so
-what the rehearsed optimizer made in the lower dtype counts in float32. Buffers (scales of FP8
-codes, rotary frequencies) are not sharded.
+with weights in the gathered dtype gives activations, logits and temporaries moment by moment.
+Accelerate stores trainable parameters in float32, so states that the rehearsed optimizer made in
+the lower dtype count in float32. Buffers (FP8 scales, rotary frequencies) are not sharded.
 
-*Without it* (DDP) every GPU has everything, and its gradients a second time in the buckets in which
-they are sent (`reducer.cpp`; `gradient_as_bucket_view` is off in Accelerate).
+*Without it* (DDP) every GPU has everything, and its gradients a second time in communication
+buckets (`reducer.cpp`; `gradient_as_bucket_view` is off in Accelerate).
 
-Both have NCCL's buffers, outside of the allocator. The allocator's fragments are an estimate here:
-those of activations as one GPU has them, and what gathered weights have at most beside what they
-have at the peak, since their memory is of another stream and not lent to activations.
+Both add NCCL's buffers outside the allocator. Fragments are an estimate: those of activations as on
+one GPU, plus the excess of gathered weights' own peak over their size at the total peak, since they
+are on another stream, whose memory activations cannot use.
 
-Limits: FSDP2 alone, on one machine; `finetune.estimator.caveats` says so of the others.
+Limits: FSDP2 on one machine only; `finetune.estimator.caveats` reports the other cases.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ FLOAT32 = 4
 
 
 def device_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
-    """Memory of one of the devices of a place."""
+    """Memory of each device of a place."""
     if place.count == 1:
         return footprint(rehearsal.trace, place.device)
     if shares_model(config, place):
@@ -50,10 +49,10 @@ def device_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> F
 
 
 def shares_model(config: RunConfig, place: Place) -> bool:
-    """Whether GPUs store a part of the model each. One process trains as without `train.fsdp`.
+    """True if each GPU stores a part of the model. One process trains as without `train.fsdp`.
 
     Raises:
-        ConfigError: on a CPU, where nothing shards.
+        ConfigError: on a CPU, where sharding is unsupported.
         PrecisionError: stored FP8 copies of weights, which are gathered anew.
     """
     if not config.train.get("fsdp") or place.count < 2:
@@ -76,7 +75,7 @@ def shares_model(config: RunConfig, place: Place) -> bool:
 
 
 def copied_footprint(rehearsal: Rehearsal, place: Place) -> Footprint:
-    """Memory of each of several GPUs that have a copy of the model each (DDP)."""
+    """Memory of each of several GPUs with a full copy of the model (DDP)."""
     alone = footprint(rehearsal.trace, place.device)
     buckets = rehearsal.groups.trainable_bytes
     phases = {
@@ -89,7 +88,7 @@ def copied_footprint(rehearsal: Rehearsal, place: Place) -> Footprint:
 
 
 def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
-    """Memory of one GPU of several that share a model, from a `sharded` rehearsal."""
+    """Memory of one of several GPUs that share a model, from a `sharded` rehearsal."""
     step = _ShardedStep(rehearsal, sharded_model(rehearsal, config, place.count))
     peaks = step.model.find_peaks(
         step.moments, step.optimizer_bytes, accumulates=rehearsal.accumulates
@@ -111,7 +110,7 @@ def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> 
 
 
 def sharded_model(rehearsal: Rehearsal, config: RunConfig, gpus: int) -> Fsdp2:
-    """The rehearsed model as GPUs share it."""
+    """FSDP2 model of a rehearsal."""
     kept = not fsdp_settings(config.train).reshard
     groups = tuple(replace(g, reshard=False) if kept else g for g in rehearsal.groups.groups)
     trains = sum(group.trainable for group in groups)
@@ -124,10 +123,10 @@ class _ShardedStep:
     """Bytes of a rehearsed step besides weights, gradients and states, moment by moment.
 
     Attributes:
-        moments: of each visit to a group the first, the last and the fullest.
-        events: number of the event of each moment, -1 before the first.
-        phases: the footprint's phase of each moment: the loss is partly of backward.
-        optimizer_bytes: optimizer states, as they are stored for the whole model.
+        moments: first, last and fullest moment of each visit to a group.
+        events: event number of each moment, -1 before the first.
+        phases: the footprint's phase of each moment: the loss is partly in backward.
+        optimizer_bytes: optimizer states of the whole model as stored.
         constant: bytes of buffers and batches.
     """
 
@@ -150,7 +149,7 @@ class _ShardedStep:
             self._walk(visit, phase, end)
 
     def _spans(self) -> Iterator[tuple[GroupVisit, str, int]]:
-        """Visits with the footprint's phase and their last event, divided where a phase begins."""
+        """Visits with the footprint's phase and their last event, split where a phase begins."""
         marks, start = self.trace.marks, self.trace.marks["step"]
         begins = {phase: marks[phase] for phase in ("backward", "optimizer")}
         ends = [visit.start for visit in self.visits[1:]] + [len(self.trace.events)]
@@ -177,7 +176,7 @@ class _ShardedStep:
             self.phases.append(phase)
 
     def _size(self, storage: int) -> int:
-        """Bytes of a storage; of the optimizer's as it has them for float32 weights."""
+        """Bytes of a storage; the optimizer's are converted to float32 weights."""
         block, model = self.trace.storages[storage], self.model
         low = block.dtype in (torch.bfloat16, torch.float16)
         if block.phase == "optimizer" and low and model.stored != model.compute:
@@ -185,7 +184,7 @@ class _ShardedStep:
         return block.nbytes
 
     def kinds_at(self, peak: Peak) -> dict[str, int]:
-        """Kinds at a peak; they add up to it."""
+        """Bytes by kind at a peak."""
         model, trace = self.model, self.trace
         states, weights = self.optimizer_bytes // model.gpus, model.weight_bytes()
         rest: Counter[str] = Counter()
@@ -204,7 +203,7 @@ class _ShardedStep:
         )
 
     def fragments(self, peaks: Sequence[Peak]) -> int:
-        """Bytes reserved beyond those allocated, about."""
+        """Approximate bytes reserved beyond those allocated."""
         trace = self.trace
         step = trace.events[trace.marks["step"] :]
         rest = [event for event in step if trace.storages[event.storage].kind not in LASTING]

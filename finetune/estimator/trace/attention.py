@@ -1,15 +1,14 @@
-"""Fused attention as a GPU runs it: one operator forward, one backward, and what they allocate.
+"""Fused attention as on a GPU: one operator forward, one backward, and their allocations.
 
-`F.scaled_dot_product_attention` is one name for several kernels, and the one that a CPU has saves
-and allocates other things than those of a GPU. For a GPU its call is replaced by an operator that
-computes nothing, but has the results, the saved tensors and the temporary buffers of the kernel
-that CUDA would choose (`finetune.estimator.memory.attention_buffers`): q, k, v, the output and one
-float32 per row (log-sum-exp) are saved, and a mask, which torch first turns from truth values into
-numbers of the operands' dtype.
+`F.scaled_dot_product_attention` runs other kernels on a CPU, with other saved tensors. It is
+replaced by an operator that computes nothing, but has the results, saved tensors and temporaries of
+the kernel that CUDA would choose (`finetune.estimator.memory.attention_buffers`). Saved are q, k,
+v, the output, one float32 per row (log-sum-exp), and the mask, which torch converts from bool to
+the operands' dtype.
 
-`model.attention: flash_attention_2` makes Transformers call the `flash-attn` package instead, which
-takes rows packed without padding as they are: documents attend to themselves only, and no mask is
-ever made. It runs on GPUs only, so an attention function of the same shapes takes its place.
+With `model.attention: flash_attention_2` Transformers calls the `flash-attn` package, which takes
+packed rows without padding or mask; documents attend to themselves only. As it runs on GPUs only,
+an attention function of the same shapes replaces it.
 
 Shapes: q [B, H, L, D]; k, v [B, Hkv, S, D]; output [B, H, L, D], laid out as [B, L, H, D].
 Source: torch 2.13, aten/src/ATen/native/transformers/cuda.
@@ -45,7 +44,7 @@ _library.define(
 
 
 def _by_position(x: Tensor) -> Tensor:
-    """An empty [B, H, L, D] whose memory is [B, L, H, D], as the kernels lay it out."""
+    """Empty [B, H, L, D] with the memory layout [B, L, H, D] of the kernels."""
     b, heads, length, d = x.shape
     return x.new_empty((b, length, heads, d)).transpose(1, 2)
 
@@ -104,21 +103,19 @@ class _Attention(torch.autograd.Function):
 def fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
 ) -> Tensor:
-    """The output [B, H, L, D] of a kernel, with the backward of that kernel behind it."""
+    """Output [B, H, L, D] of a kernel, differentiable by the kernel's backward."""
     return _Attention.apply(q, k, v, mask, causal, kernel)  # pyright: ignore[reportReturnType]
 
 
 def attention_on(
     capability: tuple[int, int], torch_version: tuple[int, ...] | None = None
 ) -> Callable[..., Tensor]:
-    """`F.scaled_dot_product_attention` as it is on a GPU, for tensors without memory.
+    """`F.scaled_dot_product_attention` of a GPU, for tensors without memory.
 
-    Args:
-        capability: compute capability of the GPU.
-        torch_version: of torch, the installed one unless given.
+    `torch_version` is the installed one by default.
 
     Returns:
-        A function with the same arguments. Under autocast it casts the operands as autocast would.
+        A function with the same arguments, which casts operands as autocast would.
     """
     version = torch_version or installed_torch()
 
@@ -154,7 +151,7 @@ KERNELS: dict[str, Kernel] = {"flash_attention_2": "flash", "flash_attention_3":
 
 
 def use_flash(model: nn.Module, kernel: Kernel) -> None:
-    """Have a model's layers attend by `kernel`, in place."""
+    """Make a model's layers attend by `kernel`, in place."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -180,7 +177,7 @@ def use_flash(model: nn.Module, kernel: Kernel) -> None:
 
 
 def choose_attention(model: nn.Module, name: str | None) -> None:
-    """Have a model sketched with its default attend as `model.attention` says."""
+    """Apply `model.attention` to a model sketched with its default attention."""
     if name in KERNELS:
         use_flash(model, KERNELS[name])
     elif name is not None:
@@ -188,7 +185,7 @@ def choose_attention(model: nn.Module, name: str | None) -> None:
 
 
 def set_attention(model: nn.Module, name: str) -> None:
-    """Name the attention function of all layers."""
+    """Set the attention function of all layers by name."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
@@ -196,7 +193,7 @@ def set_attention(model: nn.Module, name: str) -> None:
 
 
 def _split(x: Tensor, documents: int) -> Tensor:
-    """[1, H, n L, D] -> [n, H, L, D] of as many documents: a view of what the kernel takes."""
+    """View [1, H, n L, D] as one row per document, [n, H, L, D]."""
     _, heads, length, d = x.shape
     rows = x.transpose(1, 2).reshape(documents, length // documents, heads, d)
     return rows.transpose(1, 2)

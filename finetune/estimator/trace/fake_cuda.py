@@ -1,21 +1,18 @@
-"""Models without memory, treated as on a GPU: fake tensors, and CUDA's ways on a CPU.
+"""Fake tensors on the CPU that libraries treat as on a GPU.
 
-A meta tensor tells every program that asks that it lies nowhere, and autocast, optimizers and
-attention then go other ways than they would in training. A *fake* tensor has shape, dtype and
-device, but no bytes. So models are built and adapters attached on meta, where that is fast; then
-their parameters are replaced by fake ones (`to_fake`). The device is always the CPU: fake CUDA
+Meta tensors make autocast, optimizers and attention take other paths than in training. A *fake*
+tensor has shape, dtype and device, but no bytes. So models are built and adapters attached on meta,
+which is fast, and then get fake parameters (`to_fake`). The device is always the CPU: fake CUDA
 tensors need a CUDA build of torch.
 
-Where the libraries ask a tensor for its device and then do something else on CUDA, and that takes
-other memory or time, CUDA's way is taken for as long as `on_gpu` is entered (torch 2.13, TRL 1.16):
+If a library's CUDA path takes other memory or time, `on_gpu` selects it (torch 2.13, TRL 1.16):
 
-* *attention* runs as one fused kernel of CUDA's (`finetune.estimator.trace.attention`);
-* *autocast*: CUDA's list of functions that run in float32 is longer than the CPU's (torch
-  documentation, "CUDA Ops that can autocast to float32");
+* *attention* runs as one fused CUDA kernel (`finetune.estimator.trace.attention`);
+* *autocast*: CUDA runs more functions in float32 than the CPU (torch documentation, "CUDA Ops that
+  can autocast to float32");
 * *optimizers and gradient norms*: `foreach` is the default on CUDA only, and makes temporaries of
-  the size of all that trains;
-* *TRL's loss* takes the positions that have a label, and runs Triton kernels in place; Triton
-  itself need not be installed.
+  the size of all trainable parameters;
+* *TRL's loss* selects labeled positions and runs Triton kernels in place, without needing Triton.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ from finetune.precision import weights
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[FakeTensorMode]:
-    """Operators give fake tensors; real ones may meet them (a batch, which is small)."""
-    # Weights are cast to FP8 slab by slab; of fake ones whole, which takes fewer operators.
+    """Make operators return fake tensors; real ones (a small batch) may be mixed in."""
+    # Weights are cast to FP8 slab by slab; fake ones whole, which takes fewer operators.
     whole: list[tuple[Any, str, Any]] = [(weights, "SLAB", {}), (weights, "SLAB_ELSEWHERE", 2**62)]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced(whole):
         yield mode
@@ -46,7 +43,7 @@ def without_memory() -> Iterator[FakeTensorMode]:
 
 @contextlib.contextmanager
 def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give attributes other values for a while: (owner, name, value)."""
+    """Replace attributes temporarily: (owner, name, value)."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in changes:
             if name in vars(owner):
@@ -58,9 +55,9 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def to_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers on meta by ones on the CPU, ties kept, in place.
+    """Replace meta parameters and buffers by CPU ones in place, ties kept.
 
-    Inside of `without_memory` those are fake.
+    Inside `without_memory` those are fake.
     """
     made: dict[int, Tensor] = {}
 
@@ -93,7 +90,7 @@ FLOAT32 = {
     F: "layer_norm group_norm softmax log_softmax softmin softplus normalize cross_entropy "
     "nll_loss kl_div l1_loss mse_loss smooth_l1_loss cosine_similarity",
 }
-"""Functions that CUDA's autocast runs in float32, by where Python finds them."""
+"""Functions that CUDA's autocast runs in float32, by owner."""
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +109,7 @@ def _wide(value: Any) -> Any:
 
 
 class _Launcher:
-    """Stands for a Triton kernel that works in place, so that a trace has what it touches."""
+    """Stand-in for a Triton kernel that works in place; records its operand in a trace."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -134,7 +131,7 @@ for _schema in (
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """CUDA keeps a mask of one byte for each element, the CPU one of the dtype of `x`."""
+    """Dropout with CUDA's mask of one byte per element; the CPU's has the dtype of `x`."""
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
@@ -142,11 +139,9 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 def on_gpu(
     capability: tuple[int, int] = (9, 0), torch_version: tuple[int, ...] | None = None
 ) -> Iterator[None]:
-    """Treat tensors of the CPU as CUDA would treat its own.
+    """Treat CPU tensors as CUDA would treat its own.
 
-    Args:
-        capability: compute capability of the GPU.
-        torch_version: of torch, the installed one unless given; decides which attention runs.
+    `torch_version`, the installed one by default, decides which attention kernel runs.
     """
     import torch.optim.optimizer as optimizers
     from torch.utils import _foreach_utils

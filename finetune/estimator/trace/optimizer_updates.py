@@ -1,17 +1,15 @@
-"""Stand-ins for what surrounds an optimizer's update and cannot run on tensors without values.
+"""Stand-ins for the parts of an optimizer's update that cannot run on tensors without values.
 
-*A loss scale* (float16) reads from the gradients whether it overflowed. `SteadyScale` launches what
-`torch.amp.GradScaler` launches, and never overflows, as in almost every step.
+*Loss scaling* (float16) checks the gradients for overflow. `SteadyScale` launches the same kernels
+as `torch.amp.GradScaler`, and never overflows, as in almost every step.
 
-*torchao's optimizers* compile their update. On a CPU runs step uncompiled
-(`finetune.training.low_bit`),
+*torchao's optimizers* compile their update. CPU runs step uncompiled (`finetune.training.low_bit`),
 with the temporaries of one parameter at a time, and so does the rehearsal. On a GPU the compiled
-update of a parameter counts as one kernel that reads and writes states in place: which temporaries
-the compiler leaves is not known here, so the truth may be higher by a few copies of the largest
-trained tensor, while activations are gone.
+update of a parameter counts as one kernel that updates states in place. The compiler's temporaries
+are unknown: a few copies of the largest trainable tensor may be missing, without activations.
 
-*bitsandbytes' paged optimizers* keep large states in managed memory, which the driver moves to the
-host when the GPU is full and PyTorch's allocator knows nothing of.
+*bitsandbytes' paged optimizers* store large states in managed memory, which the driver moves to the
+host when the GPU is full, outside PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -38,19 +36,19 @@ COMPILED = (
     "torchao compiles its optimizer: temporaries of the compiled update are not rehearsed; the "
     "optimizer's phase may hold more"
 )
-"""A note for rehearsals of a GPU."""
+"""Note on rehearsals of a GPU."""
 PAGED_FROM = 100_000
-"""Elements of a parameter whose state bitsandbytes pages (`Optimizer8bit.get_state_buffer`)."""
+"""Elements from which bitsandbytes pages a state (`Optimizer8bit.get_state_buffer`)."""
 
 
 class SteadyScale:
-    """Stands for `torch.amp.GradScaler`."""
+    """Stand-in for `torch.amp.GradScaler`."""
 
     def __init__(self) -> None:
         self._unscaled = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, times the scale."""
+        """Multiply the loss by the scale."""
         return loss * torch.full((), SCALE)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -62,17 +60,17 @@ class SteadyScale:
         self._unscaled = True
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> None:
-        """Unscale, unless that was done before clipping, and update."""
+        """Unscale, unless already done before clipping, and update."""
         if not self._unscaled:
             self.unscale_(optimizer)
         optimizer.step()
 
     def update(self) -> None:
-        """After a step."""
+        """Reset after a step."""
         self._unscaled = False
 
     def get_scale(self) -> float:
-        """The same at every step."""
+        """Constant scale."""
         return SCALE
 
 
@@ -86,8 +84,7 @@ def _update_in_place(p: Tensor, grad: Tensor, *values: Any) -> None:
 def torchao_updates(*, compiled: bool) -> Iterator[None]:
     """Step torchao's optimizers without a compiler.
 
-    Args:
-        compiled: as if there were one, which fuses each parameter's update.
+    `compiled` emulates one, which fuses each parameter's update.
     """
     from torchao.optim import adam
 
@@ -98,7 +95,7 @@ def torchao_updates(*, compiled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def paged_states(recorder: Recorder) -> Iterator[None]:
-    """Have the large states of bitsandbytes' optimizers lie in managed memory, as on a GPU."""
+    """Exclude the large states of bitsandbytes' optimizers, in managed memory on a GPU."""
     from bitsandbytes import functional
     from bitsandbytes.optim.optimizer import Optimizer8bit
 

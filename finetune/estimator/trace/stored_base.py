@@ -1,9 +1,9 @@
 """A frozen base stored in 8 or 4 bits, without memory.
 
-FP8 codes are made by the very functions that store a real base. bitsandbytes' kernels know no fake
-tensors, so a layer in four bits is given a forward of the same shapes: its weight is a row of
-bytes, which is dequantized to the dtype of the activation for each matmul, forward and backward,
-and kept for none (bitsandbytes, `autograd/_functions.py`, MatMul4Bit).
+FP8 codes are made by the functions that store a real base. bitsandbytes' kernels reject fake
+tensors, so 4-bit layers get a forward of the same shapes: packed bytes, dequantized to the
+activation's dtype for each matmul of forward and backward and never saved (bitsandbytes,
+`autograd/_functions.py`, MatMul4Bit).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from finetune.storage import nf4
 from finetune.storage.sizes import nf4_bytes
 
 TABLES = 4 * (16 + 256 + 1)
-"""Bytes of tables of a layer in four bits: NF4's codes, those of its absmaxes, their mean."""
+"""Bytes of the tables of a 4-bit layer: NF4's codes, those of its absmaxes, their mean."""
 
 
 class _FourBitMatmul(torch.autograd.Function):
@@ -42,7 +42,7 @@ class _FourBitMatmul(torch.autograd.Function):
 
 
 def _dequantized(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] of packed bytes."""
+    """Dequantize packed bytes to the weight [N, K]."""
     return torch.ops.finetune_estimator.dequantise(packed, list(shape), dtype)
 
 
@@ -56,7 +56,7 @@ _library.impl("dequantise", _dequantise, "Meta")
 
 
 class FourBitMixin(Swapped):
-    """In front of `bitsandbytes.nn.Linear4bit`: its matmul, of tensors without memory."""
+    """`bitsandbytes.nn.Linear4bit` with a matmul for tensors without memory."""
 
     in_features: int
     out_features: int
@@ -73,17 +73,17 @@ class FourBitMixin(Swapped):
 
 
 def as_four_bit(model: Any) -> None:
-    """Replace the linear layers of a plain model on meta by 4-bit ones, before adapters come."""
+    """Replace the linear layers of a meta model by 4-bit ones, before adapters are attached."""
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(nf4.quantization_config(), pre_quantized=False)
     quantizer.preprocess_model(model, device_map={"": torch.device("meta")})
-    # Trainers ask such a model for its quantizer; TRL casts its adapters, which runs undo.
+    # Trainers read a quantizer of such a model; TRL casts its adapters, which runs undo.
     model.is_quantized = model.is_loaded_in_4bit = False
 
 
 def store_base(model: nn.Module, storage: str | None) -> None:
-    """Store the frozen base of a model of fake tensors as `model.storage` says."""
+    """Store the frozen base of a fake model as `model.storage` requests."""
     if storage == "fp8":
         for name in storable(model):
             store(model.get_submodule(name), "row")

@@ -1,17 +1,17 @@
-"""Transformer Engine's linear layer, without memory and without Transformer Engine.
+"""Stand-in for Transformer Engine's linear layer, without memory or Transformer Engine.
 
-Its kernels run on GPUs only, so its layer cannot be rehearsed. This is what `te.Linear` allocates
-under its autocast (TransformerEngine 2.20, `pytorch/module/linear.py`):
+Its kernels run on GPUs only. These are the allocations of `te.Linear` under its autocast
+(TransformerEngine 2.20, `pytorch/module/linear.py`):
 
 * forward casts x and w. FP8 tensor cores of compute capability 8.9 and 9.0 contract along the last
-  dimension of both operands only, so each cast is written twice, as it is and transposed, where a
-  later GEMM needs the other; from 10.0 on one copy serves, but block formats scale the two
-  directions apart and keep two everywhere.
-* x is kept for wgrad in the transposed copy alone, and not at all when w does not train; w is kept
-  for dgrad. Without gradient checkpointing every layer's copies live from forward to backward.
-* backward casts g, again in both directions when both GEMMs follow.
+  dimension of both operands only, so each cast is written twice, plain and transposed, if a later
+  GEMM needs it; from 10.0 on one copy serves, but block formats scale the two directions apart and
+  keep two everywhere.
+* x is saved for wgrad as the transposed copy alone, and only if w trains; w is saved for dgrad.
+  Without gradient checkpointing every layer's copies live from forward to backward.
+* backward casts g, in both directions if both GEMMs follow.
 
-A block format adds its scales: one byte for 32 numbers (MXFP8), one for 16 and half a byte each
+A block format adds its scales: one byte for 32 elements (MXFP8), one for 16 and half a byte each
 (NVFP4), four for 128 (blockwise).
 """
 
@@ -28,7 +28,7 @@ from finetune.precision.backends.base import Backend, Fp8Mixin, compute_dtype
 from finetune.precision.planner import PrecisionPlan
 
 BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16, "blockwise": 1 + 4 / 128}
-"""Bytes of a number that is cast, with its share of the scales, by block format; others have 1."""
+"""Bytes per cast element with its share of the scales, by block format; others have 1."""
 
 _library = torch.library.Library("finetune_estimator", "FRAGMENT")
 _library.define("fp8_cast(Tensor x, float bytes) -> Tensor")
@@ -74,7 +74,7 @@ def _cast(x: Tensor, size: float, copies: int) -> list[Tensor]:
 
 
 class EngineMixin(Fp8Mixin):
-    """Forward of a linear layer as `te.Linear` would run it."""
+    """Forward of a linear layer as in `te.Linear`."""
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         backend: Any = self.fp8_backend
@@ -86,11 +86,11 @@ class EngineMixin(Fp8Mixin):
 
 
 class EngineBackend(Backend):
-    """Stands for Transformer Engine.
+    """Stand-in for Transformer Engine.
 
     Attributes:
-        size: bytes of a number that is cast, its scales included.
-        copies: copies that a cast makes where two GEMMs follow.
+        size: bytes per cast element, scales included.
+        copies: copies that a cast makes if two GEMMs follow.
     """
 
     name = "te"
@@ -103,7 +103,7 @@ class EngineBackend(Backend):
 
 
 def stand_in(capability: tuple[int, int]) -> Any:
-    """A replacement of `convert.make_backend` for a plan of Transformer Engine."""
+    """Replacement of `convert.make_backend` for a plan of Transformer Engine."""
 
     def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
         if all(layer.stored for layer in plan.fp8_layers):
