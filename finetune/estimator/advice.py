@@ -48,15 +48,12 @@ LEAST = 0.002
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to change, measured.
+    """A measured change.
 
     Attributes:
         change: Command-line parts: environment variable, `--gpus N`, overrides.
         frees: Allocated bytes freed (reserved bytes for the allocator setting); negative: used.
         slower: Relative increase of the time per token, negative if faster; None if unknown.
-        fit: Verdict on the run with the change.
-        why: Effect and drawbacks.
-        rank: Effect on the training, see `knobs`.
     """
 
     change: tuple[str, ...]

@@ -70,6 +70,7 @@ class Estimate(JupyterMixin):
 
     @property
     def tokens_per_s(self) -> float | None:
+        """Throughput of all devices."""
         pace = self.measured.pace
         return None if pace is None else pace.tokens_per_s * self.place.count
 

@@ -237,6 +237,7 @@ class Choice:
 
     @property
     def tokens_per_s(self) -> float | None:
+        """Throughput of all GPUs."""
         pace = self.measured.pace if self.measured else None
         return None if pace is None else pace.tokens_per_s * self.place.count
 

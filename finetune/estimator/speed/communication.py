@@ -40,12 +40,9 @@ SHOWN = 0.5
 
 @dataclass(frozen=True)
 class Communication:
-    """Communication of one GPU in a step.
+    """Communication of one GPU in a step: bytes sent, and seconds of all collectives.
 
-    Attributes:
-        nbytes: Bytes sent (as many are received).
-        seconds: Duration of all collectives.
-        exposed: Part of `seconds` during which computation waits.
+    `exposed` is the part of `seconds` during which computation waits.
     """
 
     nbytes: int
@@ -123,11 +120,7 @@ def ddp_communication(
     latency_s: float = LATENCY_S,
     bucket_bytes: int = 25 * MIB,
 ) -> Communication:
-    """Simulate a step under DDP, with gradients arriving evenly over backward.
-
-    Raises:
-        ValueError: `gb_s` is not positive.
-    """
+    """Simulate DDP, with gradients arriving evenly over backward; ValueError unless `gb_s` > 0."""
     link = _Link(gpus, gb_s, latency_s)
     done = 0
     while done < gradient_bytes:

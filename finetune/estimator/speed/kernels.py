@@ -204,6 +204,7 @@ def is_backward_attention(op: Op) -> bool:
 
 
 def traffic(op: Op) -> tuple[float, float]:
+    """(bytes read, bytes written) of one eager kernel."""
     kind, name = kind_of(op), base_name(op)
     read = float(sum(operand.nbytes for operand in op.inputs))
     written = float(sum(operand.nbytes for operand in op.outputs))

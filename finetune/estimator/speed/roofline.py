@@ -97,10 +97,7 @@ class Roofline:
     def step_time(
         self, ops: Sequence[Op], *, compiled: Callable[[Op], bool] | None = None
     ) -> StepTime:
-        """Predict the time of traced operators.
-
-        Args:
-            compiled: Predicate for operators in compiled regions, which fuse; None for eager.
+        """Predict the time of traced operators; those that `compiled` selects may fuse.
 
         Raises:
             ConfigError: the GPU lacks matrix units for a precision of the trace.

@@ -112,11 +112,7 @@ def roofline_at(place: Place, *, compiled: bool) -> Roofline | None:
 def pace_of_one(
     rehearsal: Rehearsal, config: RunConfig, place: Place, *, compiled: bool
 ) -> Pace | None:
-    """Predict the speed of one device of a place; None if its roofline is unknown.
-
-    Raises:
-        FinetuneError: the model cannot be sharded there.
-    """
+    """Speed of one device, None if unknown; raises FinetuneError if the model cannot be sharded."""
     roofline = roofline_at(place, compiled=compiled)
     if roofline is None:
         return None
