@@ -24,7 +24,8 @@ Quantized are plain `nn.Linear` layers whose sizes are multiples of 16, except t
 whose rounding would hit the logits directly. Embeddings, norms and biases stay as they are.
 
 Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, NVFP4;
-`compressors/nvfp4`, `quantization/utils/helpers.py: generate_gparam`) and llm-compressor."""
+`compressors/nvfp4`, `quantization/utils/helpers.py: generate_gparam`) and llm-compressor.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     """Names of the linear layers to quantize, and of the others.
 
     Raises:
-        ConfigError: none can be, or some weights are stored in parts (experts)."""
+        ConfigError: none can be, or some weights are stored in parts (experts).
+    """
     parts = [w.key for shard in checkpoint.shards.values() for w in shard if not w.whole]
     if parts:
         raise ConfigError(
@@ -122,7 +124,8 @@ def encode_fp8(weight: Tensor) -> dict[str, Tensor]:
 
     Returns:
         `weight` E4M3 [N, K] and `weight_scale` [N, 1] in the weight's type (float32 for float16,
-            which cannot represent small scales)."""
+            which cannot represent small scales).
+    """
     kept = torch.float32 if weight.dtype == torch.float16 else weight.dtype
     scale = (amax(weight, 1).clamp(min=AMAX_FLOOR) / E4M3.max).to(kept)
     codes = cast(weight.float() / scale.float(), torch.ones(()), E4M3)
@@ -138,7 +141,8 @@ def encode_nvfp4(weight: Tensor, largest: Tensor, inputs: float) -> dict[str, Te
 
     Returns:
         `weight_packed` uint8 [N, K/2], `weight_scale` E4M3 [N, K/16], `weight_global_scale` and
-            `input_global_scale` float32 [1]."""
+            `input_global_scale` float32 [1].
+    """
     rows, columns = weight.shape
     blocks = weight.float().view(rows, columns // BLOCK, BLOCK)
     # The last "block" only adds the amax shared with other weights.
@@ -156,7 +160,8 @@ def encode_nvfp4(weight: Tensor, largest: Tensor, inputs: float) -> dict[str, Te
 def share_amax(largest: dict[str, Tensor]) -> dict[str, Tensor]:
     """Unify the amax (a float32 scalar by layer name) of layers that servers fuse into one GEMM.
 
-    Example: q_proj 1.0, k_proj 3.0, v_proj 2.0 all become 3.0."""
+    Example: q_proj 1.0, k_proj 3.0, v_proj 2.0 all become 3.0.
+    """
     shared = dict(largest)
     for name in largest:
         parent, _, leaf = name.rpartition(".")
@@ -177,7 +182,8 @@ def input_amax(
         layers: names of linear layers, as in the stock model.
 
     Raises:
-        ConfigError: a layer got no input, or one that is not finite."""
+        ConfigError: a layer got no input, or one that is not finite.
+    """
     from peft import PeftModel
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model

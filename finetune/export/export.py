@@ -7,7 +7,8 @@
 
 Merging uses the original weights: a run may store its frozen base in FP8 or NF4, and merging into
 such codes would round the adapter away. A full run's weights are in its `model/`; an interrupted
-run has none, and nothing to export."""
+run has none, and nothing to export.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class FinishedRun:
     Attributes:
         model: folder of trained weights, plain Hugging Face weights or a plain adapter.
         status: `proven`, or the reason why not.
-        eval_loss: eval loss that the run reported, None without evaluation rows."""
+        eval_loss: eval loss that the run reported, None without evaluation rows.
+    """
 
     folder: Path
     config: RunConfig
@@ -74,7 +76,8 @@ def open_run(folder: Path | str) -> FinishedRun:
     """Read a run folder.
 
     Raises:
-        ConfigError: it is no run folder, or has no weights."""
+        ConfigError: it is no run folder, or has no weights.
+    """
     run = read_run(folder)
     folder = run.folder
     model = folder / "model"
@@ -113,7 +116,8 @@ class Export:
         target: `adapter`, `merged`, `fp8` or `nvfp4`.
         parity: comparison with the run's model.
         rows: description of the compared rows.
-        quantised, kept: names of linear layers that were quantized, and of those that were not."""
+        quantised, kept: names of linear layers that were quantized, and of those that were not.
+    """
 
     folder: Path
     target: str
@@ -143,7 +147,8 @@ def export_run(
     Raises:
         ConfigError: no such run or target, or an unsupported combination, with the reason.
         MissingExtraError: a quantized export cannot be checked without compressed-tensors.
-        ParityError: the export is not what was trained; it stays in `out.partial`."""
+        ParityError: the export is not what was trained; it stays in `out.partial`.
+    """
     say = bind((console or Console()).print, highlight=False, soft_wrap=True)
     finished, out = open_run(run), Path(out).expanduser().resolve()
     _refuse_target(to, finished)

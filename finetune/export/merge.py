@@ -31,7 +31,8 @@ class Merger:
     """Adapter over the outline of a checkpoint.
 
     Attributes:
-        untied: parameters of tied pairs that the adapter separates, each with its other half."""
+        untied: parameters of tied pairs that the adapter separates, each with its other half.
+    """
 
     def __init__(self, checkpoint: Checkpoint, adapter: Path) -> None:
         """Load the adapter.
@@ -42,7 +43,8 @@ class Merger:
 
         Raises:
             ConfigError: a part of the adapter has no place in the model or its weights, or cannot
-                be merged."""
+                be merged.
+        """
         from peft import PeftConfig, PeftModel, set_peft_model_state_dict
         from peft.utils import load_peft_weights
 
@@ -86,7 +88,8 @@ class Merger:
         """Merge the adapter into a stored tensor; keeps its type and shape.
 
         Raises:
-            ConfigError: the merged weight is not finite, or the base differs from the run's."""
+            ConfigError: the merged weight is not finite, or the base differs from the run's.
+        """
         return self._merge(weight.name, stored)
 
     def torn(self, weight: Weight, stored: Tensor) -> dict[str, Tensor]:
@@ -180,7 +183,8 @@ def _without_memory(outline: nn.Module) -> dict[int, nn.Parameter]:
     weight round it. So all are float32 here.
 
     Returns:
-        The new parameters by their ids."""
+        The new parameters by their ids.
+    """
     empty = {}
     for module in outline.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -13,7 +13,8 @@ reference's loss is kept, and its logits at the first 2,048 labeled positions. C
     agreement    share of positions with the same top-1 token
 
 A layout mistake, a scale that divides instead of multiplying, or a lost adapter puts these at 1 or
-beyond; `BOUNDS` limits what rounding alone may do."""
+beyond; `BOUNDS` limits what rounding alone may do.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ class Observation:
     Attributes:
         loss: mean cross-entropy over all labeled positions, in nats.
         positions: number of these positions.
-        logits: [T, V] of the first T of them, on the CPU, in the model's type."""
+        logits: [T, V] of the first T of them, on the CPU, in the model's type.
+    """
 
     loss: float
     positions: int
@@ -104,7 +106,8 @@ class Parity:
 
     Attributes:
         positions: number of positions behind the losses.
-        compared: number of positions behind the other figures."""
+        compared: number of positions behind the other figures.
+    """
 
     loss_reference: float
     loss_export: float
@@ -141,7 +144,8 @@ class Batches:
     Attributes:
         evaluation: batches of the run's evaluation rows (the first 128).
         calibration: batches of training rows (64).
-        rows: description of the evaluation rows."""
+        rows: description of the evaluation rows.
+    """
 
     evaluation: list[dict[str, Any]]
     calibration: list[dict[str, Any]]
@@ -163,7 +167,8 @@ def load_stock(
     Args:
         weights: folder of plain or compressed-tensors weights.
         config: source of compute type, attention and trust.
-        adapter: folder of a PEFT adapter."""
+        adapter: folder of a PEFT adapter.
+    """
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -194,7 +199,8 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     """Batches of evaluation and training rows of the run, on the model's device.
 
     Raises:
-        DataError, DataNotFoundError: the run's rows are gone."""
+        DataError, DataNotFoundError: the run's rows are gone.
+    """
     from trl import SFTTrainer
 
     tokenizer, _ = load_tokenizer(config.model)
@@ -231,7 +237,8 @@ def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
         batches: `input_ids`, `labels` [B, L] and other inputs of the model.
 
     Raises:
-        DataError: no position has a label."""
+        DataError: no position has a label.
+    """
     total, count, kept = 0.0, 0, []
     room = KEPT_POSITIONS
     with torch.inference_mode():
@@ -287,7 +294,8 @@ def check_reference(loss: float, reported: float | None) -> None:
             base may have been stored in FP8 or NF4: a few percent apart.
 
     Raises:
-        ParityError: they differ by more than that explains."""
+        ParityError: they differ by more than that explains.
+    """
     if reported is not None and not abs(loss - reported) <= REFERENCE_GAP * max(reported, 1.0):
         raise ParityError(
             "the run's model cannot be put together again",
@@ -305,7 +313,8 @@ def check(parity: Parity, target: str, where: str) -> None:
         where: the folder, for the message.
 
     Raises:
-        ParityError: figures are out of bounds; it names them."""
+        ParityError: figures are out of bounds; it names them.
+    """
     failures = parity.failures(BOUNDS[target])
     if failures:
         raise ParityError(

@@ -7,7 +7,8 @@ File keys may differ from the parameter names in Transformers: prefixes are miss
 renamed, experts stored one by one become one parameter. Transformers' own table
 (`get_model_conversion_mapping`) translates them as `from_pretrained` does, over an *outline* of the
 model on the meta device. The outline also gives each weight's kind: linear layer, embedding, output
-head, tied pair."""
+head, tied pair.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Weight:
     Attributes:
         key: its name in the file.
         name: name of its parameter, or of the one it is a part of.
-        whole: False if the parameter consists of several tensors."""
+        whole: False if the parameter consists of several tensors.
+    """
 
     key: str
     name: str
@@ -54,7 +56,8 @@ class Checkpoint:
     Attributes:
         folder: folder of config, weights and tokenizer.
         outline: the stock model on the meta device.
-        shards: weights by file name."""
+        shards: weights by file name.
+    """
 
     folder: Path
     outline: PreTrainedModel
@@ -93,7 +96,8 @@ def weights_folder(model: ModelConfig) -> Path:
 
     Raises:
         ModelNotFoundError: no such folder or hub model.
-        ConfigError: the run began with random weights, which are stored nowhere."""
+        ConfigError: the run began with random weights, which are stored nowhere.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -130,7 +134,8 @@ def open_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> Checkpo
 
     Raises:
         ModelNotFoundError: safetensors files are missing.
-        ConfigError: its weights are quantized."""
+        ConfigError: its weights are quantized.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types

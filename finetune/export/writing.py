@@ -1,7 +1,8 @@
 """Files of an export (weights, configuration, tokenizer), written completely or not at all.
 
 A shard is read, merged, encoded and written under its name before the next one is opened. Memory:
-one output shard and the float32 temporaries of one weight."""
+one output shard and the float32 temporaries of one weight.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
         keep_clear: input folders, in which nothing may be written.
 
     Raises:
-        ConfigError: `out` is taken, or inside an input folder."""
+        ConfigError: `out` is taken, or inside an input folder.
+    """
     partial = out.parent / f"{out.name}.partial"
     _refuse_taken(out, partial, force=force, keep_clear=keep_clear)
     if partial.exists():
@@ -113,7 +115,8 @@ def write_weights(
 
     Args:
         merger: merges the run's adapter; None for fully trained weights.
-        encoders: weight encoder by layer name."""
+        encoders: weight encoder by layer name.
+    """
     shard_of: dict[str, str] = {}
     size = 0
     for shard in checkpoint.shards:
@@ -146,7 +149,8 @@ def weight_amax(
     checkpoint: Checkpoint, merger: Merger | None, layers: list[str]
 ) -> dict[str, Tensor]:
     """Largest magnitude of each layer's merged weight (float32 scalar), in one pass over all
-    shards."""
+    shards.
+    """
     found = {}
     for shard in checkpoint.shards:
         for weight, stored in checkpoint.read(shard):
@@ -193,7 +197,8 @@ def write_adapter(adapter: Path, out: Path, base: str, revision: str | None) -> 
         adapter: the run's `model/`.
         out: the export.
         base: hub id, or absolute folder.
-        revision: revision of the hub id."""
+        revision: revision of the hub id.
+    """
     shutil.copyfile(adapter / "adapter_model.safetensors", out / "adapter_model.safetensors")
     config = _read_json(adapter / "adapter_config.json")
     named = {"base_model_name_or_path": base, "revision": revision}

@@ -19,7 +19,8 @@ class MetricsWriter(TrainerCallback):
     """Writes every log of the trainer to `metrics.jsonl`, one JSON object per line.
 
     Attributes:
-        rows: written rows, newest last."""
+        rows: written rows, newest last.
+    """
 
     def __init__(self, path: Path, precision: str) -> None:
         self.path, self.precision = path, precision
@@ -129,7 +130,8 @@ class LossScaleLog(TrainerCallback, ExportableState):
     Must precede the callbacks that write logs. Counts continue after resuming.
 
     Attributes:
-        skipped: optimizer steps skipped since the run began."""
+        skipped: optimizer steps skipped since the run began.
+    """
 
     def __init__(self) -> None:
         self.skipped = 0

@@ -8,7 +8,8 @@
 
 The amax history of delayed scaling, and the state of the stochastic-rounding generator, belong to a
 run and not to its weights, so they have a file. Processes may differ in either (without
-`reduce_amax`; by row lengths), so each writes one."""
+`reduce_amax`; by row lengths), so each writes one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def resume_folder(config: RunConfig) -> Path | None:
     """Checkpoint selected by `train.resume_from_checkpoint`, or None.
 
     Raises:
-        ConfigError: there is no checkpoint."""
+        ConfigError: there is no checkpoint.
+    """
     value = config.train.get("resume_from_checkpoint")
     if not value:
         return None

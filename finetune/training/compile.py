@@ -3,7 +3,8 @@
 Each decoder layer is compiled separately, after the witnessed step, since a model first run under
 the witness is never compiled. `auto` compiles where FP8 casts are separate kernels that the
 compiler can fuse: torchao's, and those of frozen weights, on a GPU. Transformer Engine has fused
-casts already; on a CPU nothing is gained."""
+casts already; on a CPU nothing is gained.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def compile_layers(conversion: Conversion, precision: PrecisionConfig, device: D
     """Compile the decoder layers of a converted model as configured.
 
     Returns:
-        Outcome and reason, as in the receipt: `on: ...` or `off: ...`."""
+        Outcome and reason, as in the receipt: `on: ...` or `off: ...`.
+    """
     eager_casts = precision.backend == "torchao" or conversion.frozen is not None
     unfused = precision.compute == "fp8" and eager_casts and device.kind == "cuda"
     if precision.compile == "off":

@@ -21,7 +21,8 @@ S never falls below 1: a run that overflows there needs no smaller scale, and is
 settings that any library can change, PyTorch may round them first, to TF32 (10 bits of significand
 instead of 23) on NVIDIA GPUs, for convolutions by default; to TF32 or bfloat16 in oneDNN on CPUs.
 Under `compute=fp32` these settings are `ieee`, and are checked again after the first step. Source:
-PyTorch notes on numerical accuracy, `torch.backends.*.fp32_precision`."""
+PyTorch notes on numerical accuracy, `torch.backends.*.fp32_precision`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def hand_over(given: dict[str, Any], precision: PrecisionConfig) -> None:
     """Add the scaler's settings to the arguments of a new `Accelerator`.
 
     Raises:
-        PrecisionError: it has such settings already."""
+        PrecisionError: it has such settings already.
+    """
     from accelerate.utils import GradScalerKwargs
 
     handlers = list(given.get("kwargs_handlers") or ())
@@ -91,7 +93,8 @@ def skip_like_any_other(optimizer: torch.optim.Optimizer) -> None:
     """Make a fused optimizer's steps skippable from outside, like any other's.
 
     It would skip inside its kernel unreported: the learning rate would advance, and skipped steps
-    would count as steps."""
+    would count as steps.
+    """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer._step_supports_amp_scaling = False
 
@@ -135,7 +138,8 @@ def make_exact() -> Callable[[], None]:
     """Make float32 GEMMs exact from now on.
 
     Returns:
-        A function that restores all settings."""
+        A function that restores all settings.
+    """
     before = in_force()
     _set(dict.fromkeys(before, EXACT))
     return lambda: _set(before)

@@ -27,7 +27,8 @@ def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
         running: current session.
 
     Returns:
-        Executed value by condition; empty if training ended before it had an optimizer."""
+        Executed value by condition; empty if training ended before it had an optimizer.
+    """
     if trainer.optimizer is None:
         return {}
     args = trainer.args

@@ -41,7 +41,8 @@ class Rows:
         train: training rows.
         eval: evaluation rows, or None.
         description: the recognized format, in a few words.
-        settings: `SFTConfig` arguments that the format implies, unless the recipe sets them."""
+        settings: `SFTConfig` arguments that the format implies, unless the recipe sets them.
+    """
 
     train: Dataset
     eval: Dataset | None
@@ -58,7 +59,8 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
 
     Raises:
         DataNotFoundError: no such file or hub data set.
-        DataError: no rows, an unknown format, or a malformed row; with file and line."""
+        DataError: no rows, an unknown format, or a malformed row; with file and line.
+    """
     rows = _load(data, data.path, data.split, "data.path")
     held_out = None
     _refuse_hub_settings(data)
@@ -358,7 +360,8 @@ def random_rows(model: ModelConfig, count: int, length: int, seed: int) -> Datas
         model: source of the vocabulary size, which bounds the ids.
         count: number of rows.
         length: tokens per row.
-        seed: equal seeds give equal rows."""
+        seed: equal seeds give equal rows.
+    """
     import torch
     from datasets import Dataset
 

@@ -12,7 +12,8 @@ generators are restored. The standard error is the resolution of a score: 1.6 po
 of two equally likely outcomes.
 
 Limits: lm-eval reads some 14,000 definitions to resolve a name, which takes several seconds unless
-the name is that of a folder of them. One process scores; FSDP's sharded weights are rejected."""
+the name is that of a folder of them. One process scores; FSDP's sharded weights are rejected.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
         MissingExtraError: lm-eval is not installed.
         ConfigError: there is no such task.
         DataNotFoundError: rows that are not in `eval.data`, or unavailable from the hub.
-        DataError: rows without the task's columns."""
+        DataError: rows without the task's columns.
+    """
     if not eval.tasks:
         return []
     if eval.data is not None and all(name.startswith(BUILTIN) for name in eval.tasks):
@@ -262,7 +264,8 @@ def score(
         console: console for the result.
 
     Returns:
-        Values by task and metric, with `<metric>_stderr`, `n` rows, and the task's `version`."""
+        Values by task and metric, with `<metric>_stderr`, `n` rows, and the task's `version`.
+    """
     import random
 
     import numpy as np

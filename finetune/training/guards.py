@@ -54,7 +54,8 @@ def check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool) 
     Args:
         accelerator: prepares the model.
         resolution: the session's precision.
-        known: the accelerator was built under it."""
+        known: the accelerator was built under it.
+    """
     if not known:
         raise OrderError(
             f"this trainer was built before {resolution.asked.compute.upper()} was set up",
@@ -94,7 +95,8 @@ def watch_owner(optimizer: Optimizer, conversions: Iterable[Conversion]) -> Call
         conversions: the models prepared by the time it steps.
 
     Returns:
-        A function that ends the watch."""
+        A function that ends the watch.
+    """
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}

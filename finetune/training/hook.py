@@ -60,7 +60,7 @@ def setup_fp8_mixed_precision_training(
     undoes it.
 
     Args:
-        backend: engine; `auto` takes Transformer Engine or torchao where the GPU has FP8.
+        backend: FP8 backend; `auto` takes Transformer Engine or torchao where the GPU has FP8.
         scaling: `delayed`, `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, `blockwise`, `mxfp8` or
             `nvfp4`. Left out: `delayed` with backend `te` (whose settings the amax arguments are),
             else `tensorwise`.
@@ -155,5 +155,6 @@ def get_receipt() -> Receipt:
     """Receipt of the current session.
 
     Raises:
-        OrderError: there is no session."""
+        OrderError: there is no session.
+    """
     return session.current().receipt()

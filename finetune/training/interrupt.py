@@ -6,7 +6,8 @@
 
 In each case the run folder gets a receipt and a report that state it, the model is not saved as
 finished, and the command exits with code 130 (`finetune.cli`). Resume with
-`train.resume_from_checkpoint`."""
+`train.resume_from_checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class GracefulStop(TrainerCallback):
     """Context manager around training that Ctrl-C ends; also a callback of the trainer.
 
     Attributes:
-        asked: training was stopped, or will be after this step."""
+        asked: training was stopped, or will be after this step.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console, self.asked = console, False

@@ -7,7 +7,8 @@ has no name for the FP8 one and passes `block_size` as text.
 
 The Trainer requests 32-bit embeddings from bitsandbytes in a process-wide register that keeps every
 model and identifies parameters by `id()`, which Python reuses. A later run in the same process
-would get 32 bits for an unrelated weight with the same id."""
+would get 32 bits for an unrelated weight with the same id.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer],
         args: `transformers.TrainingArguments`: learning rate, betas and epsilon.
 
     Raises:
-        ConfigError: an invalid value in `train.optim_args`."""
+        ConfigError: an invalid value in `train.optim_args`.
+    """
     from torchao import optim
 
     classes = {
@@ -70,7 +72,8 @@ def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
     error raised by the proof leaves nothing behind.
 
     Returns:
-        A function that ends it, also from inside an aborted step."""
+        A function that ends it, also from inside an aborted step.
+    """
 
     def before(*_: Any) -> None:
         torch.compiler.set_stance("force_eager")

@@ -7,7 +7,8 @@ proof still reads weights, an earlier one in shorter runs, but never the first, 
 and has no optimizer states yet. Other steps run unchanged.
 
 Limits: a dispatch mode does not work with compiled layers, so those runs are not measured on a CPU.
-Each process measures itself."""
+Each process measures itself.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class MemoryMeter(TrainerCallback):
 
     Attributes:
         earlier_gib: on a GPU, the peak before torch's own was last reset.
-        batch: the largest measured micro-batch; None before."""
+        batch: the largest measured micro-batch; None before.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session, self.kind = session, session.device.kind
@@ -206,14 +208,16 @@ class LiveTensors(TorchDispatchMode):
 
     Attributes:
         bytes: bytes alive now.
-        peak: maximum since the beginning or the last `reset_peak`."""
+        peak: maximum since the beginning or the last `reset_peak`.
+    """
 
     def __init__(self, known: Iterable[Tensor] = (), *, thorough: bool = False) -> None:
         """Start counting.
 
         Args:
             known: existing tensors, counted from the beginning.
-            thorough: also count unknown operands, and look inside wrappers."""
+            thorough: also count unknown operands, and look inside wrappers.
+        """
         super().__init__()
         self.bytes = self.peak = 0
         self.thorough = thorough
@@ -229,7 +233,8 @@ class LiveTensors(TorchDispatchMode):
         """Count a tensor's storage, unless counted already or absent (meta, sparse).
 
         Returns:
-            The added bytes."""
+            The added bytes.
+        """
         if is_traceable_wrapper_subclass(tensor):
             return sum(self.count(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0])
         if tensor.is_meta or tensor.layout is not torch.strided:

@@ -27,7 +27,8 @@ def locate(model: ModelConfig) -> str:
 
     Raises:
         ModelNotFoundError: an unknown `builtin:` name, or a missing path.
-        ConfigError: pretrained weights are requested of a packaged shape, which has none."""
+        ConfigError: pretrained weights are requested of a packaged shape, which has none.
+    """
     name = model.name
     if name.startswith(BUILTIN):
         folder = ASSETS / name.removeprefix(BUILTIN)
@@ -64,7 +65,8 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
     """Architecture: from the package for packaged models, else from a folder or the hub.
 
     Raises:
-        ModelNotFoundError: the hub cannot be reached or has no such model."""
+        ModelNotFoundError: the hub cannot be reached or has no such model.
+    """
     from transformers import AutoConfig
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
@@ -86,7 +88,8 @@ def is_published_fp8(shape: PretrainedConfig) -> bool:
     """True if the configuration describes FP8 weights, ours or published ones.
 
     Raises:
-        StorageNotComputeError: FP8 in an unknown layout."""
+        StorageNotComputeError: FP8 in an unknown layout.
+    """
     if getattr(shape.get_text_config(decoder=True), "quantization_config", None) is None:
         return False
     from finetune.storage.loading import holds_fp8
@@ -114,7 +117,8 @@ def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
 def first_layers(shape: PretrainedConfig, layers: int) -> None:
     """Reduce an architecture to its first `layers` decoder layers, in place.
 
-    Lists with an entry per layer (`layer_types`) are cut alike; shorter models stay as they are."""
+    Lists with an entry per layer (`layer_types`) are cut alike; shorter models stay as they are.
+    """
     text = shape.get_text_config(decoder=True)
     depth = text.num_hidden_layers
     if layers >= depth:
@@ -135,7 +139,8 @@ def sketch(
 
     Args:
         before_adapters: called with the plain model first.
-        layers: number of leading decoder layers; default all."""
+        layers: number of leading decoder layers; default all.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -177,7 +182,8 @@ def load_model(model: ModelConfig, held: Sequence[LayerPlan] = ()) -> PreTrained
     Raises:
         ConfigError: the model or machine lacks the attention implementation.
         ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
-        StorageNotComputeError: FP8 weights were requested of an otherwise quantized checkpoint."""
+        StorageNotComputeError: FP8 weights were requested of an otherwise quantized checkpoint.
+    """
     import torch
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
@@ -280,7 +286,8 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
 
     Raises:
         ModelNotFoundError: it cannot be loaded, and the weights are pretrained.
-        ConfigError: `model.pad_token` is not in its vocabulary."""
+        ConfigError: `model.pad_token` is not in its vocabulary.
+    """
     from transformers import AutoTokenizer
 
     source = locate(model)

@@ -5,7 +5,8 @@
     Accelerator.prepare_model   the same for a single model
 
 Accelerate's own FP8 path is not used (FP8_FINDINGS.md has the reasons). The accelerator runs in
-BF16 mixed precision, for everything outside FP8 GEMMs. Written for accelerate 1.15."""
+BF16 mixed precision, for everything outside FP8 GEMMs. Written for accelerate 1.15.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def patch_accelerator(
         patches: collection to add to.
         resolution: executed and requested precision.
         prepare_models: called with models before Accelerate prepares them.
-        prepare_optimizer: called with each optimizer before Accelerate prepares it."""
+        prepare_optimizer: called with each optimizer before Accelerate prepares it.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 

@@ -5,7 +5,8 @@
     precision ──────┘
 
 The sketch is the model with its adapters on the meta device: shapes without memory. Resolution and
-plan are made here once; session, model and receipt use these."""
+plan are made here once; session, model and receipt use these.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Preflight:
         processes: number of processes that train together.
         resolution: executed precision, with reasons.
         plan: precision of every layer of the sketch.
-        sketch: the model with its adapters on the meta device."""
+        sketch: the model with its adapters on the meta device.
+    """
 
     config: RunConfig
     device: Device
@@ -87,7 +89,8 @@ def preflight(
         ConfigError: contradicting settings, or an optimizer that cannot step here.
         PrecisionError: the precision is unavailable here, or not with these weights.
         MemoryShortError: memory is too small.
-        MissingExtraError: a setting's optional library is not installed."""
+        MissingExtraError: a setting's optional library is not installed.
+    """
     check_extras(config)
     check_optimizer_here(config.train, device)
     if config.train.get("use_liger_kernel") and device.kind == "cpu":
@@ -135,7 +138,8 @@ def check_settings(
         PlanError: a choice of layers cannot be honored.
         ConfigError: optimizer, float32 compute or `model.storage` cannot be honored.
         PrecisionError: float16 compute with trainable weights that are not float32, or a compute
-            precision that quantized weights do not support."""
+            precision that quantized weights do not support.
+    """
     check_optimizer(config.train)
     check_storage(config, model)
     made = plan(model, precision or config.precision)
@@ -199,7 +203,8 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
 
     Raises:
         ConfigError: quantized weights would have to train, or to be sharded.
-        PrecisionError: compute other than BF16."""
+        PrecisionError: compute other than BF16.
+    """
     problem = None
     if config.model.storage is not None:
         problem = _why_not(config, f"model.storage={config.model.storage}")
@@ -262,7 +267,8 @@ def _check_held_layers(config: RunConfig, model: nn.Module, the_plan: PrecisionP
     """Reject per-layer settings for layers stored quantized.
 
     Raises:
-        PlanError: such a layer was to train in full, or to compute in a type of its own."""
+        PlanError: such a layer was to train in full, or to compute in a type of its own.
+    """
     from finetune.storage.loading import stored_layers
 
     if config.model.storage is None:

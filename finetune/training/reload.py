@@ -7,7 +7,8 @@ trained on. Evaluation runs in high precision, so nothing is converted, unless t
 its own.
 
 Limits: adapters over random weights cannot be reloaded, since those are stored nowhere. GPU kernels
-that round differently (attention, other batch sizes) may flip a near tie between tokens."""
+that round differently (attention, other batch sizes) may flip a near tie between tokens.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
         checkpoint: a step, or `last`; default: the weights at the run's end.
 
     Raises:
-        ConfigError: it has none, or no such checkpoint; lists its checkpoints."""
+        ConfigError: it has none, or no such checkpoint; lists its checkpoints.
+    """
     config = load_recipe(str(folder / "config.yaml"), check_train=False).config
     saved = {
         path.name.rpartition("-")[2]: path for path in (folder / "checkpoints").glob("checkpoint-*")
@@ -84,7 +86,8 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     Raises:
         ModelNotFoundError: the base is missing.
         ConfigError: the base had random weights.
-        PrecisionError: the run evaluates in FP8, which is unavailable here."""
+        PrecisionError: the run evaluates in FP8, which is unavailable here.
+    """
     from transformers import AutoTokenizer
     from transformers.trainer_utils import align_special_tokens
 

@@ -11,7 +11,8 @@ exclude answers: `SampleWriter` comes before the callbacks that measure.
 
 Limits: one process generates, the others wait at their next exchange. With FSDP no process has
 whole weights: nothing is generated, with a notice. If memory is too short, the run continues
-without."""
+without.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
     """The recipe's prompts, or those of the first evaluation rows that leave room for an answer.
 
     Raises:
-        ConfigError: a prompt of the recipe is empty, or leaves no room."""
+        ConfigError: a prompt of the recipe is empty, or leaves no room.
+    """
     from finetune.training.model import load_shape
 
     if not config.eval.samples:
@@ -95,7 +97,8 @@ def check_room_for(prompt: str, length: int, most: int, room: int | None, where:
         length: tokens of the prompt, by `encode`.
         most: tokens of the answer.
         room: context length of the model, None if unlimited.
-        where: source of the prompt, for the message."""
+        where: source of the prompt, for the message.
+    """
     if length == 0:
         raise ConfigError("a prompt is empty", where=where, fix="give a prompt, or leave it out")
     if room is not None and length + most > room:
@@ -137,7 +140,8 @@ def answer(
         prompts: answered one at a time.
         max_new_tokens: limit per answer.
         compute: the run's `precision.compute`, which decides the autocast type.
-        generation: more arguments of `generate`."""
+        generation: more arguments of `generate`.
+    """
     samples = []
     with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
         for prompt in prompts:
@@ -202,7 +206,8 @@ class SampleWriter(TrainerCallback):
     """Generates samples at each evaluation; must precede the callbacks that measure speed.
 
     Attributes:
-        samples: the last answers."""
+        samples: the last answers.
+    """
 
     def __init__(
         self,
@@ -241,7 +246,8 @@ class SampleWriter(TrainerCallback):
         """Answers of the trained model, reusing those of the last evaluation if still valid.
 
         Args:
-            anew: weights changed since the last evaluation (the best ones were restored)."""
+            anew: weights changed since the last evaluation (the best ones were restored).
+        """
         if anew or self._asked_at != state.global_step:
             self.ask(model, state)
         return self.samples

@@ -5,7 +5,8 @@
     receipt <─ proof and conversion of the model that trains
 
 A recipe's session takes resolution and plan from preflight; the helper's session makes its own,
-since it first sees each model when that is prepared."""
+since it first sees each model when that is prepared.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Session:
         conversions: conversions of the models prepared under it that are still alive.
         proofs: one per model that trains; the receipt uses the last.
         patches: active patches.
-        compiled: compiled layers, and why."""
+        compiled: compiled layers, and why.
+    """
 
     def __init__(
         self, resolution: Resolution, device: Device, planned: PrecisionPlan | None = None
@@ -79,7 +81,8 @@ class Session:
 
         Args:
             replaced: another session follows. A model of this one that trains on without being
-                prepared again then raises, instead of silently running in BF16."""
+                prepared again then raises, instead of silently running in BF16.
+        """
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -247,7 +250,8 @@ def _format(precision: PrecisionConfig, engines: list[Backend]) -> str:
 def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
     """True if a sketch's plan fits the loaded model: the same layers, stored as planned.
 
-    A base stored in NF4 or published in FP8, unlike its sketch, is planned again."""
+    A base stored in NF4 or published in FP8, unlike its sketch, is planned again.
+    """
     rows = {row.name: row for row in made.layers}
     found = {name: (shape, not w.requires_grad) for name, w, shape in iter_weights(model)}
     if found != {name: (row.shape, row.frozen) for name, row in rows.items()}:
@@ -291,7 +295,8 @@ def install(
         planned: plan of the model's sketch, if any.
 
     Raises:
-        PrecisionError: it is unavailable on this machine."""
+        PrecisionError: it is unavailable on this machine.
+    """
     global _session
     device = this_device()
     known = isinstance(precision, Resolution)
@@ -342,7 +347,8 @@ def current() -> Session:
     """Current session.
 
     Raises:
-        OrderError: there is none."""
+        OrderError: there is none.
+    """
     if _session is None:
         raise OrderError(
             "there is no receipt: FP8 was not set up, or already torn down",

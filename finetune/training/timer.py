@@ -12,7 +12,8 @@ Tokens are those of its micro-batches, over all processes, without padding. Pack
 only at their end, and count whole if there is no mask.
 
 On a GPU a host clock would time kernel launches. Events are recorded on the stream instead, and
-read at the trainer's next log, which has already synchronized, so timing adds no wait."""
+read at the trainer's next log, which has already synchronized, so timing adds no wait.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ STEPS_FILE = "steps.jsonl"
 
 def mark(device: str) -> Any:
     """Mark this moment on a device (`cuda`, `mps`, ...): an event on a GPU's stream, else host
-    time."""
+    time.
+    """
     if device == "cuda":
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -52,14 +54,16 @@ class StepTimer(TrainerCallback):
 
     Attributes:
         rows: (step, seconds, tokens) of each finished step, in order.
-        intervals: seconds from the end of a step to the end of the next, one fewer than steps."""
+        intervals: seconds from the end of a step to the end of the next, one fewer than steps.
+    """
 
     def __init__(self, device: str, path: Path | None = None) -> None:
         """Time the steps of one training.
 
         Args:
             device: device type, in torch's naming.
-            path: file to append to."""
+            path: file to append to.
+        """
         self.device, self.path = device, path
         self.rows: list[dict[str, Any]] = []
         self.intervals: list[float] = []

@@ -2,7 +2,8 @@
 
     preflight ─> prepare (rows, folder) ─> session ─> model and trainer ─> train ─> receipt, report
 
-The stock `trl.SFTTrainer` trains, through the session that a user's own script would install."""
+The stock `trl.SFTTrainer` trains, through the session that a user's own script would install.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def train(
         console: console for progress output; a quiet one for notebooks and tests.
 
     Raises:
-        FinetuneError: any error that the user can fix, see `finetune.errors`."""
+        FinetuneError: any error that the user can fix, see `finetune.errors`.
+    """
     refuse_sharded(recipe.config)
     ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
     job = _prepare(recipe, ahead, Path(out), console)
@@ -98,7 +100,8 @@ class _Job:
         rows: training and evaluation rows.
         args: trainer arguments.
         tasks: loaded lm-eval tasks.
-        resume: checkpoint to resume from."""
+        resume: checkpoint to resume from.
+    """
 
     recipe: Recipe
     folder: Path
@@ -168,7 +171,8 @@ class _Run:
     Attributes:
         stop: handler of Ctrl-C.
         stopped: the error that ended it, if any.
-        receipt: made by `close`."""
+        receipt: made by `close`.
+    """
 
     receipt: Receipt
 

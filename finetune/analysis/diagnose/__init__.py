@@ -1,1 +1,1 @@
-"""What really ran in which precision, where the time went, and why FP8 is or is not faster."""
+"""Diagnosis of a run: executed precisions, step time, and why FP8 is or is not faster."""

@@ -12,7 +12,8 @@ T - b, the less GEMM speed matters (Amdahl's law).
 
 To add a rule, write a function from `Facts` to a `Cause` (None if not at work) under `@rule`.
 Shares overlap where one cause contains another (a recomputed cast is both). A change is a set of
-recipe overrides; one that this recipe rejects is not proposed."""
+recipe overrides; one that this recipe rejects is not proposed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Cause:
         text: the cause in a sentence.
         evidence: measurements that support it.
         change: recipe overrides to try together; empty if nothing can be set.
-        hint: further advice on the change."""
+        hint: further advice on the change.
+    """
 
     name: str
     share: float

@@ -2,7 +2,8 @@
 
 The trainer is the run's own (`make_trainer` under the run's session), with its adapters,
 checkpointing, proof and compiled layers. It stops after a few steps, reads only the rows they need,
-does not evaluate or save, runs under an `Observer`, and leaves nothing behind."""
+does not evaluate or save, runs under an `Observer`, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def diagnose(
         console: console for progress output; default none.
 
     Raises:
-        FinetuneError: as the run itself would raise."""
+        FinetuneError: as the run itself would raise.
+    """
     if steps is not None and steps < 1:
         raise ConfigError(f"{steps} steps to look at", where=f"--steps {steps}", fix="1 or more")
     run = load_recipe(run) if isinstance(run, str) else run

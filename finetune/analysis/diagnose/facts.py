@@ -18,7 +18,8 @@ tokens unless weights are stored in FP8, and a layer with N or K below T is too 
 and value projections under grouped-query attention). A memory-bound GEMM gains nothing either: with
 one-byte weights those are M < p8 / (2 B).
 
-Limits: GEMMs that fill a GPU badly gain less; a group's measured `bf16_seconds` shows it."""
+Limits: GEMMs that fill a GPU badly gain less; a group's measured `bf16_seconds` shows it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Payoff(NamedTuple):
     Attributes:
         least: T, the least N and K, and the least M if weights are cast each time.
         least_tokens: M below which even GEMMs with weights stored in FP8 are memory bound.
-        ratio: speedup of a large GEMM in FP8, casts excluded."""
+        ratio: speedup of a large GEMM in FP8, casts excluded.
+    """
 
     least: int
     least_tokens: int
@@ -59,7 +61,8 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
 
     Args:
         fused: a cast finds the amax without a second read of its operand.
-        rowwise: GEMMs with one scale per row, whose kernels are slower."""
+        rowwise: GEMMs with one scale per row, whose kernels are slower.
+    """
     shares = efficiency_of(gpu) if "fp8" in gpu.tflops else None
     if shares is None or "fp8" not in shares.gemm:
         return None
@@ -82,7 +85,8 @@ class Prediction:
         parts: seconds by step part.
         speed: ratio to the same run in BF16: most likely, low, high.
         why: reasons, in plain words.
-        calibrated: the estimator was calibrated on this device."""
+        calibrated: the estimator was calibrated on this device.
+    """
 
     seconds: float
     parts: dict[StepPart, float]
@@ -133,7 +137,8 @@ class Facts:
         compiled: the receipt's line on `torch.compile`.
         adapters: the receipt's line on fusing adapters.
         masked: attention runs under an explicit mask over packed rows.
-        trainable: number of trainable parameters."""
+        trainable: number of trainable parameters.
+    """
 
     config: RunConfig
     device: Device
@@ -203,7 +208,8 @@ class Facts:
     def speed_now(self) -> float | None:
         """Speed of this step relative to BF16, all else equal.
 
-        (T - f + b) / T: T the step, f its FP8 layers with their casts, b their GEMMs in BF16."""
+        (T - f + b) / T: T the step, f its FP8 layers with their casts, b their GEMMs in BF16.
+        """
         b = self.bf16_seconds
         if b is None:
             return None
@@ -221,7 +227,8 @@ class Facts:
     def speed_best(self) -> float | None:
         """Best possible speed relative to BF16 (Amdahl), with free casts.
 
-        t / (t - b + b / r): t the step in BF16, b its GEMMs that FP8 may take, r their speedup."""
+        t / (t - b + b / r): t the step in BF16, b its GEMMs that FP8 may take, r their speedup.
+        """
         if not self.ran_fp8:
             b = sum(group.gemm_seconds for group in self.groups if group.role == "base")
             t = self.seconds

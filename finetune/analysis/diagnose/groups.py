@@ -11,7 +11,8 @@ FLOPs: 3 seconds of GEMMs {64, 128, 256} are 1 second of one `q_proj` and 2 of t
 
 Savings are measured: for each group and GEMM one product of the same sizes runs in BF16 on the same
 device, from random operands laid out as in linear layers (x [M, K], w [N, K], g [M, N], last
-dimension innermost). Limit: on a GPU, GEMMs below some ten microseconds include launch cost."""
+dimension innermost). Limit: on a GPU, GEMMs below some ten microseconds include launch cost.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class LayerGroup:
         worst_snr_db: dB of the worst layer, by operand.
         gemm_seconds, cast_seconds: time per optimizer step.
         bf16_seconds: time of the same GEMMs in BF16 here; None if not measured.
-        kernels: (name, seconds of one step), longest first."""
+        kernels: (name, seconds of one step), longest first.
+    """
 
     kind: str
     role: str

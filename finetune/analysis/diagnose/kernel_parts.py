@@ -7,7 +7,8 @@ Names of `torch.compile` kernels list the fused operations: one that only casts 
 norms and casts is a norm with a free cast.
 
 cuBLASLt's `nvjet_` kernels name their operands by letters, A and B first: `q` is 8 bits of FP8, `o`
-four bits, `t` BF16, `h` FP16, `s` float32 (`nvjet_qqtst` multiplies FP8 to BF16)."""
+four bits, `t` BF16, `h` FP16, `s` float32 (`nvjet_qqtst` multiplies FP8 to BF16).
+"""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> 
         name: full name, such as `aten::mm`; also of a range or an autograd node.
         low: it runs in a layer with FP8 GEMMs: other operators there prepare operands, as do
             batched GEMMs (the Hadamard transform of NVFP4).
-        batched: batched GEMMs are those of layers, not of attention."""
+        batched: batched GEMMs are those of layers, not of attention.
+    """
     bare = operator(name)
     if not bare or bare in _HOST_OPS:
         return StepPart.HOST
@@ -105,7 +107,8 @@ def part_of_kernel(
         kernel: its name in the driver.
         launched_by: full name of the launching operator, or of the range around it.
         low: it runs in a layer with FP8 GEMMs.
-        batched: batched GEMMs are those of layers, not of attention."""
+        batched: batched GEMMs are those of layers, not of attention.
+    """
     if kernel.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memset")):
         return StepPart.OTHER
     if _COMMUNICATION.search(kernel):

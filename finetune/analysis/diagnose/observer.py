@@ -14,7 +14,8 @@ layer, decoder layer and PEFT layer opens a `record_function` range around its f
 finds the backward by autograd's sequence numbers. A forward inside a backward is a recomputation by
 checkpointing and is marked so. GEMMs of adapters fused with their base, and of declared parameters,
 are named by the code that multiplies them. A layer under `torch.compile` is one range around the
-compiled call; its GEMMs are told apart by their sizes."""
+compiled call; its GEMMs are distinguished by their sizes.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ class Observer(TrainerCallback):
         step_seconds: mean of the timed steps.
         tokens: tokens of a micro-batch, with padding and without.
         events: events of the profiled steps.
-        sums: effect of casts by (layer, operand)."""
+        sums: effect of casts by (layer, operand).
+    """
 
     session: Session
     steps: int

@@ -1,5 +1,6 @@
 """`Diagnosis`: result of a diagnosed step; prints to a terminal, saves as JSON, shows in a
-notebook."""
+notebook.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Diagnosis(JupyterMixin):
         step_seconds: duration of one optimizer step without the profiler.
         steps: number of timed steps, and of profiled ones.
         prediction: the estimator's, None without one.
-        notes: lines on weights, tokenizer and prediction."""
+        notes: lines on weights, tokenizer and prediction.
+    """
 
     name: str
     receipt: Receipt

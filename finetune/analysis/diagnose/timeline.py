@@ -13,7 +13,8 @@ kernels count once, computation before communication; the rest of the step is ti
 waits. Profiling slows down the host but not the kernels, so the step's length is then that of steps
 without a profile.
 
-Limit: kernels in CUDA graphs have no operator each."""
+Limit: kernels in CUDA graphs have no operator each.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Slice:
         seconds: time charged to this slice alone.
         owner: the layer, "" if unknown.
         phase: forward, recompute, backward, optimizer, or "".
-        sizes: (m, n, k) of a GEMM, sorted; empty if unknown."""
+        sizes: (m, n, k) of a GEMM, sorted; empty if unknown.
+    """
 
     name: str
     part: StepPart
@@ -66,7 +68,8 @@ class Timeline:
         slices: slices of all steps.
         steps: number of steps.
         step_seconds: duration of one step.
-        on_gpu: slices are kernels."""
+        on_gpu: slices are kernels.
+    """
 
     slices: tuple[Slice, ...]
     steps: int
@@ -113,7 +116,8 @@ def read_profile(
         steps: optimizer steps inside the window.
         step_seconds: duration of a step without a profile; used for GPU profiles.
         low: layers with FP8 GEMMs -> True if all of them are FP8.
-        batched: batched GEMMs are those of layers."""
+        batched: batched GEMMs are those of layers.
+    """
     ordered = sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end))
     host = [e for e in ordered if e.device_type == DeviceType.CPU and not e.is_async]
     kernels = [e for e in ordered if e.device_type != DeviceType.CPU and _is_kernel(e)]
@@ -229,7 +233,8 @@ def _kernel_slices(
 def _alone(spans: Sequence[tuple[float, float]], rank: Sequence[int]) -> list[float]:
     """Charge every moment to one span: among overlapping ones to the lowest rank, then the first.
 
-    Spans (0, 4) and (2, 6) of one rank are charged 4 and 2; of ranks 1 and 0, 2 and 4."""
+    Spans (0, 4) and (2, 6) of one rank are charged 4 and 2; of ranks 1 and 0, 2 and 4.
+    """
     starts: dict[float, list[int]] = {}
     for index, (start, _) in enumerate(spans):
         starts.setdefault(start, []).append(index)

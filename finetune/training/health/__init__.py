@@ -2,4 +2,5 @@
 
 `monitor` is the callback that ties it together: `operands` observes GEMM inputs, `moments`
 gradients and updates, `speed` time. `finiteness` checks every step; when one fails, it runs again
-under `nonfinite`, which finds the first broken tensor."""
+under `nonfinite`, which finds the first broken tensor.
+"""

@@ -19,7 +19,8 @@ kernels do not repeat the failure, the error says so and names no layer.
 larger optimizer epsilon, which only hides zeros.
 
 All processes decide together: one that stopped alone would leave the others waiting. All of them
-run the step again until one finds something: sharded models and gathered metrics need all."""
+run the step again until one finds something: sharded models and gathered metrics need all.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class MicroBatch:
     Attributes:
         step: the trainer's own method.
         args, kwargs: arguments of the call, including the batch, by reference.
-        random: states of torch's generators before it, by device."""
+        random: states of torch's generators before it, by device.
+    """
 
     step: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -72,7 +74,8 @@ class Finiteness:
 
     Args:
         model: the trainer's model, unwrapped.
-        conversion: its conversion, None for a plain model."""
+        conversion: its conversion, None for a plain model.
+    """
 
     def __init__(self, trainer: Any, model: nn.Module, conversion: Conversion | None) -> None:
         self.trainer, self.model, self.conversion = trainer, model, conversion
@@ -99,7 +102,8 @@ class Finiteness:
         """Judge the losses of optimizer step `step`, and the gradients of these parameters.
 
         Raises:
-            NonFiniteError: one of them is not finite."""
+            NonFiniteError: one of them is not finite.
+        """
         gradients = [p.grad for _, p in named if p.grad is not None]
         if _finite_everywhere([*self._losses, *gradients]):
             return
@@ -139,7 +143,8 @@ class Finiteness:
     def _run_again(self) -> tuple[Finding | None, int]:
         """First finding of any process and the index of its micro-batch.
 
-        Gradients are overwritten: training must not go on."""
+        Gradients are overwritten: training must not go on.
+        """
         self.model.zero_grad(set_to_none=True)
         with torch.compiler.set_stance("force_eager"), _frozen_scales(self.conversion):
             for index, batch in enumerate(self._batches):
@@ -167,7 +172,8 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
 def first_found(finding: Finding | None) -> Finding | None:
     """Earliest finding of all processes, on every process.
 
-    The earlier one within the step wins: summed gradients spread one process's failure to all."""
+    The earlier one within the step wins: summed gradients spread one process's failure to all.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return finding
     everyone: list[Finding | None] = [None] * dist.get_world_size()
@@ -214,7 +220,8 @@ def advise(finding: Finding | None, plan: PrecisionPlan | None, checkpoint: Path
     Args:
         finding: the first failure, None if the repeated step showed none.
         plan: the model's plan, None for a plain model.
-        checkpoint: the newest one, or None."""
+        checkpoint: the newest one, or None.
+    """
     again = (
         f"go on with train.resume_from_checkpoint={checkpoint}"
         if checkpoint

@@ -17,7 +17,8 @@ usual at the peak of a healthy schedule; far below, BF16 weights (8 bits of mant
 
 Both sample up to `SAMPLE` evenly spread elements of each parameter, which bounds memory, and scale
 the sums up. Moments stored in 8 or 4 bits are looked up element by element, never dequantized as a
-whole."""
+whole.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float
         numel: elements of the parameter (of this process's shard).
 
     Returns:
-        None if the optimizer keeps no such moments, or of another shape."""
+        None if the optimizer keeps no such moments, or of another shape.
+    """
     where = spread(numel)
     if "exp_avg" in state and "exp_avg_sq" in state:
         m, v = (_stored(state[name], numel, where) for name in ("exp_avg", "exp_avg_sq"))
@@ -120,7 +122,8 @@ def gradient_snr(
         groups: group of each parameter name.
 
     Returns:
-        No entries for groups whose parameters have no moments."""
+        No entries for groups whose parameters have no moments.
+    """
     betas = {id(p): g.get("betas") for g in optimizer.param_groups for p in g["params"]}
     sums: dict[str, list[Tensor]] = {}
     for name, parameter in named:
@@ -145,7 +148,8 @@ def update_ratio(
     Args:
         before: `sample(parameter)` before the step, by name.
         named: the same parameters after it.
-        groups: group of each parameter name."""
+        groups: group of each parameter name.
+    """
     sums: dict[str, list[Tensor]] = {}
     for name, parameter in named:
         old = before.get(name)

@@ -9,7 +9,8 @@ row (`speed`). The row goes through the trainer's log to `metrics.jsonl` and eve
 reading is a warning, once per group and kind.
 
 *Every step* it checks losses and gradients before the optimizer uses them, and weights before they
-are saved; a nonfinite value ends the run (`finiteness`)."""
+are saved; a nonfinite value ends the run (`finiteness`).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class HealthMonitor(TrainerCallback):
     Args:
         trainer: the `Trainer` it is added to.
         every: optimizer steps between health rows, 0 for none; default `precision.health_every`.
-        say: called with each warning, one line; default `warnings.warn`."""
+        say: called with each warning, one line; default `warnings.warn`.
+    """
 
     def __init__(
         self, trainer: Any, every: int | None = None, say: Callable[[str], None] | None = None

@@ -16,7 +16,8 @@ Example: Inf in layer 3's `down_proj` output makes later layers and all gradient
 the forward of layer 3's `down_proj`.
 
 Attention masks may contain -Inf and are not judged. Recomputed activations equal the first ones.
-Operations inside a backend's kernels show at the edges of its module."""
+Operations inside a backend's kernels show at the edges of its module.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Finding:
         where: dotted name of the module or parameter.
         tensor: name of the tensor within it.
         counts: number of NaN, of Inf and of all values.
-        fed: amax of each input operand."""
+        fed: amax of each input operand.
+    """
 
     kind: Kind
     where: str
@@ -62,7 +64,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
     NaN and Inf survive any sum, so a finite sum settles it. A nonfinite sum may be an overflow of
     large numbers: only then every element is tested. Of sharded tensors, this process's part is
-    tested."""
+    tested.
+    """
     local = [getattr(t, "_local_tensor", t).detach() for t in tensors]
     local = [t.coalesce().values() if t.is_sparse else t for t in local]
     on_cpu = [t.sum(dtype=_SUM_IN.get(t.dtype)).float() for t in local if t.device.type == "cpu"]
@@ -92,7 +95,8 @@ class Finder:
     Enter it around the micro-batch, and pass it the loss before its backward.
 
     Attributes:
-        found: the first finding, or None."""
+        found: the first finding, or None.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

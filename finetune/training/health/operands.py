@@ -25,7 +25,8 @@ show their weights only.
 
 Observing changes nothing: stochastic rounding draws from its own generator, recomputed activations
 count once, hooks exist only inside `watching()`. Exception: hooks cannot look into layers under
-`torch.compile`, so a rotating part of them runs uncompiled in an observed micro-step."""
+`torch.compile`, so a rotating part of them runs uncompiled in an observed micro-step.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ class OperandHealth:
         amax: largest magnitude before the cast.
         overflow: share of values that saturated, 0 to 1.
         underflow: share of nonzero values that became zero, 0 to 1.
-        snr_db: signal-to-noise ratio in dB; infinite without loss, NaN for zeros."""
+        snr_db: signal-to-noise ratio in dB; infinite without loss, NaN for zeros.
+    """
 
     amax: float
     overflow: float
@@ -138,7 +140,8 @@ def inspect_operand(
     Args:
         x: [rows, columns], the contracted dimension last.
         scale: the delayed scale in use, float32. Without it delayed scaling is treated as
-            tensorwise: the scale follows from this amax."""
+            tensorwise: the scale follows from this amax.
+    """
     codes = _quantize(x, operand, precision, scale)
     back, wide = codes.dequantize(), x.float()
     lost = (codes.values == 0) & (wide != 0)
@@ -161,7 +164,8 @@ def inspect_sample(
 
     Rows come in runs as high as the tiles that share a scale. Tensorwise scales use the amax of the
     whole matrix; NVFP4's outer scale is kept by including the run with the amax. Example: R = 4096
-    rowwise takes every 16th row; blockwise weights take every 16th run of 128 rows."""
+    rowwise takes every 16th row; blockwise weights take every 16th run of 128 rows.
+    """
     largest = amax(rows)
     run = {"blockwise": BLOCK, "nvfp4": NV_BLOCK}.get(precision.scaling, 1) if operand == "w" else 1
     if scale is None and precision.scaling in ("tensorwise", "delayed"):
@@ -189,7 +193,8 @@ class OperandSums:
         snr_db: sum over layers, in dB.
         layers: number of layers in that sum.
         worst: lowest ratio in dB, and its layer.
-        drift, change: largest, in powers of two; None without delayed scaling."""
+        drift, change: largest, in powers of two; None without delayed scaling.
+    """
 
     amax: float = 0.0
     elements: int = 0
@@ -263,7 +268,8 @@ class OperandWatch:
     Attributes:
         conversion: plan and backend, None for a model without one.
         grouping: maps the model and its plan to module groups; `groups_of`, or finer.
-        sums: result of the last `watching()`."""
+        sums: result of the last `watching()`.
+    """
 
     model: nn.Module
     conversion: Conversion | None

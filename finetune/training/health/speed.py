@@ -21,7 +21,8 @@ There is no MFU if the GPU's peak is unknown, or FP8 is emulated and runs on oth
 Time runs from the end of a step to the end of the next, data loading included, without evaluation,
 saving and observed steps. GPU work is queued ahead of the clock; over many steps, each of which
 fetches a number before the optimizer, that evens out. (The run's `StepTimer` counts tokens without
-padding, over all processes, when a loss is logged; this counts padding too, per process.)"""
+padding, over all processes, when a loss is logged; this counts padding too, per process.)
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Work:
     Attributes:
         flops: floating-point operations by precision, without recomputation.
         gemm_bytes: operands and results of its GEMMs, with recomputation.
-        tokens: tokens of that micro-step, with padding."""
+        tokens: tokens of that micro-step, with padding.
+    """
 
     flops: dict[str, float]
     gemm_bytes: float
@@ -125,7 +127,8 @@ def mfu(work: Work, tokens: int, seconds: float, gpu: Gpu, *, tf32: bool = False
     Args:
         tokens: tokens of the measured steps, on this GPU.
         seconds: duration of these steps.
-        tf32: float32 matmuls may use TF32."""
+        tf32: float32 matmuls may use TF32.
+    """
     at_peak_s = 0.0
     for precision, flops in work.flops.items():
         peaks = [
@@ -145,7 +148,8 @@ def least_bandwidth_gb_s(work: Work, tokens: int, per_steps_bytes: float, second
     Args:
         tokens: tokens of the measured steps, on this GPU.
         per_steps_bytes: optimizer traffic of all these steps.
-        seconds: duration of these steps."""
+        seconds: duration of these steps.
+    """
     return (work.gemm_bytes * tokens / work.tokens + per_steps_bytes) / seconds / 1e9
 
 
@@ -153,7 +157,8 @@ class Speed:
     """Tokens and seconds since the last `restart`.
 
     Attributes:
-        work: work of the micro-step that the proof observed, None before."""
+        work: work of the micro-step that the proof observed, None before.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -200,7 +205,8 @@ class Speed:
 
         Args:
             named: trainable parameters.
-            warn: called with a key and a line if something is unknown."""
+            warn: called with a key and a line if something is unknown.
+        """
         running = session.in_force()
         device = running.device if running is not None else this_device()
         if device.kind != "cuda" or self.work is None or not self.tokens or self.seconds <= 0:
