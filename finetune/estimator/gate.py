@@ -177,7 +177,7 @@ def bound(
     from finetune.storage.loading import stored_layers
 
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    stored: dict[int, float] = {}  # bytes of weights that are held in few bits
+    stored: dict[int, float] = {}  # id -> bytes, of low-precision weights
     for layer in stored_layers(model, storage).values():
         shape = linear_shape(layer)
         assert storage is not None
@@ -225,7 +225,6 @@ class _Question:
 
     Attributes:
         text: everything that memory depends on.
-        padded: rows differ in length.
         run: preflight results; the precision plan does not depend on the batch.
         config: the run's configuration, or one with another batch.
     """

@@ -46,7 +46,6 @@ class Measured:
         footprint: memory of one device.
         pace: time of a step; None if the device's speed is unknown.
         parameters, trainable: element counts.
-        compiled: decoder layers are compiled.
     """
 
     config: RunConfig
@@ -122,8 +121,6 @@ def measure(
     """Rehearse a whole model.
 
     Args:
-        config: run configuration.
-        place: device to train on.
         length: longest row in tokens, the maximum allowed by default.
         padded: rows differ in length; default: unless packed.
         known: the run's resolution and plan, if already made.
@@ -277,7 +274,6 @@ def changed(config: RunConfig, **sections: dict[str, Any] | None) -> RunConfig:
     """Copy a configuration with other values, validated.
 
     Args:
-        config: original configuration.
         **sections: section -> keys to set; None unsets a key, or removes a section.
 
     Raises:

@@ -30,8 +30,6 @@ class Place:
     Attributes:
         device: one of the devices, as `finetune.hardware.device` describes it.
         gpu: entry of the GPU table; None if its speed is unknown.
-        count: number of devices.
-        here: True for this machine.
     """
 
     device: Device
@@ -41,7 +39,6 @@ class Place:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device."""
         return int(self.device.memory_gib * GIB)
 
     def __str__(self) -> str:
@@ -57,7 +54,6 @@ def place_of(
     Args:
         gpu: a name (`H100`, `4090`) or an entry of the table; default: this machine.
         memory_gib: memory of a GPU otherwise unknown, or overriding the table's for `gpu`.
-        gpus: number of GPUs.
 
     Raises:
         ConfigError: an unknown GPU, a number below one.

@@ -37,9 +37,7 @@ class TrainingMode:
     Attributes:
         full: all weights train.
         adapted: paths of the linear layers with an adapter.
-        rank: rank of the adapters.
         added: elements of adapters and of trainable copies of frozen weights.
-        head: the head's weight trains.
         stream: bytes per element of the residual stream: that of the model's dtype.
         fused: adapters run in one function with their base.
         codes: adapters save FP8 codes of their input.
@@ -141,7 +139,6 @@ def _inputs(decoder: Decoder, mode: TrainingMode) -> float:
 
 
 def _reads(linear: Linear) -> str:
-    """Name of the tensor that a layer reads."""
     if linear.name in ("q_proj", "k_proj", "v_proj", "c_attn"):
         return "first norm"
     if linear.name in ("gate_proj", "up_proj", "c_fc"):

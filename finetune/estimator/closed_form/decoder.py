@@ -44,7 +44,6 @@ class Linear(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the weight."""
         return self.n * self.k
 
 
@@ -62,12 +61,10 @@ class Decoder:
     """Parts of a decoder with identical layers.
 
     Attributes:
-        family: `model_type`.
         hidden: width of the residual stream.
         layers: number of layers applied.
         heads, kv_heads, head_dim: attention shape (`bdh`: neurons of a head).
         inner: width inside the feed-forward part (`bdh`: neurons; MoE: of one expert).
-        vocabulary: number of tokens.
         linears: linear layers of one decoder layer.
         vectors: lengths of the norms' weights of one layer.
         experts, active: experts of one layer and those that see a token; 0 without experts.

@@ -80,8 +80,6 @@ def step_work(
     """Compute the work of one GPU in a step.
 
     Args:
-        decoder: shape of the model.
-        mode: training settings.
         static: weights, gradients and states of this GPU.
         rows, length: shape of a micro-batch.
         forwards: 2 if checkpointing recomputes the layers, else 1.

@@ -54,7 +54,6 @@ class Preview:
     """Approximate memory on one GPU, in GiB, and the work of a step.
 
     Attributes:
-        parameters, trainable: element counts, adapters included.
         weights, gradients, optimizer: stored by this GPU from step to step.
         saved: activations saved for backward at the end of forward.
         loss: temporaries of the head, gradients of the last hidden state included.

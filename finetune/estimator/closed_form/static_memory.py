@@ -37,10 +37,8 @@ class Parameters(NamedTuple):
     """Identical parameter tensors.
 
     Attributes:
-        shape: shape of one tensor.
         itemsize: bytes per element, of its gradient too.
         trains: True if they get gradients and optimizer states.
-        count: number of tensors.
         embedding: weights of an `nn.Embedding`, which some optimizers treat apart.
         stored: bytes of one tensor as stored, if not `itemsize` per element.
     """
@@ -82,7 +80,6 @@ class StaticMemory:
 
     @property
     def total(self) -> float:
-        """Bytes of all three parts."""
         return self.weights + self.gradients + self.optimizer
 
     def __str__(self) -> str:

@@ -77,8 +77,6 @@ class Block:
     """A run of addresses within a segment: in use, free, or (expandable only) without memory.
 
     Attributes:
-        address: first byte.
-        size: bytes.
         requested: bytes requested, for a block in use.
         pool: pool that it returns to when freed.
         previous, next: neighbors within the segment, None at its ends.
@@ -98,7 +96,6 @@ class Block:
         self.mapped = True
 
     def link(self, before: Block | None, after: Block | None) -> None:
-        """Insert the block between two blocks of the segment."""
         self.previous, self.next = before, after
         if before is not None:
             before.next = self
@@ -160,7 +157,6 @@ class Pool:
             insort(self.unmapped, (block.address, block))
 
     def drop(self, block: Block) -> None:
-        """Remove a free block from its list."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
@@ -238,7 +234,6 @@ class Allocator:
         return free.pop(index)[2]
 
     def _take(self, nbytes: int) -> bool:
-        """Take memory from the driver; False beyond the limit."""
         if self.limit is not None and self.reserved + nbytes > self.limit:
             return False
         self.reserved += nbytes

@@ -56,9 +56,7 @@ def sdpa_kernel(
     mask, and has no backward for heads above 192 on sm_86 and sm_89.
 
     Args:
-        capability: compute capability of the GPU.
         torch_version: (major, minor[, patch]).
-        head_dim: size of a head.
         masked: an explicit mask is passed (`is_causal` alone is none).
         itemsize: bytes per element of the queries; 4 rules flash and cuDNN out.
     """

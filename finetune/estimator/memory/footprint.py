@@ -40,7 +40,6 @@ class Footprint:
         phases: phase of the step -> kind -> bytes at the phase's peak, of which they are the parts.
         owner: module with the most bytes besides weights, gradients and optimizer states, at the
             highest peak.
-        owned: bytes of the owner.
         workspaces: bytes that libraries store inside the allocator.
         fragments: bytes reserved but not allocated.
         outside: bytes outside the allocator: the CUDA context, NCCL.
@@ -69,7 +68,6 @@ class Footprint:
 
     @property
     def tensors(self) -> int:
-        """Peak of live tensors."""
         return sum(self.kinds.values())
 
     @property

@@ -110,7 +110,6 @@ def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> 
 
 
 def sharded_model(rehearsal: Rehearsal, config: RunConfig, gpus: int) -> Fsdp2:
-    """FSDP2 model of a rehearsal."""
     kept = not fsdp_settings(config.train).reshard
     groups = tuple(replace(g, reshard=False) if kept else g for g in rehearsal.groups.groups)
     trains = sum(group.trainable for group in groups)
@@ -184,7 +183,6 @@ class _ShardedStep:
         return block.nbytes
 
     def kinds_at(self, peak: Peak) -> dict[str, int]:
-        """Bytes by kind at a peak."""
         model, trace = self.model, self.trace
         states, weights = self.optimizer_bytes // model.gpus, model.weight_bytes()
         rest: Counter[str] = Counter()

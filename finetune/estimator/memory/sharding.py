@@ -100,11 +100,9 @@ class Peak:
     """Peak memory of one GPU.
 
     Attributes:
-        total: sum of the parts.
         moment: index of the moment of the peak.
         shards: bytes of sharded weights, gradients and optimizer states.
         gathered: bytes of gathered weights, communication buffers and whole gradients.
-        other: bytes of everything else.
         whole: bytes of whole gradients, part of `gathered`.
     """
 
@@ -121,7 +119,6 @@ class Fsdp2:
     """A model sharded by `fully_shard`.
 
     Attributes:
-        groups: parameter groups, in forward order.
         gpus: number of GPUs that share the model, at least 2.
         compute: bytes per element as gathered and computed with (`param_dtype`).
         stored: bytes per element of a trainable parameter's shard.
@@ -198,7 +195,6 @@ class _Step:
         self.begun: set[int] = set()  # groups whose backward has begun
 
     def enter(self, where: int) -> None:
-        """Proceed to a moment."""
         moment = self.moments[where]
         before = self.moments[where - 1] if where else None
         if before is None or before[:2] != moment[:2]:

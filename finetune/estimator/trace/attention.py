@@ -185,7 +185,6 @@ def choose_attention(model: nn.Module, name: str | None) -> None:
 
 
 def set_attention(model: nn.Module, name: str) -> None:
-    """Set the attention function of all layers by name."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):

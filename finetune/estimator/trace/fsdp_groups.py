@@ -38,7 +38,6 @@ class GroupVisit(NamedTuple):
     """Visit: from event number `start` on, a group computes.
 
     Attributes:
-        phase: phase of the step.
         group: group index; 0 in `loss` and `optimizer`.
         start: index into the events of the trace.
     """
@@ -55,7 +54,6 @@ class ModelGroups:
     Attributes:
         groups: as Accelerate makes them, in forward order.
         modules: module name -> index of its group, for modules whose hooks begin and end visits.
-        head: name of the output embedding.
         trainable_bytes: bytes of all trainable parameters on one device.
     """
 
@@ -171,7 +169,6 @@ class VisitRecorder:
         self.visits.clear()
 
     def move(self, phase: Phase, group: int = 0) -> None:
-        """Proceed to another group or phase."""
         last = self.visits[-1] if self.visits else None
         if self._on and (last is None or (last.phase, last.group) != (phase, group)):
             self.visits.append(GroupVisit(phase, group, len(self._trace.events)))

@@ -36,7 +36,6 @@ COMPILED = (
     "torchao compiles its optimizer: temporaries of the compiled update are not rehearsed; the "
     "optimizer's phase may hold more"
 )
-"""Note on rehearsals of a GPU."""
 PAGED_FROM = 100_000
 """Elements from which bitsandbytes pages a state (`Optimizer8bit.get_state_buffer`)."""
 
@@ -48,7 +47,6 @@ class SteadyScale:
         self._unscaled = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply the loss by the scale."""
         return loss * torch.full((), SCALE)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -66,11 +64,9 @@ class SteadyScale:
         optimizer.step()
 
     def update(self) -> None:
-        """Reset after a step."""
         self._unscaled = False
 
     def get_scale(self) -> float:
-        """Constant scale."""
         return SCALE
 
 

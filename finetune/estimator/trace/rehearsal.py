@@ -88,7 +88,6 @@ class Rehearsal:
 
     Attributes:
         trace: forward and backward of a micro-batch, and the optimizer's step.
-        plan: the precision of every layer.
         tokens: tokens of a micro-batch on one device.
         parameters, trainable: element counts.
         groups: groups of parameters that FSDP2 would gather together.
@@ -121,7 +120,6 @@ def rehearse(
     """Run one step of a recipe on tensors without memory.
 
     Args:
-        config: run configuration.
         device: target device; its kind decides which code path libraries take.
         resolution: precision of the run on that device.
         layers: number of first layers to rehearse, all by default. Fewer are faster, and show the

@@ -59,8 +59,6 @@ class Op(NamedTuple):
 
     Attributes:
         name: such as `aten.mm.default`.
-        inputs, outputs: its tensors.
-        phase: phase of the step.
         module: full name of the innermost running module; in backward, of the module whose saved
             tensor was read last.
     """
@@ -87,7 +85,6 @@ class Storage:
     Attributes:
         phase, module: phase and module that created it.
         dtype: dtype of its first tensor.
-        op: operator that created it.
         kind: one of the kinds listed in the module docstring.
         saved: alive when a backward began.
     """
@@ -106,7 +103,6 @@ class Trace:
     """Record of a program.
 
     Attributes:
-        ops: operators in order.
         events: allocations and frees in order, without those of `initial`.
         storages: storage number -> description.
         initial: storage number -> bytes, for storages present before the first event.
@@ -135,7 +131,6 @@ class Trace:
         return most, at
 
     def since(self, mark: str) -> list[Op]:
-        """Operators after a mark."""
         place = self.marks[mark]
         return self.ops[self.events[place].at if place < len(self.events) else len(self.ops) :]
 
@@ -243,7 +238,6 @@ class Recorder(TorchDispatchMode):
                 self._sort_states()
 
     def mark(self, name: str) -> None:
-        """Mark the current event as `name`."""
         self.trace.marks[name] = len(self.trace.events)
 
     def _sort_states(self) -> None:
@@ -312,7 +306,7 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------------------------- writing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # autograd asks at every node
+        if func is _DEVICE:  # called by autograd at every node
             return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
         kwargs = kwargs or {}
         inputs: list[Tensor] = []
