@@ -8,8 +8,8 @@ reference's loss is kept, and its logits at the first 2,048 labeled positions. C
 
     loss gap     |loss of the export - loss of the reference| / max(loss of the reference, 1 nat)
     KL           mean over positions of KL(reference ‖ export) in nats
-    logit error  ‖export - reference‖ / ‖reference‖, each position's mean removed first (softmax
-        ignores it)
+    logit error  ‖export - reference‖ / ‖reference‖, each position's mean removed first
+                 (softmax ignores it)
     agreement    share of positions with the same top-1 token
 
 A layout mistake, a scale that divides instead of multiplying, or a lost adapter puts these at 1 or

@@ -183,7 +183,6 @@ def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy the run's tokenizer over the original one."""
     for pattern in TOKENIZER:
         for file in source.glob(pattern):
             if file.is_file():

@@ -41,7 +41,6 @@ SMALLEST_SCALE = 1.0
 
 
 def scaler_arguments(precision: PrecisionConfig) -> dict[str, Any]:
-    """Arguments of `torch.amp.GradScaler`."""
     return {
         "init_scale": precision.loss_scale_init,
         "growth_interval": precision.loss_scale_growth_interval,

@@ -271,7 +271,6 @@ def _load_pretrained(
 
 
 def _granularity(held: Sequence[LayerPlan]) -> Granularity:
-    """Granularity of the scales: one plan has one scaling."""
     first = held[0].stored
     assert first
     assert all(row.stored == first for row in held)
@@ -320,7 +319,6 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
 
 
 def lora_config(lora: LoraSection) -> LoraConfig:
-    """Convert a recipe's `lora` section to a `peft.LoraConfig`."""
     from peft import LoraConfig
 
     targets = lora.target_modules

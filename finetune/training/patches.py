@@ -47,14 +47,12 @@ class Patches:
         self._replaced.append((owner, name, original))
 
     def restore(self) -> None:
-        """Restore all originals."""
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)
         self._replaced.clear()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Restore the originals inside the block."""
         in_force = [(owner, name, getattr(owner, name)) for owner, name, _ in self._replaced]
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)

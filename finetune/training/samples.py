@@ -86,7 +86,6 @@ def positions(shape: Any) -> int | None:
 
 
 def length_of(tokenizer: Any, prompt: str) -> int:
-    """Number of tokens of an encoded prompt."""
     return encode(tokenizer, prompt)["input_ids"].shape[1] if prompt else 0
 
 

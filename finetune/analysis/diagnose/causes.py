@@ -442,6 +442,5 @@ def _fewer_updates(facts: Facts) -> tuple[Change, str]:
 
 
 def _with_liger(facts: Facts) -> Change:
-    """Override that fuses the head and its loss on a GPU."""
     liger = facts.device.kind != "cuda" or facts.config.train.get("use_liger_kernel")
     return () if liger else ("train.use_liger_kernel=true",)

@@ -154,21 +154,17 @@ class Facts:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch on one device."""
         return int(self.config.train.get("per_device_train_batch_size", 8))
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one step."""
         return int(self.config.train.get("gradient_accumulation_steps", 1))
 
     @property
     def seconds(self) -> float:
-        """Duration of one optimizer step."""
         return sum(self.parts.values()) or 1e-12
 
     def share(self, seconds: float) -> float:
-        """Share of the step, 0 to 1."""
         return seconds / self.seconds
 
     @property
@@ -178,7 +174,6 @@ class Facts:
 
     @property
     def ran_fp8(self) -> bool:
-        """True if anything ran in FP8."""
         return bool(self.fp8_groups)
 
     @property
@@ -194,7 +189,6 @@ class Facts:
 
     @property
     def is_compiled(self) -> bool:
-        """True if decoder layers are compiled."""
         return self.compiled.startswith("on")
 
     @property

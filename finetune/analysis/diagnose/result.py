@@ -63,7 +63,6 @@ class Diagnosis(JupyterMixin):
 
     @property
     def verdict(self) -> str:
-        """Verdict in a sentence or two."""
         return self.facts.verdict
 
     @property
@@ -82,7 +81,6 @@ class Diagnosis(JupyterMixin):
         return json.dumps(self.as_dict(), indent=1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to plain data."""
         facts, environment, predicted = self.facts, self.receipt.environment, self.predicted_shares
         return {
             "kind": "diagnosis",
@@ -134,7 +132,6 @@ class Diagnosis(JupyterMixin):
         return Group(*self._lines())
 
     def _lines(self) -> Iterator[RenderableType]:
-        """Yield the printed parts, top to bottom."""
         receipt, facts = self.receipt, self.facts
         padding = f", {percent(self.padding)} padding" if self.padding else ""
         many = facts.micro_batches > 1
@@ -182,7 +179,6 @@ class Diagnosis(JupyterMixin):
 
 
 def _plain_group(group: LayerGroup) -> dict[str, Any]:
-    """Group as plain data: kernels with names, precisions under one key."""
     values = asdict(group)
     values["precision"] = {gemm: values.pop(gemm) for gemm in GEMMS}
     values["count"] = len(group.layers)
@@ -191,7 +187,6 @@ def _plain_group(group: LayerGroup) -> dict[str, Any]:
 
 
 def _plain_cause(cause: Cause) -> dict[str, Any]:
-    """Cause as plain data; the key of its text is `words`."""
     return {{"text": "words"}.get(key, key): value for key, value in asdict(cause).items()}
 
 

@@ -225,7 +225,6 @@ class HealthMonitor(TrainerCallback):
                 )
 
     def _warn_once(self, key: str, line: str) -> None:
-        """Warn once per key."""
         if key not in self._warned:
             self._warned.add(key)
             self._say(line)

@@ -207,7 +207,6 @@ class OperandSums:
     change: float | None = None
 
     def add(self, name: str, elements: int, seen: OperandHealth) -> None:
-        """Add one quantized operand."""
         self.amax = max(self.amax, seen.amax)
         self.elements += elements
         self.overflow += seen.overflow * elements
