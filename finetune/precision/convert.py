@@ -31,14 +31,13 @@ ATTRIBUTE = "_finetune_conversion"
 
 
 class Conversion:
-    """A model under a plan: what was changed, and how to change it back.
+    """A model converted to a plan, and the state needed to revert it.
 
     Attributes:
-        model: the root module, whose call is a step's beginning.
-        plan: what the model now equals.
-        backend: the engine of layers that keep their weights, None when there are none in FP8.
-        frozen: the engine of layers whose weights are held in FP8, None when there are none.
-        fused: PEFT's layers whose adapters run with their base in one function.
+        model: root module, whose call begins a step.
+        backend: engine of layers that keep their weights, None without such FP8 layers.
+        frozen: engine of layers with weights stored in FP8, None without them.
+        fused: PEFT's layers whose adapters are fused with their base.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
     """
@@ -61,7 +60,7 @@ class Conversion:
 
     @property
     def engines(self) -> list[Backend]:
-        """What multiplies in FP8: of frozen weights, and of the others."""
+        """FP8 engines: of frozen weights, and of the others."""
         return [engine for engine in (self.frozen, self.backend) if engine is not None]
 
     # ---------------------------------------------------------------------------- apply, revert
@@ -133,14 +132,14 @@ class Conversion:
             )
 
     def is_current(self) -> bool:
-        """Whether the model still is what was converted: same layers, same trainable set."""
+        """True if the model is unchanged since conversion: same layers, same trainable set."""
         planned = {layer.name for layer in self.plan.layers}
         names = {name for name, _, _ in iter_weights(self.model)}
         now = {name for name, p in self.model.named_parameters() if p.requires_grad}
         return self._applied and planned == names and now == self.trainable
 
     def revert(self) -> None:
-        """Give back the plain model. Harmless when already reverted."""
+        """Restore the plain model; repeated calls have no effect."""
         for module in self._swapped:
             unswap(module)
         for module, function in self._checkpointed:
@@ -171,9 +170,9 @@ class Conversion:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call of the root: a step begins, the engine's region, whoever looks on.
+        """Context of a call of the root: step begin, the engines' regions, observers.
 
-        A block and not a pair of hooks: hooks are not run when Ctrl-C arrives in between.
+        A block and not a pair of hooks: hooks do not run after Ctrl-C in between.
         """
         with contextlib.ExitStack() as stack:
             if self.backend is not None:

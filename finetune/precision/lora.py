@@ -50,10 +50,10 @@ from finetune.precision.swap import Swapped
 
 
 class Adapter(NamedTuple):
-    """What a base layer needs to know of its adapter.
+    """Adapter data for its base layer.
 
     Attributes:
-        a, b: the masters [r, K] and [N, r].
+        a, b: masters [r, K] and [N, r].
         scaling: s.
         owners: names of the two, for observers of their GEMMs.
     """
@@ -85,15 +85,11 @@ class AdaptedLinear(torch.autograd.Function):
         """x [M, K] -> y [M, N] in the type of `x`.
 
         Args:
-            ctx: autograd's.
-            x: the input.
-            values, x_inverse: its cast, where the base multiplies in FP8.
-            kept: the codes of `x` in one byte each, to be kept in its place; None keeps `x`.
-            w, w_inverse: the weight [N, K]: codes and scales, or a plain matrix and None.
+            values, x_inverse: cast of x, if the base multiplies in FP8.
+            kept: codes of `x` to save instead of it; None saves `x`.
+            w, w_inverse: weight [N, K]: codes and scales, or a plain matrix and None.
             a, b: masters of the adapter, [r, K] and [N, r].
-            s: its scaling.
             how: arithmetic of the base, None for a plain matmul.
-            owners: names of a and b.
         """
         low_a, low_b = a.to(x.dtype), b.to(x.dtype)
         if how is None:
@@ -141,7 +137,7 @@ class AdaptedLinear(torch.autograd.Function):
 
 
 class AdaptedMixin(Swapped):
-    """In front of a frozen base layer's class: it can be called with its adapter."""
+    """Mixin of a frozen base layer that can be called with its adapter."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -169,11 +165,7 @@ class AdaptedMixin(Swapped):
 
 
 class FusedMixin(ObservedMixin):
-    """In front of PEFT's LoRA layer: in training its adapter goes into the call of the base.
-
-    Attributes:
-        fp8_name: dotted name of this module.
-    """
+    """Mixin of PEFT's LoRA layer: in training its adapter is passed to the base."""
 
     fp8_name: str
     base_layer: nn.Module
@@ -200,12 +192,7 @@ class FusedMixin(ObservedMixin):
 
 
 def why_not_fused(layer: Any, active: list[str]) -> str:
-    """Why PEFT's own forward is to run, empty where the fused function can.
-
-    Args:
-        layer: PEFT's LoRA layer.
-        active: names of its active adapters.
-    """
+    """The reason why PEFT's own forward runs, or "" if the fused function can."""
     if not isinstance(layer.base_layer, AdaptedMixin):  # `disabled` for a while
         return "the base layer is not its own"
     if layer.base_layer.weight.requires_grad:
@@ -223,11 +210,7 @@ def why_not_fused(layer: Any, active: list[str]) -> str:
 
 
 def fused_adapters(layers: Iterable[Any]) -> str:
-    """How many of PEFT's layers run with their base in one function, and why others do not.
-
-    Args:
-        layers: those whose class was changed.
-    """
+    """Number of PEFT's layers fused with their base, and the reasons of the others."""
     reasons = Counter(
         why_not_fused(layer, [name for name in layer.active_adapters if name in layer.lora_A])
         for layer in layers

@@ -47,9 +47,9 @@ class Choice:
     """The user's precision for one module.
 
     Attributes:
-        compute: what was chosen.
-        reason: by which setting.
-        asked: chosen for this very part or name, so it must be honoured or refused.
+        compute: requested precision.
+        reason: setting that requested it.
+        asked: True if requested for this very part or name: honoured or refused.
     """
 
     compute: Compute
@@ -98,7 +98,7 @@ class Choices:
             self._check_kept(pattern, linears)
 
     def of(self, name: str) -> Choice | None:
-        """What was chosen for this module, None when nothing was."""
+        """The requested precision of this module, or None."""
         chosen, asked = self.precision.map, self.precision.compute
         high: Compute = "bf16" if asked == "fp8" else asked
         key = self._key_of(name)

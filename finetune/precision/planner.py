@@ -52,18 +52,15 @@ class LayerPlan:
     """One linear layer, or one parameter that multiplies.
 
     Attributes:
-        name: dotted name of the module, or of the parameter.
-        shape: (N, K): outputs, inputs; of a parameter its last two dimensions, as they are stored.
-        role: what the layer is in the model.
-        frozen: its weight does not train, so there is no wgrad.
-        compute: precision of its GEMMs; `fp8` where the layer is converted.
-        reason: why this precision.
-        gemm_precision: of a converted layer, where it is not all FP8: GEMM -> precision.
-        override: the type was chosen by the user and is not that of the rest of the model: the
-            layer computes in it whatever autocast says.
-        kind: `linear` for a module that is a linear layer, `parameter` for a declared parameter.
-        stored: of a converted layer whose weight is stored only as FP8 codes, what shares a scale
-            in it; empty where the weight stays as it is.
+        name: dotted name of the module or parameter.
+        shape: (N, K), outputs and inputs; for a parameter its last two dimensions as stored.
+        frozen: True if the weight does not train, so there is no wgrad.
+        compute: precision of its GEMMs; `fp8` if the layer is converted.
+        reason: reason for this precision.
+        gemm_precision: GEMM -> precision of a converted layer that is not all FP8.
+        override: True if the user chose a type that overrides autocast.
+        kind: `linear` for a linear layer, `parameter` for a declared parameter.
+        stored: granularity of a weight stored only as FP8 codes, else empty.
     """
 
     name: str
@@ -173,16 +170,16 @@ def _group(name: str) -> str:
 
 
 def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
-    """Decide the precision of every linear layer and declared parameter of `model`, and say why.
+    """Choose the precision of every linear layer and declared parameter, with a reason.
 
     Args:
         model: any module, also on the meta device. Adapters must already be attached.
-        precision: what was asked.
+        precision: requested precision.
 
     Raises:
         PlanError: a choice (`keep`, `map`, `first_n`, `last_n`) reaches nothing or cannot be
-            honoured, or FP8 was asked and no layer can take it.
-        StorageNotComputeError: FP8 was asked and the model's weights are held quantised.
+            honoured, or FP8 was requested and no layer can take it.
+        StorageNotComputeError: FP8 was requested and the model's weights are quantized.
     """
     if precision.compute == "fp8":
         refuse_quantized(model, precision)
@@ -297,7 +294,7 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 
 
 def _stored(row: LayerPlan, module: Any, precision: PrecisionConfig) -> LayerPlan:
-    """The row of a linear layer, whose weight is held in FP8 where it is frozen and computes so."""
+    """Row of a linear layer; its weight is stored in FP8 if it is frozen and computes so."""
     if precision.frozen != "fp8" or row.compute != "fp8" or not row.frozen:
         return row
     if row.name.endswith(".original_module"):  # PEFT trains a copy of it in its place
@@ -407,5 +404,5 @@ def _why_not_fp8(module: nn.Module, shape: tuple[int, int], precision: Precision
 
 
 def alignment(precision: PrecisionConfig) -> int:
-    """What K and N must be multiples of: 16 for FP8 GEMMs, 32 for those of Blackwell's blocks."""
+    """Required divisor of K and N: 16 for FP8 GEMMs, 32 for Blackwell's block formats."""
     return 32 if precision.scaling in ("mxfp8", "nvfp4") else ALIGNMENT

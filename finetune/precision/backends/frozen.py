@@ -41,14 +41,14 @@ from finetune.precision.weights import Tile, dequantize_weight
 
 
 class Arithmetic(NamedTuple):
-    """How the two GEMMs of one frozen layer are done.
+    """Arithmetic of the two GEMMs of one frozen layer.
 
     Attributes:
-        tile: what shares a scale in the stored weight.
-        per_row: x and g are cast per token, else per tensor.
-        pow2: their scales are powers of two.
-        emulate: on codes held in BF16, else by `torch._scaled_mm`.
-        in_bf16: the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
+        tile: tile of the stored weight that shares a scale.
+        per_row: True if x and g are cast per token, else per tensor.
+        pow2: True if their scales are powers of two.
+        emulate: True for codes in BF16, else `torch._scaled_mm`.
+        in_bf16: True if the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
         high: GEMMs that stay in high precision, from the dequantized weight.
     """
 
@@ -72,7 +72,7 @@ class Operand(NamedTuple):
     inverse: Tensor
 
     def bits(self) -> Tensor:
-        """The codes in one byte each, to be kept."""
+        """The codes in one byte each, saved for backward."""
         return self.values.to(E4M3.dtype)
 
 
@@ -87,17 +87,12 @@ def cast(x: Tensor, how: Arithmetic) -> Operand:
 def multiply(
     a: Operand, bits: Tensor, inverse: Tensor, how: Arithmetic, dtype: torch.dtype
 ) -> Tensor:
-    """`a · b` of a cast operand and stored codes.
+    """Multiply a cast operand by stored codes: [M, C] @ [C, D] -> [M, D] in `dtype`.
 
     Args:
         a: [M, C].
         bits: uint8 [C, D], in any layout.
-        inverse: float32, undoes the cast of each column, [1, D], or one number.
-        how: arithmetic.
-        dtype: of the result.
-
-    Returns:
-        [M, D].
+        inverse: float32 inverse scale of each column, [1, D], or one number.
     """
     if how.emulate:
         b = Codes(decode_bits(bits), inverse, E4M3, how.in_bf16)
@@ -171,7 +166,7 @@ def operand(values: Tensor | None, inverse: Tensor | None) -> Operand | None:
 
 
 class SharedCast:
-    """The cast of the last activation, for the layers that are fed the same tensor."""
+    """Cast of the last activation, shared by the layers with the same input."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
@@ -191,7 +186,7 @@ class SharedCast:
         return self._operand
 
     def bits(self) -> Tensor:
-        """One byte for each number of the last operand: what is kept for backward, once."""
+        """Codes of the last operand in one byte each, saved once for backward."""
         assert self._operand is not None
         if self._bits is None:
             self._bits = self._operand.bits()
@@ -219,7 +214,7 @@ class FrozenMixin(Fp8Mixin):
 
 
 class FrozenBackend(Backend):
-    """Makes stored layers multiply in FP8."""
+    """Backend that multiplies stored layers in FP8."""
 
     name = "frozen"
     mixin = FrozenMixin
@@ -250,7 +245,7 @@ class FrozenBackend(Backend):
         return {"fp8_how": self.arithmetic(module.stored_tile)}
 
     def arithmetic(self, tile: Tile) -> Arithmetic:
-        """How a layer with such a stored weight is multiplied."""
+        """Arithmetic of a layer with this storage."""
         p = self.precision
         pow2 = bool(p.power_of_two_scales)
         return Arithmetic(
