@@ -49,6 +49,7 @@ def test_the_real_operator_is_measured_too() -> None:
     assert names == [TORCHAO, "ours", "ours, bf16 kept", "BF16"]
 
 
+@pytest.mark.slow
 def test_adapters_learn_over_both_bases(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(convergence, "HELD_OUT_ROWS", 16)
     monkeypatch.setattr(lora_loss, "BYTES", 100_000)

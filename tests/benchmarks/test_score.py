@@ -317,6 +317,7 @@ def test_held_out_rows_are_scored_apart() -> None:
     json.dumps(board.to_json())
 
 
+@pytest.mark.slow
 def test_every_row_is_in_one_place(tmp_path) -> None:
     rows = [
         ROW,

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.errors import PrecisionError
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 
 
 def losses(make_llama, setup_backend, compile: str) -> list[float]:
@@ -47,6 +47,7 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None:
     """A part of the layers runs uncompiled while it is looked into; nothing is compiled anew."""
@@ -96,7 +97,10 @@ class Net(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "scaling",
+    slow_but(["tensorwise", "rowwise"], ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]),
+)
 def test_emulated_rules_compile(setup_backend, monkeypatch, scaling) -> None:
     """Traced by dynamo and AOTAutograd and run without a code generator: the same bits.
 
