@@ -21,6 +21,7 @@ from finetune.config.schema import EvalConfig
 from finetune.errors import ConfigError
 from finetune.training import samples as sampling
 from finetune.training.samples import answer, undisturbed
+from tests.conftest import slow_but
 
 SHORT = (
     "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",
@@ -76,7 +77,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-@pytest.mark.parametrize("case", ["adapters", "delayed"])
+@pytest.mark.parametrize("case", slow_but(["delayed"], ["adapters", "delayed"]))
 def test_training_is_bit_for_bit_as_without_samples(case, run, delayed_run, tmp_path) -> None:
     """Dropout and checkpointing; and amax histories that evaluation in FP8 records into."""
     if case == "adapters":
