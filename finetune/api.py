@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from finetune.config.recipe import Recipe
-    from finetune.runs.run_report import RunReport
+    from finetune.runs.receipt import RunReport
 
 
 def train(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,3 +149,52 @@ def sft_config(
             f"trl.SFTConfig refuses this combination: {str(error).strip().splitlines()[0]}",
             where="section train",
         ) from error
+
+
+@dataclass(frozen=True)
+class FsdpSettings:
+    """Sharding of a run; defaults of Transformers 5.14 (`TrainingArguments._process_fsdp_args`).
+
+    Attributes:
+        version: version of FSDP.
+        reshard: True if gathered weights are freed after forward.
+        wrapping: policy that chooses the modules gathered together.
+        layers: class names of decoder layers; None: those that the model names.
+        checkpointing: True with FSDP's own activation checkpointing.
+        offload: True if shards are stored in the host's memory.
+    """
+
+    version: int = 2
+    reshard: bool = True
+    wrapping: str = "TRANSFORMER_BASED_WRAP"
+    layers: tuple[str, ...] | None = None
+    checkpointing: bool = False
+    offload: bool = False
+
+
+def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
+    """Settings of a `train` section, whose keys may begin with `fsdp_`.
+
+    Raises:
+        ConfigError: `fsdp_config` names a file that is not there or no JSON.
+    """
+    given = train.get("fsdp_config") or {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(Path(given).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                f"train.fsdp_config cannot be read: {error}", where="train.fsdp_config"
+            ) from None
+    found = {key.removeprefix("fsdp_"): value for key, value in given.items()}
+    layers = found.get("transformer_layer_cls_to_wrap")
+    names = layers.split(",") if isinstance(layers, str) else layers
+    reshard = str(found.get("reshard_after_forward", True)).lower()
+    return FsdpSettings(
+        version=int(found.get("version", 2)),
+        reshard=reshard not in ("false", "no_shard", "shard_grad_op"),
+        wrapping=str(found.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")),
+        layers=None if names is None else tuple(names),
+        checkpointing=str(found.get("activation_checkpointing", False)).lower() == "true",
+        offload=str(found.get("cpu_offload", False)).lower() == "true",
+    )

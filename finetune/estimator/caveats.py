@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finetune.config.fsdp import fsdp_settings
 from finetune.config.optimizers import chosen
+from finetune.config.sft import fsdp_settings
 from finetune.estimator.knobs import attends_by_mask
 from finetune.estimator.measure import Measured
 from finetune.estimator.place import Place

@@ -156,6 +156,27 @@ def decode_e8m0(bits: Tensor) -> Tensor:
     return torch.where(bits == 255, torch.nan, values)
 
 
+_GOLDEN = -7046029254386353131
+"""2^64 divided by the golden ratio, as a signed number: well mixed bits."""
+
+
+def row_hashes(w: Tensor) -> Tensor:
+    """Hash of the bits of each row of a matrix (or column, by memory layout), int64 [R].
+
+        h[r] = Σ_c bits[r, c] · m[c]  mod 2^64,   m[c] = c · golden | 1
+
+    Odd factors, so that every change of one number shows; a factor per column, so that exchanged
+    columns show, which plain sums may miss (in an identity matrix they are all equal).
+    """
+    rows = w if w.is_contiguous() else w.t().contiguous()
+    size, start = rows.element_size(), rows.storage_offset()
+    # Eight bytes at a time if they fill a row: fewer numbers to add.
+    aligned = not (rows.shape[1] * size % 8 or start * size % 8)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    bits = rows.view(torch.int64 if aligned else kinds[size])
+    return (bits * (torch.arange(bits.shape[1], device=w.device) * _GOLDEN | 1)).sum(1)
+
+
 # ------------------------------------------------------------------------------------------ scales
 
 

@@ -13,7 +13,8 @@ the very end), so that a folder says by itself how far its run came:
 
 A process of another machine cannot be asked, nor one of a folder older than `run.json`: those count
 as running while a file of theirs changed in the last `QUIET` seconds. A file that is being written
-may end in half a line: what cannot be read yet is left out, here and nowhere else.
+may end in half a line: what cannot be read yet is left out, here and nowhere else. Checkpoints lie
+in `checkpoints/checkpoint-<step>/` (`finetune.training.checkpoints` writes them).
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from finetune.config.yaml import parse_yaml, plain_data
 from finetune.errors import ConfigError
 
 COMPARISON = "comparison.json"
+CHECKPOINTS = "checkpoints"
+STATE = "trainer_state.json"
+"""The trainer's own state, without which training cannot go on."""
 QUIET = 900.0
 """Seconds without a change after which a run that nobody can be asked about counts as killed."""
 TAIL_BYTES = 1 << 16
@@ -159,10 +163,8 @@ class Run:
     def state(self) -> str:
         """`finished`, `interrupted`, `stopped`, `failed`, `running` or `killed`."""
         ended = self.receipt.get("run", {})
-        if ended.get("interrupted"):
-            return "interrupted"
-        if ended.get("stopped"):
-            return "stopped"
+        if end := next((e for e in ("interrupted", "stopped") if ended.get(e)), ""):
+            return end
         if self.receipt and self.report:
             return "finished"
         if self._lives():
@@ -172,7 +174,8 @@ class Run:
     def _lives(self) -> bool:
         pid = self.start.get("pid")
         if not isinstance(pid, int) or self.start.get("host") != socket.gethostname():
-            return time.time() - self._changed() < QUIET
+            changed = max(file.stat().st_mtime for file in self.folder.iterdir())
+            return time.time() - changed < QUIET
         import psutil
 
         try:
@@ -183,9 +186,6 @@ class Run:
             )
         except psutil.Error:
             return False
-
-    def _changed(self) -> float:
-        return max(file.stat().st_mtime for file in self.folder.iterdir())
 
     @property
     def proven(self) -> bool:
@@ -237,7 +237,7 @@ class Run:
         Losses in nats per token, memory in GiB: the measured peak of a step where there is one,
         else that of the process.
         """
-        memory = self.receipt.get("memory", {}).get("measured_gib")
+        report, memory = self.report, self.receipt.get("memory", {}).get("measured_gib")
         return {
             "recipe": self.recipe,
             "run": self.name,
@@ -248,12 +248,10 @@ class Run:
             "proven": self.proven,
             "step": self.last_step,
             "steps": self.planned_steps,
-            "loss": finite(self.report.get("final_loss") or _last(self.tail, "loss")),
-            "eval_loss": finite(self.report.get("eval_loss") or _last(self.tail, "eval_loss")),
-            "tokens_per_s": finite(
-                self.report.get("tokens_per_s") or _last(self.tail, "tokens_per_s")
-            ),
-            "memory_gib": finite(memory or self.report.get("peak_memory_gib")),
+            "loss": _finite(report.get("final_loss") or _last(self.tail, "loss")),
+            "eval_loss": _finite(report.get("eval_loss") or _last(self.tail, "eval_loss")),
+            "tokens_per_s": _finite(report.get("tokens_per_s") or _last(self.tail, "tokens_per_s")),
+            "memory_gib": _finite(memory or report.get("peak_memory_gib")),
         }
 
     @cached_property
@@ -272,14 +270,31 @@ class Run:
         return list(_rows_of(text))
 
 
-def finite(value: Any) -> float | None:
+def _finite(value: Any) -> float | None:
     """A number that can be shown; None for what is missing, NaN or infinite."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return None
 
 
-# ------------------------------------------------------------------------------------------ read
+# --------------------------------------------------------------------------- checkpoints, reading
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Step -> folder of every `checkpoint-<step>` in a folder, in the order of steps."""
+    steps = {path.name.rpartition("-")[2]: path for path in folder.glob("checkpoint-*")}
+    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step in a folder, if any."""
+    complete = [path for path in checkpoints_in(folder).values() if (path / STATE).is_file()]
+    return complete[-1] if complete else None
+
+
+def scaling_file(process: int) -> str:
+    """Name of a process's file of FP8 scaling state in a checkpoint."""
+    return f"fp8_scaling{f'_{process}' if process else ''}.safetensors"
 
 
 def _read(file: Path) -> str:

@@ -1,11 +1,16 @@
-"""The receipt of a run: what was asked, what ran, and on what evidence. Knows no torch.
+"""The receipt of a run and the report around it: `receipt.json` and `report.json`.
 
-`receipt.json` is read by people and by other tools; the keys named in `Receipt` are stable.
+The receipt says what was requested, what ran, and on what evidence; the report adds losses, speed,
+samples and scores. Both files are read by people and other tools, and both objects show themselves
+in a terminal or notebook. Tables fold a model's hundreds of layers to groups of those that ran
+alike. The keys named in `Receipt` are stable. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +20,11 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from finetune.runs.folder import write_whole
-from finetune.runs.layer_groups import layer_groups, name_parts
+from finetune.runs.folder import CHECKPOINTS, checkpoints_in, write_whole
 from finetune.units import percent, size_of_gib
+
+PEFT_WRAPPERS = ("base_layer", "default")
+"""Parts that PEFT adds to the names of layers: the layer it wraps, and its first adapter."""
 
 
 @dataclass
@@ -43,6 +50,49 @@ class LayerReceipt:
     calls: dict[str, int]
     flops: int
     reason: str
+
+
+def name_parts(name: str) -> list[str]:
+    """`model.layers.0.self_attn.q_proj.base_layer` -> `model layers self_attn q_proj`."""
+    return [p for p in name.split(".") if not p.isdigit() and p not in PEFT_WRAPPERS]
+
+
+def layer_kind(name: str) -> str:
+    """`model.layers.0.self_attn.q_proj.base_layer` -> `q_proj`; of adapters `q_proj.lora_A`."""
+    parts = name_parts(name)
+    return ".".join(parts[-2:]) if parts[-1].startswith("lora_") else parts[-1]
+
+
+def layer_groups(
+    layers: Iterable[LayerReceipt], *, by_kind: bool = False
+) -> list[list[LayerReceipt]]:
+    """Layers that ran alike, in the order of the model.
+
+    Layers `0.q_proj 0.v_proj 1.q_proj 1.v_proj lm_head`, of which the head ran in BF16, are two
+    groups, `[0.q_proj 0.v_proj 1.q_proj 1.v_proj] [lm_head]`; by kind (`q_proj`, and its shape)
+    they are three.
+    """
+    groups: dict[tuple[object, ...], list[LayerReceipt]] = {}
+    for row in layers:
+        kind = (layer_kind(row.name), tuple(row.shape)) if by_kind else ()
+        key = (row.role, *kind, row.fprop, row.dgrad, row.wgrad, row.reason)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:
+    """Groups of layers as rows of text: count, names, three precisions, share of FLOPs, reason."""
+    total = sum(layer.flops for layer in layers) or 1
+    return [
+        (
+            str(len(rows)),
+            " ".join(dict.fromkeys(name_parts(row.name)[-1] for row in rows)),
+            *(p if p != "none" else "-" for p in (rows[0].fprop, rows[0].dgrad, rows[0].wgrad)),
+            f"{sum(row.flops for row in rows) / total:.1%}",
+            rows[0].reason,
+        )
+        for rows in layer_groups(layers)
+    ]
 
 
 @dataclass
@@ -88,11 +138,10 @@ class Receipt(JupyterMixin):
     @property
     def role_share(self) -> dict[str, float]:
         """Role -> its share of the FLOPs of the observed micro-step."""
-        total = sum(layer.flops for layer in self.layers)
-        flops: dict[str, int] = {}
+        flops: Counter[str] = Counter()
         for layer in self.layers:
-            flops[layer.role] = flops.get(layer.role, 0) + layer.flops
-        return {role: done / total for role, done in flops.items()} if total else {}
+            flops[layer.role] += layer.flops
+        return {role: done / flops.total() for role, done in flops.items() if flops.total()}
 
     def to_json(self) -> str:
         """The receipt as indented JSON."""
@@ -115,43 +164,45 @@ class Receipt(JupyterMixin):
         return f"{p['ran'].upper()}, {self.status}: no matmul ran in FP8" + (held and f"; {held}")
 
     def __rich__(self) -> RenderableType:
-        """Headline, loud lines, layers by group, trainable parameters."""
-        parts: list[RenderableType] = [Text(self.headline, style="bold")]
+        """Headline, loud lines, layers by group, trainable parameters, memory."""
+        return Group(*self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        yield Text(self.headline, style="bold")
         if self.precision.get("fallback"):
-            parts.append(Text(f"! {self.precision['fallback']}", style="bold red"))
-        parts.append(Text(f"  compile: {self.precision.get('compile', 'off')}", style="dim"))
+            yield Text(f"! {self.precision['fallback']}", style="bold red")
+        yield Text(f"  compile: {self.precision.get('compile', 'off')}", style="dim")
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in ("layers", "", "fprop", "dgrad", "wgrad", "FLOPs", "reason"):
             table.add_column(column, no_wrap=column not in ("", "reason"))
         for row in group_layers(self.layers):
             table.add_row(*row)
-        parts.append(table)
+        yield table
         if self.role_share.get("adapter"):
             shares = ", ".join(f"{role} {share:.1%}" for role, share in self.role_share.items())
-            parts.append(Text(f"matmul FLOPs: {shares}"))
+            yield Text(f"matmul FLOPs: {shares}")
             if self.precision.get("adapters"):
-                parts.append(Text(f"adapters: {self.precision['adapters']}", style="dim"))
-        t = self.trainable
-        if t:
-            parts.append(
-                Text(
-                    f"trainable parameters: {t['before']:,} before, {t['after']:,} after "
-                    f"preparation, {t['in_optimizer']:,} in the optimizer, {t['moved']:,} moved"
-                    + _per_parameter(t)
+                yield Text(f"adapters: {self.precision['adapters']}", style="dim")
+        if t := self.trainable:
+            state, owned = t.get("optimizer_state_bytes", 0), t["in_optimizer"]
+            yield Text(
+                f"trainable parameters: {t['before']:,} before, {t['after']:,} after preparation, "
+                f"{owned:,} in the optimizer, {t['moved']:,} moved"
+                + (
+                    f"; {state / owned:.2f} bytes of optimizer state each"
+                    if state and owned
+                    else ""
                 )
             )
             if t.get("below_resolution"):
-                parts.append(
-                    Text(
-                        f"! {t['below_resolution']:,} parameters get updates smaller than their "
-                        "type can hold at this learning rate and stand still; BF16 weights need "
-                        "model.dtype=float32",
-                        style="yellow",
-                    )
+                yield Text(
+                    f"! {t['below_resolution']:,} parameters get updates smaller than their type "
+                    "can hold at this learning rate and stand still; BF16 weights need "
+                    "model.dtype=float32",
+                    style="yellow",
                 )
         if line := memory_line(self.memory):
-            parts.append(Text(line))
-        return Group(*parts)
+            yield Text(line)
 
 
 def memory_line(memory: dict[str, Any]) -> str:
@@ -172,21 +223,93 @@ def memory_line(memory: dict[str, Any]) -> str:
     return f"memory: {', '.join(parts)}" if parts else ""
 
 
-def _per_parameter(trainable: dict[str, int]) -> str:
-    state, owned = trainable.get("optimizer_state_bytes", 0), trainable["in_optimizer"]
-    return f"; {state / owned:.2f} bytes of optimizer state each" if state and owned else ""
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the trained model's greedy answer."""
+
+    prompt: str
+    answer: str
 
 
-def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:
-    """Layers with the same role, precisions and reason, folded to one row of text for a table."""
-    total = sum(layer.flops for layer in layers) or 1
-    return [
-        (
-            str(len(rows)),
-            " ".join(dict.fromkeys(name_parts(row.name)[-1] for row in rows)),
-            *(p if p != "none" else "-" for p in (rows[0].fprop, rows[0].dgrad, rows[0].wgrad)),
-            f"{sum(row.flops for row in rows) / total:.1%}",
-            rows[0].reason,
-        )
-        for rows in layer_groups(layers)
-    ]
+@dataclass(frozen=True)
+class RunReport(JupyterMixin):
+    """Results of a run.
+
+    Attributes:
+        folder: the run folder.
+        receipt: the proof of what ran.
+        first_loss, final_loss: first and last logged training loss.
+        eval_loss: last held-out loss, None without held-out rows.
+        tokens_per_s: median over logging intervals, the first left out.
+        seconds: duration of training, evaluation included.
+        peak_memory_gib: peak of allocated memory.
+        samples: answers of the trained model.
+        tasks: scores on `eval.tasks`, name -> metric -> value.
+        interrupted: True if stopped by Ctrl-C; `checkpoints/` has the last step saved.
+    """
+
+    folder: Path
+    receipt: Receipt
+    first_loss: float | None
+    final_loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+    seconds: float
+    peak_memory_gib: float
+    samples: list[Sample] = field(default_factory=list)
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def __rich__(self) -> RenderableType:
+        """Samples, scores, receipt, facts, and what to do if it did not end well."""
+        return Group(*self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        for sample in self.samples:
+            yield Text("> ", style="dim") + Text(sample.prompt, style="italic")
+            yield Text(f"  {sample.answer}")
+        for name, scores in self.tasks.items():
+            yield Text(f"{name}: {describe(scores)}")
+        yield Text()
+        yield self.receipt
+        yield Text(", ".join(self._facts()))
+        if self.interrupted:
+            resume = f"go on with train.resume_from_checkpoint={self.folder}"
+            saved = checkpoints_in(self.folder / CHECKPOINTS)
+            end = resume if saved else "before a checkpoint was saved"
+            yield Text(f"interrupted; {end}", style="yellow", no_wrap=True, overflow="ignore")
+        elif self.receipt.status != "proven":
+            yield Text(
+                "! this run is not proven: the proof needs two optimizer steps with a learning "
+                "rate above zero",
+                style="bold red",
+            )
+        yield Text(f"run folder: {self.folder}", no_wrap=True, overflow="ignore")
+
+    def _facts(self) -> Iterator[str]:
+        if self.first_loss is not None:
+            yield f"loss {self.first_loss:.3f} -> {self.final_loss:.3f}"
+        if self.eval_loss is not None:
+            yield f"held-out loss {self.eval_loss:.4f}"
+        yield f"{self.seconds:.0f} s"
+        yield f"peak memory {self.peak_memory_gib:.2f} GiB"
+        if self.tokens_per_s:
+            yield f"{self.tokens_per_s:,.0f} tok/s"
+
+    def to_json(self) -> str:
+        """The report without the receipt, which has a file of its own."""
+        values = asdict(self) | {"folder": str(self.folder)}
+        del values["receipt"]
+        status = self.receipt.status
+        return json.dumps(values | {"status": status, "proven": status == "proven"}, indent=1)
+
+
+def describe(scores: dict[str, Any]) -> str:
+    """`acc 0.520 ± 0.071, acc_norm 0.560 ± 0.071 (50 rows)`: the scores of one task."""
+    facts = []
+    for metric, value in scores.items():
+        if metric in ("n", "version") or metric.endswith("_stderr"):
+            continue
+        spread = scores.get(f"{metric}_stderr")
+        facts.append(f"{metric} {value:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""))
+    return ", ".join(facts) + (f" ({scores['n']:,} rows)" if "n" in scores else "")

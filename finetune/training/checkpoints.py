@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-from finetune.runs.checkpoint import FOLDER, STATE, checkpoints_in, scaling_file
+from finetune.runs.folder import CHECKPOINTS, STATE, checkpoints_in, scaling_file
 from finetune.training.session import Session
 
 
@@ -35,8 +35,8 @@ def resume_folder(config: RunConfig) -> Path | None:
     if not value:
         return None
     folder = Path(str(value)).expanduser()
-    if (folder / FOLDER).is_dir():  # a run folder: its newest checkpoint
-        folder = folder / FOLDER
+    if (folder / CHECKPOINTS).is_dir():  # a run folder: its newest checkpoint
+        folder = folder / CHECKPOINTS
     folder = next(reversed(checkpoints_in(folder).values()), folder)
     if not (folder / STATE).is_file():
         raise ConfigError(

@@ -30,7 +30,7 @@ import yaml
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, nearest
 from finetune.hardware.requirements import EVAL_EXTRA, require
-from finetune.runs.run_report import describe
+from finetune.runs.receipt import describe
 from finetune.training.model import ASSETS
 from finetune.training.samples import autocast, undisturbed
 

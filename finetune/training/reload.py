@@ -115,7 +115,7 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
     from safetensors.torch import load_file
 
-    from finetune.runs.checkpoint import scaling_file
+    from finetune.runs.folder import scaling_file
 
     if run.config.precision.scaling != "delayed":
         return

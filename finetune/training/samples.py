@@ -28,7 +28,7 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-from finetune.runs.run_report import Sample
+from finetune.runs.receipt import Sample
 from finetune.training.memory_meter import MemoryMeter
 
 if TYPE_CHECKING:

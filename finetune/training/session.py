@@ -30,8 +30,7 @@ from finetune.precision.formats import E4M3
 from finetune.precision.layers import iter_linears, iter_parameters, iter_weights
 from finetune.precision.lora import fused_adapters
 from finetune.precision.planner import PrecisionPlan, plan, refuse_quantized
-from finetune.precision.proof.movement import is_torchao
-from finetune.precision.proof.proof import Proof, named_trainable
+from finetune.precision.proof.proof import Proof, is_torchao, named_trainable
 from finetune.precision.stored import StoredMixin, stored_as, stored_weights
 from finetune.precision.weights import serves
 from finetune.runs.receipt import Receipt

@@ -24,8 +24,7 @@ from finetune.errors import ConfigError, FinetuneError
 from finetune.hardware.device import this_device
 from finetune.precision.stored import stored_weights
 from finetune.runs.folder import write_start
-from finetune.runs.receipt import Receipt
-from finetune.runs.run_report import RunReport, Sample
+from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.training import low_bit
 from finetune.training.conditions import conditions_of

@@ -23,8 +23,7 @@ from finetune.estimator.closed_form.flops import EAGER_CAST_BYTES, FUSED_CAST_BY
 from finetune.estimator.speed.efficiency import efficiency_of
 from finetune.estimator.speed.step_parts import PROFILED_PARTS
 from finetune.hardware.gpus import named_gpu
-from finetune.runs.layer_groups import layer_kind
-from finetune.runs.receipt import LayerReceipt
+from finetune.runs.receipt import LayerReceipt, layer_kind
 from tests.conftest import A100, CPU, H100
 
 (FP8_GEMM, GEMM, CASTS, ATTENTION, POINTWISE, OPTIMIZER, COMMUNICATION, HOST, OTHER) = (

@@ -49,8 +49,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, FinetuneError
 from finetune.hardware.device import Device, this_device
 from finetune.hardware.requirements import has_liger
-from finetune.precision.proof.movement import fingerprint
-from finetune.precision.proof.proof import Proof
+from finetune.precision.proof.proof import Proof, fingerprint
 from finetune.runs.folder import new_folder
 from finetune.training.memory_meter import MemoryMeter
 from finetune.training.session import Session

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finetune.config.fsdp import FsdpSettings, fsdp_settings
 from finetune.config.schema import RunConfig
+from finetune.config.sft import FsdpSettings, fsdp_settings
 from finetune.errors import ConfigError, FinetuneError
 from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import estimate

@@ -10,7 +10,8 @@ from torch import nn
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
 from finetune.precision.backends import emulated
-from finetune.precision.backends.emulated import EmulatedBackend, HeldWeight, fingerprint
+from finetune.precision.backends.emulated import EmulatedBackend, HeldWeight
+from finetune.precision.formats import row_hashes
 from finetune.precision.scaling import BlockwiseRule, MxRule, NvRule, RowwiseRule, TensorwiseRule
 from finetune.training import session
 from tests.conftest import batch
@@ -170,12 +171,12 @@ def test_codes_are_never_stale(how, dtype) -> None:
 
 def test_one_weight_of_a_million_is_noticed() -> None:
     w = torch.randn(1024, 1024)
-    bits = fingerprint(w)
-    assert torch.equal(fingerprint(w.clone()), bits)
+    bits = row_hashes(w)
+    assert torch.equal(row_hashes(w.clone()), bits)
     w.data[517, 3] = torch.nextafter(w[517, 3], torch.tensor(9.0))
-    assert not torch.equal(fingerprint(w), bits)
+    assert not torch.equal(row_hashes(w), bits)
     for odd in (w[:, :3], w[5:7], w.t(), w.bfloat16()[:, 1:4], w.bfloat16()[3]):
-        fingerprint(odd if odd.dim() == 2 else odd[None])  # any layout
+        row_hashes(odd if odd.dim() == 2 else odd[None])  # any layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -186,8 +187,8 @@ def test_an_exchange_of_columns_is_noticed_where_no_sum_changes(dtype) -> None:
     exchanged[:, [0, 8]] = exchanged[:, [8, 0]]
     assert torch.equal(exchanged.sum(0), w.sum(0))
     assert torch.equal(exchanged.sum(1), w.sum(1))
-    assert not torch.equal(fingerprint(exchanged), fingerprint(w))
-    assert not torch.equal(fingerprint(exchanged.t()), fingerprint(w))
+    assert not torch.equal(row_hashes(exchanged), row_hashes(w))
+    assert not torch.equal(row_hashes(exchanged.t()), row_hashes(w))
 
 
 def test_what_is_held_are_fp8_bits() -> None:

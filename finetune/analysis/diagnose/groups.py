@@ -28,8 +28,7 @@ from torch import Tensor
 from finetune.analysis.diagnose.timeline import Slice, Timeline
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.precision.proof import witness
-from finetune.runs.layer_groups import layer_groups, layer_kind
-from finetune.runs.receipt import LayerReceipt
+from finetune.runs.receipt import LayerReceipt, layer_groups, layer_kind
 from finetune.training.health.operands import GroupSums
 
 LOW = frozenset({"fp8", "fp4"})

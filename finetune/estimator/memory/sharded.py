@@ -24,8 +24,8 @@ from dataclasses import replace
 
 import torch
 
-from finetune.config.fsdp import fsdp_settings
 from finetune.config.schema import RunConfig
+from finetune.config.sft import fsdp_settings
 from finetune.errors import ConfigError, PrecisionError
 from finetune.estimator.memory.allocator import replay_events
 from finetune.estimator.memory.footprint import LASTING, Footprint, footprint, tensor_footprint

@@ -37,10 +37,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from finetune.config.fsdp import fsdp_settings
 from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig
-from finetune.config.sft import sft_config
+from finetune.config.sft import fsdp_settings, sft_config
 from finetune.errors import FinetuneError, RehearsalError
 from finetune.estimator.trace.attention import choose_attention
 from finetune.estimator.trace.fake_cuda import on_gpu, replaced, to_fake, without_memory

@@ -7,7 +7,6 @@ every rule, and each of its three GEMMs may stay in high precision.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Hashable
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision.backends.base import Backend, Fp8Mixin, compute_dtype, restore
-from finetune.precision.formats import E2M1, E4M3, Format, decode
+from finetune.precision.formats import E2M1, E4M3, Format, decode, row_hashes
 from finetune.precision.gemm import Codes, scaled_mm
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import (
@@ -124,7 +123,7 @@ class HeldWeight:
             self._held.clear()
             self._made_after = self.updates.count
         # A parameter may contain many matrices, and be multiplied in either orientation.
-        key, bits = (dim, x.data_ptr(), x.shape, x.stride()), fingerprint(x)
+        key, bits = (dim, x.data_ptr(), x.shape, x.stride()), row_hashes(x)
         if key not in self._held or not torch.equal(self._held[key][0], bits):
             codes = self.rule.cast(operand, x, dim)
             # E2M1 numbers are E4M3 numbers too, and torch has no four-bit type that computes.
@@ -132,31 +131,6 @@ class HeldWeight:
             self._held[key] = bits, codes._replace(values=codes.values.to(kind))
         held = self._held[key][1]
         return held._replace(values=decode(held.values).to(torch.bfloat16))
-
-
-def fingerprint(w: Tensor) -> Tensor:
-    """Hash of each row of a matrix (or column, by memory layout), int64 in one dimension.
-
-        h[r] = Σ_c bits[r, c] · m[c]  mod 2^64,   m random and odd
-
-    Odd, so that every change of one number shows; a factor per column, so that exchanged columns
-    show, which plain sums may miss (in an identity matrix they are all equal). Two different rows
-    collide with a probability of about 2^-63.
-    """
-    rows = w if w.is_contiguous() else w.t().contiguous()
-    size, start = rows.element_size(), rows.storage_offset()
-    # Eight bytes at a time if they fill a row: fewer numbers to add.
-    aligned = not (rows.shape[1] * size % 8 or start * size % 8)
-    kind = torch.int64 if aligned else {2: torch.int16, 4: torch.int32}[size]
-    words = rows.view(kind)
-    return (words * _multipliers(words.shape[1], w.device)).sum(1)
-
-
-@functools.cache
-def _multipliers(count: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-(2**62), 2**62, (count,), generator=generator)
-    return (2 * numbers + 1).to(device)
 
 
 class Updates:

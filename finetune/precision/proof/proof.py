@@ -1,25 +1,29 @@
-"""The proof: in its first steps, a run shows that it is what was asked, or it is stopped.
+"""The proof: in its first steps, a run shows that it is what was requested, or it is stopped.
 
 Three things are observed, none read off a flag:
 
 1. *GEMMs.* The first training micro-step is run under a `Witness`: every planned FP8 layer must
-   have run FP8 GEMMs and nothing else, and FP8 asked must not come out as a share of 0.
+   have run FP8 GEMMs and nothing else, and requested FP8 must have a share above 0.
 2. *The trainable set.* What trained before preparation must train after it, no more and no less,
    and every such parameter must be in the optimizer.
-3. *Movement.* By the second optimizer step with a learning rate above zero every trainable
-   parameter must have changed (LoRA's A has no gradient until B has moved). One exception is told
-   and not stopped: a weight with a gradient whose update is less than its type can hold.
+3. *Movement.* By the second optimizer step with a learning rate above zero the bits of every
+   trainable parameter must have changed (LoRA's A has no gradient until B has moved). Where they
+   have not, the gradient and the optimizer's statistics tell a dead weight (all zeros), which
+   stops the run, from one whose update is less than its type can hold, which is only reported.
+
+Of sharded tensors this process's shard is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -29,13 +33,13 @@ from torch.optim.optimizer import (
 from finetune.errors import ProofError, some
 from finetune.precision.backends.base import in_backward
 from finetune.precision.convert import Conversion
+from finetune.precision.formats import row_hashes
 from finetune.precision.planner import GEMMS
-from finetune.precision.proof import autograd_watch
-from finetune.precision.proof.movement import fingerprint, stored_bytes, was_updated
-from finetune.precision.proof.witness import NOT_LINEAR, Witness
+from finetune.precision.proof.witness import NOT_LINEAR, Seen, Witness
 from finetune.runs.receipt import LayerReceipt
 
 EFFECTIVE_STEPS = 2
+_CHUNK = 2**22  # numbers of a parameter hashed at a time
 
 
 def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -48,7 +52,7 @@ class Proof:
 
     Attributes:
         status: `proven`, or what is still missing.
-        is_open: steps are still observed.
+        is_open: True while steps are observed.
         layers: rows of the receipt, after the first micro-step.
         flop_share: precision -> share of matmul FLOPs.
         trainable: counts for the receipt.
@@ -86,14 +90,14 @@ class Proof:
         self._effective_steps: dict[int, int] = {}
         self._state_bytes: dict[int, int] = {}
         conversion.around.append(self._around_forward)
-        autograd_watch.listen(self)
+        _watch_backwards(self)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
 
     def close(self) -> None:
-        """Stop observing. Harmless when already stopped."""
+        """Stop observing; repeated calls have no effect."""
         self._stop_witness()
         self.is_open = False
 
@@ -120,7 +124,7 @@ class Proof:
 
     @contextlib.contextmanager
     def watch_backward(self) -> Iterator[None]:
-        """Around a backward of anything."""
+        """Context of a backward, of this model or another."""
         witness = self._witness
         if witness is None:
             yield
@@ -141,7 +145,7 @@ class Proof:
             self._after_gemms()
 
     def _stop_witness(self) -> None:
-        autograd_watch.stop(self)
+        _unwatch_backwards(self)
         if self._around_forward in self.conversion.around:
             self.conversion.around.remove(self._around_forward)
         if self._witness is not None:
@@ -155,53 +159,55 @@ class Proof:
             shares[precision] = shares.get(precision, 0.0) + seen.flops / total
         self.flop_share = dict(sorted(shares.items()))
         self.layers = self._layer_receipts(witness)
-        plan = self.conversion.plan
-        asked = plan.precision.compute
-        asked = plan.precision.low if asked == "fp8" else asked
         self.status = "not proven: weights have not been seen to move"
+        plan = self.conversion.plan
+        requested: str = plan.precision.compute
+        requested = plan.precision.low if requested == "fp8" else requested
         # Heads and adapters follow policies of their own, unless the user chose their precision. A
         # parameter that is not converted is multiplied as its module does it.
         planned = {
             layer.name: layer
             for layer in plan.layers
-            if layer.override or layer.compute in ("fp8", asked if layer.role == "base" else "fp8")
             if layer.kind == "linear" or layer.compute == "fp8"
+            if layer.override
+            or layer.compute == "fp8"
+            or (layer.role == "base" and layer.compute == requested)
         }
+        rows = [row for row in self.layers if row.name in planned]
         silent = sorted((planned.keys() & witness.called) - witness.owners)
         other = [f"{name} was called and multiplied nothing" for name in silent]
         other += [
             f"{row.name} was multiplied outside a call of the prepared model"
-            for row in self.layers
-            if row.name in planned and row.fprop == "none" != row.wgrad
+            for row in rows
+            if row.fprop == "none" != row.wgrad
         ]
         other += [
             f"{row.name} {gemm}={getattr(row, gemm)}"
-            for row in self.layers
-            if row.name in planned
+            for row in rows
             for gemm in GEMMS
             if getattr(row, gemm) not in (planned[row.name].would_run(gemm), "none")
         ]
-        if other or not shares.get(asked):
+        if other or not shares.get(requested):
             self._fail(
-                f"{asked.upper()} was asked and did not run",
+                f"{requested.upper()} was asked and did not run",
                 where=", ".join(other[:6]) or "all layers",
-                why=f"of the matmul FLOPs of the first step {shares.get(asked, 0):.1%} ran in "
-                f"{asked.upper()}",
+                why=f"of the matmul FLOPs of the first step {shares.get(requested, 0):.1%} ran in "
+                f"{requested.upper()}",
                 fix="look at the plan with `python -m finetune validate RECIPE`; a layer called "
                 "outside the model's forward, or replaced after preparation, is not converted; a "
                 "model in evaluation mode (model.eval()) multiplies in high precision; SFTTrainer "
                 "multiplies the output head inside its loss, past the head's layer; a declared "
                 "parameter is to be multiplied itself or as a view (autocast casts it), not a copy"
-                + ("; FP32 needs model.dtype=float32" if asked == "fp32" else ""),
+                + ("; FP32 needs model.dtype=float32" if requested == "fp32" else ""),
             )
 
     def _layer_receipts(self, witness: Witness) -> list[LayerReceipt]:
-        by_layer: dict[str, dict[str, list[tuple[str, Any]]]] = {}
+        by_layer: dict[str, list[tuple[str, str, Seen]]] = {}
         for (name, gemm, precision), seen in witness.seen.items():
-            by_layer.setdefault(name, {}).setdefault(gemm, []).append((precision, seen))
+            by_layer.setdefault(name, []).append((gemm, precision, seen))
         rows = []
         for layer in self.conversion.plan.layers:
-            seen = by_layer.pop(layer.name, {})
+            seen = by_layer.pop(layer.name, [])
             reason = layer.reason if seen else f"did not run in the observed step ({layer.reason})"
             rows.append(_row(layer.name, layer.shape, layer.role, seen, reason))
         for name, seen in by_layer.items():
@@ -212,7 +218,6 @@ class Proof:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         owned = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        trainable = named_trainable(self.model)
         if not self.is_open or not any(id(p) in owned for p in self.model.parameters()):
             return
         if self._witness is not None:
@@ -222,6 +227,7 @@ class Proof:
                 why="what ran cannot be told: FP8 has not been proven",
                 fix="call the prepared model itself, not its parts, and then loss.backward()",
             )
+        trainable = named_trainable(self.model)
         self._judge_trainable_set(trainable)
         self._owned |= owned.keys()
         switched_off = {key for key, lr in owned.items() if not lr > 0}
@@ -249,9 +255,7 @@ class Proof:
         if not self.is_open or not concerned:
             return
         steps = self._effective_steps
-        steps.setdefault(id(optimizer), 0)
-        if owned - self._idle:
-            steps[id(optimizer)] += 1
+        steps[id(optimizer)] = steps.get(id(optimizer), 0) + bool(owned - self._idle)
         self.trainable["in_optimizer"] = sum(
             p.numel() for p in self.model.parameters() if id(p) in self._owned
         )
@@ -277,7 +281,7 @@ class Proof:
             )
 
     def _moved(self, trainable: dict[str, nn.Parameter]) -> dict[str, bool]:
-        """Which trainable parameters differ from what they were before the first step."""
+        """True for each trainable parameter that differs from before the first step."""
         moved = {name: fingerprint(p) != self._prints.get(name) for name, p in trainable.items()}
         if dist.is_initialized() and dist.get_world_size() > 1:  # a shard may stand still alone
             device = next(iter(trainable.values())).device
@@ -291,7 +295,7 @@ class Proof:
         self, optimizer: Optimizer, trainable: dict[str, nn.Parameter], moved: dict[str, bool]
     ) -> None:
         still = [n for n, m in moved.items() if not m and id(trainable[n]) not in self._idle]
-        rounded = [n for n in still if was_updated(trainable[n], optimizer)]
+        rounded = [n for n in still if _was_updated(trainable[n], optimizer)]
         self.trainable["below_resolution"] = sum(trainable[n].numel() for n in rounded)
         dead = [name for name in still if name not in rounded]
         if dead:
@@ -313,15 +317,14 @@ class Proof:
         raise ProofError(what, where=where, why=why, fix=fix)
 
 
-def _row(name: str, shape: tuple[int, int], role: str, seen: Any, reason: str) -> LayerReceipt:
-    def ran(gemm: str) -> str:
-        # The lowest precision must not hide a higher one: 'bf16+fp8' where both ran.
-        return "+".join(sorted({precision for precision, _ in seen.get(gemm, [])})) or "none"
-
-    calls = {gemm: sum(s.calls for _, s in seen.get(gemm, [])) for gemm in GEMMS}
-    flops = sum(s.flops for entries in seen.values() for _, s in entries)
-    gemms = {gemm: ran(gemm) for gemm in GEMMS}
-    return LayerReceipt(name, shape, role, calls=calls, flops=flops, reason=reason, **gemms)
+def _row(
+    name: str, shape: tuple[int, int], role: str, seen: list[tuple[str, str, Seen]], reason: str
+) -> LayerReceipt:
+    # The lowest precision must not hide a higher one: 'bf16+fp8' where both ran.
+    ran = {g: "+".join(sorted({p for of, p, _ in seen if of == g})) or "none" for g in GEMMS}
+    calls = {gemm: sum(s.calls for of, _, s in seen if of == gemm) for gemm in GEMMS}
+    flops = sum(s.flops for _, _, s in seen)
+    return LayerReceipt(name, shape, role, calls=calls, flops=flops, reason=reason, **ran)
 
 
 def _why_still(dead: list[nn.Parameter]) -> str:
@@ -331,3 +334,115 @@ def _why_still(dead: list[nn.Parameter]) -> str:
         return "no gradient reached them"
     who = "all" if zeros == len(dead) else f"{zeros}"
     return f"the gradients of {who} of them are zeros throughout"
+
+
+# ------------------------------------------------------- backwards, whoever starts them
+#
+# Accelerate, Trainer and hand-written loops all go through `torch.autograd.backward` or `.grad`. A
+# dispatch mode must be entered on the thread that calls them: autograd's own threads inherit it.
+# Both functions are patched while a proof is open, once for all proofs, and restored afterwards.
+
+_watching: list[Proof] = []
+_plain: dict[str, Any] = {}
+
+
+def _watch_backwards(proof: Proof) -> None:
+    _watching.append(proof)
+    if not _plain:
+        for name in ("backward", "grad"):
+            _plain[name] = getattr(torch.autograd, name)
+            setattr(torch.autograd, name, _watched(_plain[name]))
+
+
+def _unwatch_backwards(proof: Proof) -> None:
+    _watching[:] = [one for one in _watching if one is not proof]
+    if not _watching:
+        for name, plain in _plain.items():
+            setattr(torch.autograd, name, plain)
+        _plain.clear()
+
+
+def _watched(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        # A backward inside one (reentrant checkpointing) is a part of it: modes are entered
+        # already, and what has run so far is not all of it.
+        proofs = [] if in_backward() else list(_watching)
+        with contextlib.ExitStack() as stack:
+            for proof in proofs:
+                stack.enter_context(proof.watch_backward())
+            result = plain(*args, **kwargs)
+        for proof in proofs:
+            proof.after_backward()
+        return result
+
+    return watched
+
+
+# ------------------------------------------------------------- bits and the optimizer's statistics
+
+
+def fingerprint(parameter: Tensor) -> int:
+    """A hash of a parameter's bits, at the cost of one pass over them (`formats.row_hashes`).
+
+    Position counts: a plain xor or sum would miss the same change made to an even number of equal
+    weights, as a norm's ones are.
+    """
+    local = _local(parameter).detach()
+    if not local.numel():  # an empty shard
+        return 0
+    rows = local.reshape(-1, local.shape[-1] if local.dim() else 1)
+    parts = rows.split(max(_CHUNK // rows.shape[1], 1))
+    return int(row_hashes(torch.cat([row_hashes(part) for part in parts])[None]))
+
+
+def _was_updated(parameter: Tensor, optimizer: Optimizer) -> bool:
+    """True if a parameter has a gradient or optimizer statistics other than 0."""
+    tensors = [*evidence(optimizer.state.get(parameter, {}))]
+    if parameter.grad is not None:
+        tensors.append(_local(parameter.grad))
+    return any(bool((t != 0).any()) for t in tensors)
+
+
+def evidence(state: dict[str, Any]) -> Iterator[Tensor]:
+    """Tensors of a parameter's optimizer state that are not all 0 once a gradient was not.
+
+    Codes and lookup tables are no evidence: zero is some code between others. So of torchao's
+    moments the first is read, which has an exact zero, and of bitsandbytes' the scales.
+
+    Args:
+        state: `optimizer.state[parameter]`.
+    """
+    quantized = "absmax1" in state
+    for key, local in _moments(state):
+        if is_torchao(local):
+            if key == "exp_avg":
+                yield local.dequantize()
+        elif not quantized or key.startswith("absmax"):
+            yield local
+
+
+def stored_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the moments and their scales, without lookup tables and step counters."""
+    return sum(
+        part.numel() * part.element_size()
+        for state in optimizer.state.values()
+        for _, local in _moments(state)
+        for part in ((local.codes, local.scale) if is_torchao(local) else (local,))
+    )
+
+
+def is_torchao(thing: Any) -> bool:
+    """True for a low-bit optimizer of torchao, or a tensor of its state."""
+    return type(thing).__module__.startswith("torchao.optim.")
+
+
+def _moments(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Key and local tensor of all but step counters and bitsandbytes' lookup tables (`qmap1`)."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and not key.startswith("qmap"):
+            yield key, _local(value)
+
+
+def _local(value: Tensor) -> Any:
+    return getattr(value, "_local_tensor", value)

@@ -61,7 +61,7 @@ from finetune.precision.scaling import (
     to_codes,
 )
 from finetune.precision.stored import StoredMixin
-from finetune.runs.layer_groups import name_parts
+from finetune.runs.receipt import name_parts
 
 SAMPLE_ROWS = 256
 PRODUCTS = 8
