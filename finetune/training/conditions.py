@@ -9,7 +9,6 @@ are under `environment`. `finetune.analysis.compare.fairness` explains why each 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -34,10 +33,12 @@ def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
     args = trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     named = named_trainable(model)
+    lines = "\n".join(sorted(f"{name} {tuple(p.shape)}" for name, p in named.items()))
+    held_out, (_, conversion) = trainer.eval_dataset, running.training
     return {
         "trainable parameters": {
             "count": sum(p.numel() for p in named.values()),
-            "names": _digest(f"{name} {tuple(p.shape)}" for name, p in named.items()),
+            "names": hashlib.sha256(lines.encode()).hexdigest()[:16],
         },
         "model": _model(model),
         "adapters": _adapters(model),
@@ -53,8 +54,8 @@ def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
         },
         "length of the run": {"steps": trainer.state.max_steps},
         "data and its order": {
-            "rows": _length(trainer.train_dataset),
-            "held out": _length(trainer.eval_dataset),
+            "rows": len(trainer.train_dataset),
+            "held out": None if held_out is None else len(held_out),
             "seed": args.seed,
             "data_seed": args.data_seed,
             "order": str(args.train_sampling_strategy),
@@ -65,17 +66,9 @@ def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
         "fused kernels": {
             "liger": args.use_liger_kernel and (args.liger_kernel_config or True),
             "loss": args.loss_type,
-            "adapters": _fused(running),
+            "adapters": fused_adapters(conversion.fused) if conversion is not None else "",
         },
     }
-
-
-def _digest(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
-
-
-def _length(rows: Any) -> int | None:
-    return None if rows is None else len(rows)
 
 
 def _model(model: Any) -> dict[str, Any]:
@@ -109,6 +102,7 @@ def _adapters(model: nn.Module) -> dict[str, Any] | None:
     if not isinstance(model, PeftModel):
         return None
     config: Any = model.peft_config[model.active_adapters[0]]
+    adapted = [n.rpartition(".lora_A")[0] for n, _ in model.named_parameters() if ".lora_A." in n]
     return {
         "r": config.r,
         "alpha": config.lora_alpha,
@@ -116,14 +110,8 @@ def _adapters(model: nn.Module) -> dict[str, Any] | None:
         "rslora": config.use_rslora,
         "dora": config.use_dora,
         "bias": config.bias,
-        "targets": sorted(
-            {name.rpartition(".lora_A")[0].rpartition(".")[2] for name in _lora_names(model)}
-        ),
+        "targets": sorted({name.rpartition(".")[2] for name in adapted}),
     }
-
-
-def _lora_names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters() if ".lora_A." in name]
 
 
 def _optimizer(trainer: Any) -> dict[str, Any]:
@@ -135,7 +123,7 @@ def _optimizer(trainer: Any) -> dict[str, Any]:
     settings: dict[str, list[Any]] = {}
     for group in inner.param_groups:
         for key, value in group.items():
-            if key not in ("params", "lr") and isinstance(value, _PLAIN):
+            if key not in ("params", "lr") and isinstance(value, int | float | str | tuple | None):
                 values = settings.setdefault(key, [])
                 value = list(value) if isinstance(value, tuple) else value
                 values += [value] if value not in values else []
@@ -148,11 +136,3 @@ def _optimizer(trainer: Any) -> dict[str, Any]:
         "warm-up steps": args.get_warmup_steps(trainer.state.max_steps),
         "max_grad_norm": args.max_grad_norm,
     }
-
-
-_PLAIN = (int, float, str, tuple, type(None))
-
-
-def _fused(running: Session) -> str:
-    _, conversion = running.training
-    return fused_adapters(conversion.fused) if conversion is not None else ""

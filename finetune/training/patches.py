@@ -5,7 +5,9 @@
     Accelerator.prepare_model   the same for a single model
 
 Accelerate's own FP8 path is not used (FP8_FINDINGS.md has the reasons). The accelerator runs in
-BF16 mixed precision, for everything outside FP8 GEMMs. Written for accelerate 1.15.
+BF16 mixed precision, for everything outside FP8 GEMMs. Settings of a trainer that contradict the
+session's precision raise here, instead of silently training in another. Written for accelerate
+1.15.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from finetune.config.schema import Compute
+from finetune.config.schema import Compute, PrecisionConfig
+from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import Resolution
+from finetune.precision.layers import iter_weights
 from finetune.precision.stored import before_sharding, share_scales
-from finetune.training import compute_types, guards
+from finetune.training import compute_types
 
 AUTOCAST: dict[Compute, str] = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 """Accelerate's mixed precision by compute precision: BF16 around FP8 GEMMs."""
@@ -33,34 +37,37 @@ class Patches:
     """Temporary replacements of class methods."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[type, str, Any]] = []  # owner, name, original
+        self._replaced: list[tuple[type, str, Any, Any]] = []  # owner, name, original, replacement
 
     @property
     def names(self) -> list[str]:
         """Dotted names of the replaced methods, in order."""
-        return [f"{o.__module__}.{o.__qualname__}.{name}" for o, name, _ in self._replaced]
+        return [f"{o.__module__}.{o.__qualname__}.{name}" for o, name, _, _ in self._replaced]
 
     def replace(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a method by `make(method)`."""
         original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(make(original)))
-        self._replaced.append((owner, name, original))
+        replacement = functools.wraps(original)(make(original))
+        setattr(owner, name, replacement)
+        self._replaced.append((owner, name, original, replacement))
+
+    def _put_back(self) -> None:
+        for owner, name, original, _ in reversed(self._replaced):
+            setattr(owner, name, original)
 
     def restore(self) -> None:
-        for owner, name, original in reversed(self._replaced):
-            setattr(owner, name, original)
+        self._put_back()
         self._replaced.clear()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        in_force = [(owner, name, getattr(owner, name)) for owner, name, _ in self._replaced]
-        for owner, name, original in reversed(self._replaced):
-            setattr(owner, name, original)
+        """Context manager under the original methods."""
+        self._put_back()
         try:
             yield
         finally:
-            for owner, name, patch in in_force:
-                setattr(owner, name, patch)
+            for owner, name, _, replacement in self._replaced:
+                setattr(owner, name, replacement)
 
 
 def patch_accelerator(
@@ -88,7 +95,7 @@ def patch_accelerator(
 
         def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(accelerator, *args, **kwargs).arguments
-            guards.refuse_conflicts(given, precision)
+            _refuse_conflicts(given, precision)
             given["mixed_precision"] = AUTOCAST[precision.compute]
             del given["self"]
             # Accelerate keeps its first configuration process-wide: another precision would be
@@ -107,7 +114,7 @@ def patch_accelerator(
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             models = [a for a in args if isinstance(a, nn.Module)]
             if models:
-                guards.check_accelerator(accelerator, resolution, known=accelerator in made)
+                _check_accelerator(accelerator, resolution, known=accelerator in made)
                 prepare_models(models)
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
@@ -125,8 +132,8 @@ def patch_accelerator(
 
     def make_prepare_model(original: Any) -> Any:
         def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if guards.multiplies(model):
-                guards.check_accelerator(accelerator, resolution, known=accelerator in made)
+            if multiplies(model):
+                _check_accelerator(accelerator, resolution, known=accelerator in made)
                 prepare_models([model])
             return original(accelerator, model, *args, **kwargs)
 
@@ -135,3 +142,66 @@ def patch_accelerator(
     patches.replace(Accelerator, "__init__", make_init)
     patches.replace(Accelerator, "prepare", make_prepare)
     patches.replace(Accelerator, "prepare_model", make_prepare_model)
+
+
+def multiplies(module: nn.Module) -> bool:
+    """True if there is anything to convert: a linear layer or a declared parameter."""
+    return next(iter(iter_weights(module)), None) is not None
+
+
+def _refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None:
+    """Reject arguments of an `Accelerator` that contradict the session's precision."""
+    if precision.compute == "fp8" and str(given.get("mixed_precision")) == "fp16":
+        raise PrecisionError(
+            "FP8 was set up, and this trainer asks for FP16",
+            where="fp16=True or mixed_precision='fp16'",
+            why="FP8 training keeps everything else in BF16; FP16 needs loss scaling, which "
+            "delayed and current FP8 scales would see as exploding gradients",
+            fix="leave fp16 out, or call teardown_fp8_mixed_precision_training() first",
+        )
+    names = {type(handler).__name__ for handler in given.get("kwargs_handlers") or ()}
+    clash = names & {"TERecipeKwargs", "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs"}
+    if clash:
+        raise PrecisionError(
+            "FP8 was set up twice: by the helper and by Accelerate's own recipe handlers",
+            where=f"kwargs_handlers={sorted(clash)}",
+            why="both would convert the model",
+            fix="pass those settings to setup_fp8_mixed_precision_training instead",
+        )
+
+
+def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool) -> None:
+    """Reject an accelerator that cannot train a model in this precision.
+
+    Args:
+        known: the accelerator was built under it.
+    """
+    if not known:
+        raise OrderError(
+            f"this trainer was built before {resolution.asked.compute.upper()} was set up",
+            where="Trainer() or Accelerator() came before setup_fp8_mixed_precision_training()",
+            why="its Accelerator was made for another precision; it would train in BF16",
+            fix="call setup_fp8_mixed_precision_training() first, then build the trainer",
+        )
+    if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "MEGATRON_LM"):
+        raise PrecisionError(
+            "FP8 with DeepSpeed or Megatron-LM is not supported",
+            where=f"distributed_type={accelerator.distributed_type}",
+            why="their engines replace forward and optimizer, past what can be proven here",
+            fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
+        )
+    if resolution.precision.fp8_params and "FSDP" in str(accelerator.distributed_type):
+        raise PrecisionError(
+            "fp8_params with FSDP is not supported",
+            where="precision.fp8_params=true",
+            why="FSDP gathers each weight anew for every use, so there is nothing to hold",
+            fix="~precision.fp8_params; or use DDP",
+        )
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        raise PrecisionError(
+            "torch_compile of the whole model does not go with the proof",
+            where="torch_compile=True, or the dynamo settings of accelerate",
+            why="a model that torch.compile first meets under the witness is never compiled",
+            fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
+            "helper): each decoder layer is compiled after the witnessed step",
+        )

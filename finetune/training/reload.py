@@ -21,8 +21,7 @@ from typing import Any
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, nearest
-
-ADAPTER_CONFIG = "adapter_config.json"
+from finetune.runs.checkpoint import FOLDER, checkpoints_in
 
 
 @dataclass(frozen=True)
@@ -48,35 +47,31 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
         ConfigError: it has none, or no such checkpoint; lists its checkpoints.
     """
     config = load_recipe(str(folder / "config.yaml"), check_train=False).config
-    saved = {
-        path.name.rpartition("-")[2]: path for path in (folder / "checkpoints").glob("checkpoint-*")
-    }
-    steps = sorted(saved, key=int)
+    saved = {str(step): path for step, path in checkpoints_in(folder / FOLDER).items()}
+    steps, weights = list(saved), folder / "model"
     if checkpoint is None:
-        weights = folder / "model"
-        if not weights.is_dir():
-            raise ConfigError(
-                f"the run {str(folder)!r} has no trained weights",
-                where=str(weights.resolve()),
-                why="it was interrupted, was stopped, or is still training",
-                fix=f"--checkpoint last, or one of {', '.join(steps)}"
-                if steps
-                else "it saved no checkpoint either: train it again",
-            )
-        return TrainedRun(folder, config, weights)
-    step = steps[-1] if checkpoint == "last" and steps else checkpoint
-    if step not in saved:
-        hint = nearest(step, steps)
+        if weights.is_dir():
+            return TrainedRun(folder, config, weights)
         raise ConfigError(
-            f"there is no checkpoint {checkpoint!r}" + (f"; {hint}" if hint else ""),
-            where=str((folder / "checkpoints").resolve()),
-            fix=f"it has {', '.join(steps)}"
+            f"the run {str(folder)!r} has no trained weights",
+            where=str(weights.resolve()),
+            why="it was interrupted, was stopped, or is still training",
+            fix=f"--checkpoint last, or one of {', '.join(steps)}"
             if steps
-            else "leave --checkpoint out: it has its last weights"
-            if (folder / "model").is_dir()
-            else "it saved none, and no last weights either: train it again",
+            else "it saved no checkpoint either: train it again",
         )
-    return TrainedRun(folder, config, saved[step])
+    step = steps[-1] if checkpoint == "last" and steps else checkpoint
+    if step in saved:
+        return TrainedRun(folder, config, saved[step])
+    hint = nearest(step, steps)
+    fix = "it saved none, and no last weights either: train it again"
+    if weights.is_dir():
+        fix = "leave --checkpoint out: it has its last weights"
+    raise ConfigError(
+        f"there is no checkpoint {checkpoint!r}" + (f"; {hint}" if hint else ""),
+        where=str((folder / FOLDER).resolve()),
+        fix=f"it has {', '.join(steps)}" if steps else fix,
+    )
 
 
 @contextlib.contextmanager
@@ -138,10 +133,10 @@ def _load(run: TrainedRun) -> Any:
     from finetune.training.model import load_model, sketch
 
     config = run.config
-    if not (run.weights / ADAPTER_CONFIG).is_file():
-        full: dict[str, Any] = {"name": str(run.weights.resolve()), "weights": "pretrained"}
-        full |= {"storage": None, "revision": None}
-        return load_model(ModelConfig(**(config.model.model_dump() | full)))
+    if not (run.weights / "adapter_config.json").is_file():
+        full: Any = config.model.model_dump() | {"name": str(run.weights.resolve())}
+        full |= {"weights": "pretrained", "storage": None, "revision": None}
+        return load_model(ModelConfig(**full))
     if config.model.weights == "random":
         raise ConfigError(
             "the weights under this adapter are stored nowhere",

@@ -6,6 +6,11 @@
 
 A recipe's session takes resolution and plan from preflight; the helper's session makes its own,
 since it first sees each model when that is prepared.
+
+*Compiling* (`precision.compile`). Each decoder layer is compiled separately, after the witnessed
+step, since a model first run under the witness is never compiled. `auto` compiles where FP8 casts
+are separate kernels that the compiler can fuse: torchao's, and those of frozen weights, on a GPU.
+Transformer Engine has fused casts already; on a CPU nothing is gained.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +31,7 @@ from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import Device, Resolution, resolve, this_device, version
 from finetune.precision import convert
 from finetune.precision.backends.base import Backend
+from finetune.precision.convert import Conversion
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import iter_linears, iter_parameters, iter_weights
 from finetune.precision.lora import fused_adapters
@@ -34,15 +40,16 @@ from finetune.precision.proof.proof import Proof, is_torchao, named_trainable
 from finetune.precision.stored import StoredMixin, stored_as, stored_weights
 from finetune.precision.weights import serves
 from finetune.runs.receipt import Receipt
-from finetune.training import compute_types, guards, low_bit
-from finetune.training.compile import compile_layers
-from finetune.training.patches import Patches, patch_accelerator
+from finetune.training import compute_types, low_bit
+from finetune.training.patches import Patches, multiplies, patch_accelerator
 
 LIBRARIES = (
     *("torch", "transformers", "trl", "peft", "accelerate", "datasets", "torchao"),
     *("transformer-engine", "bitsandbytes", "liger-kernel", "triton"),
 )
 """Distributions whose versions the receipt records."""
+GUARD = "_finetune_guard"
+"""Attribute of a model that a replaced session has reverted; see `_guard`."""
 
 
 class Session:
@@ -63,11 +70,11 @@ class Session:
     ) -> None:
         self.resolution, self.device, self.planned = resolution, device, planned
         self.precision = resolution.precision
-        self.conversions: weakref.WeakSet[convert.Conversion] = weakref.WeakSet()
+        self.conversions: weakref.WeakSet[Conversion] = weakref.WeakSet()
         self.proofs: list[Proof] = []
         self.patches = Patches()
         self.compiled = "off"
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Patch `Accelerator` so that models prepared from now on follow this session."""
@@ -82,38 +89,36 @@ class Session:
             replaced: another session follows. A model of this one that trains on without being
                 prepared again then raises, instead of silently running in BF16.
         """
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._undo.close()
         self.patches.restore()
         for proof in self.proofs:
             proof.release()
         for conversion in list(self.conversions):
             conversion.revert()
             if replaced:
-                guards.guard(conversion.model)
+                _guard(conversion.model)
 
     # -------------------------------------------------------------------------------- preparation
 
     def _prepare_models(self, models: Sequence[nn.Module]) -> None:
-        for model in sorted(models, key=guards.multiplies, reverse=True):
+        for model in sorted(models, key=multiplies, reverse=True):
             # A loss or temperature module has nothing to convert.
-            if guards.multiplies(model) or not len(self.conversions):
+            if multiplies(model) or not len(self.conversions):
                 self.prepare_model(model)
 
-    def prepare_model(self, model: nn.Module) -> convert.Conversion:
+    def prepare_model(self, model: nn.Module) -> Conversion:
         """Plan and convert `model` (once a session), and start its proof if it trains."""
         known = convert.conversion_of(model)
         if known is not None and known in self.conversions and known.is_current():
             return known
         convert.revert(model)  # also submodules that were prepared separately
-        guards.unguard(model)
+        _unguard(model)
         if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
             refuse_quantized(model, self.resolution.asked)
         if self.precision.compute == "fp16":
             compute_types.refuse_half_weights(model)
         if self.precision.compute == "fp32":
-            self._undo.append(compute_types.make_exact())
+            self._undo.callback(compute_types.make_exact())
         self._choose_engine_for(model)
         before = {name: p.numel() for name, p in named_trainable(model).items()}
         made = self.planned
@@ -131,14 +136,33 @@ class Session:
             self.proofs = [proof for proof in self.proofs if proof.is_open]
             self.proofs.append(Proof(conversion, before, lambda: self._after_gemms(conversion)))
         else:
-            self.compiled = compile_layers(conversion, self.precision, self.device)
+            self._compile(conversion)
         return conversion
 
-    def _after_gemms(self, conversion: convert.Conversion) -> None:
+    def _after_gemms(self, conversion: Conversion) -> None:
         """Check float32 weights again and compile, after the witnessed step."""
         if self.precision.compute == "fp32":
             compute_types.check_exact()
-        self.compiled = compile_layers(conversion, self.precision, self.device)
+        self._compile(conversion)
+
+    def _compile(self, conversion: Conversion) -> None:
+        """Compile the decoder layers of a converted model as configured; `compiled` says why."""
+        p = self.precision
+        eager_casts = p.backend == "torchao" or conversion.frozen is not None
+        unfused = p.compute == "fp8" and eager_casts and self.device.kind == "cuda"
+        by_parameters = conversion.plan.fp8_parameters
+        if p.compile == "off":
+            why = "; casts are not fused, slower than BF16" if unfused else ""
+            self.compiled = f"off: asked{why}"
+        elif p.compile == "auto" and not unfused:
+            self.compiled = "off: only torchao and frozen weights on a GPU need it"
+        elif count := conversion.compile_layers():
+            left = "; forwards that multiply by parameters are left out" if by_parameters else ""
+            self.compiled = f"on: {count} decoder layers, after the witnessed step{left}"
+        elif by_parameters:
+            self.compiled = "off: the decoder layers multiply by parameters, and are left out"
+        else:
+            self.compiled = "off: no decoder layers found to compile"
 
     def _choose_engine_for(self, model: nn.Module) -> None:
         """Replace Transformer Engine, which `auto` prefers, for weights outside of layers."""
@@ -159,16 +183,29 @@ class Session:
 
         if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier train()
             optimizer = optimizer.optimizer
-        self._undo.append(guards.watch_owner(optimizer, self.conversions))
+        self._undo.callback(optimizer.register_step_pre_hook(self._check_owner).remove)
         if self.precision.compute == "fp16":
             compute_types.skip_like_any_other(optimizer)
         if self.device.kind == "cpu" and is_torchao(optimizer):
-            self._undo.append(low_bit.step_uncompiled(optimizer))
+            self._undo.callback(low_bit.step_uncompiled(optimizer))
+
+    def _check_owner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Reject a step of an optimizer that was prepared while its model was not."""
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(p) in owned for c in list(self.conversions) for p in c.model.parameters()):
+            return
+        raise OrderError(
+            "an optimizer steps for a model that was never prepared",
+            where="accelerator.prepare(optimizer) without its model, or nn.DataParallel",
+            why="the model was not converted; it would train in another precision",
+            fix="pass model and optimizer to accelerator.prepare; on several GPUs start with "
+            "torchrun, or show one with CUDA_VISIBLE_DEVICES=0",
+        )
 
     # ------------------------------------------------------------------------------------ receipt
 
     @property
-    def training(self) -> tuple[Proof | None, convert.Conversion | None]:
+    def training(self) -> tuple[Proof | None, Conversion | None]:
         """Proof and conversion of the model that trains (the last one prepared)."""
         proof = self.proofs[-1] if self.proofs else None
         return proof, proof.conversion if proof else None
@@ -181,21 +218,22 @@ class Session:
         engines = conversion.engines if conversion else []
         low = next((k for k in ("fp8", "fp4") if share.get(k)), "")
         ran = low or max(share, key=lambda k: share[k], default="nothing")
+        fp8 = p.compute == "fp8"
         return Receipt(
             status=proof.status if proof else "not proven: nothing was trained",
             precision={
                 "asked": r.asked.compute,
                 "ran": ran,
-                "backend": "+".join(e.name for e in engines) if p.compute == "fp8" else "",
-                "scaling": p.scaling if p.compute == "fp8" else "",
-                "format": _format(p, engines) if p.compute == "fp8" else "",
-                "effective": _effective_of(engines) or self._effective(),
+                "backend": "+".join(e.name for e in engines) if fp8 else "",
+                "scaling": p.scaling if fp8 else "",
+                "format": _format(p, engines) if fp8 else "",
+                "effective": self._effective(engines),
                 "reason": r.reason,
                 "fallback": r.fallback,
                 "storage": stored_weights(conversion.model) if conversion else {},
                 "forced": dict(conversion.plan.overrides) if conversion else {},
                 "compile": self.compiled,
-                "evaluation": p.eval if p.compute == "fp8" else "high",
+                "evaluation": p.eval if fp8 else "high",
                 "adapters": fused_adapters(conversion.fused) if conversion else "",
             },
             fp8_flop_share=share.get("fp8", 0.0) + share.get("fp4", 0.0),
@@ -205,13 +243,17 @@ class Session:
             environment=self._environment(),
         )
 
-    def _effective(self) -> dict[str, Any]:
-        """Settings in effect beside FP8, in torch's terms."""
-        if self.precision.compute == "fp32":
+    def _effective(self, engines: Iterable[Backend]) -> dict[str, Any]:
+        """Settings in effect: of each backend, in its own terms; without one, in torch's."""
+        found: dict[str, Any] = {}
+        for engine in engines:
+            own = engine.effective()
+            found |= {"frozen": own} if engine.name == "frozen" else own
+        if not found and self.precision.compute == "fp32":
             return {"fp32_precision": compute_types.in_force()}
-        if self.precision.compute == "fp16":
+        if not found and self.precision.compute == "fp16":
             return {"loss_scaling": compute_types.scaler_arguments(self.precision)}
-        return {}
+        return found
 
     def _environment(self) -> dict[str, Any]:
         import torch.distributed as dist
@@ -232,14 +274,6 @@ class Session:
         }
 
 
-def _effective_of(engines: list[Backend]) -> dict[str, Any]:
-    """Settings in effect by backend, in its own terms; frozen weights under their own name."""
-    found: dict[str, Any] = {}
-    for engine in engines:
-        found |= {"frozen": engine.effective()} if engine.name == "frozen" else engine.effective()
-    return found
-
-
 def _format(precision: PrecisionConfig, engines: list[Backend]) -> str:
     if [engine.name for engine in engines] == ["frozen"]:
         return E4M3.name
@@ -257,8 +291,8 @@ def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
         return False
     for name, module, shape in iter_linears(model):
         if isinstance(module, StoredMixin):
-            held = rows[name].stored
-            if not held or not serves(module.stored_tile, shape, held):
+            stored = rows[name].stored
+            if not stored or not serves(module.stored_tile, shape, stored):
                 return False
         elif stored_as(module):
             return False
@@ -275,6 +309,28 @@ def _describe_storage(model: nn.Module) -> None:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if isinstance(base, PreTrainedModel):
         describe(base)
+
+
+def _guard(model: nn.Module) -> None:
+    """Reject training calls of a model that a replaced session has reverted."""
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            raise OrderError(
+                "this model was prepared under a set-up that has been replaced",
+                where="setup_fp8_mixed_precision_training() was called again",
+                why="its layers are plain again; it would go on in BF16",
+                fix="prepare it again (or build the trainer again) after the last set-up",
+            )
+
+    model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
+
+
+def _unguard(model: nn.Module) -> None:
+    for module in model.modules():
+        hook = module.__dict__.pop(GUARD, None)
+        if hook is not None:
+            hook.remove()
 
 
 # ---------------------------------------------------------------------------------- current session
@@ -300,18 +356,14 @@ def install(
     device = this_device()
     known = isinstance(precision, Resolution)
     session = Session(precision if known else resolve(precision, device), device, planned)
-    _end(replaced=True)
+    uninstall(replaced=True)
     session.begin()
     _session = session
     return session
 
 
-def uninstall() -> None:
-    """End the current session, if any."""
-    _end(replaced=False)
-
-
-def _end(*, replaced: bool) -> None:
+def uninstall(*, replaced: bool = False) -> None:
+    """End the current session, if any; see `Session.end`."""
     global _session
     if _session is not None:
         _session.end(replaced=replaced)

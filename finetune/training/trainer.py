@@ -1,6 +1,6 @@
 """`train(recipe)`: from a checked recipe to a run folder with weights, metrics and a receipt.
 
-    preflight ─> prepare (rows, folder) ─> session ─> model and trainer ─> train ─> receipt, report
+    preflight ─> rows, folder ─> session ─> model and trainer ─> train ─> receipt, report
 
 The stock `trl.SFTTrainer` trains, through the session that a user's own script would install.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.training import low_bit
 from finetune.training.conditions import conditions_of
-from finetune.training.data import Rows, load_data
+from finetune.training.data import load_data
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.model import load_model, load_tokenizer, lora_config
 from finetune.training.preflight import Forecast, Preflight, preflight, processes
@@ -65,12 +64,12 @@ def train(
     """
     refuse_sharded(recipe.config)
     ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
-    job = _prepare(recipe, ahead, Path(out), console)
-    with session_of(ahead.resolution, ahead.plan, job.console) as session:
-        run = _Run(job, session)
+    run = _Run(recipe, ahead, Path(out), console)
+    with session_of(ahead.resolution, ahead.plan, run.console) as session:
+        run.load(session)
         try:
             with run.stop:
-                run.trainer.train(resume_from_checkpoint=str(job.resume) if job.resume else None)
+                run.trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
                 if not run.stop.asked and not run.was_just_evaluated():
                     run.trainer.evaluate()
         except FinetuneError as error:
@@ -80,102 +79,75 @@ def train(
             run.close()
         if not run.stop.asked:
             run.save()
-    if forecast is not None and job.is_main and not run.stop.asked:
+    if forecast is not None and run.is_main and not run.stop.asked:
         run.receipt.memory |= forecast.predicted(ahead, run.meter.batch)
-        run.receipt.save(job.folder / "receipt.json")
+        run.receipt.save(run.folder / "receipt.json")
     return run.report()
 
 
-# ---------------------------------------------------------------------------------------- prepare
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Run before its model is loaded.
+class _Run:
+    """One run, from its rows to its report: made, `load`, train, `close`, `save`, `report`.
 
     Attributes:
-        folder: run folder, on every process.
+        folder: run folder, the same on every process.
         is_main: True on the process that writes.
         rows: training and evaluation rows.
         args: trainer arguments.
         tasks: loaded lm-eval tasks.
         resume: checkpoint to resume from.
-    """
-
-    recipe: Recipe
-    folder: Path
-    is_main: bool
-    console: Console
-    tokenizer: PreTrainedTokenizerBase
-    rows: Rows
-    args: SFTConfig
-    tasks: list[Any]
-    resume: Path | None
-
-
-def _prepare(recipe: Recipe, ahead: Preflight, out: Path, console: Console | None) -> _Job:
-    """Load everything but the model, then make the run folder: a failure here leaves none."""
-    from accelerate import PartialState
-
-    from finetune.training.checkpoints import resume_folder
-
-    config, on_cpu = recipe.config, ahead.device.kind == "cpu"
-    state = PartialState(cpu=on_cpu)
-    console = console or Console(quiet=not state.is_main_process)
-    folder = new_run_folder(out, recipe.name)
-    tokenizer, note = load_tokenizer(config.model)
-    with state.main_process_first():
-        rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
-    args = sft_config(config, folder, rows.settings, on_cpu=on_cpu)
-    resume = resume_folder(config)
-    if "eval_on_start" not in config.train and rows.eval is not None and resume is None:
-        args.eval_on_start = config.eval.at_start and args.eval_strategy != "no"
-    tasks = load_tasks(config.eval) if state.is_main_process else []
-    if state.is_main_process:
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the run folder {str(folder)!r} cannot be made: {error.strerror}",
-                where=f"--out {out}",
-                fix="choose another folder with --out",
-            ) from None
-        write_start(folder)
-        (folder / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    console.print(f"[bold]{recipe.name}[/] -> {folder}", highlight=False)
-    console.print(f"data: {rows.description}", highlight=False)
-    if note:
-        console.print(f"[yellow]! {note}[/]")
-    return _Job(
-        recipe, folder, state.is_main_process, console, tokenizer, rows, args, tasks, resume
-    )
-
-
-def new_run_folder(out: Path, name: str) -> Path:
-    """Return `out/<recipe>/<time>-<short id>/`, the same on every process."""
-    from accelerate.utils import broadcast_object_list
-
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    if processes() > 1:
-        stamp = broadcast_object_list([stamp])[0]
-    return out / name / stamp
-
-
-# ------------------------------------------------------------------------------------------ train
-
-
-class _Run:
-    """Run with a loaded model: its trainer, observers and results.
-
-    Attributes:
         stop: handler of Ctrl-C.
-        stopped: the error that ended it, if any.
+        stopped: the error that ended the run, if any.
         receipt: made by `close`.
     """
 
     receipt: Receipt
 
-    def __init__(self, job: _Job, session: Session) -> None:
+    def __init__(
+        self, recipe: Recipe, ahead: Preflight, out: Path, console: Console | None
+    ) -> None:
+        """Load everything but the model, then make the run folder: a failure here leaves none."""
+        from accelerate import PartialState
+
+        from finetune.training.checkpoints import resume_folder
+
+        self.recipe, self.config = recipe, recipe.config
+        config, on_cpu = recipe.config, ahead.device.kind == "cpu"
+        state = PartialState(cpu=on_cpu)
+        self.is_main = state.is_main_process
+        self.console = console or Console(quiet=not self.is_main)
+        self.folder = _new_folder(out, recipe.name)
+        self.tokenizer, note = load_tokenizer(config.model)
+        with state.main_process_first():
+            self.rows = load_data(config.data, self.tokenizer, int(config.train.get("seed", 42)))
+        self.args = sft_config(config, self.folder, self.rows.settings, on_cpu=on_cpu)
+        self.resume = resume_folder(config)
+        starts_anew = self.rows.eval is not None and self.resume is None
+        if "eval_on_start" not in config.train and starts_anew:
+            self.args.eval_on_start = config.eval.at_start and self.args.eval_strategy != "no"
+        self.tasks = load_tasks(config.eval) if self.is_main else []
+        self.stopped, self.answers = "", list[Sample]()
+        self.scores: dict[str, dict[str, Any]] = {}
+        if self.is_main:
+            self._make_folder(out)
+        self.console.print(f"[bold]{recipe.name}[/] -> {self.folder}", highlight=False)
+        self.console.print(f"data: {self.rows.description}", highlight=False)
+        if note:
+            self.console.print(f"[yellow]! {note}[/]")
+
+    def _make_folder(self, out: Path) -> None:
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {str(self.folder)!r} cannot be made: {error.strerror}",
+                where=f"--out {out}",
+                fix="choose another folder with --out",
+            ) from None
+        write_start(self.folder)
+        (self.folder / "config.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
+
+    def load(self, session: Session) -> None:
+        """Load the model; build the trainer and its observers."""
         from transformers import set_seed
         from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -187,26 +159,24 @@ class _Run:
         from finetune.training.samples import SampleWriter
         from finetune.training.timer import STEPS_FILE, StepTimer
 
-        config, console, rows = job.recipe.config, job.console, job.rows
-        self.job, self.session, self.stopped = job, session, ""
-        self.answers: list[Sample] = []
-        self.scores: dict[str, dict[str, Any]] = {}
-        self.metrics = MetricsWriter(job.folder / "metrics.jsonl", session.resolution.label)
+        config, console, folder = self.config, self.console, self.folder
+        self.session = session
+        self.metrics = MetricsWriter(folder / "metrics.jsonl", session.resolution.label)
         self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console)
-        self.meter, self.keeper = MemoryMeter(session), ScalingStateKeeper(session, job.resume)
-        self.timer = StepTimer(session.device.kind, job.folder / STEPS_FILE)
-        prompts = prompts_of(config, rows, job.tokenizer)
+        self.meter, self.keeper = MemoryMeter(session), ScalingStateKeeper(session, self.resume)
+        self.timer = StepTimer(session.device.kind, folder / STEPS_FILE)
+        prompts = prompts_of(config, self.rows, self.tokenizer)
         self.samples = SampleWriter(
-            config, prompts, job.tokenizer, self.metrics, console, self.meter
+            config, prompts, self.tokenizer, self.metrics, console, self.meter
         )
-        set_seed(job.args.seed)
+        set_seed(self.args.seed)
         self.trainer = make_trainer(
             config,
-            job.args,
-            train=rows.train,
-            held_out=rows.eval,
-            tokenizer=job.tokenizer,
-            held=session.planned.stored if session.planned else (),
+            self.args,
+            train=self.rows.train,
+            held_out=self.rows.eval,
+            tokenizer=self.tokenizer,
+            stored=session.planned.stored if session.planned else (),
             callbacks=[
                 *(self.samples, self.metrics, self.bar, self.stop),
                 *(self.keeper, self.meter, self.timer),
@@ -224,7 +194,7 @@ class _Run:
 
     def was_just_evaluated(self) -> bool:
         """True if the last metrics row is an evaluation, or there are no evaluation rows."""
-        if self.job.rows.eval is None:
+        if self.rows.eval is None:
             return True
         steps = [row["step"] for row in self.metrics.rows if "eval_loss" in row]
         return bool(steps) and steps[-1] == self.metrics.rows[-1]["step"]
@@ -237,27 +207,26 @@ class _Run:
         self.receipt.memory = self.meter.reading()
         self.receipt.conditions = conditions_of(self.trainer, self.session)
         self.receipt.run = {
-            "name": self.job.recipe.name,
-            "folder": str(self.job.folder),
+            "name": self.recipe.name,
+            "folder": str(self.folder),
             "interrupted": self.stop.asked,
             "stopped": self.stopped,
         }
-        if self.job.is_main:
-            self.receipt.save(self.job.folder / "receipt.json")
+        if self.is_main:
+            self.receipt.save(self.folder / "receipt.json")
         self.seconds = time.perf_counter() - self._started
 
     def save(self) -> None:
         """Save the trained model, then sample and score it."""
-        job, config = self.job, self.job.recipe.config
-        self.trainer.save_model(str(job.folder / "model"))
-        if not job.is_main:
+        self.trainer.save_model(str(self.folder / "model"))
+        if not self.is_main:
             return
-        if config.precision.eval == "fp8":
-            self.keeper.save_to(job.folder)  # `generate` casts with these scales
+        if self.config.precision.eval == "fp8":
+            self.keeper.save_to(self.folder)  # `generate` casts with these scales
         model, state = self.trainer.accelerator.unwrap_model(self.trainer.model), self.trainer.state
-        self.answers = self.samples.at_end(model, state, anew=job.args.load_best_model_at_end)
-        if job.tasks:
-            self.scores = score(model, job.tokenizer, job.tasks, config)
+        self.answers = self.samples.at_end(model, state, anew=self.args.load_best_model_at_end)
+        if self.tasks:
+            self.scores = score(model, self.tokenizer, self.tasks, self.config)
             self.metrics.write({"step": state.global_step, "tasks": self.scores}, state)
 
     def report(self) -> RunReport:
@@ -267,7 +236,7 @@ class _Run:
         metrics = self.metrics
         losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
         report = RunReport(
-            folder=self.job.folder,
+            folder=self.folder,
             receipt=self.receipt,
             first_loss=losses[0] if losses else None,
             final_loss=losses[-1] if losses else None,
@@ -279,9 +248,19 @@ class _Run:
             tasks=self.scores,
             interrupted=self.stop.asked,
         )
-        if self.job.is_main:
-            (self.job.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+        if self.is_main:
+            (self.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
         return report
+
+
+def _new_folder(out: Path, name: str) -> Path:
+    """Return `out/<recipe>/<time>-<short id>/`, the same on every process."""
+    from accelerate.utils import broadcast_object_list
+
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    if processes() > 1:
+        stamp = broadcast_object_list([stamp])[0]
+    return out / name / stamp
 
 
 def make_trainer(
@@ -291,7 +270,7 @@ def make_trainer(
     train: Dataset,
     held_out: Dataset | None,
     tokenizer: PreTrainedTokenizerBase,
-    held: Sequence[LayerPlan],
+    stored: Sequence[LayerPlan],
     callbacks: list[TrainerCallback],
     kind: type[SFTTrainer] | None = None,
 ) -> SFTTrainer:
@@ -302,7 +281,7 @@ def make_trainer(
     Args:
         args: trainer arguments (`finetune.config.sft`).
         train, held_out: rows in one of TRL's formats.
-        held: plan rows of weights that are stored in FP8 from the start.
+        stored: plan rows of weights that are stored in FP8 from the start.
         kind: trainer class, default `trl.SFTTrainer`.
 
     Raises:
@@ -311,7 +290,7 @@ def make_trainer(
     from peft import get_peft_model
     from trl import SFTTrainer
 
-    model: Any = load_model(config.model, held)
+    model: Any = load_model(config.model, stored)
     adapters = lora_config(config.lora) if config.lora else None
     if adapters is not None and stored_weights(model):  # the trainer would cast new adapters
         model, adapters = get_peft_model(model, adapters), None

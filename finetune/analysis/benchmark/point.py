@@ -198,7 +198,7 @@ def train_steps(
             train=random_rows(config.model, count, job.point.length, job.round),
             held_out=None,
             tokenizer=tokenizer,
-            held=held,
+            stored=held,
             callbacks=[meter, timer, *callbacks],
             kind=kind,
         )

@@ -108,7 +108,7 @@ def diagnose(
             train=rows.train,
             held_out=None,
             tokenizer=tokenizer,
-            held=ahead.plan.stored,
+            stored=ahead.plan.stored,
             callbacks=[observer],
         )
         trainer.remove_callback(PrinterCallback)
