@@ -17,6 +17,7 @@ import glob
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FORMATS = "messages; prompt and completion; instruction, input and output (Alpaca); text"
+PAIRS = {
+    "prompt-completion": ("prompt", "completion"),
+    "prompt-response": ("prompt", "response"),
+    "question-answer": ("question", "answer"),
+    "Alpaca": ("instruction", "output"),
+}
+"""Columns of question and answer by format."""
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user"}
 
 
@@ -61,28 +69,16 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         DataNotFoundError: no such file or hub data set.
         DataError: no rows, an unknown format, or a malformed row; with file and line.
     """
-    rows = _load(data, data.path, data.split, "data.path")
-    held_out = None
+    source = data.path or data.name or ""
+    rows, held_out = _load(data, data.path, data.split, "data.path"), None
     _refuse_hub_settings(data)
     if data.eval_path or data.eval_split:
         held_out = _load(data, data.eval_path, data.eval_split or data.split, "data.eval_path")
     if data.max_rows is not None:
         rows = rows.select(range(min(data.max_rows, len(rows))))
-    source = data.path or data.name or ""
-    kind, convert = _recognize(rows, bool(tokenizer.chat_template), source)
-    if kind == "messages" and not tokenizer.chat_template:
-        raise DataError(
-            "these rows are chat messages, and the model's tokenizer has no chat template",
-            where=source,
-            why="base models often have none, and nothing then says how turns become text",
-            fix="take the -Instruct model, put a chat_template.jinja beside its tokenizer, or give "
-            "rows with columns prompt and completion, or text",
-        )
-    rows = _convert(rows, convert, source)
+    kind, rows = _formatted(rows, tokenizer, source)
     if held_out is not None:
-        held_source = data.eval_path or source
-        _, convert = _recognize(held_out, bool(tokenizer.chat_template), held_source)
-        held_out = _convert(held_out, convert, held_source)
+        _, held_out = _formatted(held_out, tokenizer, data.eval_path or source)
     elif data.eval_fraction > 0 and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
         split = rows.train_test_split(
@@ -114,9 +110,9 @@ def _refuse_hub_settings(data: DataConfig) -> None:
 
 
 def _can_mask_assistant(tokenizer: PreTrainedTokenizerBase) -> bool:
-    from trl.chat_template_utils import get_training_chat_template
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    if "{% generation %}" in str(tokenizer.chat_template).replace("{%-", "{%").replace("-%}", "%}"):
+    if has_generation_markers(tokenizer.chat_template):
         return True
     try:
         return get_training_chat_template(tokenizer) is not None
@@ -131,44 +127,46 @@ def _load(data: DataConfig, path: str | None, split: str, where: str) -> Dataset
     if path is not None:
         return _load_file(Path(path).expanduser(), where)
     assert data.name is not None
-    if data.name.startswith(BUILTIN):
-        file = ASSETS / "data" / f"{data.name.removeprefix(BUILTIN)}.jsonl"
-        if not file.is_file():
-            known = [BUILTIN + p.stem for p in (ASSETS / "data").glob("*.jsonl")]
-            hint = nearest(data.name, known)
-            raise DataNotFoundError(
-                f"there is no packaged data set {data.name!r}" + (f"; {hint}" if hint else ""),
-                where="data.name",
-                fix=f"packaged data sets: {', '.join(known)}",
-            )
-        return _load_file(file, "data.name")
-    return _load_hub(data, data.name, split)
+    if not data.name.startswith(BUILTIN):
+        return _load_hub(data, data.name, split)
+    packaged = {BUILTIN + file.stem: file for file in (ASSETS / "data").glob("*.jsonl")}
+    if data.name not in packaged:
+        hint = nearest(data.name, packaged)
+        raise DataNotFoundError(
+            f"there is no packaged data set {data.name!r}" + (f"; {hint}" if hint else ""),
+            where="data.name",
+            fix=f"packaged data sets: {', '.join(packaged)}",
+        )
+    return _load_file(packaged[data.name], "data.name")
 
 
 def _load_file(path: Path, where: str) -> Dataset:
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
+    where, loader = f"{where}: {path}", LOADERS.get(path.suffix.lower())
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
         hint = nearest(path.name, siblings)
         raise DataNotFoundError(
             f"there is no data file {str(path)!r}" + (f"; {hint}" if hint else ""),
-            where=f"{where}: {path.resolve()}",
+            where=where.replace(str(path), str(path.resolve())),
             fix="give a JSONL, JSON, CSV or Parquet file, absolute or relative to this folder",
         )
-    loader = LOADERS.get(path.suffix.lower())
     if loader is None:
         raise DataError(
             f"{path.name}: files of type {path.suffix or '(none)'!r} cannot be read",
-            where=f"{where}: {path}",
+            where=where,
             fix=f"use {', '.join(LOADERS)}",
         )
     if path.stat().st_size == 0:
-        raise DataError(f"{path.name} is empty", where=f"{where}: {path}", fix="add rows")
+        raise DataError(f"{path.name} is empty", where=where, fix="add rows")
+    no_rows = DataError(f"{path.name} has no rows", where=where, fix="add rows")
     try:
         options = _csv_as_text(path) if loader == "csv" else {}
-        rows = load_dataset(loader, data_files=glob.escape(str(path)), split="train", **options)
+        rows: Any = load_dataset(
+            loader, data_files=glob.escape(str(path)), split="train", **options
+        )
     except (DatasetGenerationError, ValueError, OSError) as error:
         if isinstance(error, OSError) and error.filename not in (None, str(path)):
             raise DataError(
@@ -178,13 +176,11 @@ def _load_file(path: Path, where: str) -> Dataset:
                 fix="set HF_HOME to a folder that can be written",
             ) from error
         if "corresponds to no data" in str(error):
-            raise DataError(
-                f"{path.name} has no rows", where=f"{where}: {path}", fix="add rows"
-            ) from None
-        raise _unreadable(path, error) from error
-    if len(rows) == 0:
-        raise DataError(f"{path.name} has no rows", where=f"{where}: {path}", fix="add rows")
-    return rows  # pyright: ignore[reportReturnType]
+            raise no_rows from None
+        raise _unreadable(path, loader, error) from error
+    if not len(rows):
+        raise no_rows
+    return rows
 
 
 def _csv_as_text(path: Path) -> dict[str, Any]:
@@ -199,21 +195,20 @@ def _csv_as_text(path: Path) -> dict[str, Any]:
     return {"features": features, "keep_default_na": False} if header else {}
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def _unreadable(path: Path, loader: str, error: Exception) -> DataError:
     where, why = str(path), str(error.__cause__ or error).strip().splitlines()[0]
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    parsed = json.loads(line) if line.strip() else {}
-                except json.JSONDecodeError as problem:
-                    where, why = f"{path}:{number}", f"not JSON: {problem.msg}"
-                    break
-                if not isinstance(parsed, dict):
-                    where, why = f"{path}:{number}", "each line must be one JSON object"
-                    break
+    lines = path.read_text("utf-8", "replace").split("\n") if path.suffix == ".jsonl" else []
+    for number, line in enumerate(lines, 1):
+        try:
+            problem = "each line must be one JSON object"
+            if not line.strip() or isinstance(json.loads(line), dict):
+                continue
+        except json.JSONDecodeError as found:
+            problem = f"not JSON: {found.msg}"
+        where, why = f"{path}:{number}", problem
+        break
     return DataError(
-        f"{path.name} cannot be read as {LOADERS[path.suffix.lower()]}",
+        f"{path.name} cannot be read as {loader}",
         where=where,
         why=why,
         fix="mend that line; every row needs the same columns with the same types",
@@ -225,7 +220,7 @@ def _load_hub(data: DataConfig, name: str, split: str) -> Dataset:
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        rows = load_dataset(name, data.subset, split=split)
+        rows: Any = load_dataset(name, data.subset, split=split)
     except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
         raise DataNotFoundError(
             f"the data set {name!r} could not be loaded",
@@ -234,93 +229,36 @@ def _load_hub(data: DataConfig, name: str, split: str) -> Dataset:
             fix="check the name, split and your connection, or use a file: data.path=mine.jsonl "
             "data.name=null",
         ) from error
-    if len(rows) == 0:  # pyright: ignore[reportArgumentType]
+    if not len(rows):
         raise DataError(f"{name} has no rows in split {split!r}", where="data.name")
-    return rows  # pyright: ignore[reportReturnType]
+    return rows
 
 
-# -------------------------------------------------------------------------------------- recognize
+# --------------------------------------------------------------------------------------- convert
 
 Converter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def _recognize(rows: Dataset, chat: bool, source: str) -> tuple[str, Converter]:
-    columns = set(rows.column_names)
-    if "messages" in columns:
-        return "messages", _messages("messages")
-    if "conversations" in columns:
-        return "messages", _messages("conversations")
-    pairs = {
-        "prompt-completion": ("prompt", "completion"),
-        "prompt-response": ("prompt", "response"),
-        "question-answer": ("question", "answer"),
-        "Alpaca": ("instruction", "output"),
-    }
-    for kind, (ask, answer) in pairs.items():
-        if {ask, answer} <= columns:
-            return kind, _pair(ask, answer, chat, extra="input" if kind == "Alpaca" else None)
-    if "text" in columns:
-        return "text", lambda row: {"text": _text(row, "text")}
-    raise DataError(
-        f"the columns of {source} are not a format that can be trained on",
-        where=source,
-        why=f"columns found: {', '.join(sorted(columns))}",
-        fix=f"rename them to one of: {FORMATS}",
-    )
-
-
 class _BadRowError(ValueError):
-    """Row that cannot be converted; `_convert` adds its position."""
+    """Row that cannot be converted; `_formatted` adds its position."""
 
 
-def _text(row: dict[str, Any], column: str) -> str:
-    value = row[column]
-    if not isinstance(value, str) or not value.strip():
-        empty = value is None or isinstance(value, str)
-        raise _BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
-    return value
+def _formatted(
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, source: str
+) -> tuple[str, Dataset]:
+    """Recognized format, and the rows in TRL's."""
+    has_template = bool(tokenizer.chat_template)
+    kind, convert = _recognize(rows, has_template, source)
+    if kind == "messages" and not has_template:
+        raise DataError(
+            "these rows are chat messages, and the model's tokenizer has no chat template",
+            where=source,
+            why="base models often have none, and nothing then says how turns become text",
+            fix="take the -Instruct model, put a chat_template.jinja beside its tokenizer, or give "
+            "rows with columns prompt and completion, or text",
+        )
 
-
-def _messages(column: str) -> Converter:
-    def convert(row: dict[str, Any]) -> dict[str, Any]:
-        turns = []
-        given = row[column] or ()
-        for turn in given if isinstance(given, list | tuple) else (given,):
-            if not isinstance(turn, dict):
-                raise _BadRowError(f"a turn needs role and content, this one is {turn!r}")
-            role = turn.get("role") or SHAREGPT_ROLES.get(turn.get("from", ""), turn.get("from"))
-            content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-            if not role or not isinstance(content, str):
-                raise _BadRowError(f"a turn needs role and content, this one is {turn}")
-            turns.append({"role": role, "content": content})
-        if not any(turn["role"] == "assistant" for turn in turns):
-            raise _BadRowError("no assistant turn, so there is nothing to learn")
-        return {"messages": turns}
-
-    return convert
-
-
-def _pair(ask: str, answer: str, chat: bool, extra: str | None) -> Converter:
-    def convert(row: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(row[ask], list):  # TRL's conversational prompt-completion
-            if not row[ask] or not row[answer]:
-                raise _BadRowError(f"{ask if not row[ask] else answer!r} is empty")
-            return {"prompt": row[ask], "completion": row[answer]}
-        prompt, completion = _text(row, ask), _text(row, answer)
-        if extra and row.get(extra):
-            prompt = f"{prompt}\n\n{row[extra]}"
-        if not chat:
-            return {"prompt": f"{prompt}\n\n", "completion": completion}
-        return {
-            "prompt": [{"role": "user", "content": prompt}],
-            "completion": [{"role": "assistant", "content": completion}],
-        }
-
-    return convert
-
-
-def _convert(rows: Dataset, convert: Converter, source: str) -> Dataset:
-    def with_row_number(row: dict[str, Any], index: int) -> dict[str, Any]:
+    def numbered(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
             return convert(row)
         except _BadRowError as error:
@@ -331,17 +269,72 @@ def _convert(rows: Dataset, convert: Converter, source: str) -> Dataset:
                 fix="mend or remove that row",
             ) from error
 
+    columns = rows.column_names
     try:
-        return rows.map(
-            with_row_number,
-            with_indices=True,
-            remove_columns=rows.column_names,
-            load_from_cache_file=False,
+        return kind, rows.map(
+            numbered, with_indices=True, remove_columns=columns, load_from_cache_file=False
         )
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8 text", where=source, why=str(error), fix="save it as UTF-8"
         ) from error
+
+
+def _recognize(rows: Dataset, has_template: bool, source: str) -> tuple[str, Converter]:
+    columns = set(rows.column_names)
+    for column in ("messages", "conversations"):
+        if column in columns:
+            return "messages", partial(_messages, column)
+    for kind, (ask, answer) in PAIRS.items():
+        if {ask, answer} <= columns:
+            return kind, partial(_pair, ask, answer, has_template)
+    if "text" in columns:
+        return "text", lambda row: {"text": _text(row, "text")}
+    raise DataError(
+        f"the columns of {source} are not a format that can be trained on",
+        where=source,
+        why=f"columns found: {', '.join(sorted(columns))}",
+        fix=f"rename them to one of: {FORMATS}",
+    )
+
+
+def _text(row: dict[str, Any], column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str) or not value.strip():
+        empty = value is None or isinstance(value, str)
+        raise _BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
+    return value
+
+
+def _messages(column: str, row: dict[str, Any]) -> dict[str, Any]:
+    turns, given = [], row[column] or ()
+    for turn in given if isinstance(given, list | tuple) else (given,):
+        if not isinstance(turn, dict):
+            raise _BadRowError(f"a turn needs role and content, this one is {turn!r}")
+        role = turn.get("role") or SHAREGPT_ROLES.get(turn.get("from", ""), turn.get("from"))
+        content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+        if not role or not isinstance(content, str):
+            raise _BadRowError(f"a turn needs role and content, this one is {turn}")
+        turns.append({"role": role, "content": content})
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise _BadRowError("no assistant turn, so there is nothing to learn")
+    return {"messages": turns}
+
+
+def _pair(ask: str, answer: str, has_template: bool, row: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(row[ask], list):  # TRL's conversational prompt-completion
+        if not row[ask] or not row[answer]:
+            raise _BadRowError(f"{ask if not row[ask] else answer!r} is empty")
+        return {"prompt": row[ask], "completion": row[answer]}
+    prompt, completion = _text(row, ask), _text(row, answer)
+    if ask == "instruction" and row.get("input"):
+        prompt = f"{prompt}\n\n{row['input']}"
+    if not has_template:
+        return {"prompt": f"{prompt}\n\n", "completion": completion}
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "completion": [{"role": "assistant", "content": completion}],
+    }
 
 
 # ------------------------------------------------------------------------------------ random rows
@@ -351,16 +344,10 @@ MASKING = ("assistant_only_loss", "completion_only_loss")
 
 
 def random_rows(model: ModelConfig, count: int, length: int, seed: int) -> Dataset:
-    """Random token ids, for models with random weights: no hub, file or padding.
+    """Random token ids, [count, length], for models with random weights: no hub, file or padding.
 
     `diagnose --weights random` and `benchmark` train on them. Each row has the full length, as
-    packed real rows do, so the GEMMs have the sizes of a real run.
-
-    Args:
-        model: source of the vocabulary size, which bounds the ids.
-        count: number of rows.
-        length: tokens per row.
-        seed: equal seeds give equal rows.
+    packed real rows do, so the GEMMs have the sizes of a real run. Equal seeds give equal rows.
     """
     import torch
     from datasets import Dataset
