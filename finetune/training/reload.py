@@ -21,7 +21,7 @@ from typing import Any
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, nearest
-from finetune.runs.checkpoint import FOLDER, checkpoints_in
+from finetune.runs.folder import CHECKPOINTS, checkpoints_in
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
         ConfigError: it has none, or no such checkpoint; lists its checkpoints.
     """
     config = load_recipe(str(folder / "config.yaml"), check_train=False).config
-    saved = {str(step): path for step, path in checkpoints_in(folder / FOLDER).items()}
+    saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}
     steps, weights = list(saved), folder / "model"
     if checkpoint is None:
         if weights.is_dir():
@@ -69,7 +69,7 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
         fix = "leave --checkpoint out: it has its last weights"
     raise ConfigError(
         f"there is no checkpoint {checkpoint!r}" + (f"; {hint}" if hint else ""),
-        where=str((folder / FOLDER).resolve()),
+        where=str((folder / CHECKPOINTS).resolve()),
         fix=f"it has {', '.join(steps)}" if steps else fix,
     )
 
