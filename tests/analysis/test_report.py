@@ -16,10 +16,10 @@ import pytest
 import finetune
 from finetune.analysis.compare.result import EMULATED, read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
-from finetune.analysis.report.content import Num, Plot, RunSource, Series, Source, escape_md, words
 from finetune.analysis.report.curves import curve, envelope, smoothed, window_of
+from finetune.analysis.report.elements import Line, Num, Plot, Series, Source, escape_md
 from finetune.analysis.report.figures import DARK, LIGHT, style, to_svg
-from finetune.analysis.report.run_page import speed_fact
+from finetune.analysis.report.report import as_html
 from finetune.cli.app import main
 from finetune.errors import ConfigError
 from tests.run_folders import GROUPS, make_comparison, make_run
@@ -130,15 +130,15 @@ def test_verdicts(reports, tmp_path):
 def test_speeds_of_an_emulation_say_so(tmp_path):
     folder = make_comparison(tmp_path / "c", steps=8)
     found = read_comparison(folder)
-    assert "emulated" not in str(comparison_page(found, Source(folder, folder)).facts)
+    assert "emulated, no claim" not in as_html(comparison_page(found, Source(folder, folder)))
     found.notes.append(EMULATED)
-    page = comparison_page(found, Source(folder, folder))
-    assert "emulated, no claim" in str(page.facts)
-    (cost,) = (section for section in page.sections if section.title == "Speed and memory")
-    assert EMULATED in str(cost)
-    a, b = (RunSource(folder / run, folder) for run in (found.runs[0].a, found.runs[0].b))
-    assert "not the speed of FP8" in str(speed_fact(a))
-    assert "not the speed of FP8" not in str(speed_fact(b))
+    page = as_html(comparison_page(found, Source(folder, folder)))
+    assert "emulated, no claim" in page
+    cost = page.partition("<h2>Speed and memory</h2>")[2].partition("</section>")[0]
+    assert EMULATED in cost
+    a, b = (finetune.report(folder / run) for run in (found.runs[0].a, found.runs[0].b))
+    assert "not the speed of FP8" in a.html.read_text("utf-8")
+    assert "not the speed of FP8" not in b.html.read_text("utf-8")
 
 
 def _spoil(run: Path, **precision: str) -> None:
@@ -196,7 +196,7 @@ def test_markdown_is_escaped(text, shown):
 
 
 def test_a_figure_in_a_sentence_keeps_its_link():
-    line = words("of ", Num("63.0%", "a b.json".replace(" ", "%20"), 'x"y'), "")
+    line = Line(("of ", Num("63.0%", "a b.json".replace(" ", "%20"), 'x"y')))
     assert line.md == "of [63.0%](a%20b.json)"
     assert 'title="a%20b.json: x&quot;y"' in line.__html__()
 

@@ -8,39 +8,13 @@ two one-sided tests (TOST; thick), which has to lie inside the margin for "equiv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from finetune.analysis.compare.result import EMULATED, Comparison, LossGap, as_text
-from finetune.analysis.report.content import (
-    METRICS,
-    MISSING,
-    Block,
-    Cell,
-    Fact,
-    Forest,
-    ForestRow,
-    Num,
-    Page,
-    Para,
-    Plot,
-    Row,
-    RunSource,
-    Samples,
-    Section,
-    Series,
-    Source,
-    Table,
-    Tone,
-    Words,
-    figure,
-    fixed,
-    signed,
-    words,
-)
+from finetune.analysis.compare.result import EMULATED, Comparison, as_text
 from finetune.analysis.report.curves import (
     SHARED_BUCKETS,
     curve,
@@ -49,161 +23,157 @@ from finetune.analysis.report.curves import (
     treatment,
     window_of,
 )
-from finetune.analysis.report.run_page import answers, as_sentence, first_last
-from finetune.analysis.report.several_page import fold
+from finetune.analysis.report.elements import (
+    METRICS,
+    MISSING,
+    Cell,
+    Forest,
+    Gap,
+    Line,
+    Num,
+    Page,
+    Plot,
+    Row,
+    Series,
+    Source,
+    Table,
+    Tone,
+    figure,
+    fixed,
+    signed,
+)
+from finetune.analysis.report.run_page import RunSource
 from finetune.runs.folder import COMPARISON as FILE
 from finetune.runs.lookup import is_run
 from finetune.units import count, percent, size_of_gib
 
 LOSSES = {"train": ("Training loss", "loss"), "eval": ("Held-out loss", "eval_loss")}
-Sides = tuple[list[RunSource], list[RunSource]]
 VERDICTS: dict[str, tuple[str, Tone, str]] = {
     "equivalent": ("Equivalent", "good", "Within a margin of |, {a} trains as {b} does. "),
     "not equivalent": (
-        "Not equivalent",
-        "bad",
-        "At a margin of |, {a} does not train as {b} does. ",
+        *("Not equivalent", "bad"), "At a margin of |, {a} does not train as {b} does. ",
     ),
     "undecided": (
-        "Undecided",
-        "plain",
+        *("Undecided", "plain"),
         "At a margin of |, these seeds cannot tell whether {a} trains as {b} does. ",
     ),
     "refused": (
-        "Refused",
-        "bad",
+        *("Refused", "bad"),
         "{a} and {b} cannot be compared, so no gap and no speed-up is told (margin |). ",
     ),
-}
+}  # fmt: skip
 """Headline, tone and sentence by verdict; the margin replaces the bar."""
 
 
+@dataclass(frozen=True)
+class Sides:
+    """A comparison with its runs on disk; `source` links to its folder."""
+
+    found: Comparison
+    source: Source
+    a: list[RunSource]
+    b: list[RunSource]
+
+    def num(self, key: str, text: str) -> Num:
+        return self.source.num(text, FILE, key)
+
+    def interval(self, key: str, pair: Any, form: Callable[[float], str]) -> Line:
+        if pair is None:
+            return Line(("one seed: no interval",))
+        low, high = (self.num(key, form(value)) for value in pair)
+        return Line((low, " to ", high))
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        return self.found.a.label, self.found.b.label
+
+
 def comparison_page(found: Comparison, source: Source) -> Page:
+    c = Sides(found, source, *_members(found, source))
     headline, tone, lead = VERDICTS[found.verdict]
-    sides = _members(found, source)
     before, _, after = lead.format(a=found.a.recipe, b=found.b.recipe).partition("|")
-    margin = percent(found.margin, 3).rstrip("0%").rstrip(".") + "%"
-    reasons = [as_sentence(source.words(r.rstrip("."), FILE, "reasons")) for r in found.reasons]
-    fair, gaps, paths = _fairness(found, source), _gaps(found, source), _trajectories(found, sides)
-    sections = [
-        *(
-            (fair, gaps, paths) if found.differences else (gaps, paths, fair)
-        ),  # the important one first
-        _cost(found, source),
-        _samples(found, sides),
-        _tasks(found, source),
-        _runs(found, source, sides),
-    ]
-    names = ", ".join(d.condition for d in found.differences)
-    insisted = " The comparison was insisted on." if found.allowed else ""
-    loud = words("The two do not share: ", source.words(names, FILE, "differences"), f".{insisted}")
-    return Page(
-        title=f"{found.a.label} against {found.b.label}",
-        about=words(f"{found.a.recipe} and {found.b.recipe}, seeds ",
-                    source.num(", ".join(map(str, found.seeds)), FILE, "seeds"), ", in ",
-                    Num(f"{source.folder.resolve().name}/", f"{source.href()}/")),
-        verdict=headline,
-        tone=tone,
-        lead=words(before, source.num(margin, FILE, "margin"), after, *reasons),
-        loud=(loud,) if found.differences else (),
-        facts=_facts(found, source),
-        sections=tuple(s for s in sections if s) + tuple(
-            fold(member, f"{side.label}, first seed")
-            for side, members in zip((found.a, found.b), sides, strict=True)
-            for member in members[:1]
-        ),
-    )  # fmt: skip
+    forest, gaps, facts = _gaps(c)
+    parts = {
+        "found": found,
+        "n": c.num,
+        "seeds": ", ".join(map(str, found.seeds)),
+        "folder": source.link(f"{source.folder.resolve().name}/"),
+        "margin": percent(found.margin, 3).rstrip("0%").rstrip(".") + "%",
+        "level": percent(found.confidence, 0),
+        "before": before,
+        "after": after,
+        "reasons": [c.num("reasons", reason.rstrip(".")) for reason in found.reasons],
+        "differences": _differences(c),
+        "forest": forest,
+        "gaps": gaps,
+        "gap_facts": facts,
+        "trajectories": _trajectories(c),
+        "costs": _costs(c),
+        "emulated": EMULATED[:1].upper() + EMULATED[1:],
+        "answers": _answers(c),
+        "tasks": _tasks(c),
+        "runs": _runs(c),
+        "firsts": [
+            (members[0], f"{label}, first seed")
+            for label, members in zip(c.labels, (c.a, c.b), strict=True)
+            if members
+        ],
+    }
+    return Page(" against ".join(c.labels), headline, tone, "comparison.j2", parts)
 
 
-def _members(found: Comparison, source: Source) -> Sides:
-    sides: Sides = ([], [])
-    for pair in found.runs:
-        for members, path in zip(sides, (pair.a, pair.b), strict=True):
-            folder = source.folder / path
-            if is_run(folder):
-                members.append(RunSource(folder, source.base, f"seed {pair.seed}"))
-    return sides
-
-
-def _interval(
-    pair: tuple[float, float] | None, source: Source, key: str, form: Callable[[float], str]
-) -> Words:
-    if pair is None:
-        return words("one seed: no interval")
-    low, high = (source.num(form(value), FILE, key) for value in pair)
-    return words(low, " to ", high)
+def _members(found: Comparison, source: Source) -> tuple[list[RunSource], list[RunSource]]:
+    a, b = (
+        [
+            RunSource(folder, source.base, f"seed {pair.seed}")
+            for pair in found.runs
+            if is_run(folder := source.folder / getattr(pair, side))
+        ]
+        for side in "ab"
+    )
+    return a, b
 
 
 def _ratio(value: float) -> str:
     return f"{value:.2f}×"
 
 
-def _facts(found: Comparison, source: Source) -> tuple[Fact, ...]:
-    facts = []
+def _gaps(c: Sides) -> tuple[Forest | None, Table, list[tuple[str, Num, Line]]]:
+    """Forest plot of the gaps, their table, and (loss, gap, interval) for the key figures."""
+    gaps, rows, facts = [], [], []
     for key, (title, _) in LOSSES.items():
-        if gap := found.losses.get(key):
-            at = f"losses.{key}"
-            value = words(source.num(signed(gap.gap), FILE, f"{at}.gap"))
-            note = _interval(gap.interval, source, f"{at}.interval", signed)
-            facts.append(Fact(f"{title}, gap", value, note))
-    if speed := found.speed:
-        value = words(source.num(_ratio(speed.ratio), FILE, "speed.ratio"))
-        note = _interval(speed.interval, source, "speed.interval", _ratio)
-        if found.emulated:
-            note = words(note, "; ", source.num("emulated, no claim", FILE, "notes"))
-        facts.append(Fact("Speed", value, note))
-    if memory := found.memory:
-        note = words(
-            source.num(size_of_gib(memory.a_gib), FILE, "memory.a_gib"), " against ",
-            source.num(size_of_gib(memory.b_gib), FILE, "memory.b_gib"),
-        )  # fmt: skip
-        value = words(source.num(_ratio(memory.ratio), FILE, "memory.ratio"))
-        facts.append(Fact("Peak memory", value, note))
-    return tuple(facts)
-
-
-# ------------------------------------------------------------------------------------------- gaps
-
-
-def _gaps(found: Comparison, source: Source) -> Section | None:
-    rows, cells = [], []
-    for key, (title, _) in LOSSES.items():
-        if gap := found.losses.get(key):
-            seeds = tuple(a / b - 1 for a, b in zip(gap.a, gap.b, strict=True) if b)
-            rows.append(ForestRow(title, gap.gap, gap.interval, gap.equivalence_interval, seeds))
-            cells.append((title, *_gap_cells(found, source, key, gap)))
-    if not rows:
-        return None
-    level = percent(found.confidence, 0)
+        if (gap := c.found.losses.get(key)) is None:
+            continue
+        seeds = tuple(a / b - 1 for a, b in zip(gap.a, gap.b, strict=True) if b)
+        gaps.append(Gap(title, gap.gap, gap.interval, gap.equivalence_interval, seeds))
+        at, inner = f"losses.{key}", gap.equivalence_interval
+        whole = c.num(f"{at}.gap", signed(gap.gap))
+        interval = c.interval(f"{at}.interval", gap.interval, signed)
+        rows.append(
+            (
+                title,
+                c.num(f"{at}.a, mean over seeds", fixed(float(np.mean(gap.a)))),
+                c.num(f"{at}.b, mean over seeds", fixed(float(np.mean(gap.b)))),
+                *(whole, interval, c.interval(f"{at}.equivalence_interval", inner, signed)),
+                c.num(f"band.{key}", figure(c.found.band.get(key), percent, 2)),
+                c.num(f"{at}.verdict", gap.verdict),
+            )
+        )
+        facts.append((title, whole, interval))
+    a, b = c.labels
+    head = ("", a, b, "gap", "interval", "for equivalence", f"band of {b}", "verdict")
     forest = Forest(
-        "gap",
-        "Gap of losses",
-        "; ".join(f"{r.label}: {signed(r.gap)}" for r in rows),
-        tuple(rows),
-        found.margin,
-        note=f"dot: gap over all seeds; thin line: {level} interval; thick line: the interval that "
-        "has to lie inside the margin (shaded) to be equivalent; ticks: single seeds",
-        sources=(Num(FILE, source.href(FILE), "losses"),),
+        *("gap", "Gap of losses", "%"),
+        "; ".join(f"{gap.label}: {signed(gap.gap)}" for gap in gaps),
+        note=f"dot: gap over all seeds; thin line: {percent(c.found.confidence, 0)} interval; "
+        "thick line: the interval that has to lie inside the margin (shaded) to be equivalent; "
+        "ticks: single seeds",
+        sources=(c.source.num(FILE, FILE, "losses"),),
+        size="wide",
+        gaps=tuple(gaps),
+        margin=c.found.margin,
     )
-    head = ("", found.a.label, found.b.label, "gap", "interval", "for equivalence",
-            f"band of {found.b.label}", "verdict")  # fmt: skip
-    confidence = source.num(level, FILE, "confidence")
-    below = Para(words("Intervals, of speed too, at a confidence of ", confidence, "."))
-    table = Table(head, cells, (1, 2, 3, 4, 5, 6))
-    return Section("Do they train the same?", (forest, table, below))
-
-
-def _gap_cells(found: Comparison, source: Source, key: str, gap: LossGap) -> tuple[Cell, ...]:
-    at = f"losses.{key}"
-    return (
-        source.num(fixed(float(np.mean(gap.a))), FILE, f"{at}.a, mean over seeds"),
-        source.num(fixed(float(np.mean(gap.b))), FILE, f"{at}.b, mean over seeds"),
-        source.num(signed(gap.gap), FILE, f"{at}.gap"),
-        _interval(gap.interval, source, f"{at}.interval", signed),
-        _interval(gap.equivalence_interval, source, f"{at}.equivalence_interval", signed),
-        source.num(figure(found.band.get(key), percent, 2), FILE, f"band.{key}"),
-        source.num(gap.verdict, FILE, f"{at}.verdict"),
-    )
+    return forest if gaps else None, Table(head, rows, (1, 2, 3, 4, 5, 6)), facts
 
 
 # ------------------------------------------------------------------------------------ trajectories
@@ -217,26 +187,21 @@ class Losses(NamedTuple):
     window: int
 
 
-def _trajectories(found: Comparison, sides: Sides) -> Section | None:
-    blocks: list[Block] = []
+def _trajectories(c: Sides) -> list[Plot | Row]:
+    parts: list[Plot | Row] = []
     for key, (title, column) in LOSSES.items():
-        a, b = (_losses(members, column) for members in sides)
+        a, b = _losses(c.a, column), _losses(c.b, column)
         if a is None or b is None:
             continue
-        links = tuple(
-            Num(f"{member.run.recipe}, {member.label}", member.href(METRICS), column)
-            for members in sides
-            for member in members
-        )
-        name = "loss" if key == "train" else "held_out_loss"
-        plots = [_band_plot(found, name, title, a, b, links)]
-        if (gap := _gap_plot(found, key, title, a, b, links)) is not None:
+        links = tuple(s.num(f"{s.run.recipe}, {s.label}", METRICS, column) for s in (*c.a, *c.b))
+        plots = [_band_plot(c, "loss" if key == "train" else "held_out_loss", title, a, b, links)]
+        if (gap := _gap_plot(c, key, title, a, b, links)) is not None:
             plots.append(gap)
         if key == "eval" and len(plots) > 1:  # few points need no more width
-            blocks.append(Row(tuple(replace(plot, size="half") for plot in plots)))
+            parts.append(Row(tuple(replace(plot, size="half") for plot in plots)))
         else:
-            blocks += plots
-    return Section("Trajectories", tuple(blocks)) if blocks else None
+            parts += plots
+    return parts
 
 
 def _losses(members: Sequence[RunSource], column: str) -> Losses | None:
@@ -258,25 +223,27 @@ def _thin(x: Any, *lines: Any) -> list[list[float]]:
     return [x[index].tolist(), *(line[index].tolist() for line in lines)]
 
 
+def _range(label: str, mean: str, steps: Any, values: Any, **look: str) -> list[Series]:
+    """Mean over seeds, behind it the band between lowest and highest where there are several."""
+    x, y, low, high = _thin(steps, values.mean(0), values.min(0), values.max(0))
+    band = [Series(label, x, low=low, high=high, color=look["color"])] if len(values) > 1 else []
+    return [*band, Series(mean, x, y, **look)]  # pyright: ignore[reportArgumentType]
+
+
 def _band_plot(
-    found: Comparison, name: str, title: str, a: Losses, b: Losses, links: tuple[Num, ...]
+    c: Sides, name: str, title: str, a: Losses, b: Losses, links: tuple[Num, ...]
 ) -> Plot:
-    x, mean, low, high = _thin(b.steps, b.losses.mean(0), b.losses.min(0), b.losses.max(0))
-    label, seeds = found.b.label, len(b.losses)
-    series = [Series(f"{label}, mean", x, mean, color="c2", dash="dashed")]
-    if seeds > 1:
-        band = Series(f"{label}, band of {seeds} seeds", x, low=low, high=high, color="c2")
-        series.insert(0, band)
-    label = f"{found.a.label}, each seed" if len(a.losses) > 1 else found.a.label
+    label_a, label_b = c.labels
+    band, mean = f"{label_b}, band of {len(b.losses)} seeds", f"{label_b}, mean"
+    series = _range(band, mean, b.steps, b.losses, color="c2", dash="dashed")
+    label = f"{label_a}, each seed" if len(a.losses) > 1 else label_a
     for number, line in enumerate(a.losses):
         one = _thin(a.steps, line)
         series.append(Series(label, *one, color="c1", weight="thin", listed=number == 0))
     return Plot(
-        name,
-        title,
-        "nats per token",
-        f"{title} over steps: {found.a.label} ends at {a.losses[:, -1].mean():.4f}, "
-        f"{found.b.label} at {b.losses[:, -1].mean():.4f}, mean over seeds.",
+        *(name, title, "nats per token"),
+        f"{title} over steps: {label_a} ends at {a.losses[:, -1].mean():.4f}, "
+        f"{label_b} at {b.losses[:, -1].mean():.4f}, mean over seeds.",
         tuple(series),
         note=treatment(len(a.steps), a.window, SHARED_BUCKETS),
         sources=links,
@@ -286,122 +253,93 @@ def _band_plot(
 
 
 def _gap_plot(
-    found: Comparison, key: str, title: str, a: Losses, b: Losses, links: tuple[Num, ...]
+    c: Sides, key: str, title: str, a: Losses, b: Losses, links: tuple[Num, ...]
 ) -> Plot | None:
     """A / B - 1 at each step: mean and range over paired seeds."""
     steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
     if len(a.losses) != len(b.losses) or len(steps) < 2:
         return None
     gaps = a.losses[:, at_a] / b.losses[:, at_b] - 1
-    x, mean, low, high = _thin(steps, gaps.mean(0), gaps.min(0), gaps.max(0))
-    series = [Series("mean over seeds", x, mean, color="c1")]
-    if len(gaps) > 1:
-        series.insert(0, Series("range of the seeds", x, low=low, high=high, color="c1"))
+    end = signed(float(gaps[:, -1].mean()))
     return Plot(
-        f"gap_{key}",
-        f"{title}: gap over steps",
-        f"{found.a.label} / {found.b.label} − 1",
-        f"Relative gap of the {title.lower()} over steps, ending at {signed(float(mean[-1]))}.",
-        tuple(series),
+        *(f"gap_{key}", f"{title}: gap over steps", f"{c.labels[0]} / {c.labels[1]} − 1"),
+        f"Relative gap of the {title.lower()} over steps, ending at {end}.",
+        tuple(_range("range of the seeds", "mean over seeds", steps, gaps, color="c1")),
         note=treatment(len(steps), a.window, SHARED_BUCKETS),
         sources=links,
-        lines=((found.margin, "margin"), (-found.margin, "")),
+        lines=((c.found.margin, "margin"), (-c.found.margin, "")),
         percent=True,
         size="wide",
     )
 
 
-# --------------------------------------------------------------------------- fairness, cost, texts
+# ------------------------------------------------------------------------------------------ tables
 
 
-def _fairness(found: Comparison, source: Source) -> Section:
+def _differences(c: Sides) -> Table:
     rows = [
         (
             d.condition,
-            source.num(as_text(d.a), FILE, f"differences[{i}].a"),
-            source.num(as_text(d.b), FILE, f"differences[{i}].b"),
-            source.words(d.why, FILE, f"differences[{i}].why"),
+            c.num(f"differences[{i}].a", as_text(d.a)),
+            c.num(f"differences[{i}].b", as_text(d.b)),
+            c.num(f"differences[{i}].why", d.why),
         )
-        for i, d in enumerate(found.differences)
+        for i, d in enumerate(c.found.differences)
     ]
-    fair = words(
-        source.num("No difference", FILE, "differences"),
-        " in what a fair pair has to share: trainable parameters, optimizer, tokens ",
-        "per step, checkpointing, attention, compile, fused kernels, versions.",
-    )
-    head = ("condition", found.a.label, found.b.label, "why it matters")
-    notes = (Para(source.words(note, FILE, "notes")) for note in found.notes)
-    return Section("Is it a fair pair?", (Table(head, rows) if rows else Para(fair), *notes))
+    return Table(("condition", *c.labels, "why it matters"), rows)
 
 
-def _cost(found: Comparison, source: Source) -> Section | None:
+def _costs(c: Sides) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    if s := found.speed:
-        rows.append(
-            (
-                "tokens per second",
-                source.num(count(s.a_tokens_per_s), FILE, "speed.a_tokens_per_s"),
-                source.num(count(s.b_tokens_per_s), FILE, "speed.b_tokens_per_s"),
-                source.num(_ratio(s.ratio), FILE, "speed.ratio"),
-                _interval(s.interval, source, "speed.interval", _ratio),
-            )
-        )
-    if m := found.memory:
-        rows.append(
-            (
-                "peak memory of a step",
-                source.num(size_of_gib(m.a_gib), FILE, "memory.a_gib"),
-                source.num(size_of_gib(m.b_gib), FILE, "memory.b_gib"),
-                source.num(_ratio(m.ratio), FILE, "memory.ratio"),
-                MISSING,
-            )
-        )
-    head = ("", found.a.label, found.b.label, "ratio", "interval")
-    blocks: list[Block] = [Table(head, rows, (1, 2, 3, 4))]
-    if found.emulated:
-        blocks.append(Para(as_sentence(source.words(EMULATED, FILE, "notes")), loud=True))
-    return Section("Speed and memory", tuple(blocks)) if rows else None
+    for label, section, unit, form in (
+        ("tokens per second", "speed", "tokens_per_s", count),
+        ("peak memory of a step", "memory", "gib", size_of_gib),
+    ):
+        if (cost := getattr(c.found, section)) is not None:
+            sides = (f"{side}_{unit}" for side in "ab")
+            cells = [c.num(f"{section}.{key}", form(getattr(cost, key))) for key in sides]
+            interval: Cell = MISSING
+            if section == "speed":
+                interval = c.interval("speed.interval", cost.interval, _ratio)
+            rows.append((label, *cells, c.num(f"{section}.ratio", _ratio(cost.ratio)), interval))
+    return Table(("", *c.labels, "ratio", "interval"), rows, (1, 2, 3, 4))
 
 
-def _samples(found: Comparison, sides: Sides) -> Section | None:
+def _answers(c: Sides) -> dict[str, list[tuple[Cell, str]]]:
     prompts: dict[str, list[tuple[Cell, str]]] = {}
-    for side, members in zip((found.a, found.b), sides, strict=True):
+    for label, members in zip(c.labels, (c.a, c.b), strict=True):
         for s in (s for s in members[:1] if s.run.samples):
-            for prompt, answer, file, key, _ in answers(s, -1):
-                link = s.num(f"{side.label}, {s.label}", file, key)
+            for prompt, answer, file, key, _ in s.answers_of(-1):
+                link = s.num(f"{label}, {s.label}", file, key)
                 prompts.setdefault(prompt, []).append((link, answer))
-    blocks = tuple(Samples(prompt, rows) for prompt, rows in prompts.items())
-    return Section("What they say", blocks) if blocks else None
+    return prompts
 
 
-def _tasks(found: Comparison, source: Source) -> Section | None:
+def _tasks(c: Sides) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for task, scores in (found.tasks or {}).items():
+    for task, scores in (c.found.tasks or {}).items():
         for score in scores:
             cells: list[Cell] = []
-            for side, value, error in (("a", score.a, score.a_stderr),
-                                       ("b", score.b, score.b_stderr)):  # fmt: skip
-                key = f"tasks.{task}.{side}"
-                cell = source.num(fixed(value), FILE, key)
-                spread = source.num(fixed(error), FILE, f"{key}_stderr")
-                cells.append(cell if error is None else words(cell, " ± ", spread))
+            for side in "ab":
+                key, error = f"tasks.{task}.{side}", getattr(score, f"{side}_stderr")
+                cell, spread = c.num(key, fixed(getattr(score, side))), fixed(error)
+                both = Line((cell, " ± ", c.num(f"{key}_stderr", spread)))
+                cells.append(cell if error is None else both)
             rows.append((task, score.metric, *cells))
-    head = ("task", "metric", found.a.label, found.b.label)
-    return Section("Tasks", (Table(head, rows, (2, 3)),)) if rows else None
+    return Table(("task", "metric", *c.labels), rows, (2, 3))
 
 
-def _runs(found: Comparison, source: Source, sides: Sides) -> Section | None:
-    known = {member.folder: member for members in sides for member in members}
+def _runs(c: Sides) -> Table:
+    known = {member.folder: member for member in (*c.a, *c.b)}
     rows: list[tuple[Cell, ...]] = []
-    for pair in found.runs:
-        cells: list[Cell] = [source.num(str(pair.seed), FILE, "runs[].seed")]
+    for pair in c.found.runs:
+        cells: list[Cell] = [c.num("runs[].seed", str(pair.seed))]
         for path in (pair.a, pair.b):
-            if (s := known.get(source.folder / path)) is None:
+            if (s := known.get(c.source.folder / path)) is None:
                 cells += [f"{Path(path).name} (missing)", MISSING, MISSING]
             else:
-                cells.append(Num(s.run.name, s.href() + "/"))
-                cells += [first_last(s, "loss")[1], first_last(s, "eval_loss")[1]]
+                cells += [s.link(s.run.name), s.course("loss").last, s.course("eval_loss").last]
         rows.append(tuple(cells))
-    a, b = found.a.label, found.b.label
+    a, b = c.labels
     head = ("seed", f"{a} run", "last loss", "held out", f"{b} run", "last loss", "held out")
-    return Section("Runs", (Table(head, rows, (2, 3, 5, 6)),)) if rows else None
+    return Table(head, rows, (2, 3, 5, 6))

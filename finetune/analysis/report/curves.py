@@ -18,18 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.analysis.report.content import (
+from finetune.analysis.report.elements import (
     METRICS,
-    Block,
+    Line,
     Num,
-    Para,
     Plot,
     Row,
-    RunSource,
-    Section,
     Series,
+    Source,
     is_number,
-    words,
 )
 from finetune.analysis.report.figures import Look, style
 
@@ -71,9 +68,9 @@ class Curve(NamedTuple):
     def line(
         self, buckets: int = BUCKETS, *, smooth: bool = False
     ) -> tuple[list[float], list[float]]:
-        y = smoothed(self.y, self.window) if smooth else self.y
-        kept_x, kept_y = envelope(self.x, y, buckets)
-        return kept_x.tolist(), kept_y.tolist()
+        """Steps and values to draw."""
+        x, y = envelope(self.x, smoothed(self.y, self.window) if smooth else self.y, buckets)
+        return x.tolist(), y.tolist()
 
 
 def curve(rows: Iterable[dict[str, Any]], key: str) -> Curve:
@@ -134,16 +131,9 @@ def treatment(n: int, window: int = 1, buckets: int = BUCKETS) -> str:
 # ----------------------------------------------------------------------------------------- one run
 
 
-def loss_plot(s: RunSource) -> Plot | None:
+def loss_plot(s: Source) -> Plot | None:
     train, held_out = curve(s.run.rows, "loss"), curve(s.run.rows, "eval_loss")
-    series = []
-    if train.window > 1:
-        series += [
-            Series("training, as logged", *train.line(), color="c1", weight="faint"),
-            Series("training, smoothed", *train.line(smooth=True), color="c1"),
-        ]
-    elif len(train.x):
-        series.append(Series("training", *train.line(), color="c1"))
+    series = _with_smoothed(train, "training, as logged", "training, smoothed", "training")
     if len(held_out.x):
         marker = "o" if len(held_out.x) <= 60 else ""
         line = Series("held out", *held_out.line(), color="c2", dash="dashed", marker=marker)
@@ -152,19 +142,24 @@ def loss_plot(s: RunSource) -> Plot | None:
         return None
     ends = [f"{s.label} from {s.y[0]:.3f} to {s.y[-1]:.3f}" for s in series if s.weight != "faint"]
     return Plot(
-        "loss",
-        "Training and held-out loss",
-        "nats per token",
+        *("loss", "Training and held-out loss", "nats per token"),
         f"Loss over {s.run.last_step} steps: {'; '.join(ends)}.",
         tuple(series),
         note=treatment(len(train.y), train.window),
-        sources=(Num(METRICS, s.href(METRICS), "loss"),),
+        sources=(s.num(METRICS, METRICS, "loss"),),
         marks=train.broken + held_out.broken,
         size="wide",
     )
 
 
-def gradients_and_speed(s: RunSource) -> Section | None:
+def _with_smoothed(drawn: Curve, logged: str, smooth: str, alone: str) -> list[Series]:
+    """Series of a curve: as logged, and pale behind its smoothed line where that differs."""
+    if drawn.window == 1:
+        return [Series(alone, *drawn.line())] if len(drawn.x) else []
+    return [Series(logged, *drawn.line(), weight="faint"), Series(smooth, *drawn.line(smooth=True))]
+
+
+def gradients_and_speed(s: Source) -> Row:
     """Gradient norm and tokens per second over steps; single steps where they were timed."""
     ticks = [
         {"step": r["step"], "speed": r["tokens"] / r["seconds"]}
@@ -176,33 +171,26 @@ def gradients_and_speed(s: RunSource) -> Section | None:
         rows, key, file = ticks, "speed", "steps.jsonl"
     gradient = curve(s.run.rows, "grad_norm")
     return side_by_side(
-        _half(s, gradient, "gradient_norm", "Gradient norm", "L2", METRICS, "grad_norm"),
-        _half(s, curve(rows, key), "speed", "Speed", "tokens per second", file, key),
+        _half(
+            gradient, "gradient_norm", "Gradient norm", "L2", s.num(METRICS, METRICS, "grad_norm")
+        ),
+        _half(curve(rows, key), "speed", "Speed", "tokens per second", s.num(file, file, key)),
     )
 
 
-def side_by_side(*plots: Plot | None) -> Section | None:
-    found = tuple(plot for plot in plots if plot is not None)
-    return Section("Gradients and speed", (Row(found),)) if found else None
+def side_by_side(*plots: Plot | None) -> Row:
+    return Row(tuple(plot for plot in plots if plot is not None))
 
 
-def _half(
-    s: RunSource, drawn: Curve, name: str, title: str, unit: str, file: str, key: str
-) -> Plot | None:
+def _half(drawn: Curve, name: str, title: str, unit: str, source: Num) -> Plot | None:
     if len(drawn.x) < 2:
         return None
-    even = drawn.window > 1
-    series = [Series("as logged", *drawn.line(), weight="faint" if even else "normal")]
-    if even:
-        series.append(Series("smoothed", *drawn.line(smooth=True)))
     return Plot(
-        name,
-        title,
-        unit,
+        *(name, title, unit),
         f"{title} over steps, from {min(drawn.y):.4g} to {max(drawn.y):.4g} {unit}.",
-        tuple(series),
+        tuple(_with_smoothed(drawn, "as logged", "smoothed", "as logged")),
         note=treatment(len(drawn.y), drawn.window),
-        sources=(Num(file, s.href(file), key),),
+        sources=(source,),
         marks=drawn.broken,
         from_zero=True,
         size="half",
@@ -213,12 +201,13 @@ def _half(
 
 
 def overlay(
-    members: Sequence[RunSource], key: str, name: str, title: str, unit: str, **options: Any
+    members: Sequence[Source], key: str, name: str, title: str, unit: str, **options: Any
 ) -> Plot | None:
     """One key of all runs over steps, smoothed where there are many points."""
-    drawn = [(number, s, curve(s.run.rows, key)) for number, s in enumerate(members)]
-    marks = tuple(step for *_, one in drawn for step in one.broken)
-    drawn = [found for found in drawn if len(found[2].y)]
+    curves = [curve(s.run.rows, key) for s in members]
+    drawn = [
+        (i, s, one) for i, (s, one) in enumerate(zip(members, curves, strict=True)) if len(one.y)
+    ]
     if not drawn:
         return None
     series = []
@@ -226,16 +215,14 @@ def overlay(
         marker = "o" if len(one.y) <= 30 and key == "eval_loss" else ""
         line = one.line(SHARED_BUCKETS, smooth=True)
         series.append(Series(s.label, *line, marker=marker, **style(number)))
-    longest = max((one for *_, one in drawn), key=lambda one: len(one.y))
+    longest = max(curves, key=lambda one: len(one.y))
     return Plot(
-        name,
-        title,
-        unit,
+        *(name, title, unit),
         f"{title} over steps: {'; '.join(f'{s.label} ends at {s.y[-1]:.4g}' for s in series)}.",
         tuple(series),
         note=treatment(len(longest.y), longest.window, SHARED_BUCKETS),
-        sources=tuple(Num(s.label, s.href(METRICS), key) for _, s, _ in drawn),
-        marks=marks,
+        sources=tuple(s.num(s.label, METRICS, key) for _, s, _ in drawn),
+        marks=tuple(step for one in curves for step in one.broken),
         **options,
     )
 
@@ -243,53 +230,46 @@ def overlay(
 # ------------------------------------------------------------------------------------------ health
 
 
-def health(s: RunSource) -> Section | None:
-    """Section on training health; None if no health was logged."""
+def health(s: Source) -> list[Row | Line]:
+    """Plots of training health by measure, or a line on measures that are zero at every step."""
     logged = sorted({key for row in s.run.rows for key in row if key.startswith("health/")})
     parsed = {key: match.groups() for key in logged if (match := _HEALTH_KEY.match(key))}
     groups = sorted({group for group, _, _ in parsed.values()})
-    if not groups:
-        return None
     looks = {group: style(i) for i, group in enumerate(groups)}
 
     def keys_of(operand: str | None, measure: str) -> dict[str, str]:
         return {g: key for key, (g, x, what) in parsed.items() if (x, what) == (operand, measure)}
 
-    blocks: list[Block] = []
+    found: list[Row | Line] = []
     for measure, (title, unit, note, options) in MEASURES.items():
         plots, silent = [], []
         for operand, label in OPERANDS.items():
             name, about = f"{measure.removesuffix('_db')}_{label}", f"{title} of {label}"
             keys = keys_of(operand, measure)
             plot = _health_plot(s, keys, looks, name, label, unit, about, **options)
-            if plot is None:
-                continue
-            if options.get("from_zero") and not any(any(x.y) for x in plot.series):
+            if plot and options.get("from_zero") and not any(any(x.y) for x in plot.series):
                 silent.append(label)
-            else:
+            elif plot:
                 plots.append(plot)
-        blocks += _health_row(title, note, plots, looks)
+        found += _health_row(title, note, plots, looks)
         if silent:
             link = s.num(f"no {measure}", METRICS, f"health/*/*_{measure}")
-            blocks.append(Para(words(f"{' and '.join(silent).capitalize()}: ", link, " at all.")))
-    plots = []
-    for measure, (title, unit) in OTHERS.items():
-        keys = keys_of(None, measure)
-        plot = _health_plot(s, keys, looks, measure, title, unit, title, log=True)
-        plots.append(plot)
-    found = [plot for plot in plots if plot is not None]
-    blocks += _health_row("Gradients and updates", "", found, looks)
-    return Section("Training health", tuple(blocks))
+            found.append(Line((f"{' and '.join(silent).capitalize()}: ", link, " at all.")))
+    plots = [
+        _health_plot(s, keys_of(None, measure), looks, measure, title, unit, title, log=True)
+        for measure, (title, unit) in OTHERS.items()
+    ]
+    return found + _health_row("Gradients and updates", "", [p for p in plots if p], looks)
 
 
-def _health_row(title: str, note: str, plots: list[Plot], looks: dict[str, Look]) -> list[Block]:
+def _health_row(title: str, note: str, plots: list[Plot], looks: dict[str, Look]) -> list[Row]:
     shown = {s.label for plot in plots for s in plot.series}
     legend = tuple(Series(group, (), **look) for group, look in looks.items() if group in shown)
-    return [Para(words(note), head=title), Row(tuple(plots), legend)] if plots else []
+    return [Row(tuple(plots), legend, title, note)] if plots else []
 
 
 def _health_plot(
-    s: RunSource,
+    s: Source,
     keys: dict[str, str],
     looks: dict[str, Look],
     name: str,
@@ -312,12 +292,10 @@ def _health_plot(
         x, y = envelope(one.x, one.y, SMALL_BUCKETS)
         series.append(Series(group, x.tolist(), (factor * y).tolist(), **looks[group]))
     return Plot(
-        name=name,
-        title=title[:1].upper() + title[1:],
-        unit=unit,
-        about=f"{about} over steps, a line for each layer group: {', '.join(drawn)}.",
-        series=tuple(series),
+        *(name, title[:1].upper() + title[1:], unit),
+        f"{about} over steps, a line for each layer group: {', '.join(drawn)}.",
+        tuple(series),
         note=treatment(max(len(one.x) for one in drawn.values()), buckets=SMALL_BUCKETS),
-        sources=(Num(METRICS, s.href(METRICS), next(iter(keys.values()))),),
+        sources=(s.num(METRICS, METRICS, next(iter(keys.values()))),),
         **options,
     )

@@ -23,42 +23,27 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from finetune.analysis.report.content import Forest, Plot, Series, signed
+from finetune.analysis.report.elements import Forest, Plot, Series, signed
 
-LIGHT = {
-    "paper": "#fdfdfc",
-    "raised": "#f5f4f1",
-    "ink": "#1b1c1e",
-    "muted": "#63666b",
-    "rule": "#e3e2de",
-    "accent": "#0b6b62",
-    "bad": "#b3261e",
-    "c1": "#0b6b63",
-    "c2": "#b4520a",
-    "c3": "#3f51b5",
-    "c4": "#a3195b",
-    "c5": "#5b6f0e",
-    "c6": "#7b3ff2",
-    "c7": "#0277a8",
-    "c8": "#6d5446",
+THEMES = {
+    "paper": ("#fdfdfc", "#131416"),
+    "raised": ("#f5f4f1", "#1c1e21"),
+    "ink": ("#1b1c1e", "#e9e8e4"),
+    "muted": ("#63666b", "#a0a3a8"),
+    "rule": ("#e3e2de", "#303338"),
+    "accent": ("#0b6b62", "#5cc9bb"),
+    "bad": ("#b3261e", "#ff8a80"),
+    "c1": ("#0b6b63", "#5cc9bc"),
+    "c2": ("#b4520a", "#f2a25c"),
+    "c3": ("#3f51b5", "#93a4ff"),
+    "c4": ("#a3195b", "#ff86b5"),
+    "c5": ("#5b6f0e", "#bcd35f"),
+    "c6": ("#7b3ff2", "#c3a3ff"),
+    "c7": ("#0277a8", "#6cc4ee"),
+    "c8": ("#6d5446", "#c7a998"),
 }
-DARK = {
-    "paper": "#131416",
-    "raised": "#1c1e21",
-    "ink": "#e9e8e4",
-    "muted": "#a0a3a8",
-    "rule": "#303338",
-    "accent": "#5cc9bb",
-    "bad": "#ff8a80",
-    "c1": "#5cc9bc",
-    "c2": "#f2a25c",
-    "c3": "#93a4ff",
-    "c4": "#ff86b5",
-    "c5": "#bcd35f",
-    "c6": "#c3a3ff",
-    "c7": "#6cc4ee",
-    "c8": "#c7a998",
-}
+"""Colors of the page's variables, light and dark."""
+LIGHT, DARK = ({name: pair[i] for name, pair in THEMES.items()} for i in (0, 1))
 COLORS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
 
@@ -110,7 +95,7 @@ _STYLE: Any = {
 }
 
 
-def to_svg(plot: Plot | Forest, width: int, height: int, suffix: str = "") -> str:
+def to_svg(plot: Plot, width: int, height: int, suffix: str = "") -> str:
     """Draw an `<svg>` of at most `width` x `height` CSS pixels; `suffix` makes its ids unique."""
     name = f"{plot.name}{suffix}"
     with rc_context(_STYLE | {"svg.hashsalt": name}):
@@ -119,17 +104,17 @@ def to_svg(plot: Plot | Forest, width: int, height: int, suffix: str = "") -> st
     return _themed(buffer.getvalue(), plot, name)
 
 
-def to_png(plot: Plot | Forest, file: Path) -> None:
+def to_png(plot: Plot, file: Path) -> None:
     """Draw the plot with its title and legend, on white."""
     width, height = (860, 420) if plot.size == "wide" else (560, 380)
     if isinstance(plot, Forest):
-        height = 120 + FOREST_ROW * len(plot.rows)
+        height = 120 + FOREST_ROW * len(plot.gaps)
     with rc_context(_STYLE):
         figure = _figure(plot, width, height, titled=True)
         figure.savefig(file, dpi=120, facecolor="white", pil_kwargs={"compress_level": 4})
 
 
-def _figure(plot: Plot | Forest, width: int, height: int, titled: bool = False) -> Any:
+def _figure(plot: Plot, width: int, height: int, titled: bool = False) -> Any:
     figure = Figure(figsize=(width / 72, height / 72), dpi=72)
     axes = figure.add_subplot()
     if isinstance(plot, Forest):
@@ -143,8 +128,8 @@ def _figure(plot: Plot | Forest, width: int, height: int, titled: bool = False) 
     if legend:
         columns = min(len(legend), 4 if width > 700 else 3)
         top += 18 * -(-len(legend) // columns)
-        handles = [line for line in axes.lines if line.get_label() in {s.label for s in legend}]
-        handles += [b for b in axes.collections if b.get_label() in {s.label for s in legend}]
+        named = {s.label for s in legend}
+        handles = [x for x in (*axes.lines, *axes.collections) if x.get_label() in named]
         figure.legend(
             handles=handles, loc="upper left", ncols=columns, fontsize=10, handlelength=2.6,
             bbox_to_anchor=((left - 10) / width, 1 - 30 / height),
@@ -212,33 +197,28 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
         band.set_gid(f"series-{number}")
         return
     (line,) = axes.plot(
-        series.x,
-        series.y,
-        color=color,
-        linestyle="none" if series.dash == "none" else DASHES[series.dash],
+        series.x, series.y, color=color, linestyle=DASHES[series.dash], label=series.label,
         linewidth={"normal": 1.8, "thin": 1.0, "faint": 0.9}[series.weight],
         alpha=0.4 if series.weight == "faint" else 1.0,
         marker=series.marker or ("o" if len(series.x) == 1 else None),
-        markersize=5,
-        markeredgewidth=0,
-        label=series.label,
-    )
+        markersize=5, markeredgewidth=0,
+    )  # fmt: skip
     line.set_gid(f"series-{number}")
 
 
 def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
     """One row per gap: name, intervals, figures (beside them, or above on a narrow page)."""
-    points = [v for r in plot.rows for v in (*(r.interval or ()), *r.seeds, r.gap)]
+    points = [v for r in plot.gaps for v in (*(r.interval or ()), *r.seeds, r.gap)]
     reach = max(plot.margin * 1.3, *(1.08 * abs(v) for v in points))
     axes.axvspan(-plot.margin, plot.margin, color=LIGHT["accent"], alpha=0.09, linewidth=0)
-    pieces = [(-i - 0.4, -i + 0.2) for i in range(len(plot.rows))] if narrow else [(-99.0, 1.0)]
+    pieces = [(-i - 0.4, -i + 0.2) for i in range(len(plot.gaps))] if narrow else [(-99.0, 1.0)]
     axes.vlines(
         [at for at in (-plot.margin, plot.margin) for _ in pieces],
         [low for low, _ in pieces] * 2, [high for _, high in pieces] * 2,
         color=LIGHT["accent"], linewidth=1, linestyle=DASHES["dashed"],
     )  # fmt: skip
     axes.axvline(0, color=LIGHT["muted"], linewidth=0.9)
-    for number, row in enumerate(plot.rows):
+    for number, row in enumerate(plot.gaps):
         y = -number
         for low_high, width in ((row.interval, 1.6), (row.inner, 5)):
             if low_high:
@@ -260,21 +240,19 @@ def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
                 va="bottom" if narrow else "center_baseline", fontsize=11 - narrow,
             )  # fmt: skip
     axes.set_xlim(-reach, reach)
-    axes.set_ylim(-len(plot.rows) + 0.5, 0.75)
+    axes.set_ylim(-len(plot.gaps) + 0.5, 0.75)
     axes.grid(visible=False)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 7, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(
-        FuncFormatter(
-            lambda value, _: _percent(value, 0) if value <= 0 else f"+{_percent(value, 0)}"
-        )
+        FuncFormatter(lambda value, _: ("+" if value > 0 else "") + _percent(value, 0))
     )
 
 
 # ------------------------------------------------------------------------------------------ theme
 
 
-def _themed(svg: str, plot: Plot | Forest, name: str) -> str:
+def _themed(svg: str, plot: Plot, name: str) -> str:
     svg = svg[svg.index("<svg") :]
     for part in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
         svg = re.sub(part, "", svg, flags=re.S)

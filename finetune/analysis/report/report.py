@@ -1,5 +1,8 @@
 """`write_report`: write `report.html`, `report.md` and PNG plots from run folders.
 
+Templates of pages (`run.j2`, `several.j2`, `comparison.j2`) are written once: `blocks.html.j2` and
+`blocks.md.j2` set their tables, plots and sections in either format.
+
 The HTML is one file that can fetch nothing: its content security policy allows its own style and
 script (by hash) alone, so that text of a model could not run even if it slipped past the escaping.
 """
@@ -9,33 +12,38 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
 from finetune import __version__
 from finetune.analysis.compare.result import read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
-from finetune.analysis.report.content import (
+from finetune.analysis.report.elements import (
     Forest,
+    Line,
     Num,
     Page,
     Plot,
-    RunSource,
     Source,
-    Words,
     escape_md,
+    figure,
+    fixed,
 )
 from finetune.analysis.report.figures import DARK, FOREST_ROW, LIGHT, to_png, to_svg
-from finetune.analysis.report.run_page import run_page
-from finetune.analysis.report.several_page import names_of, several_page
+from finetune.analysis.report.run_page import RunSource, names_of, run_page, several_page
 from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON, Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
+from finetune.units import count, percent
 
-ASSETS = Path(__file__).parent
+TEMPLATES = Path(__file__).parent / "templates"
 SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
 """CSS pixels of plots, without scaling, so that text keeps its size."""
 PHONE = (340, 250)
@@ -157,20 +165,21 @@ def _write(page: Page, base: Path) -> Report:
     return Report(base, base / "report.html", base / "report.md", tuple(pictures), page.verdict)
 
 
-# ---------------------------------------------------------------------------------------- setting
+# --------------------------------------------------------------------------------------- rendering
 
 
 def as_html(page: Page) -> str:
-    script = (ASSETS / "page.js").read_text("utf-8").strip()
+    script = (TEMPLATES / "page.js").read_text("utf-8").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     themes = {
         theme: "".join(f"--{name}:{value};" for name, value in colors.items())
         for theme, colors in (("light", LIGHT), ("dark", DARK))
     }
-    return _template("page.html.j2", escape=True).render(
+    environment = _environment("html")
+    return environment.get_template("page.html.j2").render(
         page=page,
-        draw=_drawn,
-        style=(ASSETS / "page.css").read_text("utf-8"),
+        body=Markup(_body(environment, page)),
+        style=(TEMPLATES / "page.css").read_text("utf-8"),
         script=script,
         digest=digest,
         themes=themes,
@@ -180,36 +189,44 @@ def as_html(page: Page) -> str:
 
 
 def as_markdown(page: Page) -> str:
-
-    def md(cell: str | Num | Words) -> str:
-        return escape_md(cell) if isinstance(cell, str) else cell.md
-
-    text = _template("page.md.j2", escape=False).render(page=page, md=md)
-    lines = [line.rstrip() for line in text.splitlines()]
+    lines = [line.rstrip() for line in _body(_environment("md"), page).splitlines()]
     kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
     return "\n".join(kept).strip() + "\n"
 
 
-def _template(name: str, *, escape: bool) -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+def _body(environment: Environment, page: Page) -> str:
+    return environment.get_template(page.template).render(page=page, **page.parts)
 
+
+def _environment(kind: str) -> Environment:
+    """Templates of pages with the `blocks` of one format, which escapes whatever is no markup."""
     environment = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=escape,
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_as_md if kind == "md" else None,
     )
-    return environment.get_template(name)
+    environment.filters["line"] = lambda text: Markup(" ".join(text.split()))
+    environment.filters["anchor"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
+    forms = {"count": count, "percent": percent, "fixed": fixed, "figure": figure}
+    environment.globals.update(forms, blocks=f"blocks.{kind}.j2", draw=_drawn)
+    return environment
 
 
-def _drawn(plot: Plot | Forest) -> list[tuple[str, str]]:
+def _as_md(value: object) -> Markup:
+    if isinstance(value, Markup):
+        return value
+    return Markup(value.md if isinstance(value, Num | Line) else escape_md(str(value)))
+
+
+def _drawn(plot: Plot) -> list[tuple[str, str]]:
+    """SVGs of a plot, (kind of screen, SVG)."""
     (width, height), (phone, low) = SIZES[plot.size], PHONE
     if plot.size == "third":
         return [("any", to_svg(plot, width, height))]
     if isinstance(plot, Forest):
-        height = low = 90 + FOREST_ROW * len(plot.rows)
-    return [
-        ("wide", to_svg(plot, width, height)),
-        ("phone", to_svg(plot, phone, low, "-phone")),
-    ]
+        height = low = 90 + FOREST_ROW * len(plot.gaps)
+    wide, narrow = to_svg(plot, width, height), to_svg(plot, phone, low, "-phone")
+    return [("wide", wide), ("phone", narrow)]

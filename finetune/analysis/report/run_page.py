@@ -1,50 +1,46 @@
-"""Page of one run: FP8 verification, key figures, then sections."""
+"""Pages of one run and of several: verdict, key figures and tables that the templates show."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from finetune.analysis.report.content import (
+from finetune.analysis.report.curves import (
+    curve,
+    gradients_and_speed,
+    health,
+    loss_plot,
+    overlay,
+    side_by_side,
+)
+from finetune.analysis.report.elements import (
     CONFIG,
     METRICS,
     MISSING,
     RECEIPT,
     REPORT,
-    Block,
     Cell,
-    Fact,
-    Listing,
     Num,
     Page,
-    Para,
-    RunSource,
-    Samples,
-    Section,
+    Source,
     Table,
     Tone,
-    Words,
     figure,
     fixed,
     is_number,
     signed,
-    words,
 )
-from finetune.analysis.report.curves import curve, gradients_and_speed, health, loss_plot
+from finetune.runs.folder import Run
 from finetune.runs.receipt import LayerReceipt, Receipt, group_layers
 from finetune.units import count, elapsed, percent, size_of_gib
 
 SHOWN_ANSWERS = 6
 """Evaluations whose answers are shown: the first, the last, and some between."""
-TRAINABLE = {
-    "before": " before, ",
-    "after": " after preparation, ",
-    "in_optimizer": " in the optimizer, ",
-    "moved": " moved",
-}
+LOW = ("FP8", "FP4")
 PEAKS = (
     ("predicted", "predicted_gib", "predicted"),
     ("measured", "measured_gib", "measured"),
@@ -53,312 +49,257 @@ PEAKS = (
 )
 
 
-def run_page(s: RunSource) -> Page:
-    verdict, tone, lead = verdict_of(s)
-    loss = loss_plot(s)
-    sections = (
-        Section("Loss", (loss,)) if loss else None,
-        what_ran(s),
-        health(s),
-        gradients_and_speed(s),
-        _memory(s),
-        samples(s),
-        _tasks(s),
-        _configuration(s),
-        environment(s),
-    )
-    return Page(
-        title=s.run.recipe,
-        about=_about(s),
-        verdict=verdict,
-        tone=tone,
-        lead=lead,
-        loud=loud_lines(s),
-        facts=(_loss_fact(s), _held_out_fact(s), speed_fact(s), memory_fact(s), _time_fact(s)),
-        sections=tuple(section for section in sections if section is not None),
-    )
-
-
-# ----------------------------------------------------------------------------- head: verdict, facts
-
-
-def _about(s: RunSource) -> Words:
-    run = s.run
-    state = run.state if run.state != "killed" else "killed before its end"
-    line = words(Num(run.name, s.href() + "/"), f", {state} at step ", last_step(s))
-    if run.planned_steps and run.planned_steps != run.last_step:
-        return words(line, " of ", s.num(f"{run.planned_steps:,}", CONFIG, "train.max_steps"))
-    return line
-
-
-def last_step(s: RunSource) -> Num:
-    return s.num(f"{s.run.last_step:,}", METRICS, "step")
-
-
-def verdict_of(s: RunSource) -> tuple[str, Tone, Words]:
-    """Headline, tone and sentence on the proof of the precision."""
-    receipt, proven = s.run.receipt, s.run.proven
-    if not receipt:
-        goes_on = s.run.state == "running"
-        lead = "the receipt comes when training ends" if goes_on else "it left no receipt"
-        state = "The run goes on" if goes_on else "The run was killed"
-        return "Not proven", "plain" if goes_on else "bad", words(f"{state}: {lead}.")
-    p = receipt.get("precision", {})
-    requested, executed = str(p.get("asked", "")).upper(), str(p.get("ran", "")).upper()
-    status, low = str(receipt.get("status", "")), ("FP8", "FP4")
-    reason = s.words(str(p.get("reason", "")), RECEIPT, "precision.reason")
-    if requested in low and executed not in low:
-        lead = words(f"{requested} was asked for and {executed} ran. ", reason)
-        return f"Not {requested}", "bad", lead
-    if executed not in low:
-        if not proven:
-            return f"{executed}, not proven", "bad", words(status)
-        none = s.num("No matmul", RECEIPT, "fp8_flop_share")
-        lead = words(none, " ran in FP8, and none was to. ", as_sentence(_moved(s)))
-        return f"{executed}, as asked", "plain", lead
-    share = s.num(figure(receipt.get("fp8_flop_share"), percent), RECEIPT, "fp8_flop_share")
-    how = f"{p.get('backend')}/{p.get('scaling')}, {p.get('format')}"
-    engine = s.num(how, RECEIPT, "precision.effective")
-    lead = words(
-        share, f" of matmul FLOPs ran in {executed} (", engine,
-        "): counted during training, not read from a setting. ", as_sentence(_moved(s)),
-    )  # fmt: skip
-    if proven:
-        return f"{executed}, proven", "good", words(lead, as_sentence(reason))
-    why = as_sentence(s.words(status.removeprefix("not proven: "), RECEIPT, "status"))
-    return f"{executed}, not proven", "bad", words(why, lead, as_sentence(reason))
-
-
-def as_sentence(line: Words) -> Words:
-    if not line:
-        return line
-    first, *rest = line.parts
-    upper = (
-        Num(first.text[:1].upper() + first.text[1:], first.href, first.key)
-        if isinstance(first, Num)
-        else first[:1].upper() + first[1:]
-    )
-    return words(upper, *rest, ". ")
-
-
-def _moved(s: RunSource) -> Words:
-    t = s.run.receipt.get("trainable") or {}
-    if not t.get("after"):
-        return Words(())
-    moved = s.num(figure(t.get("moved", 0), count), RECEIPT, "trainable.moved")
-    if t.get("moved") == t["after"]:
-        return words("all ", moved, " trainable parameters moved")
-    after = s.num(figure(t["after"], count), RECEIPT, "trainable.after")
-    return words(moved, " of ", after, " trainable parameters moved")
-
-
-def loud_lines(s: RunSource) -> tuple[Words, ...]:
-    return tuple(line for line in _loud(s) if line)
-
-
-def _loud(s: RunSource) -> Iterator[Words]:
-    run, receipt = s.run, s.run.receipt
-    for section, key in (("precision", "fallback"), ("run", "stopped")):
-        yield s.words(str(receipt.get(section, {}).get(key) or ""), RECEIPT, f"{section}.{key}")
-    if still := receipt.get("trainable", {}).get("below_resolution"):
-        yield words(
-            s.num(figure(still, count), RECEIPT, "trainable.below_resolution"),
-            " parameters get updates smaller than their type can hold, and stand still: ",
-            "BF16 weights need model.dtype=float32.",
-        )
-    for key in ("loss", "eval_loss"):
-        if broken := curve(run.rows, key).broken:
-            at = s.num(f"step {broken[0]:,.0f}", METRICS, key)
-            yield words(f"{key} is not finite at ", at, ".")
-    skipped = next((r["skipped_steps"] for r in reversed(run.rows) if r.get("skipped_steps")), 0)
-    if skipped:
-        number = s.num(figure(skipped, count), METRICS, "skipped_steps")
-        yield words(number, " steps were skipped by loss scaling.")
-    if run.state == "failed":
-        yield words("The run ended in an error.")
-    elif run.state in ("interrupted", "killed"):
-        yield words(f"The run did not end by itself: it was {run.state}.")
-
-
-def first_last(s: RunSource, key: str) -> tuple[Num, Num, list[float]]:
+class Course(NamedTuple):
     """First and last value of a metric, linked, and all finite ones."""
-    x, y, _ = curve(s.run.rows, key)
-    if not len(y):
-        return Num(MISSING), Num(MISSING), []
-    first, last = (s.num(fixed(float(y[i])), METRICS, f"{key} at step {x[i]:.0f}") for i in (0, -1))
-    return first, last, y.tolist()
+
+    first: Num
+    last: Num
+    values: list[float]
 
 
-def _loss_fact(s: RunSource) -> Fact:
-    first, last, values = first_last(s, "loss")
-    note = words("from ", first) if len(values) > 1 else words()
-    return Fact("Training loss", words(last), note)
+@dataclass(frozen=True)
+class RunSource(Source):
+    """A run folder, with the figures and tables that pages show."""
 
+    # ------------------------------------------------------------------------------------- verdict
 
-def _held_out_fact(s: RunSource) -> Fact:
-    _, last, values = first_last(s, "eval_loss")
-    note = words("no held-out rows" if not values and s.run.state == "finished" else "")
-    if len(values) > 1:
-        best = min(values)
-        link = s.num(fixed(best), METRICS, "eval_loss")
-        note = words("lowest ", link)
-        if best == values[-1]:
-            note = words("the lowest of ", s.num(str(len(values)), METRICS, "eval_loss"))
-    return Fact("Held-out loss", words(last), note)
+    @property
+    def requested(self) -> str:
+        return str(self.facts("precision.asked") or "").upper()
 
+    @property
+    def executed(self) -> str:
+        return str(self.facts("precision.ran") or "").upper()
 
-def speed_fact(s: RunSource) -> Fact:
-    """Median tokens/s, and the utilization of a known GPU."""
-    value: Any = s.run.report.get("tokens_per_s")
-    file = REPORT
-    if value is None:
-        speeds = curve(s.run.rows, "tokens_per_s").y.tolist()
-        value, file = (median(speeds[1:] or speeds) if speeds else None), METRICS
-    mfu = next((r["health/mfu"] for r in reversed(s.run.rows) if "health/mfu" in r), None)
-    if value is None:
-        note = words()
-    elif (s.run.receipt.get("precision") or {}).get("backend") == "emulated":
-        note = words(s.num("emulated", RECEIPT, "precision.backend"), ", not the speed of FP8")
-    elif mfu:
-        note = words("MFU ", s.num(figure(mfu, percent), METRICS, "health/mfu"))
-    else:
-        note = words("median")
-    number = s.num(figure(value, count), file, "tokens_per_s")
-    return Fact("Tokens per second", words(number), note)
+    @property
+    def is_low(self) -> bool:
+        return self.executed in LOW
 
+    @property
+    def fell_back(self) -> bool:
+        """True if FP8 was requested and did not run."""
+        return self.requested in LOW and not self.is_low
 
-def memory_fact(s: RunSource) -> Fact:
-    """Measured peak of a step, else of the process, beside the prediction."""
-    m = s.run.receipt.get("memory") or {}
-    measured: Any = m.get("measured_gib")
-    predicted: Any = m.get("predicted_gib")
-    if is_number(measured):
-        value = s.num(size_of_gib(measured), RECEIPT, "memory.measured_gib")
-    else:
-        peak = figure(s.run.report.get("peak_memory_gib"), size_of_gib)
-        value = s.num(peak, REPORT, "peak_memory_gib")
-    note = Words(())
-    if is_number(predicted) and predicted:
+    @property
+    def status(self) -> str:
+        return str(self.facts("status") or "")
+
+    @property
+    def engine(self) -> Num:
+        p = self.facts("precision") or {}
+        how = f"{p.get('backend')}/{p.get('scaling')}, {p.get('format')}"
+        return self.num(how, RECEIPT, "precision.effective")
+
+    @property
+    def verdict(self) -> tuple[str, Tone]:
+        """Headline on the proof of the precision, and its tone."""
+        if not self.run.receipt:
+            return "Not proven", "plain" if self.run.state == "running" else "bad"
+        if self.fell_back:
+            return f"Not {self.requested}", "bad"
+        if not self.run.proven:
+            return f"{self.executed}, not proven", "bad"
+        return (
+            (f"{self.executed}, proven", "good")
+            if self.is_low
+            else (f"{self.executed}, as asked", "plain")
+        )
+
+    # ------------------------------------------------------------------------------------- figures
+
+    @property
+    def last_step(self) -> Num:
+        return self.num(f"{self.run.last_step:,}", METRICS, "step")
+
+    @property
+    def not_finite(self) -> Iterator[tuple[str, Num]]:
+        """Losses that were not finite, each with its first such step."""
+        for key in ("loss", "eval_loss"):
+            if broken := curve(self.run.rows, key).broken:
+                yield key, self.num(f"step {broken[0]:,.0f}", METRICS, key)
+
+    @property
+    def skipped(self) -> Num | None:
+        found = self._last("skipped_steps")
+        return self.num(figure(found, count), METRICS, "skipped_steps") if found else None
+
+    @property
+    def mfu(self) -> Num | None:
+        found = self._last("health/mfu")
+        return self.num(figure(found, percent), METRICS, "health/mfu") if found else None
+
+    def _last(self, key: str) -> Any:
+        return next((row[key] for row in reversed(self.run.rows) if row.get(key)), None)
+
+    def course(self, key: str) -> Course:
+        x, y, _ = curve(self.run.rows, key)
+        if not len(y):
+            return Course(Num(MISSING), Num(MISSING), [])
+        first, last = (
+            self.num(fixed(float(y[i])), METRICS, f"{key} at step {x[i]:.0f}") for i in (0, -1)
+        )
+        return Course(first, last, y.tolist())
+
+    @property
+    def speed(self) -> Num:
+        """Median tokens per second."""
+        value, file = self.run.report.get("tokens_per_s"), REPORT
+        if value is None:
+            speeds = curve(self.run.rows, "tokens_per_s").y.tolist()
+            value, file = (median(speeds[1:] or speeds) if speeds else None), METRICS
+        return self.num(figure(value, count), file, "tokens_per_s")
+
+    @property
+    def memory(self) -> Num:
+        """Measured peak of a step, else of the process."""
+        if is_number(self.facts("memory.measured_gib")):
+            return self.receipt("memory.measured_gib", size_of_gib)
+        peak = figure(self.run.report.get("peak_memory_gib"), size_of_gib)
+        return self.num(peak, REPORT, "peak_memory_gib")
+
+    @property
+    def memory_note(self) -> Num | str:
+        """Prediction of the peak, or how far the measured one is from it."""
+        measured: Any = self.facts("memory.measured_gib")
+        predicted: Any = self.facts("memory.predicted_gib")
+        if not is_number(predicted) or not predicted:
+            return ""
         text = size_of_gib(predicted)
         if is_number(measured):
             over = signed(measured / predicted - 1, 1)
             text = "as predicted" if over == "+0.0%" else f"{over} of the prediction"
-        note = words(s.num(text, RECEIPT, "memory.predicted_gib"))
-    return Fact("Peak memory", words(value), note)
+        return self.num(text, RECEIPT, "memory.predicted_gib")
 
+    @property
+    def time(self) -> Num:
+        seconds, file = self.run.report.get("seconds"), REPORT
+        if seconds is None:
+            seconds, file = (self.run.rows[-1].get("seconds") if self.run.rows else None), METRICS
+        return self.num(figure(seconds, elapsed), file, "seconds")
 
-def _time_fact(s: RunSource) -> Fact:
-    seconds, file = s.run.report.get("seconds"), REPORT
-    if seconds is None:
-        seconds, file = (s.run.rows[-1].get("seconds") if s.run.rows else None), METRICS
-    value = s.num(figure(seconds, elapsed), file, "seconds")
-    return Fact("Time", words(value), words(last_step(s), " steps"))
+    @property
+    def role_share(self) -> dict[str, Num]:
+        shares = self._receipt.role_share.items()
+        return {r: self.num(figure(x, percent), RECEIPT, f"role_share.{r}") for r, x in shares}
 
+    @property
+    def state_bytes(self) -> Num | None:
+        """Bytes of optimizer state per parameter."""
+        t = self.facts("trainable") or {}
+        state, owned = t.get("optimizer_state_bytes"), t.get("in_optimizer")
+        if not state or not owned:
+            return None
+        return self.num(f"{state / owned:.2f}", RECEIPT, "trainable.optimizer_state_bytes")
 
-# ---------------------------------------------------------------------------------------- sections
+    # -------------------------------------------------------------------------------------- tables
 
+    @cached_property
+    def _receipt(self) -> Receipt:
+        """The receipt without keys unknown to this version."""
+        data = self.run.receipt
+        known = {f.name for f in fields(Receipt)} - {"layers"}
+        empty = {"status": "", "precision": {}}
+        receipt = Receipt(**empty | {k: data[k] for k in known & data.keys()})
+        inside = [f.name for f in fields(LayerReceipt)]
+        for layer in data.get("layers") or []:
+            if all(name in layer for name in inside):
+                receipt.layers.append(LayerReceipt(**{name: layer[name] for name in inside}))
+        return receipt
 
-def what_ran(s: RunSource) -> Section | None:
-    """Layers by group with the precision of each GEMM, trainable parameters, adapters."""
-    if not s.run.receipt:
-        return None
-    receipt, p = receipt_of(s), s.run.receipt.get("precision", {})
-    blocks: list[Block] = []
-    if receipt.layers:
-        total = sum(layer.flops for layer in receipt.layers) or 1
+    @property
+    def layers(self) -> Table:
+        """Layers by group with the precision of each GEMM."""
+        layers = self._receipt.layers
+        total = sum(layer.flops for layer in layers) or 1
         rows, shares = [], []
-        for number, names, *gemms, share, reason in group_layers(receipt.layers):
-            rows.append(
-                (
-                    names,
-                    s.num(number, RECEIPT, "layers[].name"),
-                    *(
-                        s.num(g.upper(), RECEIPT, "layers[]") if g != "-" else MISSING
-                        for g in gemms
-                    ),
-                    s.num(share, RECEIPT, f"layers[].flops of {total:,}"),
-                    s.words(reason, RECEIPT, "layers[].reason"),
-                )
-            )
+        for number, names, *gemms, share, reason in group_layers(layers):
+            ran = [self.num(g.upper(), RECEIPT, "layers[]") if g != "-" else MISSING for g in gemms]
+            flops = self.num(share, RECEIPT, f"layers[].flops of {total:,}")
+            why = self.num(reason, RECEIPT, "layers[].reason")
+            rows.append((names, self.num(number, RECEIPT, "layers[].name"), *ran, flops, why))
             shares.append(float(share.rstrip("%")) / 100)
         head = ("layers", "count", "fprop", "dgrad", "wgrad", "FLOPs", "reason")
-        blocks.append(Table(head, rows, numeric=(1, 5), shares={5: shares}))
-    parts: list[str | Num] = []
-    for role, share in receipt.role_share.items():
-        parts += [", " if parts else "Of all matmul FLOPs: ", f"{role} "]
-        parts.append(s.num(figure(share, percent), RECEIPT, f"role_share.{role}"))
-    if parts:
-        blocks.append(Para(words(*parts, ".")))
-    if line := _trainable(s):
-        blocks.append(Para(line))
-    for key in ("adapters", "compile"):
-        if p.get(key):
-            text = s.words(str(p[key]), RECEIPT, f"precision.{key}")
-            blocks.append(Para(words(f"{key.capitalize()}: ", text, ".")))
-    return Section("What ran", tuple(blocks)) if blocks else None
+        return Table(head, rows, numeric=(1, 5), shares={5: shares})
 
+    @property
+    def peaks(self) -> Table:
+        """Predicted and measured memory, as bars of one scale."""
+        m = self.facts("memory") or {}
+        found = [peak for peak in PEAKS if is_number(m.get(peak[1]))]
+        rows = [
+            (label, self.receipt(f"memory.{key}", size_of_gib), self.receipt(f"memory.{why}"))
+            for label, key, why in found
+        ]
+        most = max((m[key] for _, key, _ in found), default=0) or 1
+        bars = [m[key] / most for _, key, _ in found]
+        return Table(("", "peak", "of what"), rows, (1,), {1: bars})
 
-def receipt_of(s: RunSource) -> Receipt:
-    """Read the receipt, without keys unknown to this version."""
-    data = s.run.receipt
-    known = {f.name for f in fields(Receipt)} - {"layers"}
-    receipt = Receipt(**{"status": "", "precision": {}} | {k: data[k] for k in known & data.keys()})
-    inside = [f.name for f in fields(LayerReceipt)]
-    for layer in data.get("layers") or []:
-        if all(name in layer for name in inside):
-            receipt.layers.append(LayerReceipt(**{name: layer[name] for name in inside}))
-    return receipt
+    @property
+    def tasks(self) -> Table:
+        rows = []
+        for row in self.run.rows:
+            for task, scores in (row.get("tasks") or {}).items():
+                for metric, value in scores.items():
+                    if metric.endswith("_stderr") or not is_number(value):
+                        continue
+                    key = f"tasks.{task}.{metric} at step {row['step']}"
+                    error = scores.get(f"{metric}_stderr")
+                    step = self.num(f"{row['step']:,}", METRICS, "step")
+                    spread = self.num(f"± {error:.4f}", METRICS, key) if is_number(error) else ""
+                    score = self.num(fixed(value), METRICS, key)
+                    rows.append((task, metric, step, score, spread))
+        return Table(("task", "metric", "step", "score", "standard error"), rows, (2, 3, 4))
 
+    @property
+    def config(self) -> str:
+        try:
+            return (self.folder / CONFIG).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
 
-def _trainable(s: RunSource) -> Words:
-    t = s.run.receipt.get("trainable") or {}
-    if not t:
-        return Words(())
-    parts: list[str | Num] = ["Trainable parameters: "]
-    for key, text in TRAINABLE.items():
-        parts += [s.num(figure(t.get(key), count), RECEIPT, f"trainable.{key}"), text]
-    state, owned = t.get("optimizer_state_bytes"), t.get("in_optimizer")
-    if state and owned:
-        each = s.num(f"{state / owned:.2f}", RECEIPT, "trainable.optimizer_state_bytes")
-        parts += ["; ", each, " bytes of optimizer state each"]
-    return words(*parts, ".")
+    @property
+    def environment(self) -> Table:
+        return Table(("", ""), [(name, self.num(*where)) for name, *where in self._environment()])
 
+    def _environment(self) -> Iterator[tuple[str, str, str, str]]:
+        e = self.facts("environment") or {}
+        if device := e.get("device"):
+            size = device.get("memory_gib")
+            text = f"{device.get('name')}" + (f", {size:.1f} GiB" if is_number(size) else "")
+            yield "device", text, RECEIPT, "environment.device"
+        for key in ("processes", "seed"):
+            if key in e:
+                yield key, str(e[key]), RECEIPT, f"environment.{key}"
+        for library, version in (e.get("versions") or {}).items():
+            yield library, str(version), RECEIPT, f"environment.versions.{library}"
+        if e.get("patches"):
+            yield "patched", ", ".join(map(str, e["patches"])), RECEIPT, "environment.patches"
+        if command := self.run.start.get("command"):
+            yield "command", " ".join(map(str, command)), "run.json", "command"
+        for key, value in (self.facts("conditions") or {}).items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield key.replace("_", " "), text, RECEIPT, f"conditions.{key}"
 
-def _memory(s: RunSource) -> Section | None:
-    """Predicted and measured memory, as bars of one scale."""
-    m = s.run.receipt.get("memory") or {}
-    rows, values = [], []
-    for label, key, why in PEAKS:
-        if is_number(m.get(key)):
-            note = s.words(str(m.get(why) or ""), RECEIPT, f"memory.{why}")
-            rows.append((label, s.num(size_of_gib(m[key]), RECEIPT, f"memory.{key}"), note or ""))
-            values.append(m[key])
-    if not rows:
-        why = s.words(str(m.get("measured") or ""), RECEIPT, "memory.measured")
-        return Section("Memory", (Para(words("Not measured: ", why, ".")),)) if why else None
-    bars = [value / (max(values) or 1) for value in values]
-    return Section("Memory", (Table(("", "peak", "of what"), rows, (1,), {1: bars}),))
+    # ------------------------------------------------------------------------------------- answers
 
+    def answers_of(self, number: int) -> Iterator[tuple[str, str, str, str, int]]:
+        """Yield (prompt, answer, file, key, step) of one evaluation; -1 is the last."""
+        found = self.run.samples
+        step, pairs = found[number]
+        final = found[number] is found[-1] and pairs == self.run.report.get("samples")
+        file, key = (REPORT, "samples") if final else (METRICS, f"samples at step {step}")
+        for pair in pairs:
+            yield str(pair.get("prompt", "")), str(pair.get("answer", "")), file, key, step
 
-def answers(s: RunSource, number: int) -> Iterator[tuple[str, str, str, str, int]]:
-    """Yield (prompt, answer, file, key, step) of one of the run's evaluations; -1 is the last."""
-    found = s.run.samples
-    step, pairs = found[number]
-    final = found[number] is found[-1] and pairs == s.run.report.get("samples")
-    file, key = (REPORT, "samples") if final else (METRICS, f"samples at step {step}")
-    for pair in pairs:
-        yield str(pair.get("prompt", "")), str(pair.get("answer", "")), file, key, step
-
-
-def samples(s: RunSource) -> Section | None:
-    """Answers to each prompt, in the course of training."""
-    prompts: dict[str, list[tuple[Cell, str]]] = {}
-    for number in range(len(s.run.samples)):
-        for prompt, answer, file, key, step in answers(s, number):
-            when = s.num("trained" if file == REPORT else f"step {step:,}", file, key)
-            prompts.setdefault(prompt, []).append((when, answer))
-    blocks = tuple(Samples(prompt, _some(found)) for prompt, found in prompts.items())
-    return Section("What it says", blocks) if blocks else None
+    @property
+    def answers(self) -> dict[str, list[tuple[Cell, str]]]:
+        """Answers to each prompt in the course of training, (when, answer)."""
+        prompts: dict[str, list[tuple[Cell, str]]] = {}
+        for number in range(len(self.run.samples)):
+            for prompt, answer, file, key, step in self.answers_of(number):
+                when = self.num("trained" if file == REPORT else f"step {step:,}", file, key)
+                prompts.setdefault(prompt, []).append((when, answer))
+        return {prompt: _some(found) for prompt, found in prompts.items()}
 
 
 def _some(found: list[tuple[Cell, str]]) -> list[tuple[Cell, str]]:
@@ -368,57 +309,76 @@ def _some(found: list[tuple[Cell, str]]) -> list[tuple[Cell, str]]:
     return [found[round(i * last / (SHOWN_ANSWERS - 1))] for i in range(SHOWN_ANSWERS)]
 
 
-def _tasks(s: RunSource) -> Section | None:
-    rows = []
-    for row in s.run.rows:
-        for task, scores in (row.get("tasks") or {}).items():
-            for metric, value in scores.items():
-                if metric.endswith("_stderr") or not is_number(value):
-                    continue
-                key = f"tasks.{task}.{metric} at step {row['step']}"
-                error = scores.get(f"{metric}_stderr")
-                rows.append(
-                    (
-                        task,
-                        metric,
-                        s.num(f"{row['step']:,}", METRICS, "step"),
-                        s.num(fixed(value), METRICS, key),
-                        s.num(f"± {error:.4f}", METRICS, key) if is_number(error) else "",
-                    )
-                )
-    head = ("task", "metric", "step", "score", "standard error")
-    return Section("Tasks", (Table(head, rows, (2, 3, 4)),)) if rows else None
+def run_page(s: RunSource) -> Page:
+    shown = {"loss_plot": loss_plot(s), "health": health(s), "speed_plots": gradients_and_speed(s)}
+    return Page(s.run.recipe, *s.verdict, "run.j2", {"s": s} | shown)
 
 
-def _configuration(s: RunSource) -> Section | None:
-    try:
-        text = (s.folder / CONFIG).read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    link = Num(CONFIG, s.href(CONFIG), "the complete recipe")
-    return Section("Configuration", (Listing(text.strip(), link),), folded=True)
+# ------------------------------------------------------------------------------------ several runs
 
 
-def environment(s: RunSource) -> Section | None:
-    rows = [(name, s.num(text, file, key)) for name, text, file, key in _environment(s)]
-    return Section("Environment", (Table(("", ""), rows),), folded=True) if rows else None
+def several_page(runs: Sequence[RunSource]) -> Page:
+    """One table, shared plots, and differences of the configurations."""
+    proven = sum(s.run.proven for s in runs)
+    head = ("run", "precision", "verdict", "state", "steps", "loss", "held out", "tokens/s")
+    unit, half = "nats per token", {"from_zero": True, "size": "half"}
+    losses = (
+        overlay(runs, "loss", "loss", "Training loss", unit, size="wide"),
+        overlay(runs, "eval_loss", "held_out_loss", "Held-out loss", unit, size="wide"),
+    )
+    shown = {
+        "table": Table((*head, "memory"), [*map(_row, runs)], numeric=(4, 5, 6, 7, 8)),
+        "losses": tuple(plot for plot in losses if plot is not None),
+        "speed_plots": side_by_side(
+            overlay(runs, "grad_norm", "gradient_norm", "Gradient norm", "L2", **half),
+            overlay(runs, "tokens_per_s", "speed", "Speed", "tokens per second", **half),
+        ),
+        "differences": _differences(runs),
+    }
+    title = " · ".join(dict.fromkeys(s.run.recipe for s in runs))
+    verdict = ("All proven", "good") if proven == len(runs) else ("Not all proven", "bad")
+    return Page(title, *verdict, "several.j2", {"runs": runs, "proven": proven} | shown)
 
 
-def _environment(s: RunSource) -> Iterator[tuple[str, str, str, str]]:
-    e = s.run.receipt.get("environment") or {}
-    if device := e.get("device"):
-        size = device.get("memory_gib")
-        text = f"{device.get('name')}" + (f", {size:.1f} GiB" if is_number(size) else "")
-        yield "device", text, RECEIPT, "environment.device"
-    for key in ("processes", "seed"):
-        if key in e:
-            yield key, str(e[key]), RECEIPT, f"environment.{key}"
-    for library, version in (e.get("versions") or {}).items():
-        yield library, str(version), RECEIPT, f"environment.versions.{library}"
-    if e.get("patches"):
-        yield "patched", ", ".join(map(str, e["patches"])), RECEIPT, "environment.patches"
-    if command := s.run.start.get("command"):
-        yield "command", " ".join(map(str, command)), "run.json", "command"
-    for key, value in (s.run.receipt.get("conditions") or {}).items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        yield key.replace("_", " "), text, RECEIPT, f"conditions.{key}"
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """Name runs on a page: the recipe, with seed or id where names repeat."""
+    names = [run.recipe for run in runs]
+    seeds = [f"seed {run.config.get('train', {}).get('seed', 42)}" for run in runs]
+    for extra in (seeds, [run.name.rpartition("-")[2] for run in runs]):
+        longer = [
+            f"{name}, {more}" if names.count(name) > 1 else name
+            for name, more in zip(names, extra, strict=True)
+        ]
+        if len(set(longer)) > len(set(names)):
+            names = longer
+    return names
+
+
+def _row(s: RunSource) -> tuple[Cell, ...]:
+    verdict = s.verdict[0]
+    return (
+        s.link(s.label),
+        s.num(s.run.precision, RECEIPT, "precision"),
+        s.num(verdict, RECEIPT, "status") if s.run.receipt else verdict,
+        *(s.run.state, s.last_step, s.course("loss").last, s.course("eval_loss").last),
+        *(s.speed, s.memory),
+    )
+
+
+def _differences(runs: Sequence[RunSource]) -> Table:
+    flat = [_flat(s.run.config) for s in runs]
+    rows = [
+        (key, *(s.num(str(one.get(key, MISSING)), CONFIG, key)
+                for one, s in zip(flat, runs, strict=True)))
+        for key in dict.fromkeys(k for one in flat for k in one)
+        if len({str(one.get(key)) for one in flat}) > 1
+    ]  # fmt: skip
+    return Table(("key", *(s.label for s in runs)), rows)
+
+
+def _flat(data: dict[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        nested = isinstance(value, dict) and value
+        found |= _flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
+    return found

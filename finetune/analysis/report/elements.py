@@ -1,7 +1,7 @@
-"""Elements of a page, before they are set in HTML or Markdown.
+"""Elements of a page: figures with their sources, tables, and the plots to draw.
 
-A number is a `Num`, made with the file and key it was read from, which both renderers turn into a
-link. Text of models and data sets is untrusted: it is `str`, which both escape.
+A number is a `Num`, made with the file and key it was read from, which HTML and Markdown turn into
+a link. Text of models and data sets is untrusted: it is `str`, which both escape.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import html
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from finetune.runs.folder import Run
 METRICS, RECEIPT, REPORT, CONFIG = "metrics.jsonl", "receipt.json", "report.json", "config.yaml"
 MISSING = "–"
 Tone = Literal["good", "bad", "plain"]
-Size = Literal["wide", "half", "third"]
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,15 @@ class Num:
     href: str = ""
     key: str = ""
 
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
     def __html__(self) -> str:
-        if not self.href:
+        if not self.href or not self.text:
             return html.escape(self.text)
         title = f"{self.href.rpartition('/')[2]}: {self.key}" if self.key else self.href
-        figure = any(c.isdigit() for c in self.text) and len(self.text) < 40
-        kind = "n" if figure or re.fullmatch(r"\S+[./]\S*", self.text) else "n text"  # or a file
+        is_figure = any(c.isdigit() for c in self.text) and len(self.text) < 40
+        kind = "n" if is_figure or re.fullmatch(r"\S+[./]\S*", self.text) else "n text"  # or a file
         return (
             f'<a class="{kind}" href="{html.escape(self.href)}" title="{html.escape(title)}">'
             f"{html.escape(self.text)}</a>"
@@ -47,32 +49,26 @@ class Num:
 
     @property
     def md(self) -> str:
-        return f"[{escape_md(self.text)}]({self.href})" if self.href else escape_md(self.text)
+        text = escape_md(self.text)
+        return f"[{text}]({self.href})" if self.href and text else text
+
+    @property
+    def capitalized(self) -> Num:
+        return replace(self, text=self.text[:1].upper() + self.text[1:])
 
 
-@dataclass(frozen=True)
-class Words:
-    parts: tuple[str | Num, ...]
+class Line(tuple[str | Num, ...]):
+    """A cell of several parts: `Line((Num("0.31", ...), " ± ", Num("0.01", ...)))`."""
 
     def __html__(self) -> str:
-        return "".join(
-            part.__html__() if isinstance(part, Num) else html.escape(part) for part in self.parts
-        )
+        return "".join(p.__html__() if isinstance(p, Num) else html.escape(p) for p in self)
 
     @property
     def md(self) -> str:
-        return "".join(p.md if isinstance(p, Num) else escape_md(p) for p in self.parts)
-
-    def __bool__(self) -> bool:
-        return bool(self.parts)
+        return "".join(p.md if isinstance(p, Num) else escape_md(p) for p in self)
 
 
-def words(*parts: str | Num | Words) -> Words:
-    """Concatenate parts, without empty ones."""
-    flat: list[str | Num] = []
-    for part in parts:
-        flat += part.parts if isinstance(part, Words) else [part] if part != "" else []
-    return Words(tuple(flat))
+Cell = str | Num | Line
 
 
 def escape_md(text: str) -> str:
@@ -83,36 +79,40 @@ def escape_md(text: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder whose files a page links to, and the folder `base` of the page."""
+    """A folder whose files a page links to, the page's folder `base`, and a name for the page."""
 
     folder: Path
     base: Path
-
-    def href(self, file: str = "") -> str:
-        """Relative, percent-encoded path from the page to a file."""
-        target = os.path.relpath(self.folder.resolve() / file, self.base.resolve())
-        return quote(Path(target).as_posix())
-
-    def num(self, text: str, file: str, key: str) -> Num:
-        """A figure read from `file` under `key`; without a link if missing."""
-        return Num(text) if text == MISSING else Num(text, self.href(file), key)
-
-    def words(self, text: str, file: str, key: str) -> Words:
-        return Words((self.num(text, file, key),)) if text else Words(())
-
-
-@dataclass(frozen=True)
-class RunSource(Source):
-    """A run folder; `label` is the run's name on the page."""
-
     label: str = ""
 
     @cached_property
     def run(self) -> Run:
         return Run(self.folder)
 
+    def href(self, file: str = "") -> str:
+        """Relative, percent-encoded path from the page to a file."""
+        target = os.path.relpath(self.folder.resolve() / file, self.base.resolve())
+        return quote(Path(target).as_posix())
 
-Cell = str | Num | Words
+    def link(self, text: str) -> Num:
+        """Link to the folder itself."""
+        return Num(text, self.href() + "/")
+
+    def num(self, text: str, file: str, key: str) -> Num:
+        """A figure read from `file` under `key`; without a link if missing."""
+        return Num(text) if text == MISSING else Num(text, self.href(file), key)
+
+    def receipt(self, key: str, form: Callable[[Any], str] | None = None) -> Num:
+        """Entry of `receipt.json` under a dotted key: a formatted number, or a text or none."""
+        value = self.facts(key)
+        return self.num(figure(value, form) if form else str(value or ""), RECEIPT, key)
+
+    def facts(self, key: str) -> Any:
+        """Value of `receipt.json` under a dotted key; None if missing."""
+        value: Any = self.run.receipt
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,6 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     numeric: tuple[int, ...] = ()
     shares: dict[int, Sequence[float]] = field(default_factory=dict)
-    kind: str = "table"
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Series:
     """
 
     label: str
-    x: Sequence[float]
+    x: Sequence[float] = ()
     y: Sequence[float] = ()
     low: Sequence[float] = ()
     high: Sequence[float] = ()
@@ -175,17 +174,16 @@ class Plot:
     title: str
     unit: str
     about: str
-    series: tuple[Series, ...]
+    series: tuple[Series, ...] = ()
     note: str = ""
     sources: tuple[Num, ...] = ()
     log: bool = False
     percent: bool = False
     lines: tuple[tuple[float, str], ...] = ()
     marks: tuple[float, ...] = ()
-    size: Size = "third"
+    size: Literal["wide", "half", "third"] = "third"
     from_zero: bool = False
     least: float = 0.0
-    kind: str = "plot"
 
     @property
     def legend(self) -> tuple[Series, ...]:
@@ -195,7 +193,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class ForestRow:
+class Gap:
     """A gap (0.01 for 1 %) with its intervals, and one point a seed."""
 
     label: str
@@ -206,109 +204,46 @@ class ForestRow:
 
 
 @dataclass(frozen=True)
-class Forest:
+class Forest(Plot):
     """Gaps with intervals, against the margin of equivalence."""
 
-    name: str
-    title: str
-    about: str
-    rows: tuple[ForestRow, ...]
-    margin: float
-    note: str = ""
-    sources: tuple[Num, ...] = ()
-    size: Size = "wide"
-    kind: str = "plot"
-    legend: tuple[Series, ...] = ()
-    unit: str = "%"
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Answers to one prompt, (where, answer)."""
-
-    prompt: str
-    answers: Sequence[tuple[Cell, str]]
-    kind: str = "samples"
-
-
-@dataclass(frozen=True)
-class Listing:
-    text: str
-    source: Num
-    kind: str = "listing"
-
-
-@dataclass(frozen=True)
-class Para:
-    """A paragraph; `loud` warns, `head` starts a group."""
-
-    line: Words
-    loud: bool = False
-    head: str = ""
-    kind: str = "para"
+    gaps: tuple[Gap, ...] = ()
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """Plots of one size side by side, with one `legend` for all."""
+    """Plots of one size side by side under a title and a note, with one `legend` for all."""
 
     plots: tuple[Plot, ...]
     legend: tuple[Series, ...] = ()
-    kind: str = "row"
-
-    @property
-    def size(self) -> Size:
-        return self.plots[0].size
-
-
-Block = Table | Plot | Forest | Samples | Listing | Para | Row
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page; collapsed if `folded`."""
-
-    title: str
-    blocks: tuple[Block, ...]
-    folded: bool = False
-
-    @property
-    def anchor(self) -> str:
-        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
-
-
-@dataclass(frozen=True)
-class Fact:
-    label: str
-    value: Words
-    note: Words = Words(())
+    title: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A report; `tone` is that of its verdict."""
+    """A report: its template with the parts to fill in; `tone` is that of the verdict."""
 
     title: str
-    about: Words
     verdict: str
     tone: Tone
-    lead: Words
-    loud: tuple[Words, ...]
-    facts: tuple[Fact, ...]
-    sections: tuple[Section, ...]
+    template: str
+    parts: dict[str, Any]
 
     @property
-    def plots(self) -> list[Plot | Forest]:
-        found: list[Plot | Forest] = []
-        for block in (block for section in self.sections for block in section.blocks):
-            if isinstance(block, (Plot, Forest)):
-                found.append(block)
-            elif isinstance(block, Row):
-                found += block.plots
-        return found
+    def plots(self) -> list[Plot]:
+        return list(_plots_in(self.parts.values()))
 
 
-# ---------------------------------------------------------------------------------------- numbers
+def _plots_in(parts: Iterable[Any]) -> Iterator[Plot]:
+    for part in parts:
+        if isinstance(part, Plot):
+            yield part
+        elif isinstance(part, Row):
+            yield from part.plots
+        elif isinstance(part, (list, tuple)):
+            yield from _plots_in(part)
 
 
 def is_number(value: Any) -> bool:
