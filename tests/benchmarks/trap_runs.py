@@ -13,13 +13,15 @@ where FP8 is asked. What differs is what a user types around it:
 Each trap has the model that shows it: 2, full fine-tuning by torchao; 3, LoRA by Transformer
 Engine; 5, full fine-tuning of a tied model by Transformer Engine. Transformer Engine is a stand-in
 with the real layer's contract (`tests.te_stand_in`), upstream and ours alike, so that this runs on
-a CPU; torchao, Accelerate, PEFT, TRL and Transformers are the installed ones. A run takes a process
-of its own, since engines and Accelerate keep state in it.
+a CPU; torchao, Accelerate, PEFT, TRL and Transformers are the installed ones, torchao with
+`emulate=True`, because `torch._scaled_mm` is a scalar loop on many CPUs (14 minutes for three steps
+instead of 4 s). A run takes a process of its own, since engines and Accelerate keep state in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import tempfile
@@ -74,6 +76,11 @@ def ask(trap: Trap, arm: str, patch: Any) -> None:
         patch.setenv("ACCELERATE_FP8_BACKEND", "AO" if trap.engine == "torchao" else "TE")
         if trap.engine == "te":
             te_stand_in.install_for_accelerate(patch)
+        else:  # Accelerate makes the settings when it is asked, and torchao multiplies by them
+            import torchao.float8
+
+            emulated = functools.partial(torchao.float8.Float8LinearConfig, emulate=True)
+            patch.setattr(torchao.float8, "Float8LinearConfig", emulated)
     elif arm == "ours" and trap.engine == "te":
         import finetune.training.session
         from tests.conftest import H100

@@ -107,6 +107,7 @@ def low_bit_adamw(name: str, parameters, lr: float = 1e-3) -> torch.optim.Optimi
         "adamw_torch_4bit": optim.AdamW4bit,
         FP8_ADAMW: optim.AdamWFp8,
     }
+    low_bit.forget_overrides()  # bitsandbytes knows weights by `id()`, which is used again
     blocks = {} if name == "adamw_8bit" else {"block_size": 256}
     return classes[name](parameters, lr=lr, weight_decay=0.0, **blocks)
 
