@@ -203,5 +203,9 @@ def slow_but(quick, values):
     them, `pytest -m slow` the rest.
     """
     return [
-        pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in quick else pytest.mark.slow,
+        )
+        for value in values
     ]

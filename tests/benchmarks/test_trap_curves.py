@@ -8,12 +8,13 @@ import torch
 from tests.benchmarks import trap_curves
 from tests.benchmarks.trap_curves import ARMS, gradients_table, losses_table, plot
 from tests.benchmarks.trap_runs import TRAPS, run
+from tests.conftest import slow_but
 
 STEPS = 3  # the first has a learning rate of zero, and LoRA's A moves once B has
 
 
 @pytest.mark.filterwarnings("ignore")  # accelerate deprecates parts of its own FP8 path
-@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("trap", slow_but([2], TRAPS))
 def test_a_script_falls_into_its_trap_upstream(trap, monkeypatch) -> None:
     found = run(trap, "upstream", seed=0, steps=STEPS, patch=monkeypatch)
     wasted = found["wasted_mib"][-1]
@@ -33,7 +34,7 @@ def test_a_script_falls_into_its_trap_upstream(trap, monkeypatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("trap", slow_but([2], TRAPS))
 def test_the_same_script_is_free_of_it_ours(trap, monkeypatch) -> None:
     found = run(trap, "ours", seed=0, steps=STEPS, patch=monkeypatch)
     assert found["trainable"] == found["trainable_after"] == found["moved"]

@@ -137,6 +137,7 @@ def plain(tmp_path_factory) -> RunReport:
     return run(out, "train.optim=adamw_torch_fused", "train.max_steps=15")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["adamw_8bit"], LOW_BIT_ADAMW))
 def test_the_loss_falls_as_with_plain_moments(name, plain, tmp_path) -> None:
     report = run(tmp_path, f"train.optim={name}", "train.max_steps=15")
@@ -158,6 +159,7 @@ def test_resuming_with_quantised_state_is_bit_identical(name, tmp_path) -> None:
     assert resumed.receipt.status == "proven"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_but(["adamw_torch_8bit"], ["adamw_torch_fused", *LOW_BIT_ADAMW, "adafactor"]),
@@ -184,6 +186,7 @@ def test_rounding_by_chance_acts(tmp_path) -> None:
     assert moved(by_chance) > 2 * moved(nearest)
 
 
+@pytest.mark.slow
 def test_a_block_size_acts(tmp_path) -> None:
     one = run(tmp_path, "train.optim=adamw_torch_4bit")
     two = run(tmp_path, "train.optim=adamw_torch_4bit", "train.optim_args=block_size=64")
@@ -192,6 +195,7 @@ def test_a_block_size_acts(tmp_path) -> None:
     assert sizes[1] - sizes[0] == 2 * 4 * quantised * (1 / 64 - 1 / 256)
 
 
+@pytest.mark.slow
 def test_the_update_of_torchao_is_not_compiled_on_a_cpu(tmp_path) -> None:
     from torch._dynamo.eval_frame import _stance
     from torch._dynamo.utils import counters
@@ -217,6 +221,7 @@ def test_a_step_that_is_broken_off_leaves_compiling_as_it_was() -> None:
     assert _stance.stance == "default"
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_told_bitsandbytes_is_forgotten(tmp_path) -> None:
     """It keeps modules of earlier runs for ever, and knows their weights by `id()` alone."""
     from bitsandbytes.optim import GlobalOptimManager
@@ -351,6 +356,7 @@ def test_arguments_are_read() -> None:
     assert arguments({"optim_args": "a=1, b=x"}) == {"a": "1", "b": "x"}
 
 
+@pytest.mark.slow
 def test_the_checkpoint_holds_the_quantised_state(tmp_path) -> None:
     settings = ("train.save_strategy=steps", "train.save_steps=3")
     report = run(tmp_path, f"train.optim={FP8_ADAMW}", *settings)

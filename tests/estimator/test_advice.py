@@ -210,6 +210,7 @@ def test_what_is_advised_frees_what_it_says(run, tmp_path, name, overrides, memo
         )
 
 
+@pytest.mark.slow
 def test_the_order_is_rank_and_then_cost_in_speed(run):
     _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=3))
     order = [(RANKS.index(one.rank), round(one.slower, 3)) for one in found.each]
@@ -230,6 +231,7 @@ def test_what_is_said_to_fit_together_fits(run, tmp_path, memory):
     assert found.together.frees == measured.footprint.allocated - other.allocated
 
 
+@pytest.mark.slow
 def test_with_more_memory_less_is_changed(run):
     config = run("tiny_full_bf16")
     ranks = []

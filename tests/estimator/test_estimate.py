@@ -108,6 +108,7 @@ def test_the_time_of_a_step_is_the_sum_of_its_parts(result):
     assert result.cost == pytest.approx(result.run_seconds / 3600 * 3.0)
 
 
+@pytest.mark.slow
 def test_micro_batches_take_their_time_each_and_gradients_stay(config):
     alone = measure(changed(config, train={"gradient_accumulation_steps": 1}), H100)
     four = measure(config, H100)
@@ -171,6 +172,7 @@ def test_json_says_the_same_as_the_words(result):
     assert all(note in words for note in result.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "values"),
     [
@@ -197,6 +199,7 @@ def test_layers_that_differ_in_turn_are_not_alike():
     assert not are_alike(Qwen3MoeConfig(num_hidden_layers=9, decoder_sparse_step=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "bytes_each"), [("paged_adamw_32bit", 8), ("paged_ademamix_32bit", 12)]
 )
@@ -225,6 +228,7 @@ def test_an_estimate_leaves_no_trace(config):
     assert "pow" not in vars(torch.Tensor)
 
 
+@pytest.mark.slow
 def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(config, monkeypatch):
     """As torchrun has it: no group is made or joined, and arguments keep their state."""
     import os
@@ -246,6 +250,7 @@ def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(con
     assert {key: os.environ[key] for key in launched} == launched
 
 
+@pytest.mark.slow
 def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(config, make_llama):
     from transformers import Trainer, TrainingArguments
 
@@ -289,6 +294,7 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, 
     assert told["predicted"].startswith("not predicted: ")
 
 
+@pytest.mark.slow
 def test_settings_of_data_are_not_asked_of_made_up_rows(config):
     plain = measure(config, H100).footprint
     masked = changed(config, train={"assistant_only_loss": True})
@@ -297,6 +303,7 @@ def test_settings_of_data_are_not_asked_of_made_up_rows(config):
         measure(changed(config, train={"padding_free": True}), H100)
 
 
+@pytest.mark.slow
 def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
     from finetune.estimator import gate
     from finetune.hardware.device import this_device
@@ -311,6 +318,7 @@ def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
         assert "a batch of 4 x 128 tokens" in told["predicted"]
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer(config):
     first, again = (estimate(config, gpu="L40S").facts() for _ in range(2))
     assert first == again
@@ -327,6 +335,7 @@ def test_fit_is_decided_by_what_cannot_be_given_back(memory_gib, fit):
     assert held.fit(int(memory_gib * GIB)) == fit
 
 
+@pytest.mark.slow
 def test_memory_alone_is_enough_for_a_verdict(config):
     small = estimate(config, memory_gib=0.1, twin=False, advice=False)
     assert small.fit == "does not fit"

@@ -20,6 +20,7 @@ from finetune.estimator.closed_form.activations import TrainingMode, layer_bytes
 from finetune.estimator.closed_form.decoder import FAMILIES, Decoder, decoder_of, find_decoder
 from finetune.estimator.closed_form.preview import Preview, preview, preview_of
 from finetune.hardware.gpus import named_gpu
+from tests.conftest import slow_but
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 96}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
@@ -218,9 +219,10 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize(("family", "dtype", "lora", "precision"), KEPT.values(), ids=KEPT)
-def test_what_a_layer_keeps_is_what_is_alive(family, dtype, lora, precision) -> None:
+@pytest.mark.parametrize("what", slow_but(["full", "adapters", "adapters over FP8"], KEPT))
+def test_what_a_layer_keeps_is_what_is_alive(what) -> None:
     """GPT-2 is left out: on CPUs autocast does `pow` and its norms in BF16, on GPUs in float32."""
+    family, dtype, lora, precision = KEPT[what]
     values = values_of(family)
     decoder = decoder_of(values)
     assert decoder is not None

@@ -26,11 +26,12 @@ from finetune.precision import weights
 from finetune.precision.planner import plan
 from finetune.training.model import first_layers, load_shape, sketch
 from tests.benchmarks import predicted_memory
-from tests.conftest import CPU, H100
+from tests.conftest import CPU, H100, slow_but
 from tests.estimator.test_trace import patched
 
 GIB = 2**30
 CASES = {case.name: case for case in predicted_memory.CASES}
+QUICK_RECIPES = ("tiny_full_bf16", "llama_8b_full_fp8", "llama_8b_lora_fp8", "bdh_tiny_full_fp8")
 SMALLEST = (
     "tiny full fp16, accumulation 4",
     "tiny full bf16, adafactor",
@@ -42,7 +43,7 @@ SMALLEST = (
 )
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", slow_but(["tiny LoRA 8, frozen FP8"], SMALLEST))
 def test_predicted_is_what_a_real_run_holds(name, tmp_path) -> None:
     row = predicted_memory.run(CASES[name], tmp_path)
     assert row.what == "peak of live tensors in step 3"
@@ -80,10 +81,11 @@ def engine(name: str) -> str:
 
 
 ENGINES = [(name, engine(name)) for name in list_recipes()]
+QUICK_ENGINES = [pair for pair in ENGINES if pair[0] in QUICK_RECIPES]
 ENGINES += [(name, "te") for name in ("gpt2_350m_full_fp8", "llama_8b_lora_fp8")]
 
 
-@pytest.mark.parametrize(("name", "backend"), ENGINES)
+@pytest.mark.parametrize(("name", "backend"), slow_but(QUICK_ENGINES, ENGINES))
 def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     """And holds weights, gradients and states at least."""
     config = load_recipe(name).config
@@ -114,6 +116,7 @@ def phases(config: RunConfig, layers: int, backend: str = "torchao") -> dict[str
     return {name: sum(kinds.values()) for name, kinds in found.phases.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -129,6 +132,7 @@ def test_two_and_four_layers_tell_of_eight(name, backend) -> None:
         assert told == pytest.approx(nbytes, rel=1e-3), phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_1b_full_fp8", "llama_1b_lora_bf16"])
 def test_more_rows_and_longer_ones_hold_more(name) -> None:
     def peaks(rows: int, length: int) -> list[int]:
@@ -143,6 +147,7 @@ def test_more_rows_and_longer_ones_hold_more(name) -> None:
         assert all(a <= b for a, b in zip(larger, most, strict=True))
 
 
+@pytest.mark.slow
 def test_checkpointing_and_accumulation_act() -> None:
     def peaks(*changes: str) -> dict[str, int]:
         return phases(load_recipe("llama_1b_full_bf16", changes).config, 4)
@@ -157,6 +162,7 @@ def test_checkpointing_and_accumulation_act() -> None:
     assert 0 < waiting < 2**20  # three more batches of ids
 
 
+@pytest.mark.slow
 def test_an_uncompiled_optimizer_of_torchao_is_named_for_a_gpu() -> None:
     config = load_recipe("tiny_full_bf16", ["train.optim=adamw_torch_8bit"]).config
     assert "torchao compiles its optimizer" in on_h100(config).notes[0]
@@ -202,6 +208,7 @@ def test_the_same_rehearsal_twice_is_the_same_trace() -> None:
     assert tensor_footprint(first.trace) == tensor_footprint(second.trace)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_leaves_nothing_behind() -> None:
     """No hook, no model: the tenth is as fast as the first, and as small."""
     config = load_recipe("tiny_full_bf16").config

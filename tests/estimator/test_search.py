@@ -147,6 +147,7 @@ def test_the_largest_micro_batch_has_a_neighbour_that_does_not_fit(run):
     assert more.value > found.value
 
 
+@pytest.mark.slow
 def test_the_longest_row_has_a_neighbour_that_does_not_fit(run):
     config, place = run(), place_of("4090", memory_gib=3)
     found = largest_length(config, place, rows=2)
@@ -158,6 +159,7 @@ def test_the_longest_row_has_a_neighbour_that_does_not_fit(run):
         assert (held.fit(place.memory_bytes) == "fits") is expected
 
 
+@pytest.mark.slow
 def test_rows_end_where_the_model_does(run):
     found = largest_length(run(), place_of("H200"), rows=1)
     assert (found.value, found.next) == (4096, None)

@@ -117,6 +117,7 @@ def test_every_micro_batch_gathers(config: RunConfig, sharded: dict[int, Measure
     assert four.footprint.phases["forward"]["gradients"] == 2 * four.trainable  # whole ones
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [True, None])
 def test_the_first_layers_say_what_all_of_them_take(config: RunConfig, fsdp) -> None:
     shape = json.loads((Path(config.model.name) / "config.json").read_text())

@@ -496,6 +496,7 @@ def ratio(
     return seconds[0] / seconds[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch", "published"),
     [("0.5B", 32, 1.10), ("1.5B", 32, 1.24), ("3B", 16, 1.29), ("7B", 16, 1.37), ("14B", 8, 1.48)],
@@ -539,6 +540,7 @@ def test_eager_torchao_is_slower_than_bf16():
     assert ratio(LLAMA_8B, setting, {"fp8": "tensorwise"}, None, "eager") < 0.8
 
 
+@pytest.mark.slow
 def test_fp8_pays_more_in_larger_models_and_batches():
     fp8 = {"fp8": "tensorwise"}
 

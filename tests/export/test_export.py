@@ -26,6 +26,7 @@ from finetune.export import export, parity
 from finetune.export import parity as evaluation
 from finetune.export.export import open_run
 from finetune.training.model import TINY_LLAMA
+from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -309,6 +310,7 @@ def test_original_weights_instead_of_merged_ones_are_found(lora_run, said):
     assert len(found.failures(parity.BOUNDS["nvfp4"])) >= 3
 
 
+@pytest.mark.slow
 def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
     none = parity.Bounds(0.0, 0.0, 0.0, 1.0, "nothing may differ")
     monkeypatch.setitem(parity.BOUNDS, "fp8", none)
@@ -391,7 +393,7 @@ def test_run_folder_stays_as_it_is(lora_run):
         export_run(lora_run, "adapter", lora_run.parent, force=True, console=QUIET)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", slow_but([KeyboardInterrupt], [KeyboardInterrupt, RuntimeError]))
 def test_stopped_export_leaves_nothing(error, lora_run, tmp_path, monkeypatch, cli):
     def stop(*_args, **_kwargs):
         assert (tmp_path / "out.partial" / "model.safetensors.index.json").is_file()
@@ -409,6 +411,7 @@ def test_stopped_export_leaves_nothing(error, lora_run, tmp_path, monkeypatch, c
 # -------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.slow
 def test_command_prints_the_parity(lora_run, tmp_path, cli):
     said = cli("export", lora_run, "--to", "fp8", tmp_path / "out")
     assert said.code == 0
@@ -418,6 +421,7 @@ def test_command_prints_the_parity(lora_run, tmp_path, cli):
     assert json.loads(record.out)["parity"]["kl"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_of_the_readme(command, lora_run, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -476,6 +480,7 @@ def test_adapter_over_random_weights_is_refused(lora_run, tmp_path):
         export_run(run, "merged", tmp_path / "out", console=QUIET)
 
 
+@pytest.mark.slow
 def test_full_run_from_random_weights_is_exported(full_run, tmp_path):
     run = edited(full_run, tmp_path / "run", "weights: pretrained", "weights: random")
     assert export_run(run, "merged", tmp_path / "out", console=QUIET).parity.kl == 0

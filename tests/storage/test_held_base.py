@@ -22,6 +22,7 @@ from finetune.precision.planner import plan
 from finetune.precision.stored import StoredMixin, iter_stored
 from finetune.training.model import TINY_LLAMA, load_model, sketch
 from finetune.training.preflight import check_settings
+from tests.conftest import slow_but
 from tests.published import FINE_GRAINED, compressed, publish
 
 SHORT = ("train.max_steps=3", "train.eval_strategy=no", "data.max_rows=24", "data.prompts=[]")
@@ -112,7 +113,7 @@ def published(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("layout", ["blocks", "channels", "own"])
+@pytest.mark.parametrize("layout", slow_but(["blocks"], ["blocks", "channels", "own"]))
 def test_a_checkpoint_published_in_fp8_is_trained_over(published, tmp_path, layout) -> None:
     chosen = recipe("tiny_lora_fp8", f"model.name={published / layout}")
     report = train(chosen, out=tmp_path)
@@ -126,12 +127,15 @@ def test_a_checkpoint_published_in_fp8_is_trained_over(published, tmp_path, layo
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        ("tiny_lora_bf16", "blocks"),
-        ("tiny_lora_bf16", "channels"),
-        ("tiny_lora_bf16", "own"),
-        ("fallback", "blocks"),
-    ],
+    slow_but(
+        [("tiny_lora_bf16", "blocks")],
+        [
+            ("tiny_lora_bf16", "blocks"),
+            ("tiny_lora_bf16", "channels"),
+            ("tiny_lora_bf16", "own"),
+            ("fallback", "blocks"),
+        ],
+    ),
 )
 def test_bf16_compute_over_published_codes(published, tmp_path, layout, name) -> None:
     """Its loss is that of the plain model: codes are read with their scales."""
@@ -166,7 +170,7 @@ def test_a_model_stored_by_the_helper_is_saved_as_what_it_is(setup_backend, tmp_
     torch.testing.assert_close(again(ids).logits, wrapped.base_model.model.eval()(ids).logits)
 
 
-@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize("weights", slow_but(["pretrained"], ["pretrained", "random"]))
 def test_storage_in_fp8_with_bf16_compute(tmp_path, weights) -> None:
     chosen = recipe("tiny_lora_bf16", "model.storage=fp8", f"model.weights={weights}")
     receipt = train(chosen, out=tmp_path).receipt

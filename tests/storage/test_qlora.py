@@ -128,6 +128,7 @@ def test_gradient_checkpointing(tmp_path) -> None:
     assert all(row.calls == {"fprop": 2, "dgrad": 1, "wgrad": 0} for row in base)
 
 
+@pytest.mark.slow
 def test_resuming_is_bit_identical(tmp_path) -> None:
     overrides = ["train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2"]
     overrides += ["data.prompts=[hello]", "data.max_rows=48", "train.eval_strategy=no"]

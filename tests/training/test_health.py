@@ -38,7 +38,7 @@ from finetune.training.health.operands import (
     inspect_sample,
     merge_sums,
 )
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 from tests.training.test_distributed import launch
 
 # Tiny models at high learning rates really have such readings.
@@ -376,8 +376,8 @@ def test_two_processes(tmp_path) -> None:
 # ----------------------------------------------------------------------------------- no trace left
 
 
-@pytest.mark.parametrize("backend", ["te", "torchao", "emulated"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("backend", slow_but(["emulated"], ["te", "torchao", "emulated"]))
+@pytest.mark.parametrize("checkpointing", slow_but([True], [False, True]))
 def test_training_is_bit_equal_with_health(
     backend, checkpointing, make_llama, setup_backend, tmp_path
 ) -> None:
@@ -422,6 +422,7 @@ def test_evaluation_is_untouched(make_llama, setup_backend, tmp_path) -> None:
     assert not any(isinstance(c, HealthMonitor) for c in trainer.callback_handler.callbacks)
 
 
+@pytest.mark.slow
 def test_the_run_folder_and_the_other_logs(tmp_path) -> None:
     """`health/...` rows in metrics.jsonl; rows of the loss are what they were without."""
     rows = {}

@@ -77,6 +77,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(["delayed"], ["adapters", "delayed"]))
 def test_training_is_bit_for_bit_as_without_samples(case, run, delayed_run, tmp_path) -> None:
     """Dropout and checkpointing; and amax histories that evaluation in FP8 records into."""
