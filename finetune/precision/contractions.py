@@ -1,6 +1,8 @@
 """A product with a weight of any shape, as 2-D linear products `y[M,N] = x[M,K] · W[N,K]ᵀ`.
 
-Every product of two tensors is an einsum, and each of its labels is one of four kinds:
+Every product of two tensors is an einsum, whichever call of PyTorch makes it: `torch.matmul(a, b)`
+is `...mk, ...kn -> ...mn`, `F.linear` is `...k, nk -> ...n`. So calls are read as products with a
+label for each dimension, and each label is one of four kinds:
 
     batch        in x, in W and in y    one product for each of its values
     contracted   in x and in W          together K
@@ -43,10 +45,11 @@ class Product:
     """`y = x · w`, with a label for each dimension.
 
     Attributes:
-        x, w: the operands; `w` is the weight.
+        x, w: the operands; as read from a call in its order, for computing with the weight as `w`.
         of_x, of_w, of_y: labels of their dimensions; no label twice in one of them.
         bias: added by the product itself, [N].
         added: added to its result.
+        ends: for a grouped product, the end of each group's rows of `x`.
     """
 
     x: Tensor
@@ -56,6 +59,11 @@ class Product:
     of_y: Labels
     bias: Tensor | None = None
     added: Tensor | None = None
+    ends: Tensor | None = None
+
+    def exchanged(self) -> Product:
+        """The same product with the operands in the other order."""
+        return replace(self, x=self.w, w=self.x, of_x=self.of_w, of_w=self.of_x)
 
     @property
     def batch(self) -> Labels:
@@ -79,7 +87,7 @@ class Product:
 
     @property
     def is_linear(self) -> bool:
-        """Whether labels are of the four kinds, and something is contracted."""
+        """True if labels are of the four kinds, and something is contracted."""
         labels = (self.of_x, self.of_w, self.of_y)
         repeated = any(len(set(group)) != len(group) for group in labels)
         known = {*self.batch, *self.contracted, *self.rows, *self.columns}
@@ -89,10 +97,8 @@ class Product:
     def shape(self) -> tuple[int, int]:
         """(N, K) of its 2-D products."""
         size = dict(zip(self.of_w, self.w.shape, strict=True))
-        return (
-            math.prod(size[i] for i in self.columns),
-            math.prod(size[i] for i in self.contracted),
-        )
+        n, k = (math.prod(size[i] for i in group) for group in (self.columns, self.contracted))
+        return n, k
 
     def narrowed(self) -> Product:
         """The same product, without batch labels over which one operand only repeats itself."""
@@ -107,37 +113,36 @@ class Product:
                 del of_w[j]
         return replace(self, x=x, w=w, of_x=tuple(of_x), of_w=tuple(of_w))
 
+    def result(self, y: Tensor) -> Tensor:
+        """Products [batch, M, N] in the result's shape, contiguous as a matmul's is."""
+        size = dict(zip(self.of_x, self.x.shape, strict=True))
+        size |= dict(zip(self.of_w, self.w.shape, strict=True))
+        found = (*self.batch, *self.rows, *self.columns)
+        y = y.reshape([size[label] for label in found])
+        y = y.permute([found.index(label) for label in self.of_y]).contiguous()
+        return y if self.added is None else y + self.added
+
 
 def _repeats(x: Tensor, dim: int) -> bool:
     return x.shape[dim] == 1 or x.stride(dim) == 0
 
 
-def contract(product: Product, linear: Linear) -> Tensor:
-    """The result, each of its 2-D products made by `linear`; contiguous, as a matmul's is."""
-    p = product
-    size = dict(zip(p.of_x, p.x.shape, strict=True)) | dict(zip(p.of_w, p.w.shape, strict=True))
-    x = _grouped(p.x, p.of_x, p.batch, p.rows, p.contracted)
-    w = _grouped(p.w, p.of_w, p.batch, p.columns, p.contracted)
-    if not p.batch:
-        y = linear(x[0], w[0], p.bias)  # [M, K] @ [K, N]
-    else:
-        pairs = zip(x.unbind(0), w.unbind(0), strict=True)
-        # [M, K] @ [K, N] for each value of the batch
-        y = torch.stack([linear(x_MK, w_NK, p.bias) for x_MK, w_NK in pairs])
-    found = (*p.batch, *p.rows, *p.columns)
-    y = y.reshape([size[label] for label in found])
-    y = y.permute([found.index(label) for label in p.of_y]).contiguous()
-    return y if p.added is None else y + p.added
-
-
 def _grouped(x: Tensor, labels: Labels, *groups: Labels) -> Tensor:
     """x with one dimension for each group of labels, of size 1 for an empty one."""
+    size = dict(zip(labels, x.shape, strict=True))
     x = x.permute([labels.index(label) for group in groups for label in group])
-    sizes, at = [], 0
-    for group in groups:
-        sizes.append(math.prod(x.shape[at : at + len(group)]))
-        at += len(group)
-    return x.reshape(sizes)
+    return x.reshape([math.prod(size[label] for label in group) for group in groups])
+
+
+def contract(p: Product, linear: Linear) -> Tensor:
+    """The result, each of its 2-D products made by `linear`."""
+    x = _grouped(p.x, p.of_x, p.batch, p.rows, p.contracted)  # [batch, M, K]
+    w = _grouped(p.w, p.of_w, p.batch, p.columns, p.contracted)  # [batch, N, K]
+    if not p.batch:
+        return p.result(linear(x[0], w[0], p.bias))  # [M, K] @ [K, N]
+    pairs = zip(x.unbind(0), w.unbind(0), strict=True)
+    # [M, K] @ [K, N] for each value of the batch
+    return p.result(torch.stack([linear(x_MK, w_NK, p.bias) for x_MK, w_NK in pairs]))
 
 
 def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor:
@@ -146,7 +151,7 @@ def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor
     Args:
         x: [S, K].
         w: [E, N, K].
-        ends: where each expert's tokens end; rows past the last are nobody's and come out as 0.
+        ends: end of each expert's tokens; rows past the last are nobody's and come out as 0.
         linear: makes the 2-D products.
 
     Returns:
@@ -166,16 +171,15 @@ def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor
     return torch.cat([*found, nobodys])
 
 
-def gathered(product: Product, source: Tensor, index: Tensor, linear: Linear) -> Tensor:
+def gathered(p: Product, source: Tensor, index: Tensor, linear: Linear) -> Tensor:
     """A product whose weight is `source[index]`, from `source`: each matrix is multiplied once.
 
     Args:
-        product: its first weight label is the batch, of size S.
-        source: [E, ...] where `product.w` is [S, ...].
+        p: its first weight label is the batch, of size S.
+        source: [E, ...] where `p.w` is [S, ...].
         index: integers [S].
         linear: makes the 2-D products.
     """
-    p = product
     index = index.remainder(source.shape[0])
     ends = torch.bincount(index, minlength=source.shape[0]).cumsum(0).tolist()
     order = index.argsort(stable=True)
@@ -183,52 +187,13 @@ def gathered(product: Product, source: Tensor, index: Tensor, linear: Linear) ->
     w = _grouped(source, p.of_w, p.batch, p.columns, p.contracted)  # [E, N, K]
     rows = x.shape[1]
     y = grouped(x[order].flatten(0, 1), w, [end * rows for end in ends], linear)
-    y = y.unflatten(0, (-1, rows))[order.argsort()]  # [S, M, N]
-    found = (*p.batch, *p.rows, *p.columns)
-    size = dict(zip(p.of_w, source.shape, strict=True)) | dict(zip(p.of_x, p.x.shape, strict=True))
-    y = y.reshape([size[label] for label in found])
-    y = y.permute([found.index(label) for label in p.of_y]).contiguous()
-    return y if p.added is None else y + p.added
+    return p.result(y.unflatten(0, (-1, rows))[order.argsort()])  # [S, M, N]
 
 
-# ------------------------------------------------------------------------------------------
-# The calls of PyTorch that multiply two tensors, read as products with labels.
-#
-# `torch.matmul(a, b)` is `...mk, ...kn -> ...mn`, `F.linear` is `...k, nk -> ...n`, an einsum says
-# so
-# itself. Reading them all as labels leaves one kind of product to serve (`contraction`), whichever
-# operand is the weight and however it is turned.
+# ------------------------------------------------------------- calls of PyTorch, read as products
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call that multiplies `a` and `b`.
-
-    Attributes:
-        a, b: the operands in the call's order.
-        of_a, of_b, of_y: labels of their dimensions and of the result's.
-        bias: added to the last dimension by the call.
-        added: added to the result by the call.
-        ends: of a grouped product, where each group's rows of `a` end.
-    """
-
-    a: Tensor
-    b: Tensor
-    of_a: Labels
-    of_b: Labels
-    of_y: Labels
-    bias: Tensor | None = None
-    added: Tensor | None = None
-    ends: Tensor | None = None
-
-    def product(self, *, weight_first: bool) -> Product:
-        """The product, `a` or `b` being the weight."""
-        pair = (self.a, self.of_a), (self.b, self.of_b)
-        (w, of_w), (x, of_x) = pair if weight_first else pair[::-1]
-        return Product(x, w, of_x, of_w, self.of_y, self.bias, self.added)
-
-
-def _matmul(a: Tensor, b: Tensor) -> Call | None:
+def _matmul(a: Tensor, b: Tensor) -> Product | None:
     """`a @ b`, batch dimensions aligned on the right, vectors without m or n."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not a.dim() or not b.dim():
         return None
@@ -236,28 +201,30 @@ def _matmul(a: Tensor, b: Tensor) -> Call | None:
     of_a = (*heads[len(heads) - a.dim() + 2 :], "m", "k") if a.dim() > 1 else ("k",)
     of_b = (*heads[len(heads) - b.dim() + 2 :], "k", "n") if b.dim() > 1 else ("k",)
     of_y = (*heads, *("m" * (a.dim() > 1)), *("n" * (b.dim() > 1)))
-    return Call(a, b, of_a, of_b, of_y)
+    return Product(a, b, of_a, of_b, of_y)
 
 
-def _flipped(b: Tensor, a: Tensor) -> Call | None:
+def _flipped(b: Tensor, a: Tensor) -> Product | None:
     return _matmul(a, b)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | None:
     if weight.dim() != 2:
         return None
     heads = tuple(range(input.dim() - 1))
-    return Call(input, weight, (*heads, "k"), ("n", "k"), (*heads, "n"), bias=bias)
+    return Product(input, weight, (*heads, "k"), ("n", "k"), (*heads, "n"), bias=bias)
 
 
-def _addmm(input: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Call | None:
-    call = _matmul(a, b)
-    if call is None or beta != 1 or alpha != 1:
+def _addmm(
+    input: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1
+) -> Product | None:
+    product = _matmul(a, b)
+    if product is None or beta != 1 or alpha != 1:
         return None
-    return replace(call, added=input)
+    return replace(product, added=input)
 
 
-def _einsum(equation: Any, a: Any, b: Any = None) -> Call | None:
+def _einsum(equation: Any, a: Any, b: Any = None) -> Product | None:
     operands = a if isinstance(a, (list, tuple)) else (a, b)
     if not isinstance(equation, str) or len(operands) != 2 or operands[1] is None:
         return None
@@ -265,22 +232,21 @@ def _einsum(equation: Any, a: Any, b: Any = None) -> Call | None:
     terms = inputs.split(",")
     if len(terms) != 2:
         return None
-    most = max(
-        x.dim() - len(term) + 3 for x, term in zip(operands, terms, strict=True) if "..." in term
-    ) if "..." in inputs else 0  # fmt: skip
+    pairs = list(zip(operands, terms, strict=True))
+    most = max([x.dim() - len(term) + 3 for x, term in pairs if "..." in term], default=0)
 
     def labels(term: str, dim: int) -> Labels:
         before, dots, after = term.partition("...")
         count = dim - len(before) - len(after) if dots else 0
         return (*before, *range(most - count, most), *after)
 
-    of_a, of_b = (labels(term, x.dim()) for x, term in zip(operands, terms, strict=True))
+    of_a, of_b = (labels(term, x.dim()) for x, term in pairs)
     if arrow:
         of_y = labels(output, len(output.replace("...", "")) + most)
     else:
         once = Counter(c for c in inputs if c.isalpha())
         of_y = (*range(most), *sorted(c for c, count in once.items() if count == 1))
-    return Call(operands[0], operands[1], of_a, of_b, of_y)
+    return Product(operands[0], operands[1], of_a, of_b, of_y)
 
 
 def _grouped_mm(
@@ -289,7 +255,7 @@ def _grouped_mm(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Call | None:
+) -> Product | None:
     """Rows of a [S, K] sorted by group, times b [groups, K, N]; without offsets, `bmm`."""
     if bias is not None or out_dtype is not None:
         return None
@@ -297,20 +263,12 @@ def _grouped_mm(
         return _matmul(mat_a, mat_b)
     if mat_a.dim() != 2 or mat_b.dim() != 3:
         return None
-    return Call(mat_a, mat_b, ("s", "k"), ("e", "k", "n"), ("s", "n"), ends=offs)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a function's arguments are called, in the order of its reader's."""
-
-    reader: Callable[..., Call | None]
-    names: tuple[str, ...]
+    return Product(mat_a, mat_b, ("s", "k"), ("e", "k", "n"), ("s", "n"), ends=offs)
 
 
 @functools.cache
-def products() -> dict[Any, Form]:
-    """The functions that multiply two tensors."""
+def products() -> dict[Any, tuple[Callable[..., Product | None], tuple[str, ...]]]:
+    """Function that multiplies two tensors -> its reader, and the names of its arguments."""
     from transformers.integrations import moe  # registers a grouped product of its own
 
     assert moe.ALL_EXPERTS_FUNCTIONS
@@ -318,35 +276,34 @@ def products() -> dict[Any, Form]:
     added = ("mat1", "mat2", "beta", "alpha")
     batch_added = ("batch1", "batch2", "beta", "alpha")
     return {
-        torch.matmul: Form(_matmul, ("input", "other")),
-        Tensor.matmul: Form(_matmul, ("self", "other")),
-        Tensor.__matmul__: Form(_matmul, ("self", "other")),
-        Tensor.__rmatmul__: Form(_flipped, ("self", "other")),
-        torch.mm: Form(_matmul, ("input", "mat2")),
-        Tensor.mm: Form(_matmul, ("self", "mat2")),
-        torch.bmm: Form(_matmul, ("input", "mat2")),
-        Tensor.bmm: Form(_matmul, ("self", "mat2")),
-        torch.mv: Form(_matmul, ("input", "vec")),
-        Tensor.mv: Form(_matmul, ("self", "vec")),
-        torch.addmm: Form(_addmm, ("input", *added)),
-        Tensor.addmm: Form(_addmm, ("self", *added)),
-        torch.baddbmm: Form(_addmm, ("input", *batch_added)),
-        Tensor.baddbmm: Form(_addmm, ("self", *batch_added)),
-        torch.einsum: Form(_einsum, ("equation", "a", "b")),
-        F.linear: Form(_linear, ("input", "weight", "bias")),
-        F.grouped_mm: Form(_grouped_mm, ("mat_a", "mat_b", "offs", "bias", "out_dtype")),
-        torch._grouped_mm: Form(_grouped_mm, ("self", "mat2", "offs", "bias", "out_dtype")),
-        ops.grouped_mm_fallback: Form(_grouped_mm, ("input", "weight", "offs")),
+        torch.matmul: (_matmul, ("input", "other")),
+        Tensor.matmul: (_matmul, ("self", "other")),
+        Tensor.__matmul__: (_matmul, ("self", "other")),
+        Tensor.__rmatmul__: (_flipped, ("self", "other")),
+        torch.mm: (_matmul, ("input", "mat2")),
+        Tensor.mm: (_matmul, ("self", "mat2")),
+        torch.bmm: (_matmul, ("input", "mat2")),
+        Tensor.bmm: (_matmul, ("self", "mat2")),
+        torch.mv: (_matmul, ("input", "vec")),
+        Tensor.mv: (_matmul, ("self", "vec")),
+        torch.addmm: (_addmm, ("input", *added)),
+        Tensor.addmm: (_addmm, ("self", *added)),
+        torch.baddbmm: (_addmm, ("input", *batch_added)),
+        Tensor.baddbmm: (_addmm, ("self", *batch_added)),
+        torch.einsum: (_einsum, ("equation", "a", "b")),
+        F.linear: (_linear, ("input", "weight", "bias")),
+        F.grouped_mm: (_grouped_mm, ("mat_a", "mat_b", "offs", "bias", "out_dtype")),
+        torch._grouped_mm: (_grouped_mm, ("self", "mat2", "offs", "bias", "out_dtype")),
+        ops.grouped_mm_fallback: (_grouped_mm, ("input", "weight", "offs")),
     }
 
 
-def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """The product that a call of one of `products()` makes, None for a form that is not served."""
-    form = products()[func]
-    given = dict(zip(form.names, args, strict=False))
+def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
+    """The product of a call of one of `products()`, operands in its order; None if not served."""
+    reader, names = products()[func]
+    given = dict(zip(names, args, strict=False))
     given |= {name: value for name, value in kwargs.items() if value is not None}
-    if len(args) > len(form.names) or not given.keys() <= set(form.names):
+    if len(args) > len(names) or not given.keys() <= set(names):
         return None
-    parameters = inspect.signature(form.reader).parameters
-    names = dict(zip(form.names, parameters, strict=True))
-    return form.reader(**{names[name]: value for name, value in given.items()})
+    parameters = dict(zip(names, inspect.signature(reader).parameters, strict=False))
+    return reader(**{parameters[name]: value for name, value in given.items()})

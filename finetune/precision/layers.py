@@ -1,33 +1,53 @@
-"""Linear layers, `y = x Wᵀ`, their roles in a model, and parameters that multiply."""
+"""Linear layers, `y = x Wᵀ`, their roles in a model, and parameters that multiply.
+
+High precision by policy: the output head (its errors enter the loss directly), adapters (small, and
+trained) and routers (a flipped expert is more than rounding noise). Embeddings are lookups and
+norms are elementwise: no linear layers.
+
+Some modules multiply by an `nn.Parameter` of their own: `x @ self.weight`, an einsum, experts in
+one [experts, N, K] tensor. No type distinguishes such a weight from a table of positions, so it
+has to be declared:
+
+    class Block(nn.Module):
+        fp8_matmuls: ClassVar[tuple[str, ...]] = ("encoder", "decoder")
+
+or, for a third-party class, before the model is prepared:
+
+    finetune.register_parameter_matmuls(TheirBlock, ["encoder", "decoder"])
+
+Expert weights of Transformers are known: 3-D parameters `gate_up_proj` (or `up_proj`) and
+`down_proj` of a class that is its own or decorated by its `use_experts_implementation`. The
+nearest declaration in the class's MRO counts, an empty one included.
+"""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
 
 from finetune.errors import PlanError, nearest
 
-if TYPE_CHECKING:
-    from torch import nn
+Role = Literal["base", "head", "adapter", "router"]
+HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
+IN_HEAD = "output head: its rounding goes straight into the loss"
+BESIDE_ADAPTERS = "trained in full beside the adapters (modules_to_save)"
+ATTRIBUTE = "fp8_matmuls"
+EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+
+_registered: dict[type[nn.Module], tuple[str, ...]] = {}
 
 
-def matches(pattern: str, name: str) -> bool:
-    """True if a pattern names this module: the whole name, or any run of its parts."""
-    if fnmatch.fnmatchcase(name, pattern):
-        return True
-    parts = name.split(".")
-    width = pattern.count(".") + 1
-    return any(
-        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
-        for i in range(len(parts) - width + 1)
-    )
+# ----------------------------------------------------------------------------------- linear layers
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     """(N, K) of a module that multiplies by one 2-D weight as `nn.Linear` does, else None."""
-    from torch import nn
-
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if is_conv1d(type(module)):
@@ -52,45 +72,59 @@ def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]
             yield name, module, shape
 
 
-# Roles. High precision by policy: the output head (its errors enter the loss directly), adapters
-# (small, and trained) and routers (a flipped expert is more than rounding noise). Embeddings are
-# lookups and norms are elementwise: no linear layers.
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Output type of matmuls here: autocast's if it is on, else that of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-Role = Literal["base", "head", "adapter", "router"]
-HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
+def by_rows(x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Forward of a linear layer, given its product of matrices.
+
+    Args:
+        x: [..., K], cast to the compute type.
+        bias: [N] or None.
+        multiply: [M, K] -> [M, N].
+
+    Returns:
+        [..., N].
+    """
+    y = multiply(x.reshape(-1, x.shape[-1]).to(compute_dtype(x)))
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def why_own_forward(module: nn.Module) -> str:
+    """The reason why swapping the class of a linear layer would have no effect, or ""."""
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "multiplied by its parent, nn.MultiheadAttention, past its forward"
+    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    if own or "forward" in module.__dict__:
+        return f"{type(module).__name__} has a forward of its own"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------- roles
 
 
 def iter_roles(model: nn.Module) -> Iterator[tuple[str, Any, Role, str]]:
     """Name, module, role and, except for layers of the base, the reason for high precision."""
-    head, experts = output_head(model), expert_count(model)
-    in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
+    in_head, experts = head_modules(model), _expert_count(model)
     for name, module, _ in iter_linears(model):
-        yield name, module, *role_of(name, module, in_head, experts)
-
-
-def role_of(
-    name: str, module: Any, in_head: set[nn.Module], experts: int | None
-) -> tuple[Role, str]:
-    """The role of a linear layer, and the reason for high precision ("" for a layer of the base).
-
-    Args:
-        name: dotted name of the module.
-        module: a linear layer.
-        in_head: modules of the output head.
-        experts: number of experts of a mixture-of-experts model.
-    """
-    parts = name.split(".")
-    if is_low_rank(name):
-        return "adapter", "adapter: small, and what is being learned"
-    if "modules_to_save" in parts:
-        return "adapter", "trained in full beside the adapters (modules_to_save)"
-    # A classifier is a child of the root; deeper down, a layer of that name is an ordinary one.
-    if module in in_head or (len(parts) <= 3 and parts[-1] in HEADS and "layers" not in parts):
-        return "head", "output head: its rounding goes straight into the loss"
-    if "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
-        return "router", "router: rounding would change which expert is chosen"
-    return "base", ""
+        parts = name.split(".")
+        role: tuple[Role, str] = "base", ""
+        if is_low_rank(name):
+            role = "adapter", "adapter: small, and what is being learned"
+        elif "modules_to_save" in parts:
+            role = "adapter", BESIDE_ADAPTERS
+        # A classifier is a child of the root; deeper down, a layer of that name is an ordinary one.
+        elif module in in_head or (
+            len(parts) <= 3 and parts[-1] in HEADS and "layers" not in parts
+        ):
+            role = "head", IN_HEAD
+        elif "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
+            role = "router", "router: rounding would change which expert is chosen"
+        yield name, module, role[0], role[1]
 
 
 def is_low_rank(name: str) -> bool:
@@ -98,7 +132,14 @@ def is_low_rank(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
-def expert_count(model: Any) -> int | None:
+def head_modules(model: Any) -> set[nn.Module]:
+    """The module that computes logits and those inside it, where PEFT has wrapped it."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    return set(head.modules()) if head is not None else set()
+
+
+def _expert_count(model: Any) -> int | None:
     """Experts of a mixture-of-experts model, by its configuration."""
     config = getattr(model, "config", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -107,23 +148,56 @@ def expert_count(model: Any) -> int | None:
     )
 
 
-def output_head(model: Any) -> Any:
-    """The module that computes logits, or None."""
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if callable(getter) else None
+# --------------------------------------------------------------------------------- chosen by name
 
 
-def why_own_forward(module: nn.Module) -> str:
-    """The reason why swapping the class of a linear layer would have no effect, or ""."""
-    from torch import nn
-    from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+def matches(pattern: str, name: str) -> bool:
+    """True if a pattern names this module: the whole name, or any run of its parts."""
+    if fnmatch.fnmatchcase(name, pattern):
+        return True
+    parts = name.split(".")
+    width = pattern.count(".") + 1
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
+        for i in range(len(parts) - width + 1)
+    )
 
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "multiplied by its parent, nn.MultiheadAttention, past its forward"
-    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-    if own or "forward" in module.__dict__:
-        return f"{type(module).__name__} has a forward of its own"
-    return ""
+
+def matched(
+    patterns: Iterable[str],
+    names: Iterable[str],
+    *,
+    where: str,
+    what: str = "linear layer",
+    fate: str = "run in FP8",
+    known: tuple[str, ...] = (),
+) -> dict[str, str]:
+    """Name -> pattern, for each name that a pattern matches; the last one of several.
+
+    Args:
+        where: the setting that has the patterns.
+        what: kind of thing that `names` are.
+        fate: end of "a layer meant to stay in high precision would silently ...".
+        known: words that the setting takes besides patterns.
+
+    Raises:
+        PlanError: a pattern that matches nothing.
+    """
+    names, found = list(names), {}
+    for pattern in patterns:
+        hits = [name for name in names if matches(pattern, name)]
+        if not hits:
+            words = sorted({p for name in names for p in name.split(".") if not p.isdigit()})
+            hint = nearest(pattern, [*words, *names, *known])
+            raise PlanError(
+                f"{where} pattern {pattern!r} matches no {what}" + (f"; {hint}" if hint else ""),
+                where=where,
+                why=f"a layer meant to stay in high precision would silently {fate}",
+                fix=(f"parts are {', '.join(known)}; " if known else "")
+                + f"layer names are made of: {', '.join(words)}",
+            )
+        found |= dict.fromkeys(hits, pattern)
+    return found
 
 
 def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
@@ -159,18 +233,9 @@ def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> li
         PlanError: a pattern that matches no linear layer, or patterns that keep all names.
     """
     every = [name for name, _, _ in iter_linears(model)]
-    for pattern in keep:
-        if not any(matches(pattern, name) for name in every):
-            words = sorted({p for n in every for p in n.split(".") if not p.isdigit()})
-            hint = nearest(pattern, [*words, *every])
-            raise PlanError(
-                f"keep pattern {pattern!r} matches no linear layer" + (f"; {hint}" if hint else ""),
-                where="keep",
-                why="a layer meant to stay in high precision would silently be held in FP8",
-                fix=f"layer names are made of: {', '.join(words)}",
-            )
+    kept = matched(keep, every, where="keep", fate="be held in FP8")
     names = list(names)
-    left = [name for name in names if not any(matches(pattern, name) for pattern in keep)]
+    left = [name for name in names if name not in kept]
     if names and not left:
         raise PlanError(
             "there is no linear layer left to store in FP8",
@@ -204,28 +269,7 @@ def resolve(model: Any, names: Iterable[str]) -> list[str]:
     return found
 
 
-# Parameters that multiply: weights of matmuls outside linear layers.
-#
-# Some modules multiply by an `nn.Parameter` of their own: `x @ self.weight`, an einsum, experts in
-# one [experts, N, K] tensor. No type distinguishes such a weight from a table of positions, so it
-# has to be declared:
-#
-#     class Block(nn.Module):
-#         fp8_matmuls: ClassVar[tuple[str, ...]] = ("encoder", "decoder")
-#
-# or, for a third-party class, before the model is prepared:
-#
-#     finetune.register_parameter_matmuls(TheirBlock, ["encoder", "decoder"])
-#
-# Expert weights of Transformers are known: 3-D parameters `gate_up_proj` (or `up_proj`) and
-# `down_proj` of a class that is its own or decorated by its `use_experts_implementation`. The
-# nearest declaration in the class's MRO counts, an empty one included.
-
-
-ATTRIBUTE = "fp8_matmuls"
-EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
-
-_registered: dict[type[nn.Module], tuple[str, ...]] = {}
+# ------------------------------------------------------------------------ parameters that multiply
 
 
 def register_parameter_matmuls(cls: type[nn.Module], names: Iterable[str]) -> None:
@@ -238,8 +282,6 @@ def register_parameter_matmuls(cls: type[nn.Module], names: Iterable[str]) -> No
     Raises:
         PlanError: one string instead of several, or a class that is no `nn.Module`.
     """
-    from torch import nn
-
     if isinstance(names, str) or not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise PlanError(
             "register_parameter_matmuls takes a module class and a list of parameter names",
@@ -251,22 +293,19 @@ def register_parameter_matmuls(cls: type[nn.Module], names: Iterable[str]) -> No
 
 def declared_matmuls(module: nn.Module) -> tuple[str, ...]:
     """Names of the module's own parameters that are declared to multiply."""
-    for cls in type(module).__mro__:
-        if cls in _registered:
-            return _registered[cls]
-        if ATTRIBUTE in vars(cls):
-            return tuple(vars(cls)[ATTRIBUTE])
-    if not _holds_experts(type(module)):
-        return ()
-    held = module._parameters
-    return tuple(n for n in EXPERTS if (p := held.get(n)) is not None and p.dim() == 3)
-
-
-def _holds_experts(cls: type) -> bool:
-    """True for a class of Transformers, or one decorated by its `use_experts_implementation`."""
+    cls = type(module)
+    for base in cls.__mro__:
+        if base in _registered:
+            return _registered[base]
+        if ATTRIBUTE in vars(base):
+            return tuple(vars(base)[ATTRIBUTE])
+    # A class of Transformers, or one decorated by its `use_experts_implementation`.
     decorated = getattr(cls.forward, "__globals__", {}).get("__name__")
-    ours = any(base.__module__.startswith("transformers.") for base in cls.__mro__)
-    return ours or decorated == "transformers.integrations.moe"
+    theirs = any(base.__module__.startswith("transformers.") for base in cls.__mro__)
+    if not theirs and decorated != "transformers.integrations.moe":
+        return ()
+    own = module._parameters
+    return tuple(n for n in EXPERTS if (p := own.get(n)) is not None and p.dim() == 3)
 
 
 def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -277,7 +316,8 @@ def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """
     for prefix, module in model.named_modules():
         for local in declared_matmuls(module):
-            value = _value(module, local)
+            made = parametrize.is_parametrized(module, local)
+            value: Any = getattr(module, local) if made else module._parameters.get(local)
             if value is None or value.dim() < 2:
                 found = "no such parameter" if value is None else f"shape {tuple(value.shape)}"
                 raise PlanError(
@@ -289,22 +329,12 @@ def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             yield f"{prefix}.{local}" if prefix else local, module, value
 
 
-def _value(module: nn.Module, local: str) -> Any:
-    from torch.nn.utils import parametrize
-
-    if parametrize.is_parametrized(module, local):
-        return getattr(module, local)
-    return module._parameters.get(local)
-
-
 def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
     """The reason why the operand is not the parameter but computed from it, or an empty string.
 
     Parametrizations (weight norm, and PEFT's `target_parameters`, which adds B·A to a weight)
     compute the operand in each forward, where it cannot be recognized.
     """
-    from torch.nn.utils import parametrize
-
     prefix, _, local = name.rpartition(".")
     if parametrize.is_parametrized(owner, local):
         return "parametrised: the operand is made anew in each forward"

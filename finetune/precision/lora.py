@@ -38,15 +38,15 @@ from finetune.precision.backends.base import (
     Fp8Mixin,
     ObservedMixin,
     Owner,
-    compute_dtype,
     multiplying,
 )
-from finetune.precision.backends.frozen import Arithmetic, FrozenMixin, dgrad, fprop, operand
+from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
-from finetune.precision.layers import is_conv1d, linear_shape
+from finetune.precision.layers import by_rows, compute_dtype, is_conv1d, linear_shape
 from finetune.precision.overrides import OverrideMixin
 from finetune.precision.stored import StoredMixin, refuse_merge
-from finetune.precision.swap import Swapped
+from finetune.precision.swap import Swapped, weight_matrix
+from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop
 
 
 class Adapter(NamedTuple):
@@ -96,7 +96,7 @@ class AdaptedLinear(torch.autograd.Function):
             y = x @ w.t().to(x.dtype)  # [M, K] @ [K, N]
         else:
             assert w_inverse is not None
-            y = fprop(x, operand(values, x_inverse), w, w_inverse, how)  # [M, K] @ [K, N]
+            y = fprop(x, (values, x_inverse), w, w_inverse, how)  # [M, K] @ [K, N]
         with multiplying(owners[0], a):
             t = torch.mm(x, low_a.t()).mul_(s)  # [M, K] @ [K, r]
         with multiplying(owners[1], b):
@@ -145,23 +145,20 @@ class AdaptedMixin(Swapped):
     def forward(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
         if adapter is None:
             return super().forward(input)
-        dtype = compute_dtype(input)
-        rows = input.reshape(-1, input.shape[-1]).to(dtype)
         values = x_inverse = kept = inverse = how = None
-        w: Tensor = self.weight.t() if self.transposed_weight else self.weight
+        w, (a, b, s, owners) = weight_matrix(self), adapter
         if isinstance(self, StoredMixin):
-            inverse = self.weight_scale
-            how = Arithmetic(self.stored_tile, high=frozenset({"fprop", "dgrad"}))
+            inverse, how = self.weight_scale, dequantizing(self.stored_tile)
         if isinstance(self, FrozenMixin):
             how = self.fp8_how
             if "fprop" not in how.high:
+                dtype = compute_dtype(input)
                 values, x_inverse, kept = self.fp8_backend.cast_and_keep(input, how, dtype)
-        a, b, s, owners = adapter
-        y = AdaptedLinear.apply(
-            rows, values, x_inverse, kept, w, inverse, a, b, s, how, owners
-        )  # fmt: skip
-        y = y if self.bias is None else y + self.bias.to(dtype)
-        return y.reshape(*input.shape[:-1], y.shape[-1])
+
+        def multiply(x: Tensor) -> Tensor:
+            return AdaptedLinear.apply(x, values, x_inverse, kept, w, inverse, a, b, s, how, owners)
+
+        return by_rows(input, self.bias, multiply)
 
 
 class FusedMixin(ObservedMixin):

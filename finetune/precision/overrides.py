@@ -1,4 +1,4 @@
-"""What the user chose for which module: `keep`, `map`, `first_n` and `last_n`.
+"""Precision that the user chose by module: `keep`, `map`, `first_n` and `last_n`.
 
 A key of `precision.map` is a part of the model (`embed`, `attn`, `mlp`, `norm`, `output`, `router`)
 or a pattern over module names. The more specific choice wins:
@@ -6,10 +6,12 @@ or a pattern over module names. The more specific choice wins:
     map pattern  >  keep  >  first_n / last_n  >  map part  >  the policy of the planner
 
 `keep`, `first_n` and `last_n` say "not FP8" and no more: a part that is mapped to another type has
-that type there too.
+that type there too. With `map: {mlp: fp16, "layers.0.*": fp32}` and `keep: [q_proj]`, layer 0
+computes in float32, the other MLPs in float16, the other `q_proj` in BF16 and the rest of attention
+in FP8.
 
 Every choice must decide over something. One that matches nothing, whose every module another
-choice decides over, or that asks what cannot be had (an embedding is a lookup and no matmul, so it
+choice decides over, or that requests the impossible (an embedding is a lookup and no matmul, so it
 has no FP8), is an error that names what to use: a part meant for high precision would otherwise
 silently run in FP8, or the other way round.
 
@@ -23,27 +25,23 @@ gradients come back in their own type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from finetune.config.schema import Compute, PrecisionConfig
-from finetune.errors import PlanError, nearest
-from finetune.precision.layers import is_conv1d, matches
-from finetune.precision.swap import Swapped
+from finetune.errors import PlanError
+from finetune.precision.layers import matched, matches
+from finetune.precision.swap import Swapped, weight_matrix
 
 Part = Literal["embed", "attn", "mlp", "norm", "output", "router", ""]
 PARTS: tuple[Part, ...] = ("embed", "attn", "mlp", "norm", "output", "router")
 NO_MATMUL: tuple[Part, ...] = ("embed", "norm")
-
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The user's precision for one module.
 
     Attributes:
@@ -79,7 +77,7 @@ class Choices:
 
         Args:
             model: on any device.
-            precision: what was asked.
+            precision: requested precision.
             parts: name -> part of everything that can be chosen: linear layers, parameters that
                 multiply, embeddings and norms.
 
@@ -88,24 +86,23 @@ class Choices:
         """
         self.precision, self.parts = precision, parts
         linears = [name for name, part in parts.items() if part not in NO_MATMUL]
-        self._kept = self._matched("precision.keep", precision.keep, linears)
-        patterns = tuple(key for key in precision.map if key not in PARTS)
-        self._patterns = self._matched("precision.map", patterns, list(parts))
+        self._kept = matched(precision.keep, linears, where="precision.keep")
+        patterns = [key for key in precision.map if key not in PARTS]
+        self._patterns = matched(patterns, parts, where="precision.map", what="module", known=PARTS)
         self._blocks = self._high_blocks(model)
         for key, compute in precision.map.items():
             self._check(key, compute)
         for pattern in precision.keep:
-            self._check_kept(pattern, linears)
+            self._check_kept([name for name in linears if matches(pattern, name)], pattern)
 
     def of(self, name: str) -> Choice | None:
         """The requested precision of this module, or None."""
-        chosen, asked = self.precision.map, self.precision.compute
-        high: Compute = "bf16" if asked == "fp8" else asked
         key = self._key_of(name)
         if key:
             shown = repr(key) if key in self._patterns.values() else key
-            return Choice(chosen[key], f"precision.map: {shown}", asked=True)
-        reason = self._why_not_fp8(name)
+            return Choice(self.precision.map[key], f"precision.map: {shown}", asked=True)
+        reason, compute = self._why_not_fp8(name), self.precision.compute
+        high: Compute = "bf16" if compute == "fp8" else compute
         return Choice(high, reason, asked=False) if reason else None
 
     def _key_of(self, name: str) -> str:
@@ -114,43 +111,22 @@ class Choices:
             return self._patterns[name]
         part = self.parts[name]
         wanted = self.precision.map.get(part)
-        if wanted is None or (wanted == "fp8" and self._why_not_fp8(name)):
-            return ""
-        return part
+        return "" if wanted is None or (wanted == "fp8" and self._why_not_fp8(name)) else part
 
     def _why_not_fp8(self, name: str) -> str:
-        """Which of `keep`, `first_n` and `last_n` reaches this module."""
+        """The one of `keep`, `first_n` and `last_n` that reaches this module."""
         if self.parts[name] in NO_MATMUL:
             return ""
         if name in self._kept:
             return f"kept by pattern {self._kept[name]!r}"
         return next((r for prefix, r in self._blocks.items() if name.startswith(prefix)), "")
 
-    def _matched(self, where: str, patterns: tuple[str, ...], names: list[str]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for pattern in patterns:
-            matched = self._names_of(pattern, names)
-            if not matched:
-                pieces = {piece for name in names for piece in name.split(".")}
-                words = sorted(piece for piece in pieces if not piece.isdigit())
-                is_map = where == "precision.map"
-                hint = nearest(pattern, [*words, *names, *(PARTS if is_map else ())])
-                raise PlanError(
-                    f"{where} pattern {pattern!r} matches no "
-                    + ("module" if is_map else "linear layer")
-                    + (f"; {hint}" if hint else ""),
-                    where=where,
-                    why="a layer meant to stay in high precision would silently run in FP8",
-                    fix=(f"parts are {', '.join(PARTS)}; " if is_map else "")
-                    + f"layer names are made of: {', '.join(words)}",
-                )
-            found.update(dict.fromkeys(matched, pattern))
-        return found
-
     def _check(self, key: str, compute: Compute) -> None:
         where = f"precision.map.{key}={compute}"
-        named = set(self._names_of(key, list(self.parts)) if key not in PARTS else ())
-        names = [name for name, part in self.parts.items() if key == part or name in named]
+        by_part = key in PARTS
+        names = [
+            n for n, part in self.parts.items() if (part == key if by_part else matches(key, n))
+        ]
         if not names:
             present = sorted({part for part in self.parts.values() if part})
             raise PlanError(
@@ -177,18 +153,17 @@ class Choices:
                 why="there is no FP8 engine in such a run",
                 fix="set precision.compute=fp8, and map the other parts to bf16",
             )
-        lookup = [name for name in names if self.parts[name] in NO_MATMUL]
+        lookup = next((name for name in names if self.parts[name] in NO_MATMUL), None)
         if lookup:
             raise PlanError(
-                f"FP8 was chosen for {lookup[0]!r}, which multiplies no matrices",
+                f"FP8 was chosen for {lookup!r}, which multiplies no matrices",
                 where=where,
                 why="FP8 compute is about matmuls: an embedding is a lookup and a norm is "
                 "elementwise; FP8 would only lose digits there",
                 fix="choose bf16, fp16 or fp32",
             )
 
-    def _check_kept(self, pattern: str, linears: list[str]) -> None:
-        names = self._names_of(pattern, linears)
+    def _check_kept(self, names: list[str], pattern: str) -> None:
         if all(self.precision.map.get(self._patterns.get(name, "")) == "fp8" for name in names):
             raise PlanError(
                 f"precision.keep pattern {pattern!r} decides over nothing",
@@ -197,11 +172,8 @@ class Choices:
                 fix="take one of the two out",
             )
 
-    @staticmethod
-    def _names_of(pattern: str, names: list[str]) -> list[str]:
-        return [name for name in names if matches(pattern, name)]
-
     def _high_blocks(self, model: nn.Module) -> dict[str, str]:
+        """Prefix of the names in each block that `first_n` or `last_n` keeps -> the reason."""
         first, last = self.precision.first_n, self.precision.last_n
         if not first and not last:
             return {}
@@ -251,11 +223,11 @@ class OverrideMixin(Swapped):
         kind = x.device.type
         around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         with torch.autocast(kind, enabled=False):
-            if isinstance(self, nn.Linear) or is_conv1d(type(self)):  # pyright: ignore
-                weight: Any = self.weight
-                weight = weight if isinstance(self, nn.Linear) else weight.t()
-                bias: Any = None if self.bias is None else self.bias.to(dtype)
-                y = nn.functional.linear(x.to(dtype), weight.to(dtype), bias)  # [M, K] @ [K, N]
+            if isinstance(self, nn.Linear) or self.transposed_weight:
+                this: Any = self
+                weight, bias = weight_matrix(this).to(dtype), this.bias
+                bias = None if bias is None else bias.to(dtype)
+                y = nn.functional.linear(x.to(dtype), weight, bias)  # [M, K] @ [K, N]
             else:
                 x = x.to(dtype) if x.is_floating_point() else x  # token ids stay
                 args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})

@@ -31,14 +31,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import (
-    Backend,
-    ObservedMixin,
-    Owner,
-    compute_dtype,
-    multiplying,
-)
+from finetune.precision.backends.base import Backend, ObservedMixin, Owner, multiplying
 from finetune.precision.contractions import Linear, contract, gathered, grouped, products, read
+from finetune.precision.layers import compute_dtype
 from finetune.precision.planner import LayerPlan, alignment
 
 PLAIN = (nn.Parameter, FakeTensor)
@@ -143,20 +138,20 @@ class ParameterMode(TorchFunctionMode):
         return self._parameters.find(x if taken is None else taken[0])
 
     def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Tensor:
-        entry, call = self.planned[name], read(func, args, kwargs)
-        if call is None:
+        entry, product = self.planned[name], read(func, args, kwargs)
+        if product is None:
             raise _refused(name, func, "this form of the call is not served")
-        a, b = self._name_of(call.a), self._name_of(call.b)
-        if a is None and b is None:  # it was the bias
+        first = self._name_of(product.x) is not None
+        if not first and self._name_of(product.w) is None:  # it was the bias
             return func(*args, **kwargs)
-        product = call.product(weight_first=a is not None)
+        product = product.exchanged() if first else product
         taken = self._taken.get(product.w)
         linear = functools.partial(self._linear, entry)
-        if call.ends is not None:
-            if a is not None or taken is not None:
+        if product.ends is not None:
+            if first or taken is not None:
                 raise _refused(name, func, "the parameter must be the stack of the groups' weights")
-            self._check_aligned(entry, func, (call.b.shape[2], call.b.shape[1]))
-            return grouped(call.a, call.b.mT, call.ends.tolist(), linear)
+            self._check_aligned(entry, func, (product.w.shape[2], product.w.shape[1]))
+            return grouped(product.x, product.w.mT, product.ends.tolist(), linear)
         if taken is None:
             product = product.narrowed()
         if not product.is_linear:

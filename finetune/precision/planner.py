@@ -8,12 +8,10 @@ A linear layer `y = x Wᵀ` with tokens M, inputs K and outputs N is three GEMMs
 
 FP8 GEMMs want K and N to be multiples of 16 (cuBLASLt); M is padded at run time. The plan is made
 over the whole model, which may be on the meta device, before anything is touched, and gives a
-reason for each layer. High precision by policy: the output head (its errors go straight into the
-loss), adapters (small, and what is being learned), routers (a flipped expert is not rounding noise)
-and what the user chose (`finetune.precision.overrides`). Embeddings and norms are no GEMMs; they
-are
-in the plan only where the user chose a type for them. A parameter that multiplies without being a
-linear layer (`finetune.precision.layers`) has a row of its own, in which N and K may stand either
+reason for each layer. High precision by policy: head, adapters and routers
+(`finetune.precision.layers`) and what the user chose (`finetune.precision.overrides`). Embeddings
+and norms are no GEMMs; they are in the plan only where the user chose a type for them. A parameter
+that multiplies without being a linear layer has a row of its own, in which N and K may stand either
 way: its module decides which it contracts.
 """
 
@@ -21,18 +19,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import nn
 
 from finetune.config.schema import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, StorageNotComputeError
 from finetune.precision.layers import (
+    BESIDE_ADAPTERS,
+    IN_HEAD,
     Role,
+    head_modules,
     is_low_rank,
     iter_linears,
     iter_parameters,
     iter_roles,
     iter_weights,
-    output_head,
     why_made_anew,
     why_own_forward,
 )
@@ -40,11 +42,10 @@ from finetune.precision.overrides import Choices, Part, part_of
 from finetune.precision.stored import StoredMixin, iter_stored, stored_as
 from finetune.precision.weights import Granularity, serves
 
-if TYPE_CHECKING:
-    from torch import nn
-
 ALIGNMENT = 16
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+ALIGNED = "linear layer, aligned"
+"""Reason of a layer that runs in FP8 without anybody having named it."""
 
 
 @dataclass(frozen=True)
@@ -141,21 +142,18 @@ class PrecisionPlan:
         return {item.name: item.compute for item in (*named, *self.casts)}
 
     def __str__(self) -> str:
-        rows = Counter((_group(x.name), x.shape, *_shown(x)) for x in self.layers)
-        lines = [
-            f"{count:4d} x {name:40s} {n:>6d} x {k:<6d} {compute:5s} {reason}"
-            for (name, (n, k), compute, reason), count in rows.items()
-        ]
-        casts = Counter((_group(x.name), x.compute, x.reason) for x in self.casts)
-        lines += [
-            f"{count:4d} x {name:40s} {'':15s} {compute:5s} {reason}"
-            for (name, compute, reason), count in casts.items()
-        ]
-        return "\n".join(lines)
+        rows = Counter(
+            (_group(x.name), "{:>6d} x {:<6d}".format(*x.shape), *_shown(x)) for x in self.layers
+        )
+        rows.update((_group(x.name), " " * 15, x.compute, x.reason) for x in self.casts)
+        return "\n".join(
+            f"{count:4d} x {name:40s} {shape} {compute:5s} {reason}"
+            for (name, shape, compute, reason), count in rows.items()
+        )
 
 
 def _shown(layer: LayerPlan) -> tuple[str, str]:
-    """What its GEMMs multiply (FP4 with nvfp4), and the reason with the GEMMs kept high."""
+    """Precision of its GEMMs (FP4 with nvfp4), and the reason with the GEMMs kept high."""
     if layer.compute != "fp8":
         return layer.compute, layer.reason
     ran = {gemm: layer.precision_of(gemm) for gemm in layer.gemms}
@@ -183,47 +181,32 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     """
     if precision.compute == "fp8":
         refuse_quantized(model, precision)
-    linears = list(iter_linears(model))
-    head = output_head(model)
-    in_head = set(head.modules()) if head is not None else set()  # PEFT may have wrapped it
-    roles: dict[str, tuple[Role, str]] = {
-        name: (role, why) for name, _, role, why in iter_roles(model)
-    }
-    parameters = list(iter_parameters(model))
-    roles |= {name: _parameter_role(name, owner in in_head) for name, owner, _ in parameters}
+    in_head, lookups = head_modules(model), _elementwise(model)
+    roles: dict[str, tuple[Role, str]] = {n: (role, why) for n, _, role, why in iter_roles(model)}
+    linears, parameters = list(iter_linears(model)), list(iter_parameters(model))
+    for name, owner, _ in parameters:
+        roles[name] = _parameter_role(name, owner in in_head)
     parts: dict[str, Part] = {
-        name: _part(name, roles[name][0], m in in_head) for name, m, _ in linears
+        name: _part(name, roles[name][0], module in in_head)
+        for name, module, _ in (*linears, *parameters)
+        if not is_low_rank(name)
     }
-    parts |= {name: _part(name, roles[name][0], m in in_head) for name, m, _ in parameters}
-    parts = {name: part for name, part in parts.items() if not is_low_rank(name)}
-    choices = Choices(model, precision, parts | _elementwise(model))
-    shared = _shared_parameters(model)
-    # PEFT's adapters of a parameter add to it in its own type.
-    parametrised = {id(m.base_layer) for m in model.modules() if type(m).__name__ == "ParamWrapper"}
+    choices = Choices(model, precision, parts | lookups)
+    storing = _Storing(model, precision)
     layers = []
     for name, module, shape in linears:
-        cannot = _why_not_fp8(module, shape, precision)
+        own = "" if isinstance(module, StoredMixin) else why_own_forward(module)
+        cannot = _why_not_aligned(shape, precision) or own
         frozen = not module.weight.requires_grad
         row = _plan_layer(name, shape, frozen, roles[name], cannot, choices)
-        plain = id(module.weight) in shared or id(module) in parametrised
-        layers.append(row if plain else _stored(row, module, precision))
+        layers.append(storing.row(row, module))
     for name, owner, parameter in parameters:
         n, k = parameter.shape[-2:]
         cannot = why_made_anew(model, name, owner) or _why_not_parameter((n, k), precision)
         row = _plan_layer(name, (n, k), not parameter.requires_grad, roles[name], cannot, choices)
         layers.append(_as_parameter(row))
-    kinds = {name: kind for name, module, _ in linears if (kind := stored_as(module))}
-    layers = [
-        replace(row, reason=f"{row.reason}; weight held in {kinds[row.name]}")
-        if row.name in kinds and row.compute != "fp8"
-        else row
-        for row in layers
-    ]
-    casts = [
-        CastPlan(name, choice.compute, choice.reason)
-        for name in _elementwise(model)
-        if (choice := choices.of(name)) is not None
-    ]
+    chosen = {name: choice for name in lookups if (choice := choices.of(name)) is not None}
+    casts = [CastPlan(name, choice.compute, choice.reason) for name, choice in chosen.items()]
     result = PrecisionPlan(tuple(layers), precision, tuple(casts))
     if precision.compute == "fp8" and not result.fp8_layers:
         reasons = Counter(layer.reason for layer in layers)
@@ -287,24 +270,35 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
     )
 
 
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """Identities of parameters that several modules hold, such as a head tied to an embedding."""
-    held = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    return {key for key, count in held.items() if count > 1}
+class _Storing:
+    """Adds storage to the rows of linear layers: planned, or found in the model."""
 
+    def __init__(self, model: nn.Module, precision: PrecisionConfig) -> None:
+        self.precision = precision
+        owned = [id(p) for m in model.modules() for p in m.parameters(recurse=False)]
+        # A parameter of several modules, such as a head tied to an embedding.
+        self._shared = {key for key, count in Counter(owned).items() if count > 1}
+        # PEFT's adapters of a parameter add to it in its own type.
+        wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
+        self._adapted = {id(wrapper.base_layer) for wrapper in wrappers}
 
-def _stored(row: LayerPlan, module: Any, precision: PrecisionConfig) -> LayerPlan:
-    """Row of a linear layer; its weight is stored in FP8 if it is frozen and computes so."""
-    if precision.frozen != "fp8" or row.compute != "fp8" or not row.frozen:
-        return row
-    if row.name.endswith(".original_module"):  # PEFT trains a copy of it in its place
-        return row
-    granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"
-    reason = f"frozen, held in FP8 by {granularity}"
-    if isinstance(module, StoredMixin) and not serves(module.stored_tile, row.shape, granularity):
-        reason += ", cast again from what the checkpoint holds"
-    asked = "" if row.reason == "linear layer, aligned" else f"{row.reason}; "
-    return replace(row, stored=granularity, reason=asked + reason)
+    def row(self, row: LayerPlan, module: Any) -> LayerPlan:
+        """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""
+        if row.compute != "fp8":
+            kind = stored_as(module)
+            reason = f"{row.reason}; weight held in {kind}" if kind else row.reason
+            return replace(row, reason=reason)
+        copied = row.name.endswith(".original_module")  # PEFT trains a copy of it in its place
+        single = id(module.weight) not in self._shared and id(module) not in self._adapted
+        if self.precision.frozen != "fp8" or not row.frozen or copied or not single:
+            return row
+        granularity: Granularity = "row" if self.precision.scaling == "rowwise" else "tensor"
+        reason = f"frozen, held in FP8 by {granularity}"
+        stored = isinstance(module, StoredMixin)
+        if stored and not serves(module.stored_tile, row.shape, granularity):
+            reason += ", cast again from what the checkpoint holds"
+        requested = "" if row.reason == ALIGNED else f"{row.reason}; "
+        return replace(row, stored=granularity, reason=requested + reason)
 
 
 def _plan_layer(
@@ -323,25 +317,24 @@ def _plan_layer(
         usual = "bf16" if precision.compute == "fp8" else precision.compute
         reason = choice.reason if choice is not None else "asked"
         return LayerPlan(name, shape, role, frozen, wanted, reason, override=wanted != usual)
-    if choice is not None and choice.asked and cannot:
+    reason = choice.reason if choice is not None and choice.asked else ""  # for this very layer
+    if reason and cannot:
         raise PlanError(
             f"FP8 was chosen for {name!r}, which cannot take it",
-            where=choice.reason,
+            where=reason,
             why=cannot,
             fix="leave it out of precision.map, or choose bf16",
         )
-    asked = choice is not None and choice.asked
-    high = ("" if asked else why_high) or cannot
+    high = cannot if reason else why_high or cannot
     if high:
         return LayerPlan(name, shape, role, frozen, "bf16", high)
     kept = precision.gemms_kept_high
     gemms: dict[Gemm, str] = {gemm: "bf16" if gemm in kept else precision.low for gemm in GEMMS}
-    reason = choice.reason if asked and choice is not None else "linear layer, aligned"
-    return LayerPlan(name, shape, role, frozen, "fp8", reason, tuple(gemms.items()))
+    return LayerPlan(name, shape, role, frozen, "fp8", reason or ALIGNED, tuple(gemms.items()))
 
 
 def _as_parameter(row: LayerPlan) -> LayerPlan:
-    """The row of a parameter, of which a linear layer's rules have decided."""
+    """The row of a parameter, planned by the rules of a linear layer."""
     if row.override:
         raise PlanError(
             f"{row.compute} was chosen for {row.name!r}, a parameter that its module multiplies",
@@ -351,7 +344,7 @@ def _as_parameter(row: LayerPlan) -> LayerPlan:
         )
     reason = row.reason
     if row.compute == "fp8":
-        reason = reason.replace("linear layer, aligned", "parameter that multiplies, aligned")
+        reason = reason.replace(ALIGNED, "parameter that multiplies, aligned")
     elif reason == "asked":
         reason = "multiplied as its module does it"
     return replace(row, reason=reason, kind="parameter")
@@ -365,8 +358,6 @@ def _part(name: str, role: Role, in_head: bool) -> Part:
 
 def _elementwise(model: nn.Module) -> dict[str, Part]:
     """Name -> part of embeddings and norms: modules with weights and no matmul."""
-    from torch import nn
-
     found: dict[str, Part] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
@@ -378,18 +369,8 @@ def _elementwise(model: nn.Module) -> dict[str, Part]:
 
 def _parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
     if "modules_to_save" in name.split("."):
-        return "adapter", "trained in full beside the adapters (modules_to_save)"
-    if in_head:
-        return "head", "output head: its rounding goes straight into the loss"
-    return "base", ""
-
-
-def _why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
-    multiple = alignment(precision)
-    for label, size in zip("KN", shape[::-1], strict=True):
-        if size % multiple:
-            return f"{label}={size} is not a multiple of {multiple}"
-    return ""
+        return "adapter", BESIDE_ADAPTERS
+    return ("head", IN_HEAD) if in_head else ("base", "")
 
 
 def _why_not_parameter(shape: tuple[int, int], precision: PrecisionConfig) -> str:
@@ -398,9 +379,12 @@ def _why_not_parameter(shape: tuple[int, int], precision: PrecisionConfig) -> st
     return _why_not_aligned(shape, precision)
 
 
-def _why_not_fp8(module: nn.Module, shape: tuple[int, int], precision: PrecisionConfig) -> str:
-    own = "" if isinstance(module, StoredMixin) else why_own_forward(module)
-    return _why_not_aligned(shape, precision) or own
+def _why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
+    multiple = alignment(precision)
+    for label, size in zip("KN", shape[::-1], strict=True):
+        if size % multiple:
+            return f"{label}={size} is not a multiple of {multiple}"
+    return ""
 
 
 def alignment(precision: PrecisionConfig) -> int:

@@ -30,7 +30,7 @@ Sources: torchao `float8/config.py` (rowwise); DeepSeek-V3 technical report, sec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -85,18 +85,23 @@ class Formats:
         return {"x": self.x, "w": self.w, "g": self.g}[operand]
 
 
-class Rule(Protocol):
+class Rule:
     """Casting rule of one layer's operands.
 
     Attributes:
         reuses: True if codes do not depend on the contracted dimension and serve every GEMM.
+        in_bf16: True if a CPU may multiply its codes in BF16.
     """
 
-    reuses: bool
+    reuses = False
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
+        self.in_bf16 = multiply_in_bf16(precision)
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         """Codes of a matrix whose dimension `dim` (0 or 1) is contracted."""
-        ...
+        raise NotImplementedError
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
@@ -115,6 +120,29 @@ def to_codes(
     return round_to(scaled_x, fmt, noise, saturate=saturate).to(torch.bfloat16)
 
 
+def cast_current(
+    x: Tensor, fmt: Format, dim: int | None, *, pow2: bool = False, packed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cast a matrix [R, C] under its current amax, by row or as a whole.
+
+    Every cast with a scale per row or per tensor from the current amax is this one: of `x`, `w` and
+    `g` in the rules below, of the operands of a frozen weight, and of a weight that is stored.
+
+    Args:
+        x: any floating type.
+        dim: contracted dimension, along which values share a scale; None for one scale.
+        pow2: round scales down to powers of two.
+        packed: codes in the format's own type, for `torch._scaled_mm` and for storage; else BF16
+            numbers on its grid, for the emulated GEMM.
+
+    Returns:
+        Codes [R, C], and the float32 inverse scale: [R, 1], [1, C] or a scalar.
+    """
+    scale = scale_from_amax(amax(x, dim), fmt, pow2=pow2)
+    values = scaled(x, scale)
+    return values.to(fmt.dtype) if packed else to_codes(values, fmt), scale.reciprocal()
+
+
 def multiply_in_bf16(precision: PrecisionConfig) -> bool:
     """True if a CPU may multiply codes in BF16: always under powers of two, where it is lossless.
 
@@ -124,54 +152,40 @@ def multiply_in_bf16(precision: PrecisionConfig) -> bool:
     return exact or (precision.emulation != "exact" and precision.scaling != "blockwise")
 
 
-class TensorwiseRule:
+class TensorwiseRule(Rule):
     """One scale per tensor, from its current amax."""
 
     reuses = True
 
-    def __init__(self, precision: PrecisionConfig) -> None:
-        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
-        self.in_bf16 = multiply_in_bf16(precision)
-
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         fmt = self.formats[operand]
-        scale = scale_from_amax(amax(x), fmt, pow2=self.pow2)
-        return Codes(to_codes(scaled(x, scale), fmt), scale.reciprocal(), fmt, self.in_bf16)
+        return Codes(*cast_current(x, fmt, None, pow2=self.pow2), fmt, self.in_bf16)
 
 
-class RowwiseRule:
+class RowwiseRule(Rule):
     """One scale per row along the contracted dimension.
 
     With the weight gradient in high precision (`rowwise_with_gw_hp`), the weight of dgrad has one
     scale per tensor, as in torchao, which saves a second scale per row.
     """
 
-    reuses = False
-
     def __init__(self, precision: PrecisionConfig) -> None:
-        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
-        self.in_bf16 = multiply_in_bf16(precision)
+        super().__init__(precision)
         self.one_scale_in_dgrad = precision.scaling == "rowwise_with_gw_hp"
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         fmt = self.formats[operand]
         whole = operand == "w" and dim == 0 and self.one_scale_in_dgrad
-        scale = scale_from_amax(amax(x, None if whole else dim), fmt, pow2=self.pow2)
-        return Codes(to_codes(scaled(x, scale), fmt), scale.reciprocal(), fmt, self.in_bf16)
+        cast = cast_current(x, fmt, None if whole else dim, pow2=self.pow2)
+        return Codes(*cast, fmt, self.in_bf16)
 
 
-class BlockwiseRule:
+class BlockwiseRule(Rule):
     """1 x 128 for activations and gradients, 128 x 128 for weights.
 
     As in Transformer Engine (`amax_epsilon=0`), amax has no floor; scales stop at the largest
     float32.
     """
-
-    reuses = False
-
-    def __init__(self, precision: PrecisionConfig) -> None:
-        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
-        self.in_bf16 = multiply_in_bf16(precision)
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         fmt = self.formats[operand]
@@ -182,13 +196,8 @@ class BlockwiseRule:
         return Codes(join(values, x), _one(x), fmt, self.in_bf16, scale.reciprocal(), tile)
 
 
-class MxRule:
+class MxRule(Rule):
     """32 values along the contracted dimension share an E8M0 scale."""
-
-    reuses = False
-
-    def __init__(self, precision: PrecisionConfig) -> None:
-        self.formats = Formats.of(precision)
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         fmt = self.formats[operand]
@@ -196,7 +205,7 @@ class MxRule:
         blocks = split(x.float(), tile)
         inverse, scale = e8m0_scales(block_amax(blocks), fmt)
         values = to_codes(blocks * widen(scale), fmt)
-        return Codes(join(values, x), _one(x), fmt, True, inverse, tile)
+        return Codes(join(values, x), _one(x), fmt, self.in_bf16, inverse, tile)
 
 
 def e8m0_scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -216,7 +225,7 @@ def e8m0_scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     return torch.ldexp(one, exponent), scale
 
 
-class NvRule:
+class NvRule(Rule):
     """16 values share an E4M3 scale, under one float32 scale per tensor.
 
     Attributes:
@@ -224,12 +233,10 @@ class NvRule:
             data order match the high-precision run.
     """
 
-    reuses = False
-
     def __init__(self, precision: PrecisionConfig, generator: Randomness) -> None:
+        super().__init__(precision)
         self.hadamard, self.stochastic = precision.hadamard, precision.stochastic_rounding
         self.generator = generator
-        self.in_bf16 = multiply_in_bf16(precision)
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         tile = (NV_BLOCK, NV_BLOCK) if operand == "w" else along(dim, NV_BLOCK)
@@ -295,21 +302,20 @@ class Randomness:
         self._generator, self._state = None, state.cpu()
 
 
+_RULES: dict[str, type[Rule]] = {
+    "tensorwise": TensorwiseRule,
+    "rowwise": RowwiseRule,
+    "rowwise_with_gw_hp": RowwiseRule,
+    "blockwise": BlockwiseRule,
+    "mxfp8": MxRule,
+}
+
+
 def make_rule(precision: PrecisionConfig, randomness: Randomness | None = None) -> Rule:
-    """Rule of a precision; delayed scaling has state and is made by its backend."""
-    match precision.scaling:
-        case "tensorwise":
-            return TensorwiseRule(precision)
-        case "rowwise" | "rowwise_with_gw_hp":
-            return RowwiseRule(precision)
-        case "blockwise":
-            return BlockwiseRule(precision)
-        case "mxfp8":
-            return MxRule(precision)
-        case "nvfp4":
-            return NvRule(precision, randomness or Randomness())
-        case "delayed":
-            raise AssertionError("delayed scaling needs its state: finetune.precision.scaling")
+    """Rule of a precision; delayed scaling has state, and its backend makes a `DelayedRule`."""
+    if precision.scaling == "nvfp4":
+        return NvRule(precision, randomness or Randomness())
+    return _RULES[precision.scaling](precision)
 
 
 def _one(x: Tensor) -> Tensor:
@@ -327,7 +333,6 @@ def _one(x: Tensor) -> Tensor:
 #
 # As in TE, gradients have a separate history, which advances only after a backward. (After two
 # forwards and one backward through both, TE advances it twice, we once, with the larger amax.)
-
 
 UNSEEN = -1.0
 GRADIENTS = slice(OPERANDS.index("g"), None, len(OPERANDS))
@@ -379,15 +384,14 @@ class DelayedState:
             self.history = torch.where(moves, rolled, self.history)
             window = self.history.amax(0) if self.algorithm == "max" else self.history[0]
             usable = (window > 0) & window.isfinite()
-            most = torch.finfo(torch.float32).max
-            new = (self.largest / window / 2**self.margin).clamp(max=most)
+            new = (self.largest / window / 2**self.margin).clamp(max=FLOAT_MAX)
             new = floor_pow2(new) if self.pow2 else new
             self.scale = torch.where(usable, new, self.scale)
             self.current = torch.full_like(self.current, UNSEEN)
         self.steps += 1
 
 
-class DelayedRule:
+class DelayedRule(Rule):
     """The rule of one layer: three columns of the run's `DelayedState`."""
 
     reuses = True

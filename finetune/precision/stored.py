@@ -23,41 +23,23 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from finetune.errors import StorageNotComputeError
 from finetune.precision.formats import E4M3
-from finetune.precision.layers import is_conv1d, iter_linears
-from finetune.precision.swap import Swapped, swap, unswap
+from finetune.precision.layers import by_rows, is_conv1d, iter_linears
+from finetune.precision.swap import Swapped, swap, unswap, weight_matrix
 from finetune.precision.weights import (
+    FrozenLinear,
     Granularity,
     Tile,
     dequantize_weight,
+    dequantizing,
     quantize_slabs,
     quantize_weight,
     serves,
     slab_rows,
     tile_of,
 )
-
-
-class DequantizedLinear(torch.autograd.Function):
-    """`y = x Wᵀ` in high precision, with W dequantized anew for each GEMM."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: Tensor, inverse: Tensor, tile: Tile) -> Tensor:
-        """x [M, K], bits [N, K] -> [M, N] in the type of `x`."""
-        ctx.save_for_backward(bits, inverse)
-        ctx.tile = tile
-        return x @ dequantize_weight(bits, inverse, tile, x.dtype).t()  # [M, K] @ [K, N]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor):
-        """g [M, N] -> dx [M, K]."""
-        bits, inverse = ctx.saved_tensors
-        dx = g @ dequantize_weight(bits, inverse, ctx.tile, g.dtype)  # [M, N] @ [N, K]
-        return dx, None, None, None
 
 
 class Fp8Bits(nn.Parameter):
@@ -141,7 +123,7 @@ class StoredMixin(Swapped):
     @property
     def bits(self) -> Tensor:
         """The codes as [N, K], uint8."""
-        return self.weight.t() if self.transposed_weight else self.weight
+        return weight_matrix(self)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802
@@ -160,13 +142,10 @@ class StoredMixin(Swapped):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        autocast = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
-        rows = input.reshape(-1, input.shape[-1]).to(dtype)
-        y = DequantizedLinear.apply(rows, self.bits, self.weight_scale, self.stored_tile)
-        y = y if self.bias is None else y + self.bias.to(dtype)
-        return y.reshape(*input.shape[:-1], y.shape[-1])
+        bits, scale, how = self.bits, self.weight_scale, dequantizing(self.stored_tile)
+        return by_rows(
+            input, self.bias, lambda rows: FrozenLinear.apply(rows, None, None, bits, scale, how)
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before, bits = self.weight_scale, cast("Any", self.weight)

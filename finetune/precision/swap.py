@@ -60,6 +60,11 @@ class Swapped(Module):
         return _empty, (swaps[-1].swapped_from, kept), state
 
 
+def weight_matrix(module: Any) -> Any:
+    """The weight of a swapped linear layer as [N, K], a view of its parameter."""
+    return module.weight.t() if module.transposed_weight else module.weight
+
+
 def swap(module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
     """Put a mixin in front of the class of a module, with `facts` as attributes of the module."""
     cls: Any = swapped_class(mixin, type(module), tuple(facts))

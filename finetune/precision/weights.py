@@ -1,21 +1,39 @@
-"""Codes of a weight [N, K], and the scales that its tiles share, from the current amax.
+"""Codes of a weight [N, K], the scales that its tiles share, and the GEMMs by them.
 
     row     (1, K)       one scale per output channel, [N, 1]
     tensor  (N, K)       one scale, [1, 1]
     block   (128, 128)   as DeepSeek-V3 and Qwen publish, [ceil(N/128), ceil(K/128)]
 
-Codes are E4M3 bit patterns in uint8 (the reason is in `finetune.precision.stored`).
+Codes are E4M3 bit patterns in uint8 (the reason is in `finetune.precision.stored`). A weight that
+does not train needs `y = x Wᵀ` and the input gradient `dx = g W`, and neither a weight gradient nor
+a cast per step, so both GEMMs start from the same codes q, w ≈ diag(s) · q:
+
+    fprop   y  = (x̂ · qᵀ) scaled by s_x[m] · s[n]         x cast per token
+    dgrad   dx = (ĝ · q)  scaled by s_g[m]                 g · diag(s) cast per token
+
+dgrad contracts the output channels, along which the scales differ, and FP8 GEMMs take no scale
+along the contracted dimension. Folding the scales into the gradient before it is cast is exact
+algebra, and leaves the same codes to serve both GEMMs. Gradients are E4M3 as well: a scale per
+token covers their range, and E5M2 would cost a digit. (With one scale per tensor there is nothing
+to fold.) Scales follow the current amax: delayed ones would stand still in a module that does not
+train. A GEMM that stays in high precision starts from the dequantized weight.
+
+On FP8 GPUs `torch._scaled_mm` multiplies; elsewhere the emulated GEMM does, from the same codes,
+and differs in the order of accumulation. Hopper and Ada multiply FP8 only with the contracted
+dimension innermost in both operands, so dgrad transposes the codes into a scratch of one layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from finetune.config.schema import Gemm
 from finetune.precision.formats import (
     E4M3,
     amax,
@@ -27,6 +45,8 @@ from finetune.precision.formats import (
     times_blocks,
     widen,
 )
+from finetune.precision.gemm import Codes, scaled_mm
+from finetune.precision.scaling import cast_current, scaled
 
 Granularity = Literal["row", "tensor", "block"]
 Tile = tuple[int, int]
@@ -94,17 +114,16 @@ def quantize_slabs(slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Ti
         inverses.append(scale.reciprocal().reshape(1, 1))
     for slab in slabs():
         if scale is not None:
-            codes = slab.float() * scale
+            codes = scaled(slab, scale).to(E4M3.dtype)
         elif tile == (1, shape[1]):
-            own = scale_from_amax(amax(slab, 1), E4M3)
-            codes = slab * own
-            inverses.append(own.reciprocal())
+            codes, inverse = cast_current(slab, E4M3, 1, packed=True)
+            inverses.append(inverse)
         else:
             tiles = split(slab.float(), tile)
             own = scale_from_amax(block_amax(tiles), E4M3)
-            codes = join(tiles * widen(own), slab)
+            codes = join(tiles * widen(own), slab).to(E4M3.dtype)
             inverses.append(own.reciprocal())
-        bits[row : row + len(slab)] = codes.to(E4M3.dtype).view(torch.uint8)
+        bits[row : row + len(slab)] = codes.view(torch.uint8)
         row += len(slab)
     return torch.cat(inverses)
 
@@ -117,3 +136,105 @@ def dequantize_weight(
     if inverse.shape[1] == 1 and inverse.shape[0] in (1, values.shape[0]):
         return values.mul_(inverse).to(dtype)
     return times_blocks(values, inverse, tile).to(dtype)
+
+
+class Arithmetic(NamedTuple):
+    """Arithmetic of the two GEMMs of one frozen layer.
+
+    Attributes:
+        tile: tile of the stored weight that shares a scale.
+        per_row: True if x and g are cast per token, else per tensor.
+        pow2: True if their scales are powers of two.
+        emulate: True for codes in BF16, else `torch._scaled_mm`.
+        in_bf16: True if the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
+        high: GEMMs that stay in high precision, from the dequantized weight.
+    """
+
+    tile: Tile
+    per_row: bool = True
+    pow2: bool = False
+    emulate: bool = True
+    in_bf16: bool = True
+    high: frozenset[Gemm] = frozenset()
+
+
+def dequantizing(tile: Tile) -> Arithmetic:
+    """Arithmetic of a layer that is stored in FP8 and multiplies in high precision."""
+    return Arithmetic(tile, high=frozenset({"fprop", "dgrad"}))
+
+
+def cast(x: Tensor, how: Arithmetic) -> tuple[Tensor, Tensor]:
+    """Codes of an activation or gradient [M, C], and their inverse scale: [M, 1], or one number."""
+    dim = 1 if how.per_row else None
+    return cast_current(x, E4M3, dim, pow2=how.pow2, packed=not how.emulate)
+
+
+def multiply(
+    a: tuple[Tensor, Tensor], bits: Tensor, inverse: Tensor, how: Arithmetic, dtype: torch.dtype
+) -> Tensor:
+    """Multiply a `cast` operand by stored codes: [M, C] @ [C, D] -> [M, D] in `dtype`.
+
+    Args:
+        a: codes [M, C] and their inverse scale.
+        bits: uint8 [C, D], in any layout.
+        inverse: float32 inverse scale of each column, [1, D], or one number.
+    """
+    if how.emulate:
+        b = Codes(decode_bits(bits), inverse, E4M3, how.in_bf16)
+        return scaled_mm(Codes(*a, E4M3, how.in_bf16), b, dtype)  # [M, C] @ [C, D]
+    if how.per_row:
+        inverse = inverse.expand(1, bits.shape[1]).contiguous()
+    column_major = bits if bits.stride(0) == 1 else bits.t().contiguous().t()
+    # The kernel with a scale per row has BF16 results only, and is slow without fast accumulation.
+    y = torch._scaled_mm(  # [M, C] @ [C, D]
+        a[0],
+        column_major.view(E4M3.dtype),
+        scale_a=a[1],
+        scale_b=inverse if how.per_row else inverse.reshape(()),
+        out_dtype=torch.bfloat16 if how.per_row else dtype,
+        use_fast_accum=how.per_row,
+    )
+    return y.to(dtype)
+
+
+def fprop(x: Tensor, xq: tuple[Any, Any], bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:
+    """`x Wᵀ`: x [M, K] and its cast, bits [N, K], inverse scales of the weight -> [M, N]."""
+    if "fprop" in how.high:
+        return x @ dequantize_weight(bits, inverse, how.tile, x.dtype).t()  # [M, K] @ [K, N]
+    return multiply(xq, bits.t(), inverse.t(), how, x.dtype)  # [M, K] @ [K, N]
+
+
+def dgrad(g: Tensor, bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:
+    """`g W`: g [M, N], bits [N, K], inverse scales of the weight -> [M, K]."""
+    if "dgrad" in how.high:
+        return g @ dequantize_weight(bits, inverse, how.tile, g.dtype)  # [M, N] @ [N, K]
+    if inverse.numel() == 1:
+        return multiply(cast(g, how), bits, inverse, how, g.dtype)  # [M, N] @ [N, K]
+    folded = cast(g.float() * inverse.t(), how)
+    return multiply(folded, bits, inverse.new_ones(1, 1), how, g.dtype)  # [M, N] @ [N, K]
+
+
+class FrozenLinear(torch.autograd.Function):
+    """`y = x Wᵀ` with a stored weight: two GEMMs, and only the weight's codes are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor | None,
+        x_inverse: Tensor | None,
+        bits: Tensor,
+        inverse: Tensor,
+        how: Arithmetic,
+    ) -> Tensor:
+        """x [M, K], its cast (None if fprop is high), bits [N, K] -> y [M, N] in the type of x."""
+        ctx.save_for_backward(bits, inverse)
+        ctx.how = how
+        return fprop(x, (values, x_inverse), bits, inverse, how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        """g [M, N] -> dx [M, K]."""
+        bits, inverse = ctx.saved_tensors
+        return dgrad(g, bits, inverse, ctx.how), None, None, None, None, None

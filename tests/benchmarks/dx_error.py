@@ -39,10 +39,9 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from finetune.config.schema import PrecisionConfig
-from finetune.precision.backends.frozen import Arithmetic, cast, dgrad, multiply
 from finetune.precision.convert import apply, revert
 from finetune.precision.planner import plan
-from finetune.precision.weights import quantize_weight, tile_of
+from finetune.precision.weights import Arithmetic, cast, dgrad, multiply, quantize_weight, tile_of
 from finetune.training.model import ASSETS, TINY_LLAMA
 
 M, N, K = 512, 1024, 768

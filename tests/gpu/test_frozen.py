@@ -11,8 +11,7 @@ from finetune import (
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )
-from finetune.precision.backends.frozen import Arithmetic, cast, dgrad, fprop
-from finetune.precision.weights import quantize_weight, tile_of
+from finetune.precision.weights import Arithmetic, cast, dgrad, fprop, quantize_weight, tile_of
 from tests.conftest import batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

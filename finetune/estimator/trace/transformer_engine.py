@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.config.schema import PrecisionConfig
-from finetune.precision.backends.base import Backend, Fp8Mixin, compute_dtype
+from finetune.precision.backends.base import Backend, Fp8Mixin
+from finetune.precision.layers import by_rows
 from finetune.precision.planner import PrecisionPlan
 
 BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16, "blockwise": 1 + 4 / 128}
@@ -78,11 +79,8 @@ class EngineMixin(Fp8Mixin):
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         backend: Any = self.fp8_backend
-        dtype = compute_dtype(x)
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        y = _Linear.apply(rows, w.to(dtype), backend.size, backend.copies)
-        y = y if bias is None else y + bias.to(dtype)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        size, copies = backend.size, backend.copies
+        return by_rows(x, bias, lambda rows: _Linear.apply(rows, w.to(rows.dtype), size, copies))
 
 
 class EngineBackend(Backend):

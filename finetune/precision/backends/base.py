@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision.planner import LayerPlan
-from finetune.precision.swap import Swapped
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Output type of matmuls here: autocast's if it is on, else that of `x`."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+from finetune.precision.swap import Swapped, weight_matrix
 
 
 def in_backward() -> bool:
@@ -97,8 +91,7 @@ class Fp8Mixin(Swapped):
         high = not self.training and self.fp8_backend.precision.eval == "high"
         if high or input.numel() == 0:  # an expert without tokens has nothing to scale
             return self.plain_class.forward(self, input)
-        weight = self.weight.t() if self.transposed_weight else self.weight
-        return self.fp8_linear(input, weight, self.bias)
+        return self.fp8_linear(input, weight_matrix(self), self.bias)
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""

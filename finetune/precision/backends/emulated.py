@@ -18,9 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.precision.backends.base import Backend, Fp8Mixin, compute_dtype, restore
+from finetune.precision.backends.base import Backend, Fp8Mixin, restore
 from finetune.precision.formats import E2M1, E4M3, Format, decode, row_hashes
 from finetune.precision.gemm import Codes, scaled_mm
+from finetune.precision.layers import by_rows, compute_dtype
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import (
     DelayedRule,
@@ -100,7 +101,7 @@ def _unpack(kind: tuple[Format, bool] | None, values: Any, inverse: Any) -> Code
     return None if kind is None else Codes(values, inverse, *kind)
 
 
-class HeldWeight:
+class HeldWeight(Rule):
     """A rule that casts its weight once per update and caches it as FP8 bit patterns.
 
     The parameter is the optimizer's high-precision master. The cache is invalidated by every
@@ -156,11 +157,8 @@ class EmulatedMixin(Fp8Mixin):
     fp8_rule: Rule
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = compute_dtype(x)
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        y = EmulatedLinear.apply(rows, w, self.fp8_rule, self.fp8_backend.high, dtype)
-        y = y if bias is None else y + bias.to(dtype)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        rule, high, dtype = self.fp8_rule, self.fp8_backend.high, compute_dtype(x)
+        return by_rows(x, bias, lambda rows: EmulatedLinear.apply(rows, w, rule, high, dtype))
 
 
 class EmulatedBackend(Backend):

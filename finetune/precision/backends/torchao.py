@@ -27,8 +27,9 @@ from torchao.float8.float8_scaling_utils import (
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from finetune.config.schema import Gemm, PrecisionConfig
-from finetune.precision.backends.base import Backend, Fp8Mixin, compute_dtype
+from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3, E5M2
+from finetune.precision.layers import by_rows
 from finetune.precision.planner import LayerPlan
 
 
@@ -138,17 +139,12 @@ class TorchaoMixin(Fp8Mixin):
         return cls, Float8Linear if original is nn.Linear else original
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = compute_dtype(x)
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        if not w.requires_grad:
-            matmul = FrozenMatmul
-        else:
+        matmul, mm, config = FrozenMatmul, self.linear_mm_config, self.config
+        if w.requires_grad:
             high = self.fp8_backend.precision.gemms_kept_high
             matmul = MixedMatmul if high else matmul_with_hp_or_float8_args
         # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
-        y = matmul.apply(rows, w.t(), self.linear_mm_config, self.config)
-        y = y if bias is None else y + bias.to(y.dtype)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return by_rows(x, bias, lambda rows: matmul.apply(rows, w.t(), mm, config))
 
 
 class TorchaoBackend(Backend):
