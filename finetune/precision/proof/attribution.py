@@ -5,7 +5,7 @@ while the witness watches, a `TorchFunctionMode` over the whole model looks at t
 every call: GEMMs that run inside one which takes a parameter and something else belong to that
 parameter, and so do those of the autograd nodes it leaves. FP8 products have been named by the
 converter before (`parameters`); what is found here are products that run in high precision, as
-planned, or past the converter. That is what they would do quietly:
+planned, or past the converter, as these would do without a word:
 
     x @ self.weight.to(x.dtype)      a copy, not the parameter
     kernel(x, self.weight)           somebody else's function
@@ -17,7 +17,8 @@ product of the parameter with itself (a penalty on its singular values) has no t
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,34 +26,22 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from finetune.precision.backends.base import Observer, in_backward
+from finetune.precision.backends.base import in_backward
 from finetune.precision.parameters import Parameters, taken_matrices, tensors_of
-
-
-class GemmObserver(Observer, Protocol):
-    """An observer that has seen the GEMMs that ran.
-
-    Attributes:
-        count: number of GEMMs.
-        last: (m, n, k) of the last one.
-        running: name of the parameter or layer that multiplies at present.
-    """
-
-    count: int
-    last: tuple[int, int, int]
-
-    @property
-    def running(self) -> str: ...
-
 
 _ADD_TO = (torch.baddbmm, torch.addmm, Tensor.baddbmm, Tensor.addmm)
 """Functions that make W + B·A of a parameter W, a weight still (as PEFT's adapters do)."""
 
 
 class Attribution(TorchFunctionMode):
-    """Names the parameter behind each product while it is entered."""
+    """Names the parameter behind each product while it is entered.
 
-    def __init__(self, witness: GemmObserver) -> None:
+    Attributes:
+        witness: an observer with `count` of the GEMMs that ran, `last` (m, n, k) of them, and the
+            name of the parameter or layer `running` at present.
+    """
+
+    def __init__(self, witness: Any) -> None:
         super().__init__()
         self.witness = witness
         self.parameters = Parameters()
@@ -60,7 +49,7 @@ class Attribution(TorchFunctionMode):
         self._recomputing: nn.Module | None = None
 
     def follow(self, name: str, owner: nn.Module) -> list[RemovableHandle]:
-        """Know a parameter of a module, and be entered where its forward is run in backward.
+        """Follow a parameter of a module, also where its forward is recomputed in backward.
 
         Returns:
             Handles of the hooks.
@@ -85,7 +74,7 @@ class Attribution(TorchFunctionMode):
         ]
 
     def end_recomputation(self) -> None:
-        """Leave what a forward in backward has entered, if it has."""
+        """Leave the mode if a forward in backward has entered it."""
         # An interrupted backward has put back the modes of its beginning by itself.
         if self._recomputing is not None and _get_current_function_mode() is self:
             self.__exit__(None, None, None)
@@ -102,14 +91,11 @@ class Attribution(TorchFunctionMode):
         others = [x for x, its in zip(given, names, strict=True) if its is None]
         before = witness.count
         adapted = func in _ADD_TO and names[0] is not None
-        if not others or adapted:
+        with contextlib.ExitStack() as stack:
+            if others and not adapted:
+                witness.enter(name, (0, 0))
+                stack.callback(witness.leave)
             y = func(*args, **kwargs)
-        else:
-            witness.enter(name, (0, 0))
-            try:
-                y = func(*args, **kwargs)
-            finally:
-                witness.leave()
         results = list(tensors_of([y]))
         if witness.count > before and not adapted:
             if others:
@@ -117,27 +103,25 @@ class Attribution(TorchFunctionMode):
                 shape = (m if names[0] is not None else n, k)
                 for result in results:
                     witness.watch(name, shape, result, tuple(given))
-        elif self._is_made_of(func, args, given, names, others, results):
-            for result in results:
-                self._made_of[result] = name
+        else:
+            own = {x.shape for x, its in zip(given, names, strict=True) if its is not None}
+            if self._is_made_of(func, args, own, others, results):
+                for result in results:
+                    self._made_of[result] = name
         return y
 
     def _name_of(self, x: Tensor) -> str | None:
         return self.parameters.find(x) or self._made_of.get(x)
 
+    @staticmethod
     def _is_made_of(
-        self,
-        func: Any,
-        args: Any,
-        given: list[Tensor],
-        names: list[str | None],
-        others: list[Tensor],
-        results: list[Tensor],
+        func: Any, args: Any, own: set[Any], others: list[Tensor], results: list[Tensor]
     ) -> bool:
-        """Whether the results are weights still: a cast, a copy, matrices taken from a stack."""
+        """True if the results are weights still: a cast, a copy, matrices taken from a stack.
+
+        `own` are the shapes of the parameters and what was made of them, among the arguments.
+        """
         if any(x.dim() and not x.is_floating_point() for x in others):
             return taken_matrices(func, args) is not None
-        if all(isinstance(x, nn.Parameter) or not x.dim() for x in others):
-            return True
-        shapes = {x.shape for x, name in zip(given, names, strict=True) if name is not None}
-        return {x.shape for x in results} <= shapes
+        plain = all(isinstance(x, nn.Parameter) or not x.dim() for x in others)
+        return plain or {x.shape for x in results} <= own

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,55 +48,45 @@ NOT_LINEAR = {
 """Names of matmuls outside linear layers, and the reason in the receipt."""
 
 
-def _existing(table: dict[str, Any]) -> dict[Any, Any]:
-    """Operator by name -> value, without those that this torch does not have (yet)."""
-    return {getattr(aten, name): value for name, value in table.items() if hasattr(aten, name)}
+def _existing(*names: str) -> list[Any]:
+    """Operators by name, without those that this torch does not have (yet)."""
+    return [getattr(aten, name) for name in names if hasattr(aten, name)]
 
 
-# Position of the two operands in the calls that multiply matrices.
-_OPERANDS = _existing(
-    {
-        "mm": (0, 1),
-        "bmm": (0, 1),
-        "_scaled_mm": (0, 1),
-        "_scaled_mm_v2": (0, 1),
-        "addmm": (1, 2),
-        "addmm_": (1, 2),
-        "_addmm_activation": (1, 2),
-        "baddbmm": (1, 2),
-        "baddbmm_": (1, 2),
-    }
-) | {EMULATED: (0, 1)}
+# Position of the first of the two operands in the calls that multiply matrices.
+_FIRST_OPERAND: dict[Any, int] = dict.fromkeys(
+    [EMULATED, *_existing("mm", "bmm", "_scaled_mm", "_scaled_mm_v2")], 0
+) | dict.fromkeys(_existing("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_"), 1)
 _FOUR_BIT = {"bitsandbytes::gemm_4bit"}
 """Products x Wᵀ, (x, codes, (N, K), ...), of a weight that is dequantised to the type of x."""
-_GROUPED = _existing({"_grouped_mm": (0, 1), "_scaled_grouped_mm": (0, 1)})
+_GROUPED = _existing("_grouped_mm", "_scaled_grouped_mm")
+_ATTENTION = [
+    f"_scaled_dot_product_{kind}"
+    for kind in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+]
 # Fused attention: forward is 2 matmuls of 2·B·H·Sq·Sk·D each; backward recomputes one and has four.
-_ATTENTION_MATMULS = _existing(
-    {
-        f"_scaled_dot_product_{kind}{direction}": matmuls
-        for kind in (
-            "flash_attention",
-            "efficient_attention",
-            "cudnn_attention",
-            "flash_attention_for_cpu",
-            "fused_attention_overrideable",
-        )
-        for direction, matmuls in (("", 2), ("_backward", 5))
-    }
+_ATTENTION_MATMULS: dict[Any, int] = dict.fromkeys(_existing(*_ATTENTION), 2) | dict.fromkeys(
+    _existing(*(f"{name}_backward" for name in _ATTENTION)), 5
 )
 
 
 @dataclass
 class Seen:
-    """GEMMs of one kind seen for one layer.
-
-    Attributes:
-        calls: number of GEMMs.
-        flops: sum of their 2·m·n·k.
-    """
+    """GEMMs of one kind seen for one layer: their number, and the sum of their 2·m·n·k."""
 
     calls: int = 0
     flops: int = 0
+
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"} | dict.fromkeys(
+    FP8_DTYPES, "fp8"
+)
 
 
 def operand_precision(x: Any) -> str:
@@ -104,14 +94,10 @@ def operand_precision(x: Any) -> str:
     data = getattr(x, "_data", None)  # torchao's Float8TrainingTensor
     if isinstance(data, Tensor) and data.dtype in FP8_DTYPES:
         return "fp8"
-    if getattr(x, "_fp8_dtype", None) is not None:  # Transformer Engine's quantised tensors
-        return "fp8"
-    if getattr(x, "_fp4_dtype", None) is not None:
-        return "fp4"
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    if x.dtype in FP8_DTYPES:
-        return "fp8"
-    return names.get(x.dtype, str(x.dtype).removeprefix("torch."))
+    for low in ("fp8", "fp4"):  # Transformer Engine's quantised tensors
+        if getattr(x, f"_{low}_dtype", None) is not None:
+            return low
+    return _DTYPES.get(x.dtype, str(x.dtype).removeprefix("torch."))
 
 
 def emulated_precision(values: Tensor, name: str) -> str:
@@ -141,11 +127,10 @@ class Witness:
         self._stack: list[tuple[str, bool, tuple[int, int]]] = []
         self._handles: list[Any] = []
         self._attribution = Attribution(self)
-        self._listened: list[tuple[nn.Module, str]] = []
         modules = dict(model.named_modules())
-        for module in modules.values():
-            if isinstance(module, ObservedMixin):
-                self._listen(module, "fp8_observers")
+        self._joined = [m.fp8_observers for m in modules.values() if isinstance(m, ObservedMixin)]
+        for observers in self._joined:
+            observers.append(self)
         for name, module in modules.items():
             # What a module multiplies besides its layers is nobody's, also in a checkpoint's
             # recomputation, which begins inside an autograd node of some layer.
@@ -157,7 +142,7 @@ class Witness:
 
     @property
     def saw_backward(self) -> bool:
-        """Whether a gradient GEMM of one of the model's layers has been seen."""
+        """True if a gradient GEMM of one of the model's layers has been seen."""
         return any(name in self._plan and gemm != "fprop" for name, gemm, _ in self.seen)
 
     @property
@@ -166,7 +151,7 @@ class Witness:
         return {name for name, _, _ in self.seen}
 
     def reset(self) -> None:
-        """Forget what was seen: it was not a step."""
+        """Discard all observations: they were not of a step."""
         self.seen.clear()
         self.called.clear()
         self._stack.clear()
@@ -175,19 +160,18 @@ class Witness:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
-        for module, attribute in self._listened:
-            listeners = module.__dict__.get(attribute, [])  # none if it was reverted
-            listeners[:] = [one for one in listeners if one is not self]
+        for observers in self._joined:
+            observers[:] = [one for one in observers if one is not self]
         self._handles.clear()
-        self._listened.clear()
+        self._joined.clear()
 
     @contextlib.contextmanager
     def watching(self, *, backward: bool = False) -> Iterator[None]:
-        """Count what is multiplied inside the block, on this thread or in its backward.
+        """Count the matmuls inside the block, on this thread or in its backward.
 
         Args:
-            backward: the block is a backward. `torch.autograd.backward` is a function that the
-                attribution would catch itself, so there it is entered by what is recomputed.
+            backward: True around a backward. `torch.autograd.backward` is a function that the
+                attribution would catch itself, so there recomputed modules enter it.
         """
         attribution = contextlib.nullcontext() if backward else self._attribution
         with _Dispatch(self), attribution, self._watching_transformer_engine():
@@ -199,11 +183,11 @@ class Witness:
     # ------------------------------------------------------------------------ who is multiplying
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
-        """A forward or gradient of this layer or parameter, of shape (N, K), begins."""
+        """Begin a forward or gradient of this layer or parameter, of shape (N, K)."""
         self._stack.append((name, backward, shape))
 
     def leave(self) -> None:
-        """It has ended."""
+        """End it."""
         if self._stack:
             self._stack.pop()
 
@@ -225,15 +209,8 @@ class Witness:
             self._handles.append(node.register_hook(lambda *_: self.leave()))
             pending.extend(n for n, _ in node.next_functions if n is not None)
 
-    def _listen(self, module: nn.Module, attribute: str) -> None:
-        """Join the listeners of a converted module, once."""
-        listeners = getattr(module, attribute)
-        if self not in listeners:
-            listeners.append(self)
-            self._listened.append((module, attribute))
-
     def _name_call(self, module: nn.Module, name: str, shape: tuple[int, int]) -> None:
-        """Give what runs in a module's forward to `name`."""
+        """Attribute the GEMMs in a module's forward to `name`."""
 
         def before(module: nn.Module, args: Any) -> None:
             self.called.add(name)
@@ -310,14 +287,11 @@ class Witness:
         makes_weight = {m, n} == {rows, columns}
         if contracts_outputs and makes_weight:
             # As many tokens as outputs: shapes cannot tell. Every engine runs dgrad first.
-            done = {gemm: self._calls(name, gemm) for gemm in ("dgrad", "wgrad")}
+            done: Counter[str] = Counter()
+            for (who, gemm, _), seen in self.seen.items():
+                done[gemm] += seen.calls if who == name else 0
             return "wgrad" if done["dgrad"] > done["wgrad"] and not layer.frozen else "dgrad"
         return "dgrad" if contracts_outputs else "wgrad"
-
-    def _calls(self, name: str, gemm: Gemm) -> int:
-        return sum(
-            s.calls for (who, which, _), s in self.seen.items() if (who, which) == (name, gemm)
-        )
 
     @contextlib.contextmanager
     def _watching_transformer_engine(self) -> Iterator[None]:
@@ -362,8 +336,9 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
-        if packet in _OPERANDS:
-            a, b = (args[i] for i in _OPERANDS[packet])
+        if packet in _FIRST_OPERAND:
+            first = _FIRST_OPERAND[packet]
+            a, b = args[first : first + 2]
             pair = operand_precision(a), operand_precision(b)
             if packet is EMULATED:
                 pair = emulated_precision(a, args[6]), emulated_precision(b, args[7])
