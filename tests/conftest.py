@@ -11,8 +11,8 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 import hashlib
+import pickle
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -88,34 +88,29 @@ def _no_rehearsal_of_runs(request, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory):
-    """A function that gives the folder of a finished run of a recipe: trained once for all workers.
+def made_once(tmp_path_factory):
+    """A function `made_once(key, make)`: what `make(folder)` gives, made by one of all workers.
 
-    For tests that only read a run. One that writes into its folder works on a copy.
+    For tests that only read it. The value is pickled for the other workers, so that runs, exports
+    and reports are as good as those of a fixture; what stands in `folder` stays there.
     """
     home = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # the folder above is common to all workers
         home = home.parent
 
-    def run(recipe: str, *overrides: str) -> Path:
+    def once(key: str, make):
         from filelock import FileLock
-        from rich.console import Console
 
-        from finetune.config.recipe import load_recipe
-        from finetune.training.trainer import train
-
-        key = hashlib.sha256(" ".join((recipe, *overrides)).encode()).hexdigest()[:16]
-        folder = home / "finished" / key
+        folder = home / "made" / hashlib.sha256(key.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
-            where = folder / "run"
-            if not where.exists():
-                quiet = Console(quiet=True)
-                report = train(load_recipe(recipe, overrides), out=folder, console=quiet)
-                where.write_text(str(report.folder), "utf-8")
-        return Path(where.read_text("utf-8"))
+            value = folder / "value.pickle"
+            if not value.exists():
+                made = pickle.dumps(make(folder))
+                value.write_bytes(made)
+        return pickle.loads(value.read_bytes())
 
-    return run
+    return once
 
 
 @pytest.fixture

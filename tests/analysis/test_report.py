@@ -58,22 +58,26 @@ class Links(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "tiny_full_fp8" / "20261121-120000-aaaa"
-    return make_run(folder, samples=[{"prompt": TRAP, "answer": TRAP}])
+def run(made_once):
+    name = Path("tiny_full_fp8") / "20261121-120000-aaaa"
+    samples = [{"prompt": TRAP, "answer": TRAP}]
+    return made_once("run to report", lambda folder: make_run(folder / name, samples=samples))
 
 
 @pytest.fixture(scope="module")
-def reports(run, tmp_path_factory):
+def reports(run, made_once):
     """A report of each kind, the folder of several and of a comparison with odd names."""
-    away = tmp_path_factory.mktemp("away")
-    other = make_run(run.parent.parent / "tiny_full_bf16" / "b", recipe="tiny_full_bf16", seed=43)
-    compared = make_comparison(away / "a vs #b", steps=40)
-    return {
-        "one": finetune.report(run),
-        "several": finetune.report([run, other], to=away / "50% of <both>"),
-        "comparison": finetune.report(compared),
-    }
+
+    def make(folder: Path) -> dict:
+        other = make_run(folder / "tiny_full_bf16" / "b", recipe="tiny_full_bf16", seed=43)
+        compared = make_comparison(folder / "a vs #b", steps=40)
+        return {
+            "one": finetune.report(run),
+            "several": finetune.report([run, other], to=folder / "50% of <both>"),
+            "comparison": finetune.report(compared),
+        }
+
+    return made_once("reports of each kind", make)
 
 
 # ------------------------------------------------------------------------------------------ links

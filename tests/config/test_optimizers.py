@@ -131,10 +131,10 @@ def test_small_and_odd_tensors_keep_plain_moments() -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> RunReport:
+def plain(made_once) -> RunReport:
     """Fifteen steps with moments in float32."""
-    out = tmp_path_factory.mktemp("plain")
-    return run(out, "train.optim=adamw_torch_fused", "train.max_steps=15")
+    overrides = ("train.optim=adamw_torch_fused", "train.max_steps=15")
+    return made_once("plain moments", lambda folder: run(folder, *overrides))
 
 
 @pytest.mark.slow

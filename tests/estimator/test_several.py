@@ -25,9 +25,9 @@ from tests.training.test_sharding import run_worker
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def steps(made_once) -> dict[str, Any]:
     """What two processes held under TRL's trainer and FSDP2 (about 40 s)."""
-    return run_worker(tmp_path_factory.mktemp("several"), list(RECIPES))
+    return made_once("FSDP2 under TRL", lambda folder: run_worker(folder, list(RECIPES)))
 
 
 @pytest.mark.slow

@@ -48,27 +48,35 @@ def run_recipe(name: str, folder: Path, *overrides: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lora_run(tmp_path_factory) -> Path:
+def lora_run(made_once) -> Path:
     """Twenty steps of FP8 LoRA, over a base that is stored in several shards."""
-    folder = tmp_path_factory.mktemp("lora")
-    base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype="auto")
-    base.save_pretrained(folder / "base", max_shard_size="900KB")
-    AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(folder / "base")
-    overrides = (f"model.name={folder / 'base'}", "train.max_steps=20", "train.eval_strategy=no")
-    return run_recipe("tiny_lora_fp8", folder, *overrides)
+
+    def make(folder: Path) -> Path:
+        base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype="auto")
+        base.save_pretrained(folder / "base", max_shard_size="900KB")
+        AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(folder / "base")
+        steps = ("train.max_steps=20", "train.eval_strategy=no")
+        return run_recipe("tiny_lora_fp8", folder, f"model.name={folder / 'base'}", *steps)
+
+    return made_once("LoRA run to export", make)
 
 
 @pytest.fixture(scope="module")
-def full_run(tmp_path_factory) -> Path:
+def full_run(made_once) -> Path:
     overrides = ("train.max_steps=3", "train.eval_strategy=no", "data.eval_fraction=0")
-    return run_recipe("tiny_full_fp8", tmp_path_factory.mktemp("full"), *overrides)
+    return made_once(
+        "full run to export", lambda folder: run_recipe("tiny_full_fp8", folder, *overrides)
+    )
 
 
 @pytest.fixture(scope="module")
-def exported(lora_run, tmp_path_factory):
-    """Every export of the LoRA run, made once."""
-    out = tmp_path_factory.mktemp("exported")
-    return {to: export_run(lora_run, to, out / to, console=QUIET) for to in TARGETS}
+def exported(lora_run, made_once):
+    """Every export of the LoRA run."""
+
+    def make(folder: Path) -> dict:
+        return {to: export_run(lora_run, to, folder / to, console=QUIET) for to in TARGETS}
+
+    return made_once("exports of the LoRA run", make)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,13 +39,16 @@ SHORT = ("train.max_steps=20", "train.eval_strategy=no", "data.prompts=[hello]")
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """QLoRA and its LoRA sibling, 30 steps each."""
-    out = tmp_path_factory.mktemp("runs")
-    return {
-        name: train(load_recipe(f"tiny_{name}_bf16", SHORT), out=out, console=QUIET)
-        for name in ("qlora", "lora")
-    }
+def reports(made_once):
+    """QLoRA and its LoRA sibling, 20 steps each."""
+
+    def make(folder: Path) -> dict:
+        return {
+            name: train(load_recipe(f"tiny_{name}_bf16", SHORT), out=folder, console=QUIET)
+            for name in ("qlora", "lora")
+        }
+
+    return made_once("QLoRA and LoRA", make)
 
 
 @pytest.fixture

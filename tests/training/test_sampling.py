@@ -48,28 +48,33 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(made_once):
     """A short run with adapters over a base held in FP8, with samples, and what it printed."""
-    screen, home = io.StringIO(), tmp_path_factory.mktemp("home")
     plain = sampling.answer
 
     def slow(*args, **kwargs):
         time.sleep(SLEEP)
         return plain(*args, **kwargs)
 
-    sampling.answer = slow
-    try:
-        console = Console(file=screen, width=200)
-        report = run_of("tiny_lora_fp8", ADAPTERS, home / "runs", console=console)
-    finally:
-        sampling.answer = plain
-    return report, screen.getvalue()
+    def make(folder: Path):
+        screen = io.StringIO()
+        sampling.answer = slow
+        try:
+            console = Console(file=screen, width=200)
+            report = run_of("tiny_lora_fp8", ADAPTERS, folder / "runs", console=console)
+        finally:
+            sampling.answer = plain
+        return report, screen.getvalue()
+
+    return made_once("run with samples", make)
 
 
 @pytest.fixture(scope="module")
-def delayed_run(tmp_path_factory):
+def delayed_run(made_once):
     """A short full run with delayed scaling that evaluates in FP8, with samples."""
-    return run_of("tiny_full_fp8", DELAYED, tmp_path_factory.mktemp("delayed"))
+    return made_once(
+        "delayed run with samples", lambda folder: run_of("tiny_full_fp8", DELAYED, folder)
+    )
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

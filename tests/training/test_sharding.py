@@ -30,9 +30,9 @@ CASES = ("full-4", "full-8", "full-sum-4", "tied-4", "lora-8", "lora-ckpt-4")
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def steps(made_once) -> dict[str, Any]:
     """What `sharding_worker` saw: alone, and on each of two processes (15 to 40 s)."""
-    return run_worker(tmp_path_factory.mktemp("sharding"), CASES)
+    return made_once("FSDP2 by hand", lambda folder: run_worker(folder, CASES))
 
 
 def run_worker(out: Path, cases: Sequence[str]) -> dict[str, Any]:
