@@ -132,7 +132,6 @@ class BdhConfig(PreTrainedConfig):
         num_hidden_layers: applications of the shared block; more cost time, no parameters.
         dropout: share of neurons dropped before they write, in training.
         rope_theta: the slowest rotary pair turns once in about 2π · rope_theta tokens.
-        initializer_range: standard deviation of all initial weights.
     """
 
     model_type = "bdh"
@@ -197,7 +196,7 @@ class BdhBlock(GradientCheckpointingLayer):
         """Compute the next level's stream [B, T, D].
 
         Args:
-            visible: bool [B or 1, 1, T, S], which of the S tokens so far each token reads.
+            visible: bool [B or 1, 1, T, S], True for those of the S tokens that each token reads.
             cos, sin: rotary table of the positions.
             past_key_values: activities of earlier tokens.
             level: index of this level in the cache.
@@ -291,11 +290,7 @@ class BdhModel(BdhPreTrainedModel):
         for level in range(config.num_hidden_layers):
             x = self.block(x, visible, cos, sin, past_key_values=past_key_values, level=level)
             streams = (*streams, x) if output_hidden_states else ()
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values,
-            hidden_states=streams or None,
-        )
+        return BaseModelOutputWithPast(x, past_key_values, streams or None)
 
 
 class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
@@ -316,9 +311,7 @@ class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: DynamicCache | None = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -327,29 +320,16 @@ class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
         Args:
             labels: int64 [B, T], -100 for ignored tokens; shifted here.
             logits_to_keep: number of last tokens, or indices, to compute logits for; 0 is all.
+            **kwargs: for `BdhModel.forward` (`inputs_embeds`, `use_cache`) and the loss.
         """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        cache, streams = outputs.past_key_values, outputs.hidden_states
+        return CausalLMOutputWithPast(loss, logits, cache, streams)
 
 
 AutoConfig.register(BdhConfig.model_type, BdhConfig, exist_ok=True)

@@ -8,12 +8,12 @@ hold E4M3 codes `X.weight` [N, K] and numbers that multiply them, which is what 
     compressed-tensors    X.weight_scale                channel [N, 1], tensor [1] or [],
       (float-quantized)                                 block, group [N, K/g]
 
-(`inv` there means what it means here: the inverse of the scale that came before the cast.) Scales
-may be BF16 or powers of two (E8M0); as float32 they are the same numbers. What a checkpoint says
-about activations is about *compute*, and is ignored: `input_scale`, `activation_scheme`, schemes of
-the key-value cache. Which layers are quantized is read from the files, not from lists of what to
-ignore: a tensor says itself that it is E4M3. Codes and scales are checked (`check_codes`): a NaN
-would be in every output, and scales of another shape, broadcast, would make another model.
+(`inv`: the inverse of the scale that came before the cast, as here.) Scales may be BF16 or powers
+of two (E8M0); as float32 they are the same numbers. Settings of activations are about *compute*,
+and are ignored: `input_scale`, `activation_scheme`, schemes of the key-value cache. Which layers
+are quantized is read from the files, not from lists of what to ignore: a tensor says itself that it
+is E4M3. Codes and scales are checked (`check_codes`): a NaN would be in every output, and scales of
+another shape, broadcast, would make another model.
 
 Sources: DeepSeek-V3 `inference/kernel.py` (weight_dequant); Transformers `FineGrainedFP8Config`;
 compressed-tensors `quantization/quant_args.py`, `compressors/`.
@@ -31,7 +31,7 @@ from torch import Tensor
 from finetune.errors import StorageNotComputeError, nearest
 from finetune.precision.formats import E4M3
 from finetune.precision.stored import Fp8Bits
-from finetune.precision.weights import BLOCK, Granularity, Tile, slab_rows
+from finetune.precision.weights import BLOCK, Granularity, Tile, slab_rows, tile_of
 
 OWN = "fp8_storage"
 METHODS = (OWN, "fp8", "compressed-tensors")
@@ -47,7 +47,7 @@ class Layout:
     Attributes:
         method: `quant_method` of its `quantization_config`.
         scale: suffix of the names of scales, in the place of `.weight`.
-        ignored: patterns of tensors that are about compute.
+        ignored: patterns of the names of tensors that are about compute.
         block: (rows, columns) that share a scale, if the configuration has them.
     """
 
@@ -67,25 +67,17 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     if method == OWN:
         return Layout(OWN)
     if method == "fp8":
-        return _fine_grained(config)
+        if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            raise refuse_layout(f"fp8 of format {config['fmt']}", "stored weights are E4M3")
+        block = config.get("weight_block_size")
+        ignored = (r"\.(activation|input)_scale$",)
+        return Layout("fp8", ".weight_scale_inv", ignored, _tile(block) if block else None)
     if method == "compressed-tensors":
         return _compressed(config)
     bits = next((n for n in (4, 8) if config.get(f"load_in_{n}bit")), config.get("bits"))
     raise refuse_layout(
         f"{method or 'an unnamed method'}" + (f" in {bits} bits" if bits else ""),
         "it holds no E4M3 codes in a layout that is known here",
-    )
-
-
-def _fine_grained(config: Mapping[str, Any]) -> Layout:
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise refuse_layout(f"fp8 of format {config['fmt']}", "stored weights are E4M3")
-    block = config.get("weight_block_size")
-    return Layout(
-        "fp8",
-        ".weight_scale_inv",
-        (r"\.(activation|input)_scale$",),
-        _tile(block) if block else None,
     )
 
 
@@ -106,7 +98,12 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
         if not weights.get("symmetric", True) or weights.get("actorder"):
             what = "reordered columns" if weights.get("actorder") else "zero points"
             raise refuse_layout(f"{shown}: {name} has {what}", "a stored weight has none")
-        blocks.add(_group_tile(weights))
+        strategy, tile = weights.get("strategy"), None
+        if strategy == "block":
+            tile = _tile(weights.get("block_structure") or (BLOCK, BLOCK))
+        elif strategy == "group":
+            tile = (1, int(weights["group_size"]))
+        blocks.add(tile)
     for extra in ("sparsity_config", "transform_config"):
         given = config.get(extra)
         if given and given.get("format", "") != "dense":
@@ -119,15 +116,6 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
     ignored = (r"\.(input|k|v|q|output)_scale$", r"\.(input|output)_zero_point$")
     block = blocks.pop() if len(blocks) == 1 else None
     return Layout("compressed-tensors", SCALE, ignored, block)
-
-
-def _group_tile(weights: Mapping[str, Any]) -> Tile | None:
-    strategy = weights.get("strategy")
-    if strategy == "block":
-        return _tile(weights.get("block_structure") or (BLOCK, BLOCK))
-    if strategy == "group":
-        return (1, int(weights["group_size"]))
-    return None
 
 
 def _tile(block: Sequence[int]) -> Tile:
@@ -188,9 +176,9 @@ def granularity_name(tile: Tile, shape: tuple[int, int]) -> str:
 
 def tile_named(name: str, shape: tuple[int, int]) -> Tile:
     """The tile of a weight (N, K) under the name of a granularity, as in our own checkpoints."""
-    known = {"row": (1, shape[1]), "tensor": shape, "block": (BLOCK, BLOCK)}
-    if name in known:
-        return known[name]
+    for kind in KINDS:
+        if name == kind:
+            return tile_of(kind, shape)
     rows, x, columns = name.partition("x")
     if x and rows.isdigit() and columns.isdigit():
         return int(rows), int(columns)
@@ -232,8 +220,8 @@ def check_codes(name: str, module: Any) -> None:
 
     Args:
         name: the layer, for the error.
-        module: a stored layer, whose weight may show as `torch.float8_e4m3fn` and whose scales may
-            have lost or gained a dimension.
+        module: a stored layer, whose weight may be `torch.float8_e4m3fn` and whose scales may have
+            lost or gained a dimension.
 
     Raises:
         StorageNotComputeError: codes or scales that are NaN, of another type or number.

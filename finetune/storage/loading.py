@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ def load_in_fp8(
     The output head, embeddings, norms and routers stay in `dtype`, and every parameter is frozen.
 
     Args:
-        model_name_or_path: a folder with `config.json` and safetensors, or a hub id; in 16 or 32
-            bits, in a published FP8 layout, or as saved from such a model.
+        model_name_or_path: a folder with `config.json` and safetensors, or a hub id.
         granularity: scope of a scale: `row`, `tensor` or `block` (128 x 128). Default: that of an
             FP8 checkpoint, else `row`.
         dtype: type of everything else, and of the matmuls.
@@ -169,12 +168,10 @@ def _load(
     auto_class: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Load a checkpoint with stored layers.
+    """Load a checkpoint with the layers of `storage` quantized, or those of `published` kept.
 
-    Args:
-        storage: layers to quantize in a checkpoint of 16 or 32 bits.
-        published: function from a loaded FP8 model to the layers that stay stored, and their
-            granularity (None: unchanged).
+    `published` is for FP8 checkpoints: a function from the loaded model to the layers that stay
+    stored, and their granularity (None: unchanged).
     """
     for other in ("quantization_config", "load_in_4bit", "load_in_8bit"):
         if other in kwargs:
@@ -186,8 +183,8 @@ def _load(
                 "without",
             )
     source = _source(name, kwargs.get("subfolder", ""))
+    hub = {key: kwargs[key] for key in HUB if key in kwargs}
     try:
-        hub = {key: kwargs[key] for key in HUB if key in kwargs}
         config = AutoConfig.from_pretrained(source, **hub)
     except (OSError, ValueError) as error:
         raise _not_loaded(source, error) from error
@@ -265,13 +262,7 @@ def build_stored(
 ) -> PreTrainedModel:
     """Build a model of random weights in which exactly the named linear layers are stored in FP8.
 
-    Args:
-        config: the architecture, which is not changed.
-        names: dotted names of linear layers of the plain model.
-        granularity: scope of a scale.
-        dtype: type of everything else.
-        auto_class: class of Transformers whose `from_config` builds it.
-        **kwargs: for `from_config`, such as `attn_implementation`.
+    Args as of `load_stored`; `config` is the architecture, and `**kwargs` are for `from_config`.
 
     Returns:
         A frozen model in training mode.
@@ -288,7 +279,7 @@ def build_stored(
     filling = _Filling(set(resolve(model, names)), granularity, torch.device(device), tied)
     with torch.no_grad(), init.guard_torch_init_functions():
         filling.fill(model, "", model)
-        filling.hold_due(model)
+        filling.store_due(model)
     model.tie_weights()
     _refuse_uninitialised(model)
     adopt(model, Fp8StorageQuantizer(Fp8StorageConfig()))
@@ -301,11 +292,11 @@ class _Filling:
     def __init__(
         self, names: set[str], granularity: Granularity, device: torch.device, tied: set[int]
     ) -> None:
-        self.granularity: Granularity = granularity
         self.names, self.device, self.tied = names, device, tied
+        self.granularity: Granularity = granularity
         self.due: list[str] = []
         # Buffers of weights already quantized, reused by the next layer to avoid fragmentation.
-        self.spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self.made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor whose id is the key
 
     def fill(self, module: nn.Module, name: str, owner: Any) -> None:
@@ -315,25 +306,24 @@ class _Filling:
             full = f"{name}.{child_name}" if name else child_name
             self.fill(child, full, owner)
             if isinstance(module, nn.ModuleList):
-                self.hold_due(child, f"{full}.")
+                self.store_due(child, f"{full}.")
         for key, parameter in module.named_parameters(recurse=False):
             new = self._real(parameter)
-            if not isinstance(new, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=False)
-            module.register_parameter(key, new)
+            plain = not isinstance(new, nn.Parameter)
+            module.register_parameter(key, nn.Parameter(new, False) if plain else new)
         for key, buffer in module.named_buffers(recurse=False):
             setattr(module, key, self._real(buffer))
         owner._initialize_weights(module)
         if name in self.names:
             self.due.append(name)
 
-    def hold_due(self, root: nn.Module, prefix: str = "") -> None:
+    def store_due(self, root: nn.Module, prefix: str = "") -> None:
         """Quantize the complete layers: the named ones inside a decoder layer, or the rest."""
         for name in self.due:
             module: Any = root.get_submodule(name.removeprefix(prefix))
             used = module.weight.detach()
             store(module, self.granularity)
-            self.spare.setdefault((used.shape, used.dtype), []).append(used)
+            self.spare[used.shape, used.dtype].append(used)
         self.due = []
 
     def _real(self, tensor: Tensor) -> Tensor:
@@ -343,7 +333,7 @@ class _Filling:
             real = self.made[id(tensor)][1]
             real._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
             return real
-        spare = self.spare.get((tensor.shape, tensor.dtype))
+        spare = self.spare[tensor.shape, tensor.dtype]
         real = spare.pop() if spare else torch.empty_like(tensor, device=self.device)
         real = real.detach()
         if real.is_floating_point():
