@@ -20,12 +20,12 @@ Limits: of optimizers from libraries outside the extras of this package no memor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.errors import ConfigError, nearest
 
-SMALLEST_QUANTISED = 4096
+SMALLEST_QUANTIZED = 4096
 BLOCK = 256
 SCALE_BYTES = 4
 
@@ -40,8 +40,8 @@ class Moments:
     Attributes:
         count: numbers kept for each parameter.
         bits: of each number, None for the type of the parameter.
-        small_bits: bits where a tensor is not quantised, None for the type of the parameter.
-        factored: one number for each row and each column instead of one for each parameter.
+        small_bits: bits where a tensor is not quantized, None for the type of the parameter.
+        factored: True for one number per row and column instead of one per parameter.
     """
 
     count: int
@@ -54,13 +54,6 @@ class Moments:
         """True if blocks of numbers share a scale."""
         return self.bits is not None and self.bits < 16
 
-    @property
-    def bytes_per_parameter(self) -> float | None:
-        """Bytes of state for each parameter of a large tensor, None where its type decides."""
-        if self.bits is None or self.factored:
-            return 0.0 if not self.count else None
-        return self.count * (self.bits / 8 + (SCALE_BYTES / BLOCK if self.blockwise else 0))
-
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -69,15 +62,14 @@ class Optimizer:
     Attributes:
         name: as written in a recipe.
         library: module that it comes from.
-        kind: what the library calls it.
-        moments: what it keeps, None where nothing is known.
+        kind: the library's name of the algorithm.
+        moments: storage of its state, None where nothing is known.
         math: type in which the update is computed.
-        rounding: how the updated weight is rounded to the type it is stored in.
         arguments: keys that `train.optim_args` may hold.
-        paged: state moves to host memory when the GPU is full.
-        not_on_cpu: why it cannot step on a CPU, empty when it does.
+        paged: True if state moves to host memory when the GPU is full.
+        not_on_cpu: reason why it cannot step on a CPU, empty when it does.
         instead: what to use where it cannot be had.
-        refused: why it cannot be had anywhere.
+        refused: reason why it cannot be had anywhere.
         capability: compute capability that an NVIDIA GPU needs.
     """
 
@@ -86,7 +78,6 @@ class Optimizer:
     kind: str
     moments: Moments | None
     math: str = "float32"
-    rounding: str = "to nearest"
     arguments: tuple[str, ...] = ()
     paged: bool = False
     not_on_cpu: str = ""
@@ -98,22 +89,6 @@ class Optimizer:
     def install(self) -> str:
         """Command that installs its library where that is optional, else empty."""
         return _INSTALL.get(self.library, "")
-
-    @property
-    def state(self) -> str:
-        """Type and count of the stored state, in words."""
-        m = self.moments
-        if m is None:
-            return "not known here"
-        if m.factored:
-            return "float32, one number for each row and column"
-        if not m.count:
-            return "none (with momentum: the parameter's type)"
-        shape = {1: "", 2: "2 × ", 3: "3 × "}[m.count]
-        if not m.blockwise:
-            return shape + ("float32" if m.bits else _OWN)
-        form = "FP8 (E4M3)" if self.name == FP8_ADAMW else f"{m.bits} bits"
-        return f"{shape}{form} in blocks of {BLOCK} with a float32 scale"
 
 
 _INSTALL = {
@@ -127,35 +102,39 @@ _INSTALL = {
 }
 
 FP8_ADAMW = "adamw_torchao_fp8"
-_OWN = "the parameter's type"
+OWN_TYPE = "the parameter's type"
 _TORCHAO = ("block_size", "bf16_stochastic_round")
 
 
-def _ao(name: str, kind: str, bits: int, **kwargs: Any) -> Optimizer:
-    rounding = "to nearest, or by chance (`train.optim_args=bf16_stochastic_round=true`)"
-    moments = Moments(2, bits, small_bits=None)
-    return Optimizer(
-        name, "torchao", kind, moments, rounding=rounding, arguments=_TORCHAO, **kwargs
-    )
+def _torch(name: str, kind: str, count: int, *arguments: str) -> Optimizer:
+    return Optimizer(name, "torch", kind, Moments(count), OWN_TYPE, arguments)
+
+
+def _ao(name: str, bits: int, **kwargs: Any) -> Optimizer:
+    return Optimizer(name, "torchao", "AdamW", Moments(2, bits), arguments=_TORCHAO, **kwargs)
 
 
 def _bnb(name: str, kind: str, count: int, bits: int, arguments: tuple[str, ...] = ()) -> Optimizer:
-    paged = name.startswith("paged_")
-    plain = {"paged_adamw_32bit": "adamw_torch_fused", "paged_ademamix_32bit": "ademamix"}
-    return Optimizer(
-        name,
-        "bitsandbytes",
-        kind,
-        Moments(count, bits, small_bits=32),
-        arguments=arguments,
-        paged=paged,
-        not_on_cpu=PAGED_ON_CPU if paged else "",
-        instead=plain.get(name, name.removeprefix("paged_")) if paged else "",
-    )
+    moments = Moments(count, bits, small_bits=32)
+    plain = Optimizer(name, "bitsandbytes", kind, moments, arguments=arguments)
+    if not name.startswith("paged_"):
+        return plain
+    others = {"paged_adamw_32bit": "adamw_torch_fused", "paged_ademamix_32bit": "ademamix"}
+    instead = others.get(name, name.removeprefix("paged_"))
+    return replace(plain, paged=True, not_on_cpu=PAGED_ON_CPU, instead=instead)
 
 
 def _other(name: str, library: str, kind: str, **kwargs: Any) -> Optimizer:
     return Optimizer(name, library, kind, None, arguments=("*",), **kwargs)
+
+
+def _in_backward(name: str, instead: str) -> Optimizer:
+    return _other(name, "", name, refused=IN_BACKWARD, instead=instead)
+
+
+def _not_for(name: str, device: str) -> Optimizer:
+    refused = f"it is for {device}, which this package does not support"
+    return _other(name, "", name, refused=refused, instead="adamw_torch_fused")
 
 
 _ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
@@ -163,15 +142,15 @@ _ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
 OPTIMIZERS = {
     optimizer.name: optimizer
     for optimizer in (
-        Optimizer("adamw_torch", "torch", "AdamW", Moments(2), _OWN),
+        _torch("adamw_torch", "AdamW", 2),
         Optimizer("adamw_torch_fused", "torch", "AdamW, one fused kernel", Moments(2)),
         _bnb("adamw_8bit", "AdamW", 2, 8),
         _bnb("adamw_bnb_8bit", "AdamW (the same as `adamw_8bit`)", 2, 8),
         _bnb("paged_adamw_8bit", "AdamW, paged", 2, 8),
         _bnb("paged_adamw_32bit", "AdamW, paged", 2, 32),
-        _ao("adamw_torch_8bit", "AdamW", 8),
-        _ao("adamw_torch_4bit", "AdamW", 4),
-        _ao(FP8_ADAMW, "AdamW", 8, capability=(8, 9), instead="adamw_torch_8bit"),
+        _ao("adamw_torch_8bit", 8),
+        _ao("adamw_torch_4bit", 4),
+        _ao(FP8_ADAMW, 8, capability=(8, 9), instead="adamw_torch_8bit"),
         Optimizer("adafactor", "transformers", "Adafactor", Moments(1, 32, factored=True)),
         _bnb("lion_8bit", "Lion", 1, 8),
         _bnb("lion_32bit", "Lion", 1, 32),
@@ -184,30 +163,9 @@ OPTIMIZERS = {
         _bnb("rmsprop_bnb_8bit", "RMSprop", 1, 8),
         _bnb("rmsprop_bnb", "RMSprop", 1, 32),
         _bnb("rmsprop_bnb_32bit", "RMSprop", 1, 32),
-        Optimizer(
-            "rmsprop",
-            "torch",
-            "RMSprop",
-            Moments(1),
-            _OWN,
-            arguments=("momentum", "alpha", "eps", "weight_decay", "centered"),
-        ),
-        Optimizer(
-            "adagrad",
-            "torch",
-            "Adagrad",
-            Moments(1),
-            _OWN,
-            arguments=("lr_decay", "weight_decay", "eps"),
-        ),
-        Optimizer(
-            "sgd",
-            "torch",
-            "SGD",
-            Moments(0),
-            _OWN,
-            arguments=("momentum", "dampening", "weight_decay", "nesterov"),
-        ),
+        _torch("rmsprop", "RMSprop", 1, "momentum", "alpha", "eps", "weight_decay", "centered"),
+        _torch("adagrad", "Adagrad", 1, "lr_decay", "weight_decay", "eps"),
+        _torch("sgd", "SGD", 0, "momentum", "dampening", "weight_decay", "nesterov"),
         _other("galore_adamw", "galore_torch", "GaLore"),
         _other("galore_adamw_8bit", "galore_torch", "GaLore"),
         _other("galore_adafactor", "galore_torch", "GaLore"),
@@ -218,27 +176,14 @@ OPTIMIZERS = {
         _other("grokadamw", "grokadamw", "GrokAdamW"),
         _other("stable_adamw", "optimi", "StableAdamW"),
         _other("adamw_anyprecision", "torchdistx", "AnyPrecision AdamW"),
-        *(
-            _other(name, "", name, refused=IN_BACKWARD, instead=instead)
-            for name, instead in {
-                "lomo": "adamw_torch_4bit",
-                "adalomo": "adamw_torch_4bit",
-                "galore_adamw_layerwise": "galore_adamw",
-                "galore_adamw_8bit_layerwise": "galore_adamw_8bit",
-                "galore_adafactor_layerwise": "galore_adafactor",
-                "apollo_adamw_layerwise": "apollo_adamw",
-            }.items()
-        ),
-        *(
-            _other(
-                name,
-                "",
-                name,
-                refused=f"it is for {device}, which this package does not support",
-                instead="adamw_torch_fused",
-            )
-            for name, device in {"adamw_torch_xla": "TPUs", "adamw_torch_npu_fused": "NPUs"}.items()
-        ),
+        _in_backward("lomo", "adamw_torch_4bit"),
+        _in_backward("adalomo", "adamw_torch_4bit"),
+        _in_backward("galore_adamw_layerwise", "galore_adamw"),
+        _in_backward("galore_adamw_8bit_layerwise", "galore_adamw_8bit"),
+        _in_backward("galore_adafactor_layerwise", "galore_adafactor"),
+        _in_backward("apollo_adamw_layerwise", "apollo_adamw"),
+        _not_for("adamw_torch_xla", "TPUs"),
+        _not_for("adamw_torch_npu_fused", "NPUs"),
     )
 }
 """Every value of `train.optim`."""
@@ -259,59 +204,24 @@ def state_bytes(
 
     Args:
         facts: the optimizer.
-        shape: of the parameter.
+        shape: shape of the parameter.
         element_size: bytes of one of its elements.
-        embedding: it is the weight of an `nn.Embedding`.
+        embedding: True for the weight of an `nn.Embedding`.
     """
     m, numel = facts.moments, math.prod(shape)
     if m is None:
         return 0.0
     if m.factored and len(shape) > 1:  # Adafactor: Shazeer and Stern 2018, arXiv 1804.04235
         return 4.0 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
-    quantised = m.blockwise and numel >= SMALLEST_QUANTISED
-    if facts.library == "torchao":
-        quantised = quantised and numel % BLOCK == 0
-    elif embedding:
-        quantised = False
-    if quantised:
-        assert m.bits is not None
+    ao = facts.library == "torchao"
+    whole = numel % BLOCK == 0 if ao else not embedding
+    if m.bits is not None and m.blockwise and numel >= SMALLEST_QUANTIZED and whole:
         return m.count * (numel * m.bits / 8 + SCALE_BYTES * math.ceil(numel / BLOCK))
     bits = m.small_bits if m.blockwise else m.bits
     return m.count * numel * (element_size if bits is None else bits / 8)
 
 
-# ----------------------------------------------------------------------------------- documentation
-
-
-def markdown_table() -> str:
-    """The table of the README: optimizers whose state is known here."""
-    header = (
-        "| `train.optim` | algorithm | library | state is stored in | bytes per parameter | "
-        "update computed in | weights rounded | on a CPU |\n|---|---|---|---|---|---|---|---|"
-    )
-    return "\n".join([header, *(_row(x) for x in OPTIMIZERS.values() if x.moments is not None)])
-
-
-def _row(facts: Optimizer) -> str:
-    moments = facts.moments
-    assert moments is not None
-    size = moments.bytes_per_parameter
-    if moments.factored:
-        shown = "rows and columns only"
-    elif size is None:
-        shown = f"{2 * moments.count} (bfloat16) or {4 * moments.count} (float32)"
-    else:
-        shown = f"{size:.2f}".rstrip("0").rstrip(".")
-    library = facts.library + (" (extra `bnb`)" if facts.library == "bitsandbytes" else "")
-    cpu = f"no: use `{facts.instead}`" if facts.not_on_cpu else "yes"
-    cells = (f"`{facts.name}`", facts.kind, library, facts.state, shown)
-    return "| " + " | ".join((*cells, facts.math, facts.rounding, cpu)) + " |"
-
-
-# ------------------------------------------------------------------------------------------ checks
-#
-# Asked before anything is loaded: an optimizer that cannot be had, and arguments that a
-# library would not read, are errors that say what to do.
+# ---------------------------------------------------------------- checks, before anything is loaded
 
 
 def chosen(train: dict[str, Any]) -> Optimizer:

@@ -65,7 +65,7 @@ class Device:
             kinds = {"mps": "Apple GPUs have", "cpu": "CPUs have"}
             what = kinds.get(self.kind, f"{self.name} has")
             return Verdict(False, f"{what} no FP8 matrix units that these backends can use")
-        shown = ".".join(map(str, self.capability))
+        shown = _shown(self.capability)
         if self.capability < FP8_CAPABILITY:
             return Verdict(False, f"{self.name} has compute capability {shown}; FP8 needs 8.9")
         return Verdict(True, f"{self.name}, compute capability {shown}")
@@ -73,11 +73,15 @@ class Device:
     @property
     def has_block_fp8(self) -> Verdict:
         """True if this device multiplies MXFP8 and NVFP4 in hardware."""
-        if not self.has_fp8:
+        if not self.has_fp8 or self.capability is None:
             return self.has_fp8
-        shown = ".".join(map(str, self.capability or ()))
-        ok = (self.capability or (0, 0)) >= BLOCK_CAPABILITY
+        ok = self.capability >= BLOCK_CAPABILITY
+        shown = _shown(self.capability)
         return Verdict(ok, f"compute capability {shown}" + ("" if ok else "; 10.0 is needed"))
+
+
+def _shown(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 @functools.cache
@@ -95,6 +99,8 @@ def this_device() -> Device:
             torch.cuda.device_count(),
             is_rocm=torch.version.hip is not None,
         )
+    import platform
+
     import psutil
 
     host_gib = psutil.virtual_memory().total / GIB
@@ -102,22 +108,16 @@ def this_device() -> Device:
         return Device("mps", "Apple GPU", None, host_gib)
     if torch.xpu.is_available():
         return Device("xpu", torch.xpu.get_device_name(0), None, host_gib, torch.xpu.device_count())
-    return Device("cpu", _cpu_name(), None, host_gib)
+    return Device("cpu", platform.processor() or platform.machine() or "CPU", None, host_gib)
 
 
 def parallel_units(device: Device) -> int:
-    """Multiprocessors of the GPU that is here; threads that torch computes with, on a CPU."""
+    """Multiprocessors of this machine's GPU; on a CPU, torch's threads."""
     import torch
 
     if device.kind == "cuda":
         return torch.cuda.get_device_properties(0).multi_processor_count
     return torch.get_num_threads()
-
-
-def _cpu_name() -> str:
-    import platform
-
-    return platform.processor() or platform.machine() or "CPU"
 
 
 def available_gib(device: Device) -> float:
@@ -156,13 +156,11 @@ def has_transformer_engine() -> Verdict:
 
 def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
     """True if backend `name` can run `precision` on `device`, and why."""
-    if precision.compile == "on" and precision.scaling == "delayed" and name != "torchao":
+    scaling, emulation = precision.scaling, _emulation(precision)
+    if precision.compile == "on" and scaling == "delayed" and name != "torchao":
         # Its casts write into a history that every layer shares; TE refuses it in as many words.
-        return Verdict(
-            False,
-            f"{ENGINES[name]} cannot compile delayed scaling; use compile=off, or "
-            "scaling=tensorwise",
-        )
+        instead = "use compile=off, or scaling=tensorwise"
+        return Verdict(False, f"{ENGINES[name]} cannot compile delayed scaling; {instead}")
     if name == "emulated":
         if precision.emulation != "forbid":
             return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
@@ -170,27 +168,26 @@ def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Ve
     offered = engine_verdict(name, precision)
     if not offered:
         return offered
-    if not device.has_fp8:
+    if not device.has_fp8 or device.capability is None:
         if name == "torchao" and precision.emulation != "forbid":
             return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
         return device.has_fp8
     needed = least_capability(precision)
-    if (device.capability or (0, 0)) < needed:
-        shown = ".".join(map(str, needed))
-        no = f"{precision.scaling} needs compute capability {shown}; {device.name} has less"
-        return Verdict(False, f"{no}; backend={_emulation(precision)} has it")
-    if name == "te":
-        if precision.scaling == "mxfp8" and (device.capability or (0, 0)) >= (12, 0):
-            no = f"Transformer Engine has no mxfp8 on {device.name} yet"
-            return Verdict(False, f"{no}; use scaling=nvfp4, or backend={_emulation(precision)}")
-        blackwell = (device.capability or (0, 0)) >= BLOCK_CAPABILITY
-        if precision.scaling == "blockwise" and blackwell and not precision.pow2_scales:
-            # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
-            no = f"Transformer Engine's block scales are powers of two on {device.name}"
-            instead = f"leave power_of_two_scales out, or backend={_emulation(precision)} has it"
-            return Verdict(False, f"{no}; {instead}")
-        return has_transformer_engine()
-    return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
+    if device.capability < needed:
+        no = f"{scaling} needs compute capability {_shown(needed)}; {device.name} has less"
+        return Verdict(False, f"{no}; backend={emulation} has it")
+    if name == "torchao":
+        return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
+    if scaling == "mxfp8" and device.capability >= (12, 0):
+        no = f"Transformer Engine has no mxfp8 on {device.name} yet"
+        return Verdict(False, f"{no}; use scaling=nvfp4, or backend={emulation}")
+    blackwell = device.capability >= BLOCK_CAPABILITY
+    if scaling == "blockwise" and blackwell and not precision.pow2_scales:
+        # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
+        no = f"Transformer Engine's block scales are powers of two on {device.name}"
+        instead = f"leave power_of_two_scales out, or backend={emulation} has it"
+        return Verdict(False, f"{no}; {instead}")
+    return has_transformer_engine()
 
 
 def least_capability(precision: PrecisionConfig) -> tuple[int, int]:
@@ -204,11 +201,11 @@ def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
     """True if an engine has this recipe at all, on whatever device; if not, what to use."""
     if name == "emulated":
         return Verdict(True, "every scaling and format")
-    lacks = {"te": _te_lacks, "torchao": _torchao_lacks}
-    no, instead = lacks[name](precision)
+    no, instead = _lacks(name, precision)
     if not no:
         return Verdict(True, f"{ENGINES[name]} has it")
-    others = [other for other in lacks if other != name and not lacks[other](precision)[0]]
+    other = "torchao" if name == "te" else "te"
+    others = [] if _lacks(other, precision)[0] else [other]
     has_it = f"backend={' or '.join([*others, _emulation(precision)])} has it"
     return Verdict(False, f"{no}; " + (f"{instead}, or {has_it}" if instead else has_it))
 
@@ -220,42 +217,49 @@ def _emulation(precision: PrecisionConfig) -> str:
 ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
 
 
-def _te_lacks(precision: PrecisionConfig) -> tuple[str, str]:
-    """Name what Transformer Engine lacks of a recipe, and a setting that it has; else empty."""
-    scaling, high = precision.scaling, precision.high_gemms
-    if scaling in ("rowwise", "rowwise_with_gw_hp"):
-        return f"Transformer Engine has no {scaling} scaling", ""
-    if precision.fp8_format == "e5m2":
-        return "Transformer Engine has no pure E5M2", "use format=hybrid"
-    if scaling == "delayed" and precision.pow2_scales:
-        return (
-            "Transformer Engine's delayed scales are not powers of two",
-            "leave power_of_two_scales out",
-        )
-    if scaling == "delayed" and high:
-        return "Transformer Engine keeps no GEMM high under delayed scaling", "leave high_gemms out"
-    if high and set(high) != {"dgrad", "wgrad"}:
-        return (
-            "Transformer Engine keeps dgrad and wgrad high together or not at all",
-            "use high_gemms=[dgrad,wgrad]",
-        )
-    if precision.fp8_params:
-        return "with Transformer Engine weights stay in model.dtype", "leave fp8_params out"
-    return "", ""
-
-
-def _torchao_lacks(precision: PrecisionConfig) -> tuple[str, str]:
-    """The same of torchao."""
-    scaling, fmt = precision.scaling, precision.fp8_format
-    if scaling not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        return f"torchao has no {scaling} scaling in training", ""
-    if scaling != "tensorwise" and fmt != "e4m3":
-        return "torchao's rowwise GEMMs take E4M3 operands only", "use format=e4m3"
-    if fmt == "e5m2":
-        return "torchao's GEMMs take no pair of E5M2 operands", "use format=hybrid"
-    if precision.fp8_params:
-        return "with torchao weights stay in model.dtype", "leave fp8_params out"
-    return "", ""
+def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, str]:
+    """Name what an engine lacks of a recipe, and a setting that it has; else empty."""
+    scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
+    delayed, rowwise = scaling == "delayed", scaling in ("rowwise", "rowwise_with_gw_hp")
+    te = "Transformer Engine"
+    held = f"with {ENGINES[name]} weights stay in model.dtype", "leave fp8_params out"
+    limits: dict[str, list[tuple[bool, str, str]]] = {
+        "te": [
+            (rowwise, f"{te} has no {scaling} scaling", ""),
+            (fmt == "e5m2", f"{te} has no pure E5M2", "use format=hybrid"),
+            (
+                delayed and precision.pow2_scales,
+                f"{te}'s delayed scales are not powers of two",
+                "leave power_of_two_scales out",
+            ),
+            (
+                delayed and bool(high),
+                f"{te} keeps no GEMM high under delayed scaling",
+                "leave high_gemms out",
+            ),
+            (
+                bool(high) and set(high) != {"dgrad", "wgrad"},
+                f"{te} keeps dgrad and wgrad high together or not at all",
+                "use high_gemms=[dgrad,wgrad]",
+            ),
+            (precision.fp8_params, *held),
+        ],
+        "torchao": [
+            (
+                not rowwise and scaling != "tensorwise",
+                f"torchao has no {scaling} scaling in training",
+                "",
+            ),
+            (
+                rowwise and fmt != "e4m3",
+                "torchao's rowwise GEMMs take E4M3 operands only",
+                "use format=e4m3",
+            ),
+            (fmt == "e5m2", "torchao's GEMMs take no pair of E5M2 operands", "use format=hybrid"),
+            (precision.fp8_params, *held),
+        ],
+    }
+    return next(((no, instead) for lacks, no, instead in limits[name] if lacks), ("", ""))
 
 
 AUTO_ORDER = ("te", "torchao", "emulated")
@@ -272,9 +276,9 @@ class Resolution:
 
     Attributes:
         precision: concrete: backend named, or compute changed to bf16 after a fall-back.
-        asked: what the recipe asked for.
-        reason: why this backend.
-        fallback: set when FP8 was asked and BF16 will run; one line to be shown loudly.
+        asked: the recipe's precision.
+        reason: reason for this backend.
+        fallback: one line to be shown loudly, where FP8 was requested and BF16 will run.
     """
 
     precision: PrecisionConfig
@@ -292,16 +296,8 @@ class Resolution:
         return f"{p.low.upper()} {engine}/{p.scaling}"
 
 
-def _instead_of_fp8(device: Device) -> str:
-    if device.capability is not None and device.capability < (8, 0):  # no BF16 either
-        return INSTEAD_OF_FP8.replace(
-            "BF16 (precision.compute=bf16", "FP16 (precision.compute=fp16"
-        )
-    return INSTEAD_OF_FP8
-
-
 def _in_bf16(precision: PrecisionConfig) -> PrecisionConfig:
-    """The same run without FP8: what was asked of FP8 alone is gone."""
+    """The same run without FP8: settings of FP8 alone go back to their defaults."""
     update: dict[str, Any] = {"compute": "bf16", "backend": "auto"}
     update["map"] = {k: "bf16" if v == "fp8" else v for k, v in precision.map.items()}
     fields = PrecisionConfig.model_fields
@@ -342,9 +338,12 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
             fix="pip install 'fp8-finetune[te]' (builds against your CUDA and torch), or "
             "precision.backend=torchao",
         )
+    fix = "change the setting named above" if device.has_fp8 else INSTEAD_OF_FP8
+    if device.capability is not None and device.capability < (8, 0):  # no BF16 either
+        fix = fix.replace("BF16 (precision.compute=bf16", "FP16 (precision.compute=fp16")
     raise PrecisionError(
         f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
         where=f"precision.backend={precision.backend}",
         why=why,
-        fix=_instead_of_fp8(device) if not device.has_fp8 else "change the setting named above",
+        fix=fix,
     )

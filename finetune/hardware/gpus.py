@@ -5,11 +5,11 @@ twice as much, "with sparsity") and with accumulation in float32, which training
 do half as much then as with accumulation in FP16. A GPU that is not listed has no known peak, and
 none is guessed.
 
-Two ways lead to a line: the *driver's* name of a GPU here is matched whole: `RTX 4090 D` and
-`RTX 4090 Laptop GPU` are other chips than `RTX 4090`. What a *user types* for a GPU that is not
-here is matched without regard to case, spaces, dashes and the maker's names, but whole too: `H100`
-is the SXM module and `RTX PRO 6000` the Workstation Edition, which are sold under the bare name;
-`A100` alone says too little, for there is one of 40 and one of 80 GB, and is an error.
+The *driver's* name of this machine's GPU is matched whole: `RTX 4090 D` and `RTX 4090 Laptop GPU`
+are other chips than `RTX 4090`. A name that a *user types* is matched without regard to case,
+spaces, dashes and the maker's names, but whole too: `H100` is the SXM module and `RTX PRO 6000` the
+Workstation Edition, which are sold under the bare name; `A100` alone is an error, for there is one
+of 40 and one of 80 GB.
 
 Lines of one's own stand in a file of the same form: the one that the environment variable
 `FINETUNE_GPUS` names, else `~/.config/fp8-finetune/gpus.yaml`. A line whose `name` is also in the
@@ -51,20 +51,18 @@ class Gpu(BaseModel):
     """One line of the table.
 
     Attributes:
-        name: what one types.
-        aliases: other things one types.
+        name: name that a user types; `aliases` are others.
         names: patterns of the driver's name; none for a GPU that is only asked for by name.
-        vendor: whose software stack runs on it.
         capability: compute capability as torch reports it.
         memory_gib: memory of one GPU as torch reports it, GiB.
         tflops: dense peak by precision of the operands, 10^12 operations a second.
         gb_s: memory bandwidth, 10^9 bytes a second.
         sms: streaming multiprocessors (AMD: compute units).
         l2_mib: level 2 cache, MiB.
-        link: how GPUs of one machine are usually joined.
-        link_gb_s: what one GPU sends over it in one direction, 10^9 bytes a second.
+        link: usual connection of the GPUs of one machine.
+        link_gb_s: rate at which one GPU sends over it, one direction, 10^9 bytes a second.
         price_usd_per_hour: rent of one GPU, where the user gave it.
-        source: where the figures stand.
+        source: origin of the figures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -117,18 +115,17 @@ def gpu_table() -> tuple[Gpu, ...]:
 
 
 def gpus_with_own(path: Path | None = None) -> tuple[Gpu, ...]:
-    """The user's own GPUs, then those of the table that they do not replace.
-
-    Args:
-        path: the user's file; if not given, `FINETUNE_GPUS` or the file in `~/.config`, if any.
+    """The user's own GPUs, of `path` or the usual file, then those of the table not replaced.
 
     Raises:
         ConfigError: the file named is not there, is not of this form, or gives a name that another
             GPU has; with file and line.
     """
-    path = path or _own_file()
     if path is None:
-        return gpu_table()
+        named, usual = os.environ.get(OWN_VARIABLE), Path(OWN_FILE).expanduser()
+        path = Path(named).expanduser() if named else usual
+        if not named and not usual.is_file():
+            return gpu_table()
     if not path.is_file():
         raise ConfigError(
             f"there is no file of GPUs {str(path)!r}",
@@ -149,14 +146,6 @@ def gpus_with_own(path: Path | None = None) -> tuple[Gpu, ...]:
                     "replaces that of the table",
                 )
     return (*own, *rest)
-
-
-def _own_file() -> Path | None:
-    named = os.environ.get(OWN_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    usual = Path(OWN_FILE).expanduser()
-    return usual if usual.is_file() else None
 
 
 def _read(path: Path) -> tuple[Gpu, ...]:

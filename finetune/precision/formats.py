@@ -134,28 +134,6 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
     return decode(codes).div_(scale).to(dtype)
 
 
-def encode_e8m0(x: Tensor) -> Tensor:
-    """E8M0 bit patterns: the nearest power of two, ties up (the even one of 1.0 and 1.1 binary).
-
-    An E8M0 pattern is the exponent field of a float32, so rounding is a carry into that field.
-    Zero, negative numbers, infinity and NaN become NaN (255). Values up to 2^-127 become 2^-127,
-    those between it and 2^-126 become 2^-126.
-
-    Returns:
-        uint8: the exponent plus 127.
-    """
-    bits = x.float().view(torch.int32)
-    subnormal = (bits < 2**23).int()
-    rounded = (bits + 2**22 - subnormal) >> 23
-    return torch.where((bits <= 0) | (bits >= _EXPONENT_BITS), 255, rounded).to(torch.uint8)
-
-
-def decode_e8m0(bits: Tensor) -> Tensor:
-    """Float32 values of E8M0 bit patterns (uint8); 255 is NaN."""
-    values = torch.ldexp(torch.ones_like(bits, dtype=torch.float32), bits.int() - 127)
-    return torch.where(bits == 255, torch.nan, values)
-
-
 _GOLDEN = -7046029254386353131
 """2^64 divided by the golden ratio, as a signed number: well mixed bits."""
 

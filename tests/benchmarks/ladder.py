@@ -30,6 +30,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,8 +48,7 @@ from finetune.analysis.benchmark.result import Benchmark
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, FinetuneError
-from finetune.hardware.device import Device, this_device
-from finetune.hardware.requirements import has_liger
+from finetune.hardware.device import Device, Verdict, this_device
 from finetune.precision.proof.proof import Proof, fingerprint
 from finetune.runs.folder import new_folder
 from finetune.training.memory_meter import MemoryMeter
@@ -221,6 +221,15 @@ def climb(
 
 
 # ------------------------------------------------------------------------------- a step, at a point
+
+
+def has_liger(device: Device) -> Verdict:
+    """True if Liger's kernels can run here."""
+    if device.kind == "cpu":
+        return Verdict(False, "Liger's kernels are written in Triton, which compiles for GPUs")
+    if importlib.util.find_spec("liger_kernel") is None:
+        return Verdict(False, "not installed: pip install 'fp8-finetune[liger]'")
+    return Verdict(True, "liger-kernel is installed")
 
 
 def measure_step(job: StepJob, emit: point.Emit) -> None:

@@ -24,9 +24,7 @@ from finetune.precision.formats import (
     amax,
     cast,
     decode,
-    decode_e8m0,
     dequantize,
-    encode_e8m0,
     floor_pow2,
     on_grid,
     round_to,
@@ -105,25 +103,6 @@ def test_round_to_equals_cast_in_value(fmt, source) -> None:
     assert torch.equal(rounded[~nan], values[~nan])
     assert bool(rounded[nan].isnan().all())
     assert not bool(rounded[rounded == 0].signbit().any())
-
-
-@by_source
-def test_e8m0_of_every_16_bit_number(source) -> None:
-    """Bit-equal without exception: ties go up, and zero, signs, infinities and NaN are NaN."""
-    x = every(source)
-    assert np.array_equal(encode_e8m0(x).numpy(), theirs(x, ml_dtypes.float8_e8m0fnu))
-    positive = x[x > 0]
-    by_torch = positive.float().to(torch.float8_e8m0fnu).view(torch.uint8)
-    assert torch.equal(encode_e8m0(positive), by_torch), "torch rounds so too"
-
-
-def test_e8m0_there_and_back() -> None:
-    bits = torch.arange(256, dtype=torch.uint8)
-    values = decode_e8m0(bits)
-    assert torch.equal(values[:-1].log2(), torch.arange(-127.0, 128.0))
-    assert bool(values[-1].isnan())
-    assert torch.equal(encode_e8m0(values), bits)
-    assert torch.equal(decode_e8m0(bits[127]), ONE), "a scalar too"
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
