@@ -25,7 +25,7 @@ SECTIONS = tuple(RunConfig.model_fields)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as found: its name, where it came from, and its checked configuration."""
+    """A recipe: its name, its file, and its checked configuration."""
 
     name: str
     source: Path
@@ -107,7 +107,15 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 f"{item!r}: there is no section {path[0]!r}" + (f"; {hint}" if hint else ""),
                 fix=f"sections are {', '.join(SECTIONS)}",
             )
-        _set(data, path, _override_value(value, item) if equals else None, remove=not equals)
+        section, (*parents, last) = data, path
+        for parent in parents:
+            child = section.get(parent)
+            section[parent] = dict(child) if isinstance(child, dict) else {}
+            section = section[parent]
+        if equals:
+            section[last] = _override_value(value, item)
+        else:
+            section.pop(last, None)
     _replace_data_source(data, overrides)
     _replace_precision(data, overrides)
     return data
@@ -121,7 +129,7 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """
     data = apply_overrides(config.model_dump(), overrides)
     train = data.get("train") or {}
-    typed = {item.removeprefix("~").partition("=")[0] for item in overrides}
+    typed = set(map(_key, overrides))
     new = {key: value for key, value in train.items() if f"train.{key}" in typed}
     if new:
         data["train"] = {**train, **convert_train(new)}
@@ -129,6 +137,10 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         raise _first_problem(error, lambda _: " ".join(overrides)) from None
+
+
+def _key(override: str) -> str:
+    return override.removeprefix("~").partition("=")[0]
 
 
 def _override_value(text: str, item: str) -> Any:
@@ -161,32 +173,19 @@ def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
 
     With them goes what belongs to it: settings of delayed scaling, weights held in FP8.
     """
-    named = {item.removeprefix("~").partition("=")[0] for item in overrides}
-    section = data.get("precision")
+    named, section = set(map(_key, overrides)), data.get("precision")
     if not isinstance(section, dict):
         return
     foreign: list[str] = []
-    if "precision.scaling" in named and section.get("scaling") != "delayed":
-        foreign += DELAYED_ONLY
-    if "precision.scaling" in named and section.get("scaling") not in FROZEN_SCALINGS:
-        foreign += ("frozen", "saved_input")
+    scaling = section.get("scaling")
+    if "precision.scaling" in named:
+        foreign += DELAYED_ONLY if scaling != "delayed" else ()
+        foreign += ("frozen", "saved_input") if scaling not in FROZEN_SCALINGS else ()
     if "precision.compute" in named and section.get("compute") != "fp8":
         foreign += FP8_ONLY
     for key in foreign:
         if f"precision.{key}" not in named:
             section.pop(key, None)
-
-
-def _set(data: dict[str, Any], path: list[str], value: Any, *, remove: bool) -> None:
-    *parents, last = path
-    for key in parents:
-        child = data.get(key)
-        data[key] = dict(child) if isinstance(child, dict) else {}
-        data = data[key]
-    if remove:
-        data.pop(last, None)
-    else:
-        data[last] = value
 
 
 # ------------------------------------------------------------------------------------------ check
@@ -212,9 +211,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
         raise ConfigError(
             "a recipe is a mapping of sections", where=file, fix=f"start from {', '.join(SECTIONS)}"
         )
-    overridden = {
-        tuple(item.removeprefix("~").partition("=")[0].split(".")): item for item in overrides
-    }
+    overridden = {tuple(_key(item).split(".")): item for item in overrides}
     data = apply_overrides(data, overrides)
 
     def where(at: KeyPath) -> str:
@@ -230,14 +227,10 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     except ValidationError as error:
         raise _first_problem(error, where) from None
     train = convert_train(config.train, where) if check_train else config.train
-    name = _run_name(source) if (source.parent / "receipt.json").is_file() else source.stem
+    # `runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe.
+    ran = (source.parent / "receipt.json").is_file()
+    name = (source.resolve().parent.parent.name if ran else "") or source.stem
     return Recipe(name, source, config.model_copy(update={"train": train}))
-
-
-def _run_name(source: Path) -> str:
-    """`runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe."""
-    folder = source.resolve().parent.parent.name
-    return folder or source.stem
 
 
 def _section_fields(at: KeyPath) -> Iterable[str]:

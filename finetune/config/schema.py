@@ -268,31 +268,27 @@ class PrecisionConfig(Section):
                 "fprop, dgrad and wgrad are all kept in high precision, so nothing would run in "
                 "FP8; take one out of high_gemms, or set compute=bf16"
             )
-        self._check_frozen()
-        return self
-
-    def _check_frozen(self) -> None:
         if self.frozen != "fp8":
             if self.saved_input != "fp8":
                 raise ValueError(
                     "saved_input belongs to weights held in FP8; set frozen=fp8 or leave it out"
                 )
-            return
-        if self.scaling not in FROZEN_SCALINGS:
+        elif self.scaling not in FROZEN_SCALINGS:
             raise ValueError(
                 f"frozen=fp8 multiplies under current scaling, per row or per tensor, and scaling "
                 f"is {self.scaling!r}; set scaling=rowwise or tensorwise, or frozen=bf16"
             )
-        if self.format not in (None, "e4m3"):
+        elif self.format not in (None, "e4m3"):
             raise ValueError(
                 f"frozen=fp8 multiplies E4M3 operands, gradients too, and format is "
                 f"{self.format!r}; leave format out, or set frozen=bf16"
             )
-        if {"fprop", "dgrad"} <= self.gemms_kept_high:
+        elif {"fprop", "dgrad"} <= self.gemms_kept_high:
             raise ValueError(
                 "frozen=fp8, and both GEMMs of a frozen layer are kept in high precision; take one "
                 "out of high_gemms, or set frozen=bf16"
             )
+        return self
 
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")

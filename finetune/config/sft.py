@@ -112,10 +112,10 @@ def sft_config(
     """`trl.SFTConfig` of a run: the `train` section unchanged, and what other sections decide.
 
     Args:
-        config: the run.
-        folder: of the run.
-        settings: that go with the data, unless the recipe sets them.
-        on_cpu: whether it trains on a CPU.
+        config: configuration of the run.
+        folder: its run folder.
+        settings: settings that go with the data, unless the recipe sets them.
+        on_cpu: True if it trains on a CPU.
 
     Raises:
         ConfigError: a combination that SFTConfig refuses.

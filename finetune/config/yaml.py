@@ -35,11 +35,7 @@ class PlainText(str):
 
 
 def _build(
-    node: Any,
-    at: KeyPath,
-    lines: dict[KeyPath, int],
-    file: str,
-    above: tuple[Any, ...] = (),
+    node: Any, at: KeyPath, lines: dict[KeyPath, int], file: str, above: tuple[Any, ...] = ()
 ) -> Any:
     lines[at] = node.start_mark.line + 1
     if any(node is parent for parent in above):
@@ -111,7 +107,7 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[KeyPath, int]]:
 
 
 def shown(path: Path) -> str:
-    """A path as a person would type it: relative to this folder where it lies below it."""
+    """A path as a person would type it: relative to this folder if it lies below it."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -119,7 +115,7 @@ def shown(path: Path) -> str:
 
 
 def plain_data(value: Any) -> Any:
-    """Nested containers hold free-form data: their plain scalars are read as YAML 1.2 would."""
+    """Free-form data, whose plain scalars inside containers are read as YAML 1.2 would."""
     if isinstance(value, dict):
         return {k: scalar(plain_data(v)) for k, v in value.items()}
     if isinstance(value, list):
@@ -146,13 +142,7 @@ SPECIAL_FLOATS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 def dump_yaml(data: Any) -> str:
     """Plain data as YAML that reads back equal (see `parse_yaml` for how text is kept)."""
-    return yaml.dump(
-        data,
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=100,
-    )
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -1,10 +1,10 @@
-"""The only surgery on a model: apply a plan, undo it, or switch it off for a while.
+"""Conversion of a model to its plan: apply it, undo it, or switch it off for a while.
 
 Two rules hold the design together. *Modules change class, parameters never change*: every trainable
 parameter stays the object the optimizer knows. *The model equals the plan or an error is raised.*
 
-A frozen weight may be stored anew, as FP8 codes, where the plan says so. That is not undone by
-reverting: the high-precision weight is gone, and the layer dequantizes what it holds.
+A frozen weight may be stored anew, as FP8 codes, where the plan says so. Reverting does not undo
+that: the high-precision weight is gone, and the layer dequantizes its codes.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Conversion:
         frozen: FrozenBackend | None = None,
     ) -> None:
         self.model, self.plan, self.backend, self.frozen = model, plan, backend, frozen
-        self.fused: list[nn.Module] = []
         self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+        self.fused: list[nn.Module] = []
+        self.compiled: list[nn.Module] = []
         self._swapped: list[nn.Module] = []
         self._checkpointed: list[tuple[nn.Module, Any]] = []
-        self.compiled: list[nn.Module] = []
         self._applied = False
 
     @property
@@ -79,16 +79,17 @@ class Conversion:
                 store(module, layer.stored)
             facts = engine.attributes(module, layer)
             self._swap(module, engine.mixin, fp8_backend=engine, **facts)
-        if self.backend is not None:
-            for owner, layers in self.plan.fp8_parameters.items():
-                module = modules[owner]
-                self._swap(
-                    module, ParameterMixin, **planned_parameters(self.backend, module, layers)
-                )
+        for owner, layers in self.plan.fp8_parameters.items():
+            assert self.backend is not None
+            facts = planned_parameters(self.backend, modules[owner], layers)
+            self._swap(modules[owner], ParameterMixin, **facts)
         for name, compute in self.plan.overrides.items():
             self._swap(self.model.get_submodule(name), OverrideMixin, fp8_dtype=DTYPES[compute])
-        if self.plan.precision.fused_adapters:
-            self._fuse_adapters()
+        fused = iter_fusable(self.model) if self.plan.precision.fused_adapters else ()
+        for name, module in list(fused):
+            self._swap(module.base_layer, AdaptedMixin)
+            self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
+            self.fused.append(module)
         self._swap(self.model, RootMixin, **{ATTRIBUTE: self})
         self._applied = True
         self.check()
@@ -105,12 +106,6 @@ class Conversion:
         named = self.model.named_parameters()
         return {name: (id(p), p.requires_grad) for name, p in named if name not in held}
 
-    def _fuse_adapters(self) -> None:
-        for name, module in list(iter_fusable(self.model)):
-            self._swap(module.base_layer, AdaptedMixin)
-            self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
-            self.fused.append(module)
-
     def _swap(self, module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
         self._swapped.append(module)
         swap(module, mixin, **facts)
@@ -118,9 +113,10 @@ class Conversion:
     def check(self) -> None:
         """Raise `ConversionError` unless exactly the planned layers are FP8 layers."""
         planned = {layer.name for layer in self.plan.fp8_layers} | self.plan.overrides.keys()
-        ours = Fp8Mixin, OverrideMixin
-        found = {n for n, m in self.model.named_modules() if isinstance(m, ours)}
+        found: set[str] = set()
         for name, module in self.model.named_modules():
+            if isinstance(module, Fp8Mixin | OverrideMixin):
+                found.add(name)
             if isinstance(module, ParameterMixin):
                 found |= {f"{name}.{each.local}".lstrip(".") for each in module.fp8_parameters}
         if planned != found:
@@ -151,15 +147,12 @@ class Conversion:
         self._applied = False
 
     def compile_layers(self) -> int:
-        """`torch.compile` each decoder layer in place; how many there are.
+        """`torch.compile` each decoder layer in place, and return their number.
 
         One that multiplies by parameters of its own is left out (see `parameters`).
         """
-        names = {
-            name
-            for m in self.model.modules()
-            for name in getattr(m, "_no_split_modules", None) or ()
-        }
+        models = self.model.modules()
+        names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
         for module in self.model.modules():
             if type(module).__name__ in names and not isinstance(module, ParameterMixin):
                 module.compile()
@@ -201,7 +194,7 @@ class Conversion:
 
 
 class RootMixin(Swapped):
-    """In front of a converted model's own class: each of its calls is a step's beginning."""
+    """Mixin of a converted model: each of its calls begins a step."""
 
     keeps_name = True
 

@@ -72,12 +72,11 @@ def _scaled_mm(
     bf16 = torch.bfloat16
     with torch.autocast(a.device.type, enabled=False):
         # Code times block scale is exact in BF16 for powers of two, and for E4M3 times E2M1.
-        blocks_fit = in_bf16 or a_format == b_format == E2M1.name
-        held = bf16 if blocks_fit else torch.float32
+        exact = bf16 if in_bf16 or a_format == b_format == E2M1.name else torch.float32
         if a_block is not None:
-            a = times_blocks(a.to(held), a_block.to(held), (tiles[0], tiles[1]))
+            a = times_blocks(a.to(exact), a_block.to(exact), (tiles[0], tiles[1]))
         if b_block is not None:
-            b = times_blocks(b.to(held), b_block.to(held), (tiles[2], tiles[3]))
+            b = times_blocks(b.to(exact), b_block.to(exact), (tiles[2], tiles[3]))
         if a.is_cuda and a.dtype is b.dtype is bf16:
             product = torch.mm(a, b, out_dtype=torch.float32)  # [M, K] @ [K, N]
         else:
@@ -87,23 +86,10 @@ def _scaled_mm(
     return product.mul_(inverse).to(out_dtype)
 
 
-def _scaled_mm_meta(
-    a: Tensor,
-    b: Tensor,
-    inverse: Tensor,
-    a_block: Tensor | None,
-    b_block: Tensor | None,
-    tiles: list[int],
-    a_format: str,
-    b_format: str,
-    in_bf16: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
 _library.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
-_library.impl("scaled_mm", _scaled_mm_meta, "Meta")
+_library.impl(
+    "scaled_mm", lambda a, b, *rest: a.new_empty(len(a), b.shape[1], dtype=rest[-1]), "Meta"
+)
 EMULATED = torch.ops.finetune.scaled_mm
 """The emulated GEMM as an operator overload, as dispatch modes see it."""
 
@@ -116,15 +102,6 @@ def scaled_mm(a: Codes, b: Codes, out_dtype: torch.dtype) -> Tensor:
     rounds the sum before the scale as well as after it: identical if scales are powers of two,
     else at most one unit in the last place of BF16 away.
     """
-    return EMULATED(
-        a.values,
-        b.values,
-        a.inverse * b.inverse,
-        a.block,
-        b.block,
-        [*a.tile, *b.tile],
-        a.fmt.name,
-        b.fmt.name,
-        a.in_bf16 and b.in_bf16,
-        out_dtype,
-    )
+    tiles, formats = [*a.tile, *b.tile], (a.fmt.name, b.fmt.name)
+    operands = a.values, b.values, a.inverse * b.inverse, a.block, b.block
+    return EMULATED(*operands, tiles, *formats, a.in_bf16 and b.in_bf16, out_dtype)

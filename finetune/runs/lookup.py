@@ -83,36 +83,23 @@ def read_run(folder: Path | str) -> Run:
         ConfigError: it is no run folder; names the nearest run.
     """
     folder = Path(folder).expanduser()
-    if not is_run(folder):
-        raise _no_run(folder)
-    return Run(folder)
-
-
-def _no_run(folder: Path) -> ConfigError:
-    why = "there is no such folder"
-    near = next((p for p in folder.parents if p.is_dir()), Path())
-    near = Path("runs") if near in (Path(), near.parent) else near
+    if is_run(folder):
+        return Run(folder)
+    why, inside = "there is no such folder", folder
     if folder.is_dir():
         why = "a run folder holds config.yaml and metrics.jsonl or receipt.json"
-        near = folder
-    runs = find_runs(near) if near.is_dir() else []
-    return ConfigError(
-        f"{str(folder)!r} is no run folder",
-        where=str(folder.resolve()),
-        why=why,
-        fix=_nearest_run(folder, runs)
-        or "give the folder that the run printed at its end, runs/<recipe>/<time>-<id>",
-    )
-
-
-def _nearest_run(folder: Path, runs: list[Run]) -> str:
-    if not runs:
-        return ""
-    if folder.is_dir():
-        return f"the newest run in it is {runs[0].folder}"
-    known = [str(run.folder) for run in runs]
-    close = difflib.get_close_matches(str(folder), known, n=1, cutoff=0.5)
-    return f"the nearest run is {close[0]}" if close else f"the newest run is {known[0]}"
+    else:
+        inside = next((p for p in folder.parents if p.is_dir()), Path())
+        inside = Path("runs") if inside in (Path(), inside.parent) else inside
+    known = [str(run.folder) for run in (find_runs(inside) if inside.is_dir() else [])]
+    fix = "give the folder that the run printed at its end, runs/<recipe>/<time>-<id>"
+    close = [] if folder.is_dir() else difflib.get_close_matches(str(folder), known, 1, 0.5)
+    if close:
+        fix = f"the nearest run is {close[0]}"
+    elif known:
+        fix = f"the newest run {'in it ' if folder.is_dir() else ''}is {known[0]}"
+    what = f"{str(folder)!r} is no run folder"
+    raise ConfigError(what, where=str(folder.resolve()), why=why, fix=fix)
 
 
 def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:
