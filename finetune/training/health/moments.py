@@ -49,9 +49,14 @@ def spread(numel: int) -> slice:
     return slice(0, numel, max(1, -(-numel // SAMPLE)))
 
 
+def _local(value: Any) -> Tensor:
+    """This process's shard of a tensor."""
+    return getattr(value, "_local_tensor", value)
+
+
 def sample(value: Tensor) -> Tensor:
     """Copy up to `SAMPLE` elements of a tensor (of this process's shard) in float32."""
-    local = getattr(value, "_local_tensor", value).detach()
+    local = _local(value).detach()
     return local.reshape(-1)[spread(local.numel())].float().clone()
 
 
@@ -65,20 +70,19 @@ def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float
     Returns:
         None if the optimizer keeps no such moments, or of another shape.
     """
-    where = spread(numel)
     if "exp_avg" in state and "exp_avg_sq" in state:
-        m, v = (_stored(state[name], numel, where) for name in ("exp_avg", "exp_avg_sq"))
-    elif "state1" in state and "state2" in state:  # bitsandbytes
-        m, v = (_stored_by_bitsandbytes(state, i, numel, where) for i in ("1", "2"))
+        m, v = (_stored(state[name], numel) for name in ("exp_avg", "exp_avg_sq"))
+    elif "state1" in state and "state2" in state:
+        m, v = (_stored_by_bitsandbytes(state, i, numel) for i in ("1", "2"))
     else:
         return None
     step = float(state.get("step", 0))
     return (m, v, step) if m is not None and v is not None and step > 0 else None
 
 
-def _stored(moment: Any, numel: int, where: slice) -> Tensor | None:
-    local = getattr(moment, "_local_tensor", moment)
-    codes = getattr(local, "codes", None)
+def _stored(moment: Any, numel: int) -> Tensor | None:
+    local: Any = _local(moment)
+    where, codes = spread(numel), getattr(local, "codes", None)
     if codes is None:
         return local.reshape(-1)[where].float() if local.numel() == numel else None
     # torchao's quantized states: blocks of `block_size` share a scale; 4-bit codes are packed.
@@ -86,18 +90,15 @@ def _stored(moment: Any, numel: int, where: slice) -> Tensor | None:
     packed = codes.numel() * 2 == numel
     if not packed and codes.numel() != numel:
         return None
-    flat = codes.reshape(-1)
-    picked = flat[index // 2] if packed else flat[index]
+    picked = codes.reshape(-1)[index // 2 if packed else index]
     if packed:
         picked = torch.where(index % 2 == 0, picked >> 4, picked & 0b1111)
     values = picked.float() if picked.is_floating_point() else local.qmap[picked.long()]
     return values * local.scale[index // local.block_size]
 
 
-def _stored_by_bitsandbytes(
-    state: dict[str, Any], which: str, numel: int, where: slice
-) -> Tensor | None:
-    stored = state[f"state{which}"]
+def _stored_by_bitsandbytes(state: dict[str, Any], which: str, numel: int) -> Tensor | None:
+    stored, where = state[f"state{which}"], spread(numel)
     if stored.numel() != numel:  # AdEMAMix keeps two averages in one
         return None
     picked = stored.reshape(-1)[where]
@@ -110,54 +111,48 @@ def _stored_by_bitsandbytes(
     return state[f"qmap{which}"].to(stored.device)[picked.long()] * scales[index // block]
 
 
+Named = Iterable[tuple[str, Tensor]]
+"""Trainable parameters by name."""
+
+
 @torch.no_grad()
-def gradient_snr(
-    named: Iterable[tuple[str, Tensor]], optimizer: Optimizer, groups: dict[str, str]
-) -> dict[str, Ratio]:
-    """Σ m̂² and Σ (v̂ - m̂²) per group, after an optimizer step.
+def gradient_snr(named: Named, optimizer: Optimizer, groups: dict[str, str]) -> dict[str, Ratio]:
+    """Σ m̂² and Σ (v̂ - m̂²) per group (by parameter name), after an optimizer step.
 
-    Args:
-        named: trainable parameters by name.
-        optimizer: their optimizer, plain or wrapped by Accelerate.
-        groups: group of each parameter name.
-
-    Returns:
-        No entries for groups whose parameters have no moments.
+    A group whose parameters have no moments has no entry.
     """
     betas = {id(p): g.get("betas") for g in optimizer.param_groups for p in g["params"]}
     sums: dict[str, list[Tensor]] = {}
     for name, parameter in named:
-        pair, local = betas.get(id(parameter)), getattr(parameter, "_local_tensor", parameter)
-        found = moments_of(optimizer.state.get(parameter, {}), local.numel())
-        if found is None or not pair or len(pair) != 2 or not local.numel():
+        pair, numel = betas.get(id(parameter)), _local(parameter).numel()
+        found = moments_of(optimizer.state.get(parameter, {}), numel)
+        if found is None or not pair or len(pair) != 2 or not numel:
             continue
         m, v, step = found
         m_hat, v_hat = m / (1 - pair[0] ** step), v / (1 - pair[1] ** step)
         signal = m_hat.double().square().sum()
-        both = torch.stack((signal, v_hat.double().sum() - signal)) * (local.numel() / len(m))
+        both = torch.stack((signal, v_hat.double().sum() - signal)) * (numel / len(m))
         sums.setdefault(groups[name], []).append(both)
-    return {group: Ratio(*torch.stack(parts).sum(0).tolist()) for group, parts in sums.items()}
+    return _ratios(sums)
 
 
 @torch.no_grad()
 def update_ratio(
-    before: dict[str, Tensor], named: Iterable[tuple[str, Tensor]], groups: dict[str, str]
+    before: dict[str, Tensor], named: Named, groups: dict[str, str]
 ) -> dict[str, Ratio]:
-    """‖Δw‖² and ‖w‖² per group, from samples before and after an optimizer step.
-
-    Args:
-        before: `sample(parameter)` before the step, by name.
-        named: the same parameters after it.
-        groups: group of each parameter name.
-    """
+    """‖Δw‖² and ‖w‖² per group, from `sample(parameter)` before and after an optimizer step."""
     sums: dict[str, list[Tensor]] = {}
     for name, parameter in named:
         old = before.get(name)
         if old is None or not old.numel():
             continue
-        local = getattr(parameter, "_local_tensor", parameter)
         parts = (sample(parameter) - old).double().square().sum(), old.double().square().sum()
-        sums.setdefault(groups[name], []).append(torch.stack(parts) * (local.numel() / len(old)))
+        scale = _local(parameter).numel() / len(old)
+        sums.setdefault(groups[name], []).append(torch.stack(parts) * scale)
+    return _ratios(sums)
+
+
+def _ratios(sums: dict[str, list[Tensor]]) -> dict[str, Ratio]:
     return {group: Ratio(*torch.stack(parts).sum(0).tolist()) for group, parts in sums.items()}
 
 
@@ -168,9 +163,8 @@ def ratio_row(snr: dict[str, Ratio], update: dict[str, Ratio]) -> dict[str, floa
         for group, r in snr.items()
         if r.below > 1e-6 * r.above  # after one step m̂² = v̂: no variance yet
     }
-    row |= {
+    return row | {
         f"health/{group}/update_ratio": (r.above / r.below) ** 0.5
         for group, r in update.items()
         if r.below > 0
     }
-    return row

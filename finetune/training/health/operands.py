@@ -34,9 +34,9 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ from finetune.precision.formats import amax, scale_from_amax, snr_db
 from finetune.precision.gemm import Codes
 from finetune.precision.layers import HEADS, Role, compute_dtype, declared_matmuls, is_conv1d
 from finetune.precision.overrides import part_of
-from finetune.precision.parameters import ParameterMixin, PlannedParameter
+from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan, PrecisionPlan
 from finetune.precision.scaling import (
     BLOCK,
@@ -67,6 +67,12 @@ SAMPLE_ROWS = 256
 PRODUCTS = 8
 COMPILED_SHARE = 4
 """Compiled layers are observed one in this many at a time: uncompiled layers are slow."""
+GEMMS: dict[Operand, tuple[Gemm, Gemm]] = {
+    "x": ("fprop", "wgrad"),
+    "w": ("fprop", "dgrad"),
+    "g": ("dgrad", "wgrad"),
+}
+"""GEMMs that multiply each operand."""
 EXACT_DB = 144.5
 """Reported for a cast without noise: 20 log10(2^24), the resolution of float32."""
 
@@ -93,8 +99,7 @@ def group_of(name: str, module: nn.Module, role: Role | None = None) -> str:
 
 def groups_of(model: nn.Module, plan: PrecisionPlan | None) -> dict[str, str]:
     """Map every module that has parameters of its own to its group."""
-    rows = plan.layers if plan is not None else ()
-    roles: dict[str, Role] = {layer.name: layer.role for layer in rows}
+    roles = {layer.name: layer.role for layer in plan.layers} if plan is not None else {}
     return {
         name: group_of(name, module, roles.get(name))
         for name, module in model.named_modules()
@@ -102,8 +107,7 @@ def groups_of(model: nn.Module, plan: PrecisionPlan | None) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class OperandHealth:
+class OperandHealth(NamedTuple):
     """Effect of quantization on one operand.
 
     Attributes:
@@ -119,42 +123,32 @@ class OperandHealth:
     snr_db: float
 
 
-def _quantize(
-    x: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None
-) -> Codes:
-    """Codes of a matrix as the emulated GEMM would cast it in fprop (x, w) or dgrad (g)."""
-    if scale is None:
-        update = {"scaling": "tensorwise"} if precision.scaling == "delayed" else {}
-        return make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
-    fmt = Formats.of(precision)[operand]
-    values = to_codes(scaled(x, scale), fmt, saturate=True)
-    return Codes(values, scale.reciprocal(), fmt, multiply_in_bf16(precision))
-
-
 @torch.no_grad()
 def inspect_operand(
     x: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None = None
 ) -> OperandHealth:
-    """Health of one operand under the reference cast, whichever backend runs the GEMM.
+    """Health of one operand under the reference cast of fprop (x, w) or dgrad (g).
 
     Args:
         x: [rows, columns], the contracted dimension last.
         scale: the delayed scale in use, float32. Without it delayed scaling is treated as
             tensorwise: the scale follows from this amax.
     """
-    codes = _quantize(x, operand, precision, scale)
+    if scale is None:
+        update = {"scaling": "tensorwise"} if precision.scaling == "delayed" else {}
+        codes = make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
+    else:
+        fmt = Formats.of(precision)[operand]
+        values = to_codes(scaled(x, scale), fmt, saturate=True)
+        codes = Codes(values, scale.reciprocal(), fmt, multiply_in_bf16(precision))
     back, wide = codes.dequantize(), x.float()
     lost = (codes.values == 0) & (wide != 0)
     # Rounding moves a value by half a unit at most; a value that moved further down saturated.
     half_unit = 2.0 ** -(codes.fmt.mantissa + 1)
     at_limit = codes.values.abs() == codes.fmt.max
     saturated = at_limit & (back.abs() < wide.abs() * (1 - half_unit))
-    return OperandHealth(
-        amax=float(amax(x)),
-        overflow=float(saturated.float().mean()),
-        underflow=float(lost.float().mean()),
-        snr_db=snr_db(wide, back),
-    )
+    shares = (float(found.float().mean()) for found in (saturated, lost))
+    return OperandHealth(float(amax(x)), *shares, snr_db(wide, back))
 
 
 def inspect_sample(
@@ -180,7 +174,8 @@ def inspect_sample(
             first = torch.cat((first, top[None])).unique()
         index = (first[:, None] + torch.arange(run, device=rows.device)).flatten()
         sample = rows[index[index < rows.shape[0]]]
-    return replace(inspect_operand(sample, operand, precision, scale), amax=float(largest))
+    seen = inspect_operand(sample, operand, precision, scale)
+    return seen._replace(amax=float(largest))
 
 
 @dataclass
@@ -207,18 +202,15 @@ class OperandSums:
     change: float | None = None
 
     def add(self, name: str, elements: int, seen: OperandHealth) -> None:
-        self.amax = max(self.amax, seen.amax)
-        self.elements += elements
-        self.overflow += seen.overflow * elements
-        self.underflow += seen.underflow * elements
-        snr = min(seen.snr_db, EXACT_DB)
-        if not math.isnan(snr):  # all zeros: no ratio
-            self.snr_db += snr
-            self.layers += 1
-            self.worst = min(self.worst, (snr, name))
+        """Add a layer."""
+        one = OperandSums(seen.amax, elements, seen.overflow * elements, seen.underflow * elements)
+        if not math.isnan(seen.snr_db):  # all zeros: no ratio
+            one.snr_db, one.layers = min(seen.snr_db, EXACT_DB), 1
+            one.worst = (one.snr_db, name)
+        self.merge(one)
 
     def merge(self, other: OperandSums) -> None:
-        """Add another layer, or the same group from another process."""
+        """Add the same group from another process."""
         self.amax = max(self.amax, other.amax)
         self.worst = min(self.worst, other.worst)
         for name in ("elements", "overflow", "underflow", "snr_db", "layers"):
@@ -260,52 +252,54 @@ def merge_sums(parts: Iterable[GroupSums]) -> GroupSums:
     return whole
 
 
-@dataclass(eq=False)
 class OperandWatch:
     """Observer of a model's operands. Enter `watching()` around one forward and backward.
 
     Attributes:
-        conversion: plan and backend, None for a model without one.
-        grouping: maps the model and its plan to module groups; `groups_of`, or finer.
         sums: result of the last `watching()`.
     """
 
-    model: nn.Module
-    conversion: Conversion | None
-    grouping: Callable[[nn.Module, PrecisionPlan | None], dict[str, str]] = groups_of
-    sums: GroupSums = field(default_factory=dict)
-    _turn: int = 0
-    _scales: dict[tuple[str, Operand], float] = field(default_factory=dict)
-    _scales_before: dict[tuple[str, Operand], float] = field(default_factory=dict)
-    _amaxes: list[tuple[tuple[str, Operand], Tensor]] = field(default_factory=list)
-    _unseen: dict[str, nn.Module] = field(default_factory=dict)
-    _groups: dict[str, str] = field(default_factory=dict)
-    _planned: dict[str, PlannedParameter] = field(default_factory=dict)
-    _products: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    def __init__(
+        self,
+        model: nn.Module,
+        conversion: Conversion | None,
+        grouping: Callable[[nn.Module, PrecisionPlan | None], dict[str, str]] = groups_of,
+    ) -> None:
+        """Observe a model, with its plan and backend if it has them, by groups of modules."""
+        self.model, self.conversion, self.grouping = model, conversion, grouping
+        self.sums: GroupSums = {}
+        self._turn = 0
+        self._scales: dict[tuple[str, Operand], float] = {}
+        self._scales_before: dict[tuple[str, Operand], float] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Observe every operand inside the block; `sums` has the result afterwards."""
         plan = self.conversion.plan if self.conversion is not None else None
         self._groups = self.grouping(self.model, plan)
-        low = {layer.name: low_operands(layer) for layer in plan.fp8_layers} if plan else {}
-        modules = {n: m for n, m in self.model.named_modules() if n in self._groups}
-        self.sums, self._amaxes, self._unseen = {}, [], dict(modules)
-        self._planned, self._products = {}, Counter()
+        # Layers and declared parameters by name: their modules, and the operands cast to low bits.
+        self._modules = {n: m for n, m in self.model.named_modules() if n in self._groups}
+        self._low = {x.name: low_operands(x) for x in plan.fp8_layers} if plan else {}
+        self.sums, self._unseen = {}, set(self._modules)
+        self._amaxes: list[tuple[tuple[str, Operand], Tensor]] = []
+        self._products: Counter[tuple[str, bool]] = Counter()
         self._scales_before |= self._scales
         with contextlib.ExitStack() as undo:
             self._uncompile_some(undo)
-            for name, module in modules.items():
-                hook = partial(self._after, name, low.get(name, ()))
+            for name, module in list(self._modules.items()):
+                hook = partial(self._after, name)
                 undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
                 if isinstance(module, ParameterMixin):
-                    self._planned |= {each.layer.name: each for each in module.fp8_parameters}
+                    for each in module.fp8_parameters:
+                        linear: Any = each.linear  # bound to the module with its scales
+                        self._modules[each.layer.name] = linear.args[0]
+                        self._groups.setdefault(each.layer.name, self._groups[name])
                     module.fp8_observers.append(self)
                     undo.callback(module.fp8_observers.remove, self)
             yield
         with torch.no_grad():
-            for name, module in self._unseen.items():  # e.g. the head: TRL multiplies by its weight
-                self._see_weights(name, module, ())
+            for name in sorted(self._unseen):  # e.g. the head: TRL multiplies by its weight
+                self._see_weights(name, ())
         self._fetch_amaxes()
 
     def _uncompile_some(self, undo: contextlib.ExitStack) -> None:
@@ -317,44 +311,38 @@ class OperandWatch:
             module._compiled_call_impl = None
         self._turn += 1
 
-    def _after(
-        self,
-        name: str,
-        low: Collection[Operand],
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-    ) -> None:
+    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        low = self._low.get(name, ())
         if not in_backward():  # recomputation repeats the same operands
             with torch.no_grad():
-                self._unseen.pop(name, None)
+                self._unseen.discard(name)
                 x = _first_tensor((*args, *kwargs.values()))
                 if x is not None:
-                    self._see(name, "x", module, x.to(compute_dtype(x)), "x" in low)
-                self._see_weights(name, module, low)
-        y = _first_tensor(output if isinstance(output, (tuple, list)) else (output,))
+                    self._see(name, "x", x.to(compute_dtype(x)), low)
+                self._see_weights(name, low)
         # Also in a recomputation: the graph of either forward may be the one in use.
-        self._see_gradient_of(y, name, low, module)
+        y = _first_tensor(output if isinstance(output, tuple | list) else (output,))
+        if y is not None:
+            self._see_gradient_of(y, name)
 
-    def _see_weights(self, name: str, module: nn.Module, low: Collection[Operand]) -> None:
+    def _see_weights(self, name: str, low: Collection[Operand]) -> None:
+        module = self._modules[name]
         if isinstance(module, StoredMixin):  # stored codes are multiplied without further loss
-            self._see(name, "w", module, module.weight_in(), False)
+            self._see(name, "w", module.weight_in(), ())
         for own, parameter in module.named_parameters(recurse=False):
             w = getattr(parameter, "_local_tensor", parameter).detach()
             if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
                 continue  # quantized storage has no magnitudes of its own
             is_low = "w" in low and own == "weight"
-            self._see(name, "w", module, w.t() if is_low and is_conv1d(type(module)) else w, is_low)
+            w = w.t() if is_low and is_conv1d(type(module)) else w
+            self._see(name, "w", w, low if own == "weight" else ())
 
-    def _see_gradient_of(
-        self, y: Tensor | None, name: str, low: Collection[Operand], module: nn.Module
-    ) -> None:
+    def _see_gradient_of(self, y: Tensor, name: str) -> None:
         def hook(g: Tensor) -> None:
             with torch.no_grad():
-                self._see(name, "g", module, g, "g" in low)
+                self._see(name, "g", g, self._low.get(name, ()))
 
-        if y is not None and y.requires_grad:
+        if y.requires_grad:
             y.register_hook(hook)
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
@@ -368,24 +356,20 @@ class OperandWatch:
         self._products[name, in_backward()] += 1
         if self._products[name, in_backward()] > PRODUCTS:
             return
-        layer, (x, w, _) = self._planned[name].layer, inputs
-        linear: Any = self._planned[name].linear  # bound to the module with its scales
-        low, module = low_operands(layer), linear.args[0]
-        self._groups.setdefault(name, self._groups[name.rpartition(".")[0]])
         if not in_backward():
+            (x, w, _), low = inputs, self._low.get(name, ())
             with torch.no_grad():
-                self._see(name, "x", module, x.to(compute_dtype(x)), "x" in low)
-                self._see(name, "w", module, w.detach(), "w" in low)
-        self._see_gradient_of(y, name, low, module)
+                self._see(name, "x", x.to(compute_dtype(x)), low)
+                self._see(name, "w", w.detach(), low)
+        self._see_gradient_of(y, name)
 
-    def _see(
-        self, name: str, operand: Operand, module: nn.Module, value: Tensor, is_low: bool
-    ) -> None:
-        key = (self._groups[name], operand)
+    def _see(self, name: str, operand: Operand, value: Tensor, low: Collection[Operand]) -> None:
+        """Add an operand of a layer; its cast is judged if it is among the `low` ones."""
+        key, module = (self._groups[name], operand), self._modules[name]
         sums = self.sums.setdefault(key, OperandSums())
         if not value.numel():
             return  # an expert without tokens
-        if not is_low:
+        if operand not in low:
             self._amaxes.append((key, amax(value)))
             return
         engine: Any = module.fp8_backend
@@ -409,7 +393,7 @@ class OperandWatch:
         before = self._scales_before.get((name, operand))
         if before is not None:
             sums.change = max(sums.change or 0.0, abs(math.log2(scale / before)))
-        self._scales[(name, operand)] = scale
+        self._scales[name, operand] = scale
 
     def _fetch_amaxes(self) -> None:
         """Fetch the amaxes of high-precision operands in one transfer: each fetch synchronizes."""
@@ -421,17 +405,10 @@ class OperandWatch:
         self._amaxes.clear()
 
 
-_GEMMS: dict[Operand, tuple[Gemm, Gemm]] = {
-    "x": ("fprop", "wgrad"),
-    "w": ("fprop", "dgrad"),
-    "g": ("dgrad", "wgrad"),
-}
-
-
 def low_operands(layer: LayerPlan) -> list[Operand]:
     """Operands of a converted layer that at least one GEMM takes quantized."""
     low = {gemm for gemm in layer.gemms if layer.precision_of(gemm) in ("fp8", "fp4")}
-    return [operand for operand, gemms in _GEMMS.items() if low.intersection(gemms)]
+    return [operand for operand, gemms in GEMMS.items() if low.intersection(gemms)]
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:

@@ -27,6 +27,7 @@ padding, over all processes, when a loss is logged; this counts padding too, per
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -64,25 +65,22 @@ class Work:
 
 def work_of(layers: Iterable[LayerReceipt], tokens: int) -> Work:
     """Work of the observed micro-step, from the receipt's layers."""
-    flops: dict[str, float] = {}
+    flops: Counter[str] = Counter()
     moved = 0.0
     for row in layers:
-        units = {gemm: calls * _matmuls(row, gemm) for gemm, calls in row.calls.items()}
-        if not sum(units.values()):
+        matmuls = FUSED_ATTENTION if row.name == ATTENTION else {}
+        units = {gemm: matmuls.get(gemm, 1) for gemm in row.calls}
+        total = sum(calls * units[gemm] for gemm, calls in row.calls.items())
+        if not total:
             continue
-        unit = row.flops / sum(units.values())
+        unit = row.flops / total
         for gemm, calls in row.calls.items():
             precision = getattr(row, gemm)
-            once = (calls - _recomputed(row, gemm)) * _matmuls(row, gemm) * unit
-            if once:
-                flops[precision] = flops.get(precision, 0.0) + once
+            if once := (calls - _recomputed(row, gemm)) * units[gemm] * unit:
+                flops[precision] += once  # pyright: ignore[reportArgumentType]
             if calls and all(row.shape):
                 moved += calls * _gemm_bytes(row.shape, unit, gemm, precision)
-    return Work(flops, moved, tokens)
-
-
-def _matmuls(row: LayerReceipt, gemm: str) -> int:
-    return FUSED_ATTENTION.get(gemm, 1) if row.name == ATTENTION else 1
+    return Work(dict(flops), moved, tokens)
 
 
 def _recomputed(row: LayerReceipt, gemm: str) -> int:
@@ -114,7 +112,7 @@ def optimizer_bytes(named: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -
 def _nbytes(value: Any) -> int:
     if not isinstance(value, Tensor):
         return 0
-    local = getattr(value, "_local_tensor", value)
+    local: Any = getattr(value, "_local_tensor", value)
     parts = [local.codes, local.scale] if getattr(local, "codes", None) is not None else [local]
     return sum(part.numel() * part.element_size() for part in parts)
 
@@ -131,14 +129,11 @@ def mfu(work: Work, tokens: int, seconds: float, gpu: Gpu, *, tf32: bool = False
     """
     at_peak_s = 0.0
     for precision, flops in work.flops.items():
-        peaks = [
-            gpu.tflops.get("tf32" if p == "fp32" and tf32 else p)  # pyright: ignore
-            for p in precision.split("+")
-        ]
-        known = [peak for peak in peaks if peak is not None]
-        if len(known) < len(peaks):
+        kinds = ["tf32" if p == "fp32" and tf32 else p for p in precision.split("+")]
+        peaks = [peak for kind in kinds if (peak := gpu.tflops.get(kind)) is not None]  # pyright: ignore
+        if len(peaks) < len(kinds):
             return None
-        at_peak_s += flops / (min(known) * 1e12)
+        at_peak_s += flops / (min(peaks) * 1e12)
     return at_peak_s * (tokens / work.tokens) / seconds
 
 
@@ -200,8 +195,7 @@ class Speed:
         optimizer: Optimizer,
         warn: Callable[[str, str], None],
     ) -> dict[str, float]:
-        """Metrics `health/mfu` and `health/bandwidth_at_least_gb_s` of the interval; empty on a
-        CPU.
+        """Metrics `health/mfu` and `health/bandwidth_at_least_gb_s`; empty on a CPU.
 
         Args:
             named: trainable parameters.
@@ -219,16 +213,9 @@ class Speed:
             warn("peak", f"the peak of {device.name!r} is not known here, so there is no MFU")
             return row
         row["health/bandwidth_at_least"] = speed / gpu.gb_s
+        runs_fp8 = running is not None and running.precision.compute == "fp8"
+        if runs_fp8 and (running.precision.backend == "emulated" or not device.has_fp8):
+            return row
         tf32 = compute_types.in_force()["cuda.matmul"] == "tf32"
-        share = (
-            None
-            if _emulates(running)
-            else mfu(self.work, self.tokens, self.seconds, gpu, tf32=tf32)
-        )
+        share = mfu(self.work, self.tokens, self.seconds, gpu, tf32=tf32)
         return row if share is None else row | {"health/mfu": share}
-
-
-def _emulates(running: session.Session | None) -> bool:
-    if running is None or running.precision.compute != "fp8":
-        return False
-    return running.precision.backend == "emulated" or not running.device.has_fp8
