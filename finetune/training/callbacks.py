@@ -28,12 +28,10 @@ class MetricsWriter(TrainerCallback):
         self._started = self._last = time.perf_counter()
         self._last_tokens = 0.0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._started = self._last = time.perf_counter()
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         now = time.perf_counter()
         row = {"step": state.global_step, "seconds": round(now - self._started, 3), **(logs or {})}
         tokens = row.get("num_tokens")
@@ -50,7 +48,7 @@ class MetricsWriter(TrainerCallback):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._last = time.perf_counter()  # exclude evaluation from training time
 
     def values(self, key: str) -> list[float]:
@@ -66,7 +64,7 @@ class ProgressBar(TrainerCallback):
         self._bar: Progress | None = None
         self._task: Any = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
         self._bar = Progress(
@@ -80,13 +78,11 @@ class ProgressBar(TrainerCallback):
         self._task = self._bar.add_task("train", total=state.max_steps, facts="")
         self._bar.start()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or not self.metrics.rows:
             return
         row = self.metrics.rows[-1]
@@ -120,7 +116,7 @@ class ProgressBar(TrainerCallback):
             self._bar.stop()
             self._bar = None
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
 
 
@@ -140,24 +136,18 @@ class LossScaleLog(TrainerCallback, ExportableState):
         """State stored in `trainer_state.json`."""
         return {"args": {}, "attributes": {"skipped": self.skipped}}
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         stored: Any = state.stateful_callbacks or {}
         if type(self).__name__ in stored:
             self.skipped = stored[type(self).__name__]["attributes"]["skipped"]
 
-    def on_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_optimizer_step(self, *args: Any, optimizer: Any = None, **_: Any) -> None:
         if optimizer.step_was_skipped:
             self.skipped += 1
             refuse_vanished_scale(optimizer.scaler.get_scale(), self.skipped)
 
     def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         if "loss" in logs:
             logs["loss_scale"] = optimizer.scaler.get_scale()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
@@ -55,25 +55,22 @@ class ScalingStateKeeper(TrainerCallback):
         self.session, self.resume_from = session, resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _, conversion = self.session.training
+        conversion = self.session.training[1]
         if self.resume_from is None or conversion is None or conversion.backend is None:
             return
         own, first = (self.resume_from / scaling_file(i) for i in (args.process_index, 0))
         file = own if own.is_file() else first  # resumed by more processes than saved it
         conversion.backend.load_state_tensors(load_file(file) if file.is_file() else {})
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
-        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         self.save_to(checkpoint, args.process_index)
 
     def save_to(self, folder: Path, process: int = 0) -> None:
         """Store the current state, if any."""
-        _, conversion = self.session.training
-        if conversion is None or conversion.backend is None:
-            return
-        tensors = conversion.backend.state_tensors()
+        conversion = self.session.training[1]
+        backend = conversion.backend if conversion is not None else None
+        tensors = backend.state_tensors() if backend is not None else {}
         if tensors:
             plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
             folder.mkdir(parents=True, exist_ok=True)

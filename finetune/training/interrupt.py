@@ -16,7 +16,7 @@ import threading
 from typing import Any
 
 from rich.console import Console
-from transformers import TrainerCallback, TrainerControl, TrainingArguments
+from transformers import TrainerCallback, TrainerControl
 
 
 class GracefulStop(TrainerCallback):
@@ -53,11 +53,9 @@ class GracefulStop(TrainerCallback):
         self.asked = True
         self.console.print("stopping after this step and saving; Ctrl-C again stops at once")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: Any, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         if self.asked:
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._restore()

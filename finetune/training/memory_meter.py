@@ -61,7 +61,7 @@ class MemoryMeter(TrainerCallback):
     # ---------------------------------------------------------------------------------- measuring
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
         self.close()
         self._begun = 0
@@ -83,7 +83,7 @@ class MemoryMeter(TrainerCallback):
         control: Any,
         model: Any = None,
         optimizer: Any = None,
-        **kwargs: Any,
+        **_: Any,
     ) -> None:
         self._begun += 1
         if self.kind != "cpu" or self._measured or self._live is not None:
@@ -117,13 +117,13 @@ class MemoryMeter(TrainerCallback):
         undisturbed = proof is None or not proof.is_open
         return last or (self._begun >= STEP and undisturbed)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._live is not None:
             self._bytes = self._live.peak
             self._measured = f"peak of live tensors in step {state.global_step}"
             self.close()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
 
     @contextlib.contextmanager

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.precision.planner import LayerPlan
-    from finetune.precision.weights import Granularity
 
 TINY_LLAMA = ASSETS / "tiny_llama"
 
@@ -67,15 +66,18 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
     Raises:
         ModelNotFoundError: the hub cannot be reached or has no such model.
     """
+    from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
 
     source = locate(model)
     shipped = shipped_shape(source)
-    if shipped is not None and (model.weights == "random" or not _is_cached(source)):
-        values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+    if shipped is not None:
+        cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
+        if model.weights == "random" or not cached:
+            values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
+            return AutoConfig.for_model(values.pop("model_type"), **values)
     try:
         return AutoConfig.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -97,18 +99,11 @@ def is_published_fp8(shape: PretrainedConfig) -> bool:
     return holds_fp8(shape)
 
 
-def _is_cached(source: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(source, "config.json"), str)
-
-
 def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
-    first = str(error).strip().splitlines()[0]
     return ModelNotFoundError(
         f"the model {source!r} could not be loaded",
         where="model.name",
-        why=first,
+        why=str(error).strip().splitlines()[0],
         fix="check the name and your connection, `hf auth login` for gated models, or use "
         "model.weights=random to plan and measure without weights",
     )
@@ -173,11 +168,11 @@ def sketch(
     return model  # pyright: ignore[reportReturnType]
 
 
-def load_model(model: ModelConfig, held: Sequence[LayerPlan] = ()) -> PreTrainedModel:
+def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrainedModel:
     """Load the model, pretrained or random, on the device where that is cheapest.
 
     Args:
-        held: plan rows of weights stored in FP8 from the start: the model never exists without.
+        stored: plan rows of weights stored in FP8 from the start: the model never exists without.
 
     Raises:
         ConfigError: the model or machine lacks the attention implementation.
@@ -186,15 +181,13 @@ def load_model(model: ModelConfig, held: Sequence[LayerPlan] = ()) -> PreTrained
     """
     import torch
 
-    import finetune.storage.bdh  # noqa: F401  registers our own model types
-
     kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if model.attention is not None:
         kwargs["attn_implementation"] = model.attention
     if model.weights == "pretrained":
-        return _load_pretrained(model, held, kwargs)
+        return _load_pretrained(model, stored, kwargs)
     try:
-        return _build_random(model, held, kwargs)
+        return _build_random(model, stored, kwargs)
     except FinetuneError:
         raise
     except (ValueError, ImportError) as error:
@@ -209,37 +202,36 @@ def load_model(model: ModelConfig, held: Sequence[LayerPlan] = ()) -> PreTrained
 
 
 def _build_random(
-    model: ModelConfig, held: Sequence[LayerPlan], kwargs: dict[str, Any]
+    model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
     from finetune.hardware.device import this_device
+    from finetune.precision.layers import storable
+    from finetune.storage.loading import build_stored
 
     shape, device = load_shape(model), this_device().kind
     if model.storage == "nf4":
         return nf4.build_random(shape, **kwargs)
-    if held or model.storage == "fp8":
-        from finetune.precision.layers import storable
-        from finetune.storage.loading import build_stored
-
-        if held:
-            names, granularity = [row.plain_name for row in held], _granularity(held)
-        else:
-            with torch.device("meta"):
-                names = storable(AutoModelForCausalLM.from_config(shape))
-            granularity = "row"
+    names = [row.plain_name for row in stored]
+    if not stored and model.storage == "fp8":
+        with torch.device("meta"):
+            names = storable(AutoModelForCausalLM.from_config(shape))
+    if names:
+        granularity = (stored[0].stored if stored else "") or "row"
         return build_stored(shape, names, granularity, device=device, **kwargs)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(shape, **kwargs)
 
 
 def _load_pretrained(
-    model: ModelConfig, held: Sequence[LayerPlan], kwargs: dict[str, Any]
+    model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     from finetune.precision.stored import stored_weights
+    from finetune.storage.loading import load_in_fp8, load_stored
 
     source, published = locate(model), is_published_fp8(load_shape(model))
     kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -251,12 +243,10 @@ def _load_pretrained(
             fix="~model.storage holds the published codes, or take the checkpoint in 16 bits",
         )
     try:
-        if held or published or model.storage == "fp8":
-            from finetune.storage.loading import load_in_fp8, load_stored
-
-            if held:
-                names = [row.plain_name for row in held]
-                return load_stored(source, names, _granularity(held), **kwargs)
+        if stored and (granularity := stored[0].stored):
+            names = [row.plain_name for row in stored]
+            return load_stored(source, names, granularity, **kwargs)
+        if published or model.storage == "fp8":
             return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
@@ -268,13 +258,6 @@ def _load_pretrained(
     # A checkpoint may itself be in NF4.
     in_nf4 = model.storage == "nf4" or "nf4" in stored_weights(loaded)
     return nf4.prepare(loaded) if in_nf4 else loaded
-
-
-def _granularity(held: Sequence[LayerPlan]) -> Granularity:
-    first = held[0].stored
-    assert first
-    assert all(row.stored == first for row in held)
-    return first
 
 
 def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
@@ -289,25 +272,16 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     """
     from transformers import AutoTokenizer
 
-    source = locate(model)
-    if model.name.startswith(BUILTIN):
-        source = str(TINY_LLAMA)
+    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else locate(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
     except (OSError, ValueError) as error:
         if model.weights != "random":
             raise _not_loaded(source, error) from error
-    else:
-        if model.pad_token is not None:
-            _set_pad_token(tokenizer, model.pad_token)
-        return tokenizer, ""
-    note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
-    return AutoTokenizer.from_pretrained(TINY_LLAMA), note
-
-
-def _set_pad_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
-    vocabulary = tokenizer.get_vocab()
-    if token not in vocabulary:
+        note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
+        return AutoTokenizer.from_pretrained(TINY_LLAMA), note
+    token = model.pad_token
+    if token is not None and token not in (vocabulary := tokenizer.get_vocab()):
         hint = nearest(token, [t for t in vocabulary if "pad" in t])
         raise ConfigError(
             f"the tokenizer has no token {token!r}" + (f"; {hint}" if hint else ""),
@@ -315,7 +289,9 @@ def _set_pad_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
             why="a new token would have no trained embedding",
             fix="~model.pad_token uses the tokenizer's own",
         )
-    tokenizer.pad_token = token
+    if token is not None:
+        tokenizer.pad_token = token
+    return tokenizer, ""
 
 
 def lora_config(lora: LoraSection) -> LoraConfig:

@@ -227,7 +227,7 @@ class SampleWriter(TrainerCallback):
         elif config.train.get("fsdp"):
             self._why_not = "weights are sharded"
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._why_not == "weights are sharded" and state.is_world_process_zero:
             self.console.print(
                 "no samples while training: FSDP shards the weights over processes; "
@@ -237,7 +237,7 @@ class SampleWriter(TrainerCallback):
             )
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any
     ) -> None:
         self.ask(model, state)
 

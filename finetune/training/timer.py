@@ -74,7 +74,7 @@ class StepTimer(TrainerCallback):
         self._hook: RemovableHandle | None = None
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
         self.close()
 
@@ -84,23 +84,21 @@ class StepTimer(TrainerCallback):
 
         self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._tokens = []
         self._begin = mark(self.device)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._begin is not None:
             end = mark(self.device)
             self._finished.append((state.global_step, self._begin, end, self._tokens))
             self._begin = None
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in (logs or {}):  # the trainer has read the loss of the steps so far
             self._read(state)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._read(state)
         self.close()
 

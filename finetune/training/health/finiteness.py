@@ -45,66 +45,50 @@ LEAST_SCALE = 1.0
 """FP16: at this loss scale gradients are unscaled, and a nonfinite one stays so."""
 CALMER = "lower train.learning_rate, lengthen train.warmup_steps, or set train.max_grad_norm=1"
 
-Named = list[tuple[str, nn.Parameter]]
 
-
-def trainable(model: nn.Module) -> Named:
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Trainable parameters by name, tied ones once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One call of `Trainer.training_step`.
+    """One call of `Trainer.training_step`, and the states of torch's generators before it."""
 
-    Attributes:
-        step: the trainer's own method.
-        args, kwargs: arguments of the call, including the batch, by reference.
-        random: states of torch's generators before it, by device.
-    """
-
-    step: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random: dict[str, Tensor]
+    call: Callable[[], Tensor]
+    on_cpu: Tensor
+    on_gpu: Tensor | None
 
 
 class Finiteness:
-    """Judges the steps of one trainer.
-
-    Args:
-        model: the trainer's model, unwrapped.
-        conversion: its conversion, None for a plain model.
-    """
+    """Judges the steps of one trainer, of a plain model if there is no conversion."""
 
     def __init__(self, trainer: Any, model: nn.Module, conversion: Conversion | None) -> None:
         self.trainer, self.model, self.conversion = trainer, model, conversion
         self._batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
 
-    def begin(self, step: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> None:
-        """Begin a micro-batch: `step(*args, **kwargs)`."""
-        random = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            random["cuda"] = torch.cuda.get_rng_state()
-        self._batches.append(MicroBatch(step, args, kwargs, random))
-
-    def end(self, loss: Tensor) -> None:
-        """End a micro-batch, after forward and backward."""
+    def run(self, call: Callable[[], Tensor]) -> Tensor:
+        """Run a micro-batch's forward and backward; returns its loss."""
+        gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        on_gpu = torch.cuda.get_rng_state() if gpu else None
+        self._batches.append(MicroBatch(call, torch.get_rng_state(), on_gpu))
+        loss = call()
         self._losses.append(loss.detach())
+        return loss
 
     def forget(self) -> None:
         """Discard the micro-batches of a finished optimizer step."""
         self._batches.clear()
         self._losses.clear()
 
-    def judge_step(self, named: Named, step: int) -> None:
+    def judge_step(self, parameters: list[nn.Parameter], step: int) -> None:
         """Judge the losses of optimizer step `step`, and the gradients of these parameters.
 
         Raises:
             NonFiniteError: one of them is not finite.
         """
-        gradients = [p.grad for _, p in named if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if _finite_everywhere([*self._losses, *gradients]):
             return
         is_loss = not all(math.isfinite(float(loss)) for loss in self._losses)
@@ -114,21 +98,20 @@ class Finiteness:
             count = len(self._batches)
             found, index = self._run_again()
             at = f", micro-batch {index + 1} of {count}" if count > 1 else ""
-        where = f"{found.where}: {found.tensor}{at}" if found else "could not be found"
-        self._raise(found, f"{what} at step {step}", where)
+        self._raise(found, f"{what} at step {step}", at)
 
     def judge_weights(self, step: int) -> None:
         """Raise `NonFiniteError` unless all trainable weights are finite after optimizer `step`."""
         if not _finite_everywhere([p for _, p in trainable(self.model)]):
             found = first_found(check_parameters(self.model))
-            assert found is not None
-            what = f"a weight is not finite after the update of step {step}"
-            self._raise(found, what, f"{found.where}: {found.tensor}")
+            self._raise(found, f"a weight is not finite after the update of step {step}")
 
-    def _raise(self, found: Finding | None, what: str, where: str) -> NoReturn:
+    def _raise(self, found: Finding | None, what: str, at: str = "") -> NoReturn:
         self.forget()
+        where = "could not be found"
         why = "running the step again under hooks gave finite numbers everywhere"
         if found is not None:
+            where = f"{found.where}: {found.tensor}{at}"
             fed = f"; {', '.join(found.fed)}" if found.fed else ""
             why = f"the first tensor that is not finite: {found.counts}{fed}"
         plan = self.conversion.plan if self.conversion is not None else None
@@ -146,13 +129,14 @@ class Finiteness:
         Gradients are overwritten: training must not go on.
         """
         self.model.zero_grad(set_to_none=True)
+        accelerator = self.trainer.accelerator
         with torch.compiler.set_stance("force_eager"), _frozen_scales(self.conversion):
             for index, batch in enumerate(self._batches):
-                torch.set_rng_state(batch.random["cpu"])
-                if "cuda" in batch.random:
-                    torch.cuda.set_rng_state(batch.random["cuda"])
-                with Finder(self.model) as finder, _loss_shown_to(finder, self.trainer.accelerator):
-                    batch.step(*batch.args, **batch.kwargs)
+                torch.set_rng_state(batch.on_cpu)
+                if batch.on_gpu is not None:
+                    torch.cuda.set_rng_state(batch.on_gpu)
+                with Finder(self.model) as finder, _loss_shown_to(finder, accelerator):
+                    batch.call()
                     finder.see_gradients()
                 found = first_found(finder.found)
                 if found is not None:
@@ -222,28 +206,29 @@ def advise(finding: Finding | None, plan: PrecisionPlan | None, checkpoint: Path
         plan: the model's plan, None for a plain model.
         checkpoint: the newest one, or None.
     """
-    again = (
-        f"go on with train.resume_from_checkpoint={checkpoint}"
-        if checkpoint
-        else "start again (no checkpoint was saved yet)"
-    )
-    if finding is None:
-        return (
-            f"{again}; if it happens at another step, suspect kernels that are not deterministic "
-            "or a faulty GPU (nvidia-smi -q -d ECC), else lower train.learning_rate"
-        )
-    if finding.kind == "parameter":
-        return (
-            "the weights were broken before this step, by the last update or already when loaded: "
-            f"{again}, and {CALMER}"
-        )
-    if finding.kind == "input":
-        return "look at the data: the model is handed values that are not finite"
-    if finding.kind == "loss":
-        return (
-            "the logits are finite and the loss is not: look at the rows of this step (one without "
-            f"a token to train on?) and at the loss settings; then {again}"
-        )
+    again = "start again (no checkpoint was saved yet)"
+    if checkpoint:
+        again = f"go on with train.resume_from_checkpoint={checkpoint}"
+    match finding.kind if finding is not None else None:
+        case None:
+            return (
+                f"{again}; if it happens at another step, suspect kernels that are not "
+                "deterministic or a faulty GPU (nvidia-smi -q -d ECC), else lower "
+                "train.learning_rate"
+            )
+        case "parameter":
+            return (
+                "the weights were broken before this step, by the last update or already when "
+                f"loaded: {again}, and {CALMER}"
+            )
+        case "input":
+            return "look at the data: the model is handed values that are not finite"
+        case "loss":
+            return (
+                "the logits are finite and the loss is not: look at the rows of this step (one "
+                "without a token to train on?) and at the loss settings; then " + again
+            )
+    assert finding is not None
     return "; ".join([*_by_precision(finding, plan), CALMER, again])
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from finetune.config.schema import PrecisionConfig
-from finetune.precision.convert import Conversion, conversion_of
+from finetune.precision.convert import conversion_of
 from finetune.training import session
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness, trainable
 from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
@@ -38,6 +38,7 @@ from finetune.training.health.operands import (
 )
 from finetune.training.health.speed import Speed
 
+Ratios = dict[str, Ratio]
 OVERFLOW_WARNING = 0.01
 """Share of saturated values above which a group gets a warning: amax scaling leaves none."""
 SNR_WARNING_DB = 15.0
@@ -61,35 +62,35 @@ class HealthMonitor(TrainerCallback):
     def __init__(
         self, trainer: Any, every: int | None = None, say: Callable[[str], None] | None = None
     ) -> None:
-        self.trainer, self.every, self._say = trainer, every, say or _warn
-        self._skipped = 0  # since the last row
-        self._period = 0
+        self.trainer, self.every = trainer, every
+        self._say = say or (lambda line: warnings.warn(line, stacklevel=3))
         self._undo = contextlib.ExitStack()
-        self._watch: OperandWatch | None = None
         self._speed = Speed()
         self._warned: set[str] = set()
-        self._due = False
-        self._finiteness: Finiteness | None = None
-        self._first = True
+        self._period = self._skipped = 0  # steps skipped since the last row
+        self._due = False  # this step is observed
+        self._first = True  # its next micro-batch is the first
+        self._watch: OperandWatch
+        self._finiteness: Finiteness
         self._before: dict[str, Tensor] = {}
-        self._snr: dict[str, Ratio] = {}
-        self._update: dict[str, Ratio] = {}
+        self._snr: Ratios = {}
+        self._update: Ratios = {}
         self._scale = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        precision = self._conversion.plan.precision if self._conversion else PrecisionConfig()
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        model, conversion = self._model, conversion_of(self._model)
+        precision = conversion.plan.precision if conversion else PrecisionConfig()
         self._period = precision.health_every if self.every is None else self.every
-        self._watch = OperandWatch(self._model, self._conversion)
+        self._watch = OperandWatch(model, conversion)
         self.close()
-        self._finiteness = Finiteness(self.trainer, self._model, self._conversion)
+        self._finiteness = Finiteness(self.trainer, model, conversion)
         self._wrap("training_step", self._training_step)
         self._wrap("_save_checkpoint", self._save)
         self._speed.restart()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
-        if self._finiteness is not None:
-            self._finiteness.judge_weights(state.global_step)
+        self._finiteness.judge_weights(state.global_step)
 
     def close(self) -> None:
         """Restore the trainer's methods. Idempotent."""
@@ -107,43 +108,28 @@ class HealthMonitor(TrainerCallback):
     def _model(self) -> nn.Module:
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
-    @property
-    def _conversion(self) -> Conversion | None:
-        return conversion_of(self._model)
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._due = self._period > 0 and (state.global_step + 1) % self._period == 0
-        self._due = self._due and not self._is_witnessed()
-        self._first = True
-
-    def _is_witnessed(self) -> bool:
-        """True in the first micro-step, whose GEMMs the proof counts; it is not observed."""
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         running = session.in_force()
         proof = running.training[0] if running is not None else None
-        return proof is not None and proof.is_open and not proof.layers
+        # The first micro-step, whose GEMMs the proof counts, is not observed.
+        witnessed = proof is not None and proof.is_open and not proof.layers
+        is_due = self._period > 0 and (state.global_step + 1) % self._period == 0
+        self._due, self._first = is_due and not witnessed, True
 
     def _training_step(
         self, plain: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        finiteness, watch = self._finiteness, self._watch
-        assert finiteness is not None
-        assert watch is not None
         self._speed.begin_micro_step(inputs)
-        finiteness.begin(plain, (model, inputs, *args), kwargs)
         looks, self._first = self._due and self._first, False
-        with watch.watching() if looks else contextlib.nullcontext():
-            loss = plain(model, inputs, *args, **kwargs)
-        finiteness.end(loss)
-        return loss
+        call = partial(plain, model, inputs, *args, **kwargs)
+        with self._watch.watching() if looks else contextlib.nullcontext():
+            return self._finiteness.run(call)
 
-    def on_pre_optimizer_step(
-        self, args: Any, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
-        assert self._finiteness is not None
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         named = trainable(self._model)
         scaler = self.trainer.accelerator.scaler
         self._scale = scaler.get_scale() if scaler is not None else 0.0
-        judged = named if self._scale <= LEAST_SCALE else []
+        judged = [p for _, p in named] if self._scale <= LEAST_SCALE else []
         self._finiteness.judge_step(judged, state.global_step + 1)
         if self._due:
             self._before = {name: sample(p) for name, p in named}
@@ -156,20 +142,20 @@ class HealthMonitor(TrainerCallback):
         scaler = self.trainer.accelerator.scaler
         return scaler is not None and scaler.get_scale() < self._scale
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self._due or self._was_skipped():
             return
-        named, groups = trainable(self._model), self._parameter_groups()
+        model, conversion = self._model, conversion_of(self._model)
+        named = trainable(model)
+        modules = groups_of(model, conversion.plan if conversion else None)
+        groups = {name: modules[name.rpartition(".")[0]] for name, _ in named}
         self._snr = gradient_snr(named, self.trainer.optimizer, groups)
         self._update = update_ratio(self._before, named, groups)
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._skipped += self._was_skipped()
         self._before.clear()
-        if self._finiteness is not None:
-            self._finiteness.forget()
+        self._finiteness.forget()
         if self._due:
             self._log(control)
             self._speed.restart()
@@ -177,25 +163,21 @@ class HealthMonitor(TrainerCallback):
             self._speed.end_step()
 
     def _save(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._finiteness is not None
         self._finiteness.judge_weights(self.trainer.state.global_step)
         return plain(*args, **kwargs)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._speed.resume()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._speed.resume()
+    on_save = on_evaluate
 
     def _log(self, control: TrainerControl) -> None:
-        assert self._watch is not None
         sums, snr, update = _of_all_processes(self._watch.sums, self._snr, self._update)
         row = health_row(sums) | ratio_row(snr, update)
         row |= self._speed.row(trainable(self._model), self.trainer.optimizer, self._warn_once)
         if self.trainer.accelerator.scaler is not None:
             row["health/skipped_steps"] = float(self._skipped)
-        self._skipped = 0
-        self._snr, self._update = {}, {}
+        self._skipped, self._snr, self._update = 0, {}, {}
         should_log = control.should_log
         # Bypass overrides of `log`: TRL's would reset the averages meant for its next own row.
         Trainer.log(self.trainer, row)
@@ -229,11 +211,6 @@ class HealthMonitor(TrainerCallback):
             self._warned.add(key)
             self._say(line)
 
-    def _parameter_groups(self) -> dict[str, str]:
-        plan = self._conversion.plan if self._conversion else None
-        modules = groups_of(self._model, plan)
-        return {name: modules[name.rpartition(".")[0]] for name, _ in trainable(self._model)}
-
 
 def watch_trainers(running: session.Session) -> None:
     """Add a monitor to every trainer of a session that has none."""
@@ -254,13 +231,6 @@ def watch_trainers(running: session.Session) -> None:
         return train
 
     running.patches.replace(Trainer, "train", make)
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, stacklevel=3)
-
-
-Ratios = dict[str, Ratio]
 
 
 def _of_all_processes(

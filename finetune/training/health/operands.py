@@ -99,7 +99,8 @@ def group_of(name: str, module: nn.Module, role: Role | None = None) -> str:
 
 def groups_of(model: nn.Module, plan: PrecisionPlan | None) -> dict[str, str]:
     """Map every module that has parameters of its own to its group."""
-    roles = {layer.name: layer.role for layer in plan.layers} if plan is not None else {}
+    layers = plan.layers if plan is not None else ()
+    roles: dict[str, Role] = {layer.name: layer.role for layer in layers}
     return {
         name: group_of(name, module, roles.get(name))
         for name, module in model.named_modules()
@@ -147,8 +148,8 @@ def inspect_operand(
     half_unit = 2.0 ** -(codes.fmt.mantissa + 1)
     at_limit = codes.values.abs() == codes.fmt.max
     saturated = at_limit & (back.abs() < wide.abs() * (1 - half_unit))
-    shares = (float(found.float().mean()) for found in (saturated, lost))
-    return OperandHealth(float(amax(x)), *shares, snr_db(wide, back))
+    overflow, underflow = (float(found.float().mean()) for found in (saturated, lost))
+    return OperandHealth(float(amax(x)), overflow, underflow, snr_db(wide, back))
 
 
 def inspect_sample(
@@ -220,7 +221,8 @@ class OperandSums:
             setattr(self, name, max(both, default=None))
 
 
-GroupSums = dict[tuple[str, Operand], OperandSums]
+Key = tuple[str, Operand]
+GroupSums = dict[Key, OperandSums]
 """Maps (group, operand) to its sums."""
 
 
@@ -269,8 +271,8 @@ class OperandWatch:
         self.model, self.conversion, self.grouping = model, conversion, grouping
         self.sums: GroupSums = {}
         self._turn = 0
-        self._scales: dict[tuple[str, Operand], float] = {}
-        self._scales_before: dict[tuple[str, Operand], float] = {}
+        self._scales: dict[Key, float] = {}
+        self._scales_before: dict[Key, float] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -281,7 +283,7 @@ class OperandWatch:
         self._modules = {n: m for n, m in self.model.named_modules() if n in self._groups}
         self._low = {x.name: low_operands(x) for x in plan.fp8_layers} if plan else {}
         self.sums, self._unseen = {}, set(self._modules)
-        self._amaxes: list[tuple[tuple[str, Operand], Tensor]] = []
+        self._amaxes: list[tuple[Key, Tensor]] = []
         self._products: Counter[tuple[str, bool]] = Counter()
         self._scales_before |= self._scales
         with contextlib.ExitStack() as undo:
@@ -365,7 +367,8 @@ class OperandWatch:
 
     def _see(self, name: str, operand: Operand, value: Tensor, low: Collection[Operand]) -> None:
         """Add an operand of a layer; its cast is judged if it is among the `low` ones."""
-        key, module = (self._groups[name], operand), self._modules[name]
+        key: Key = (self._groups[name], operand)
+        module = self._modules[name]
         sums = self.sums.setdefault(key, OperandSums())
         if not value.numel():
             return  # an expert without tokens

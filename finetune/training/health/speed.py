@@ -213,8 +213,8 @@ class Speed:
             warn("peak", f"the peak of {device.name!r} is not known here, so there is no MFU")
             return row
         row["health/bandwidth_at_least"] = speed / gpu.gb_s
-        runs_fp8 = running is not None and running.precision.compute == "fp8"
-        if runs_fp8 and (running.precision.backend == "emulated" or not device.has_fp8):
+        p = running.precision if running is not None else None
+        if p and p.compute == "fp8" and (p.backend == "emulated" or not device.has_fp8):
             return row
         tf32 = compute_types.in_force()["cuda.matmul"] == "tf32"
         share = mfu(self.work, self.tokens, self.seconds, gpu, tf32=tf32)
