@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.optimizers import check_optimizer
-from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
 from finetune.hardware.device import Device, Resolution, resolve
 from finetune.hardware.requirements import check_extras, check_optimizer_here
@@ -102,18 +102,13 @@ def preflight(
         )
     model = sketch(config)
     try:
-        resolution, refusal = resolve(config.precision, device), None
-    except FinetuneError as error:  # raised below: contradicting settings are reported first
-        resolution, refusal = None, error
-    if resolution is None or resolution.fallback:
-        made = check_settings(config, model)
-    else:
-        made = check_settings(config, model, resolution.precision)
-    if resolution is None:
-        assert refusal is not None
+        resolution = resolve(config.precision, device)
+    except FinetuneError as refusal:
+        made = check_settings(config, model)  # contradicting settings are reported first
         if forecast is not None and isinstance(refusal, PrecisionError):
-            refusal = forecast.explain(refusal, config, device, model, made)
-        raise refusal
+            raise forecast.explain(refusal, config, device, model, made) from None
+        raise
+    made = check_settings(config, model, None if resolution.fallback else resolution.precision)
     if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
     run = Preflight(config, device, processes(), resolution, made, model)
@@ -125,14 +120,11 @@ def preflight(
 def check_settings(
     config: RunConfig, model: Any, precision: PrecisionConfig | None = None
 ) -> PrecisionPlan:
-    """Reject settings that contradict each other on any machine.
+    """Reject settings that contradict each other on any machine, and plan the model.
 
     Args:
         model: the model with adapters, also on the meta device.
         precision: resolved precision to plan for; default: the requested one.
-
-    Returns:
-        The precision plan of the model.
 
     Raises:
         PlanError: a choice of layers cannot be honored.
@@ -144,7 +136,7 @@ def check_settings(
     check_storage(config, model)
     made = plan(model, precision or config.precision)
     _check_head(made)
-    _check_held_layers(config, model, made)
+    _check_stored_layers(config.model.storage, made)
     if config.precision.compute == "fp16":
         refuse_half_weights(model)
     if config.precision.compute == "fp32" and config.model.dtype != "float32":
@@ -164,9 +156,9 @@ def check_settings(
     return made
 
 
-def _check_head(the_plan: PrecisionPlan) -> None:
+def _check_head(made: PrecisionPlan) -> None:
     """Reject an FP8 head: `SFTTrainer` multiplies by its weight inside the loss, past the layer."""
-    for layer in the_plan.layers:
+    for layer in made.layers:
         if layer.role == "head" and layer.name.endswith(".base_layer"):
             raise PlanError(
                 "adapters were asked on the output head, which SFTTrainer multiplies outside of "
@@ -205,31 +197,22 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
         ConfigError: quantized weights would have to train, or to be sharded.
         PrecisionError: compute other than BF16.
     """
-    problem = None
-    if config.model.storage is not None:
-        problem = _why_not(config, f"model.storage={config.model.storage}")
-    elif config.lora is None and getattr(model.config, "quantization_config", None):
-        problem = _needs_adapters(f"quantization_config in config.json of {config.model.name}")
-    if problem is not None:
-        raise problem
-
-
-def _needs_adapters(where: str) -> ConfigError:
-    return ConfigError(
-        "all weights were to train, and to be held quantised",
-        where=f"{where}, and no section lora",
-        why="quantised weights get no gradient, and an update would be lost between two of their "
-        "levels",
-        fix="add a section lora (as the _qlora_ recipes do), or take plain weights",
-    )
-
-
-def _why_not(config: RunConfig, where: str) -> FinetuneError | None:
-    compute = config.precision.compute
-    if config.lora is None:
-        return _needs_adapters(where)
+    compute, storage, lora = config.precision.compute, config.model.storage, config.lora
+    where = f"model.storage={storage}"
+    if storage is None:
+        where = f"quantization_config in config.json of {config.model.name}"
+        if lora is not None or not getattr(model.config, "quantization_config", None):
+            return
+    if lora is None:
+        raise ConfigError(
+            "all weights were to train, and to be held quantised",
+            where=f"{where}, and no section lora",
+            why="quantised weights get no gradient, and an update would be lost between two of "
+            "their levels",
+            fix="add a section lora (as the _qlora_ recipes do), or take plain weights",
+        )
     if compute == "fp8":
-        return PrecisionError(
+        raise PrecisionError(
             "FP8 compute was asked of weights that are held for BF16 compute",
             where=f"{where}, precision.compute=fp8",
             why="model.storage dequantises weights before a BF16 matmul; FP8 GEMMs need plain "
@@ -238,56 +221,48 @@ def _why_not(config: RunConfig, where: str) -> FinetuneError | None:
             "compute on small frozen weights",
         )
     if compute != "bf16":
-        return PrecisionError(
+        raise PrecisionError(
             f"{compute.upper()} compute was asked of weights that are held for BF16 compute",
             where=f"{where}, precision.compute={compute}",
             why="they are dequantised to BF16 and multiplied in BF16",
             fix="precision.compute=bf16, or ~model.storage",
         )
-    if config.model.storage == "fp8":
-        return None
-    if config.train.get("fsdp"):
-        return ConfigError(
+    if storage == "nf4" and config.train.get("fsdp"):
+        raise ConfigError(
             "FSDP cannot shard weights that are held quantised",
             where=f"{where}, train.fsdp={config.train['fsdp']}",
             why="a shard is a plain tensor, without the scales that stand beside the weight",
             fix="~train.fsdp ~train.fsdp_config: a copy on each GPU (DDP); or ~model.storage",
         )
-    if config.lora.bias != "none":
-        return ConfigError(
+    if storage == "nf4" and lora.bias != "none":
+        raise ConfigError(
             "biases cannot train beside weights that are held quantised",
-            where=f"{where}, lora.bias={config.lora.bias}",
+            where=f"{where}, lora.bias={lora.bias}",
             why="bitsandbytes casts a layer's bias to BF16 in place, where small updates are lost",
             fix="~lora.bias, or ~model.storage",
         )
-    return None
 
 
-def _check_held_layers(config: RunConfig, model: nn.Module, the_plan: PrecisionPlan) -> None:
-    """Reject per-layer settings for layers stored quantized.
-
-    Raises:
-        PlanError: such a layer was to train in full, or to compute in a type of its own.
-    """
-    from finetune.storage.loading import stored_layers
-
-    if config.model.storage is None:
+def _check_stored_layers(storage: Storage | None, made: PrecisionPlan) -> None:
+    """Reject quantized layers that were to train in full, or to compute in a type of their own."""
+    if storage is None:
         return
-    held = stored_layers(model, config.model.storage)
-    where = f"model.storage={config.model.storage}"
-    copies = [name for name in held if "modules_to_save" in name.split(".")]
-    if copies:
-        raise PlanError(
-            "layers that are held quantised were to train in full",
-            where=f"{where}, lora.modules_to_save: {copies[0]}",
-            why="quantised weights get no gradient",
-            fix="leave them to adapters (lora.target_modules), or ~model.storage",
-        )
-    for layer in the_plan.layers:
-        if layer.name in held and layer.compute != "bf16":
+    roles = ("base",) if storage == "fp8" else ("base", "router")  # bitsandbytes takes routers, too
+    for layer in made.layers:
+        if layer.kind != "linear" or layer.role not in roles:
+            continue
+        copied = layer.name.removesuffix(".original_module")  # PEFT's, beside the copy that trains
+        if storage == "nf4" and copied != layer.name:
+            raise PlanError(
+                "layers that are held quantised were to train in full",
+                where=f"model.storage={storage}, lora.modules_to_save: {copied}",
+                why="quantised weights get no gradient",
+                fix="leave them to adapters (lora.target_modules), or ~model.storage",
+            )
+        if layer.compute != "bf16":
             raise PlanError(
                 f"{layer.compute.upper()} was chosen for {layer.name!r}, which is held quantised",
-                where=f"{where}, {layer.reason}",
+                where=f"model.storage={storage}, {layer.reason}",
                 why="it is dequantised to BF16 and multiplied in BF16",
                 fix="leave it out of precision.map, or ~model.storage",
             )
