@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
@@ -214,19 +216,25 @@ def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
     layers = sum(not layer.stored for layer in plan.fp8_layers)
     if not layers:
         return None
-    match plan.precision.backend:
+    engine = _engine(plan.precision.backend, emulate=not hardware)
+    return engine(plan.precision, layers)
+
+
+def _engine(name: str, *, emulate: bool) -> Callable[[PrecisionConfig, int], Backend]:
+    """Constructor of an engine; its library is imported only here."""
+    match name:
         case "emulated":
             from finetune.precision.backends.emulated import EmulatedBackend
 
-            return EmulatedBackend(plan.precision, layers)
+            return EmulatedBackend
         case "torchao":
             from finetune.precision.backends.torchao import TorchaoBackend
 
-            return TorchaoBackend(plan.precision, layers, emulate=not hardware)
+            return partial(TorchaoBackend, emulate=emulate)
         case "te":
             from finetune.precision.backends.transformer_engine import TransformerEngineBackend
 
-            return TransformerEngineBackend(plan.precision, layers)
+            return TransformerEngineBackend
         case _:
             raise AssertionError("resolve() names the backend before a plan is made")
 
