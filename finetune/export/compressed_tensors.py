@@ -29,19 +29,26 @@ Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, N
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError
-from finetune.export.source import Checkpoint
+from finetune.export.shards import Checkpoint
 from finetune.precision.formats import AMAX_FLOOR, E2M1, E4M3, amax, cast
 from finetune.precision.scaling import nvfp4_scales
 
 BLOCK = 16
-MULTIPLE = 16
+"""Values under one NVFP4 scale; sizes of quantized layers are multiples of it."""
+PRESETS = {
+    "fp8": ("FP8_DYNAMIC", "float-quantized"),
+    "nvfp4": ("NVFP4", "nvfp4-pack-quantized"),
+}
+"""Preset and format of compressed-tensors by target."""
 ONE_GEMM = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 GLOBAL = E4M3.max * E2M1.max
 """Largest magnitude of a code times a block scale: 448 · 6."""
@@ -64,7 +71,7 @@ def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     chosen = [
         name
         for name, layer in checkpoint.linears.items()
-        if not any(size % MULTIPLE for size in layer.weight.shape)
+        if not any(size % BLOCK for size in layer.weight.shape)
     ]
     if not chosen:
         raise ConfigError(
@@ -82,41 +89,19 @@ def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 
 def quantization_config(target: str, ignore: list[str]) -> dict[str, Any]:
     """Build the `quantization_config` of `config.json`; `ignore` lists layers that stay high."""
-    if target == "fp8":
-        form = "float-quantized"
-        weights = _arguments(8, "channel", dynamic=False, observer="memoryless_minmax")
-        inputs = _arguments(8, "token", dynamic=True)
-    else:
-        form = "nvfp4-pack-quantized"
-        extra = {"group_size": BLOCK, "scale_dtype": _E4M3_NAME, "zp_dtype": _E4M3_NAME}
-        group = "tensor_group"
-        weights = _arguments(4, group, dynamic=False, observer="memoryless_minmax") | extra
-        inputs = _arguments(4, group, dynamic="local", observer="static_minmax") | extra
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "output_activations": None, "format": form}},
-        "ignore": ignore,
-        "kv_cache_scheme": None,
-    }
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-
-_E4M3_NAME = str(E4M3.dtype)
-
-
-def _arguments(
-    bits: int, strategy: str, *, dynamic: bool | str, observer: str | None = None
-) -> dict[str, Any]:
-    return {
-        "num_bits": bits,
-        "type": "float",
-        "symmetric": True,
-        "strategy": strategy,
-        "dynamic": dynamic,
-        "observer": observer,
-    }
+    preset, form = PRESETS[target]
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = form
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=form,
+        quantization_status="compressed",  # pyright: ignore[reportArgumentType]
+        ignore=ignore,
+    )
+    return config.model_dump(mode="json", exclude_none=True)
 
 
 def encode_fp8(weight: Tensor) -> dict[str, Tensor]:
@@ -189,21 +174,16 @@ def input_amax(
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     largest: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen = amax(args[0])
-            largest[name] = torch.maximum(seen, largest.get(name, seen))
+    def watch(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen = amax(args[0])
+        largest[name] = torch.maximum(seen, largest.get(name, seen))
 
-        return hook
-
-    hooks = [base.get_submodule(n).register_forward_pre_hook(watch(n)) for n in layers]
-    try:
-        with torch.inference_mode():
-            for batch in batches:
-                model(**{k: v for k, v in batch.items() if k != "labels"})
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.inference_mode():
+        for name in layers:
+            hook = base.get_submodule(name).register_forward_pre_hook(partial(watch, name))
+            hooks.callback(hook.remove)
+        for batch in batches:
+            model(**{k: v for k, v in batch.items() if k != "labels"})
     found = {name: float(value) for name, value in largest.items()}
     for name in layers:
         if not 0 < found.get(name, 0.0) < float("inf"):

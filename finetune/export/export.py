@@ -13,7 +13,6 @@ run has none, and nothing to export.
 from __future__ import annotations
 
 import gc
-import json
 import platform
 from dataclasses import dataclass
 from functools import partial as bind
@@ -29,14 +28,19 @@ from finetune.errors import ConfigError, nearest
 from finetune.export import compressed_tensors, parity
 from finetune.export.merge import Merger
 from finetune.export.parity import Batches, Observation, Parity, batches_of, load_stock
-from finetune.export.source import Checkpoint, open_checkpoint, weights_folder
-from finetune.export.writing import (
+from finetune.export.shards import (
     RECORD,
+    Checkpoint,
     Encode,
+    Merge,
+    as_stored,
     copy_companions,
+    open_checkpoint,
     weight_amax,
+    weights_folder,
     write_adapter,
     write_config,
+    write_json,
     write_weights,
     writing_to,
 )
@@ -88,11 +92,11 @@ def open_run(folder: Path | str) -> FinishedRun:
             "failed": "it ended in an error",
             "running": "it has not ended yet",
             "killed": "it was killed before its end",
-        }.get(run.state, "it ended, and its model/ was removed")
+        }
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
             where=str(model.resolve()),
-            why=why,
+            why=why.get(run.state, "it ended, and its model/ was removed"),
             fix=f"let it end: train.resume_from_checkpoint={folder} goes on from its last "
             "checkpoint, if it saved one",
         )
@@ -104,8 +108,7 @@ def open_run(folder: Path | str) -> FinishedRun:
             fix="let the run end, or run it again",
         )
     config = load_recipe(str(folder / "config.yaml")).config
-    status, eval_loss = run.receipt["status"], run.report.get("eval_loss")
-    return FinishedRun(folder, config, model, status, eval_loss)
+    return FinishedRun(folder, config, model, run.receipt["status"], run.report.get("eval_loss"))
 
 
 @dataclass(frozen=True)
@@ -152,9 +155,8 @@ def export_run(
     say = bind((console or Console()).print, highlight=False, soft_wrap=True)
     finished, out = open_run(run), Path(out).expanduser().resolve()
     _refuse_target(to, finished)
-    config, has_adapter = finished.config, finished.has_adapter
-    adapter = finished.model if has_adapter else None
-    source = weights_folder(config.model) if has_adapter else finished.model
+    config, adapter = finished.config, finished.model if finished.has_adapter else None
+    source = weights_folder(config.model) if adapter else finished.model
     trust = config.model.trust_remote_code
     checkpoint = None if to == "adapter" else open_checkpoint(source, trust_remote_code=trust)
     quantized, kept = [], []
@@ -164,7 +166,7 @@ def export_run(
         if finished.status != "proven":
             say(f"! this run is not proven: {finished.status}", style="yellow")
         say(f"reference: {source}" + (f" + {adapter}" if adapter else ""))
-        batches, said, input_amax = _observe_reference(
+        batches, reference, input_amax = _observe_reference(
             finished, source, quantized if to == "nvfp4" else []
         )
         if checkpoint is None:
@@ -172,8 +174,9 @@ def export_run(
         else:
             merger = Merger(checkpoint, adapter) if adapter else None
             copy_companions(source, folder, finished.model)
-            encoders = _encoders(to, checkpoint, merger, quantized, input_amax)
-            write_weights(checkpoint, folder, merger, encoders)
+            merge = merger or as_stored
+            encoders = _encoders(to, checkpoint, merge, quantized, input_amax)
+            write_weights(checkpoint, folder, merge, encoders)
             untied = merger is not None and bool(merger.untied)
             form = compressed_tensors.quantization_config(to, kept) if quantized else None
             write_config(checkpoint, folder, untied=untied, quantization=form)
@@ -182,13 +185,10 @@ def export_run(
             say(f"in {to}: {len(quantized)} linear layers{left}")
         mib = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
         say(f"written: {mib:,.1f} MiB; now loading it to compare")
-        measured = check_export(folder, to, finished, batches.evaluation, said)
-        record = _record(finished, to, source, batches.rows, measured) | {
-            "quantised": quantized,
-            "kept_in_high_precision": kept,
-        }
-        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        (folder / RECORD).write_text(text, encoding="utf-8")
+        measured = check_export(folder, to, finished, batches.evaluation, reference)
+        layers = {"quantised": quantized, "kept_in_high_precision": kept}
+        record = _record(finished, to, source, batches.rows, measured) | layers
+        write_json(folder / RECORD, record, indent=1)
         parity.check(measured, to, str(folder))
     say(f"parity on {batches.rows}: {measured}")
     return Export(out, to, measured, batches.rows, tuple(quantized), tuple(kept))
@@ -199,9 +199,9 @@ def check_export(
     to: str,
     run: FinishedRun,
     batches: list[dict[str, Any]],
-    said: Observation,
+    reference: Observation,
 ) -> Parity:
-    """Load an export as users would and compare it with the reference's outputs `said`."""
+    """Load an export as users would and compare it with the reference's outputs."""
     if to != "adapter":
         model = load_stock(folder, run.config)
     else:
@@ -212,7 +212,7 @@ def check_export(
         original = run.config.model.model_copy(update={"name": base, "revision": named.revision})
         stored = Path(base) if Path(base).is_dir() else weights_folder(original)
         model = load_stock(stored, run.config, adapter=folder)
-    return parity.compare(said, parity.observe(model, batches))
+    return parity.compare(reference, parity.observe(model, batches))
 
 
 def _refuse_target(to: str, run: FinishedRun) -> None:
@@ -248,27 +248,27 @@ def _observe_reference(
     """Run the reference once: its outputs, and the largest inputs of `calibrate` layers."""
     model = load_stock(source, run.config, adapter=run.model if run.has_adapter else None)
     batches = batches_of(run.config, model)
-    said = parity.observe(model.eval(), batches.evaluation)
-    parity.check_reference(said.loss, run.eval_loss)
+    outputs = parity.observe(model.eval(), batches.evaluation)
+    parity.check_reference(outputs.loss, run.eval_loss)
     largest = {}
     if calibrate:
         largest = compressed_tensors.input_amax(model, calibrate, batches.calibration)
     del model
     gc.collect()  # the trainer behind the batches refers to the model in cycles
-    return batches, said, largest
+    return batches, outputs, largest
 
 
 def _encoders(
     to: str,
     checkpoint: Checkpoint,
-    merger: Merger | None,
+    merge: Merge,
     layers: list[str],
     inputs: dict[str, float],
 ) -> dict[str, Encode]:
     if to == "fp8":
         return dict.fromkeys(layers, compressed_tensors.encode_fp8)
     if to == "nvfp4":
-        largest = compressed_tensors.share_amax(weight_amax(checkpoint, merger, layers))
+        largest = compressed_tensors.share_amax(weight_amax(checkpoint, merge, layers))
         return {
             name: bind(compressed_tensors.encode_nvfp4, largest=largest[name], inputs=inputs[name])
             for name in layers

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError, some
-from finetune.export.source import Checkpoint, Weight
+from finetune.export.shards import Checkpoint, Weight
 
 ADAPTER = "default"
 NOT_WEIGHTS = ("layer_replication", "trainable_token_indices", "target_parameters")
@@ -35,15 +35,10 @@ class Merger:
     """
 
     def __init__(self, checkpoint: Checkpoint, adapter: Path) -> None:
-        """Load the adapter.
-
-        Args:
-            checkpoint: the original weights.
-            adapter: folder with `adapter_config.json` and `adapter_model.safetensors`.
+        """Load the adapter in a folder over the original weights.
 
         Raises:
-            ConfigError: a part of the adapter has no place in the model or its weights, or cannot
-                be merged.
+            ConfigError: a part of it has no place in the model or its weights, or cannot be merged.
         """
         from peft import PeftConfig, PeftModel, set_peft_model_state_dict
         from peft.utils import load_peft_weights
@@ -84,18 +79,18 @@ class Merger:
         if homeless := touched - stored - set(self.apart.values()):
             raise self._homeless(sorted(homeless))
 
-    def merge(self, weight: Weight, stored: Tensor) -> Tensor:
+    def __call__(self, weight: Weight, stored: Tensor) -> dict[str, Tensor]:
         """Merge the adapter into a stored tensor; keeps its type and shape.
+
+        Returns:
+            The merged tensor by its key; the missing half of a separated tied pair beside it, by
+            its parameter's name.
 
         Raises:
             ConfigError: the merged weight is not finite, or the base differs from the run's.
         """
-        return self._merge(weight.name, stored)
-
-    def torn(self, weight: Weight, stored: Tensor) -> dict[str, Tensor]:
-        """Missing halves of separated tied pairs, by parameter name."""
-        other = self.apart.get(weight.name)
-        return {} if other is None else {other: self._merge(other, stored)}
+        merged, other = {weight.key: self._merge(weight.name, stored)}, self.apart.get(weight.name)
+        return merged if other is None else merged | {other: self._merge(other, stored)}
 
     def _merge(self, name: str, stored: Tensor) -> Tensor:
         began = self.copies.get(name, stored)
@@ -177,13 +172,10 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_memory(outline: nn.Module) -> dict[int, nn.Parameter]:
-    """Move every parameter to the CPU with one number behind all its elements.
+    """Put one number behind all elements of each parameter, on the CPU; new parameters by id.
 
     PEFT moves an adapter to the device and type of its weight: a meta weight would lose it, a BF16
     weight round it. So all are float32 here.
-
-    Returns:
-        The new parameters by their ids.
     """
     empty = {}
     for module in outline.modules():
@@ -210,7 +202,7 @@ def _replaced(base: nn.Module, empty: dict[int, nn.Parameter]) -> dict[str, Tens
 def _merge_into(layer: Any, stored: Tensor) -> Tensor:
     """Compute W + s·B·A (or DoRA's) by PEFT, in float32; the layer is unchanged afterwards."""
     base = layer.get_base_layer()
-    held, bias = base.weight, getattr(base, "bias", None)
+    empty, bias = base.weight, getattr(base, "bias", None)
     base.weight = nn.Parameter(stored.to(torch.float32, copy=True), requires_grad=False)
     if bias is not None:  # merged separately, with its own stored tensor
         base.bias = nn.Parameter(torch.zeros(bias.shape), requires_grad=False)
@@ -219,7 +211,7 @@ def _merge_into(layer: Any, stored: Tensor) -> Tensor:
             layer.merge()
         return base.weight.data
     finally:
-        base.weight = held
+        base.weight = empty
         if bias is not None:
             base.bias = bias
         layer.merged_adapters.clear()

@@ -44,23 +44,13 @@ KEPT_POSITIONS = 2048
 REFERENCE_GAP = 0.25
 IGNORED = -100
 ABOUT_ROWS = (
-    "assistant_only_loss",
-    "chat_template_path",
-    "completion_only_loss",
-    "dataset_kwargs",
-    "dataset_text_field",
-    "eos_token",
-    "eval_packing",
-    "max_length",
-    "packing",
-    "packing_strategy",
-    "pad_to_multiple_of",
-    "pad_token",
-    "padding_free",
-    "seed",
+    *("assistant_only_loss", "chat_template_path", "completion_only_loss", "dataset_kwargs"),
+    *("dataset_text_field", "eos_token", "eval_packing", "max_length", "packing"),
+    *("packing_strategy", "pad_to_multiple_of", "pad_token", "padding_free", "seed"),
     "truncation_mode",
 )
 """Settings of `train` that shape a batch."""
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 EVALUATION_ROWS = 128
 CALIBRATION_ROWS = 64
 BATCH = 4
@@ -152,13 +142,6 @@ class Batches:
     rows: str
 
 
-def compute_dtype(config: RunConfig) -> torch.dtype:
-    """Compute type of the run; with FP8, that of the surrounding model, BF16."""
-    return {"fp16": torch.float16, "fp32": torch.float32}.get(
-        config.precision.compute, torch.bfloat16
-    )
-
-
 def load_stock(
     weights: Path | str, config: RunConfig, *, adapter: Path | None = None
 ) -> PreTrainedModel:
@@ -166,7 +149,7 @@ def load_stock(
 
     Args:
         weights: folder of plain or compressed-tensors weights.
-        config: source of compute type, attention and trust.
+        config: the run's.
         adapter: folder of a PEFT adapter.
     """
     from peft import PeftModel
@@ -174,21 +157,18 @@ def load_stock(
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
 
-    kwargs: dict[str, Any] = {}
-    if config.model.attention is not None:
-        kwargs["attn_implementation"] = config.model.attention
     load: Any = AutoModelForCausalLM.from_pretrained
-    trust = config.model.trust_remote_code
-    if adapter is not None and is_published_fp8(
-        AutoConfig.from_pretrained(weights, trust_remote_code=trust)
-    ):
+    attention, trust = config.model.attention, config.model.trust_remote_code
+    shape = AutoConfig.from_pretrained(weights, trust_remote_code=trust)
+    if adapter is not None and is_published_fp8(shape):
         load = load_in_fp8  # other loaders treat such a base differently by device
     model: Any = load(
         weights,
-        dtype=compute_dtype(config),
+        # With FP8, the compute type of the surrounding model is BF16.
+        dtype=DTYPES.get(config.precision.compute, torch.bfloat16),
         device_map=this_device().kind,
         trust_remote_code=trust,
-        **kwargs,
+        **({} if attention is None else {"attn_implementation": attention}),
     )
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
@@ -239,8 +219,7 @@ def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
     Raises:
         DataError: no position has a label.
     """
-    total, count, kept = 0.0, 0, []
-    room = KEPT_POSITIONS
+    total, count, kept, room = 0.0, 0, [], KEPT_POSITIONS
     with torch.inference_mode():
         for batch in batches:
             inputs = {key: value for key, value in batch.items() if key != "labels"}
@@ -306,15 +285,7 @@ def check_reference(loss: float, reported: float | None) -> None:
 
 
 def check(parity: Parity, target: str, where: str) -> None:
-    """Raise if an export is not what was trained.
-
-    Args:
-        target: a key of `BOUNDS`.
-        where: the folder, for the message.
-
-    Raises:
-        ParityError: figures are out of bounds; it names them.
-    """
+    """Raise `ParityError` if figures of the export in folder `where` are out of bounds."""
     failures = parity.failures(BOUNDS[target])
     if failures:
         raise ParityError(

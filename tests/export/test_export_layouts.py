@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 from finetune.errors import ConfigError
 from finetune.export import compressed_tensors
 from finetune.export.compressed_tensors import input_amax
-from finetune.export.source import open_checkpoint
+from finetune.export.shards import open_checkpoint
 from finetune.precision.formats import snr_db
 
 PRESETS = {"fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4"}

@@ -21,8 +21,7 @@ from transformers import (
 
 from finetune.errors import ConfigError
 from finetune.export.merge import Merger
-from finetune.export.source import open_checkpoint
-from finetune.export.writing import write_config, write_weights
+from finetune.export.shards import open_checkpoint, write_config, write_weights
 from finetune.training.memory_meter import LiveTensors
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
