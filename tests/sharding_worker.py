@@ -166,7 +166,7 @@ def run_sharded(case: str, accelerator: Accelerator) -> dict[str, int]:
         step(model, optimizer)
         gc.collect()
         held = live.bytes
-        live.reset_peak()
+        live.peak = live.bytes
         if "-sum-" in case:
             with accelerator.no_sync(model):
                 backward(model)
@@ -333,7 +333,7 @@ def run_recipe(case: str, out: Path) -> dict[str, int]:
     class Watch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             gc.collect()
-            live.reset_peak()
+            live.peak = live.bytes
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             peaks.append(live.peak)

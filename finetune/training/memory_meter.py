@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
 from finetune.training.session import Session
@@ -50,13 +49,12 @@ class MemoryMeter(TrainerCallback):
         self.session, self.kind = session, session.device.kind
         self.earlier_gib = 0.0
         self.batch: Batch | None = None
-        self._hook: RemovableHandle | None = None
+        self._undo = contextlib.ExitStack()
         self._live: LiveTensors | None = None
         self._begun = 0  # steps of this process, which may have resumed
         self._bytes = self._reserved = 0
-        self._measured = ""
-        self._why_not = "training did not begin"
-        self._open = False
+        self._measured, self._why_not = "", "training did not begin"
+        self._open = False  # torch's allocator counts for this meter
 
     # ---------------------------------------------------------------------------------- measuring
 
@@ -66,20 +64,19 @@ class MemoryMeter(TrainerCallback):
         self.close()
         self._begun = 0
         if self.kind == "cuda":
-            self.earlier_gib = max(self.earlier_gib, torch.cuda.max_memory_allocated() / GIB)
-            torch.cuda.reset_peak_memory_stats()
+            self._reset_peak()
             self._bytes = self._reserved = 0
             self._open = True
             self._watch(model)
-        elif self.kind != "cpu":
-            self._why_not = f"{self.kind} has no count of its peak"
-        else:
+        elif self.kind == "cpu":
             self._why_not = f"the run ended before step {STEP}"
+        else:
+            self._why_not = f"{self.kind} has no count of its peak"
 
     def on_step_begin(
         self,
         args: Any,
-        state: TrainerState,
+        state: Any,
         control: Any,
         model: Any = None,
         optimizer: Any = None,
@@ -91,8 +88,8 @@ class MemoryMeter(TrainerCallback):
         if self.session.compiled.startswith("on"):
             self._why_not = "counting tensors does not go with compiled layers"
         elif self._is_due(last=state.max_steps - state.global_step == 1):
-            self._live = LiveTensors(known(model, optimizer), thorough=True)
-            self._live.__enter__()
+            self._live = LiveTensors(known(model, others["optimizer"]), thorough=True)
+            self._undo.enter_context(self._live)
             self._watch(model)
 
     def _watch(self, model: nn.Module) -> None:
@@ -107,15 +104,14 @@ class MemoryMeter(TrainerCallback):
                 padded = isinstance(mask, Tensor) and not bool(mask.all())
                 self.batch = Batch(rows, length, padded)
 
-        self._hook = model.register_forward_pre_hook(note, with_kwargs=True)
+        self._undo.callback(model.register_forward_pre_hook(note, with_kwargs=True).remove)
 
     def _is_due(self, *, last: bool) -> bool:
         if self._begun == 1:
             self._why_not = "the only step is the witnessed one" if last else self._why_not
             return False
-        proof, _ = self.session.training
-        undisturbed = proof is None or not proof.is_open
-        return last or (self._begun >= STEP and undisturbed)
+        proof = self.session.training[0]
+        return last or (self._begun >= STEP and (proof is None or not proof.is_open))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._live is not None:
@@ -136,8 +132,11 @@ class MemoryMeter(TrainerCallback):
         try:
             yield
         finally:
-            self.earlier_gib = max(self.earlier_gib, torch.cuda.max_memory_allocated() / GIB)
-            torch.cuda.reset_peak_memory_stats()
+            self._reset_peak()
+
+    def _reset_peak(self) -> None:
+        self.earlier_gib = max(self.earlier_gib, torch.cuda.max_memory_allocated() / GIB)
+        torch.cuda.reset_peak_memory_stats()
 
     def _note_peak(self) -> None:
         self._bytes = max(self._bytes, torch.cuda.max_memory_allocated())
@@ -145,12 +144,8 @@ class MemoryMeter(TrainerCallback):
 
     def close(self) -> None:
         """Stop counting, also after an aborted step. Idempotent."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        live, self._live = self._live, None
-        if live is not None:
-            live.__exit__(None, None, None)
+        self._undo.close()
+        self._live = None
         if self._open:
             self._note_peak()
             self._measured, self._open = "peak allocated by torch, whole training", False
@@ -177,11 +172,9 @@ def peak_memory_gib() -> float:
 def known(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Tensors alive between steps: parameters, buffers, gradients, optimizer states."""
     parameters = list(model.parameters())
-    found: list[Tensor] = [*parameters, *model.buffers()]
-    found += [p.grad for p in parameters if p.grad is not None]
-    for state in optimizer.state.values():
-        found += [value for value in state.values() if isinstance(value, Tensor)]
-    return found
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    found = [*parameters, *model.buffers(), *(p.grad for p in parameters), *states]
+    return [value for value in found if isinstance(value, Tensor)]
 
 
 # -------------------------------------------------------------------------------- live tensors
@@ -208,26 +201,17 @@ class LiveTensors(TorchDispatchMode):
 
     Attributes:
         bytes: bytes alive now.
-        peak: maximum since the beginning or the last `reset_peak`.
+        peak: maximum since the beginning; `peak = bytes` restarts it.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), *, thorough: bool = False) -> None:
-        """Start counting.
-
-        Args:
-            known: existing tensors, counted from the beginning.
-            thorough: also count unknown operands, and look inside wrappers.
-        """
+        """Start counting, with existing tensors from the beginning."""
         super().__init__()
         self.bytes = self.peak = 0
         self.thorough = thorough
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in known:
             self.count(tensor)
-
-    def reset_peak(self) -> None:
-        """Restart the peak from the bytes alive now."""
-        self.peak = self.bytes
 
     def count(self, tensor: Tensor) -> int:
         """Count a tensor's storage, unless counted already or absent (meta, sparse).
@@ -253,16 +237,12 @@ class LiveTensors(TorchDispatchMode):
         self.peak = max(self.peak, self.bytes)
         return size
 
-    def _count_from_the_beginning(self, tensor: Tensor) -> None:
-        before = self.peak
-        size = self.count(tensor)
-        self.peak = max(self.peak, before + size)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.thorough:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            for tensor in given:
-                self._count_from_the_beginning(tensor)
+            for tensor in given:  # an unknown operand was alive at the peak so far, too
+                before = self.peak
+                self.peak = before + self.count(tensor)
             if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
                 return NotImplemented
         result = func(*args, **(kwargs or {}))

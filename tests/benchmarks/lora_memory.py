@@ -145,7 +145,7 @@ def measure(
         weights, saved = live.bytes, 0
         for _ in range(2):
             before = live.bytes
-            live.reset_peak()
+            live.peak = live.bytes
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=ids, labels=ids).loss
             saved = live.bytes - before
