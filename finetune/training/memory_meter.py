@@ -74,13 +74,7 @@ class MemoryMeter(TrainerCallback):
             self._why_not = f"{self.kind} has no count of its peak"
 
     def on_step_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        optimizer: Any = None,
-        **_: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
     ) -> None:
         self._begun += 1
         if self.kind != "cpu" or self._measured or self._live is not None:
