@@ -21,7 +21,7 @@ from finetune.estimator.place import Place, place_of
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import resolve, this_device
 from tests.sharding_worker import EMULATED, RECIPES, recipe_config
-from tests.training.test_sharding import run_worker
+from tests.estimator.test_sharding import run_worker
 
 
 @pytest.fixture(scope="module")
