@@ -21,7 +21,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -31,9 +31,9 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.knobs import GAIN, RANKS, Change, Rank, changes, speedups
-from finetune.estimator.measure import FEW, FirstLayers, Measured, rehearse_first_layers
+from finetune.estimator.measure import FEW, FirstLayers, Measured, Option, rehearse_first_layers
 from finetune.estimator.memory.footprint import Fit
-from finetune.estimator.memory.sharded import shares_model
+from finetune.estimator.memory.sharding import shares_model
 from finetune.estimator.place import Place
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.training.model import sketch
@@ -47,19 +47,16 @@ LEAST = 0.002
 
 
 @dataclass(frozen=True)
-class Advice:
+class Advice(Option):
     """A measured change.
 
     Attributes:
-        change: Command-line parts: environment variable, `--gpus N`, overrides.
         frees: Allocated bytes freed (reserved bytes for the allocator setting); negative: used.
         slower: Relative increase of the time per token, negative if faster; None if unknown.
     """
 
-    change: tuple[str, ...]
     frees: int
     slower: float | None
-    fit: Fit
     why: str
     rank: Rank = "same"
 
@@ -142,18 +139,16 @@ def _table(title: str, advices: Sequence[Advice]) -> Table:
     return table
 
 
-def advise(measured: Measured, place: Place) -> Advised:
+def advise(measured: Measured) -> Advised:
     """Measure changes that make a run fit, or make one that fits faster."""
-    fit = measured.footprint.fit(place.memory_bytes)
-    advisor = _Advisor(measured, place)
-    if fit == "fits":
-        return Advised(fit, faster=tuple(advisor.faster()))
+    advisor = _Advisor(measured)
+    if measured.fit == "fits":
+        return Advised(measured.fit, faster=tuple(advisor.faster()))
     each = tuple(advisor.each())
-    return Advised(fit, each, advisor.together(each))
+    return Advised(measured.fit, each, advisor.together(each))
 
 
-@dataclass(frozen=True)
-class _Pick:
+class _Pick(NamedTuple):
     """The `index`-th of the changes of a kind that apply after the preceding picks."""
 
     kind: str
@@ -162,8 +157,9 @@ class _Pick:
 
 @dataclass(frozen=True)
 class _Variant:
+    """The run with some changes made."""
+
     config: RunConfig
-    place: Place
     made: tuple[Change, ...] = ()
 
     @property
@@ -172,47 +168,51 @@ class _Variant:
         return any(change.environment for change in self.made)
 
     @property
+    def gpus(self) -> int | None:
+        """Number of GPUs, if changed."""
+        return next((c.gpus for c in reversed(self.made) if c.gpus is not None), None)
+
+    @property
     def typed(self) -> tuple[str, ...]:
         """All changes for the command line; the later of two values for a key wins."""
         before = tuple(change.environment for change in self.made if change.environment)
-        counts = [change.gpus for change in self.made if change.gpus is not None]
+        count = () if self.gpus is None else (f"--gpus {self.gpus}",)
         values = {item.partition("=")[0]: item for change in self.made for item in change.overrides}
-        return (*before, *(f"--gpus {count}" for count in counts[-1:]), *values.values())
-
-    def offered(self, kind: str | None = None) -> list[Change]:
-        """Changes that still apply (of one kind, if given), mildest first."""
-        every = changes(self.config, self.place.device, self.place.count)
-        return [change for change in every if kind in (None, change.kind)]
+        return (*before, *count, *values.values())
 
     def but(self, change: Change) -> _Variant:
         """Add one change; raises ConfigError if it conflicts with the others."""
-        config, place = self.config, self.place
-        if change.overrides:
-            config = with_overrides(config, change.overrides)
-        if change.gpus is not None:
-            device = replace(place.device, count=change.gpus)
-            place = replace(place, device=device, count=change.gpus)
-        return _Variant(config, place, (*self.made, change))
+        config = with_overrides(self.config, change.overrides) if change.overrides else self.config
+        return _Variant(config, (*self.made, change))
 
 
 class _Advisor:
     """Variants of one run, each measured once."""
 
-    def __init__(self, asked: Measured, place: Place) -> None:
-        self._asked = asked
-        self._start = _Variant(asked.config, place)
+    def __init__(self, asked: Measured) -> None:
+        self._asked, self._place = asked, asked.place
+        self._start = _Variant(asked.config)
         self._seen: dict[tuple[str, int], Measured | None] = {}
         self._last: tuple[str, FirstLayers] | None = None
         self._frees: dict[str, int] = {}  # kind -> most bytes that one of its changes frees alone
 
     # --------------------------------------------------------------------------------- one variant
 
+    def _there(self, variant: _Variant) -> Place:
+        return self._place if variant.gpus is None else self._place.with_gpus(variant.gpus)
+
+    def _offered(self, variant: _Variant, kind: str | None = None) -> list[Change]:
+        """Changes that still apply (of one kind, if given), mildest first."""
+        place = self._there(variant)
+        every = changes(variant.config, place.device, place.count)
+        return [change for change in every if kind in (None, change.kind)]
+
     def _measured(self, variant: _Variant) -> Measured | None:
         """Memory and time of a variant; None if it cannot run."""
-        key = (_key(variant.config), variant.place.count)
+        key = (_key(variant.config), self._there(variant).count)
         if key not in self._seen:
             try:
-                self._seen[key] = self._rehearsed(variant)
+                self._seen[key] = self._rehearsed(variant.config, self._there(variant))
             except FinetuneError:
                 self._seen[key] = None
         found = self._seen[key]
@@ -220,13 +220,11 @@ class _Advisor:
             return found
         return replace(found, footprint=found.footprint.in_expandable_segments())
 
-    def _rehearsed(self, variant: _Variant) -> Measured:
+    def _rehearsed(self, config: RunConfig, place: Place) -> Measured:
         """Rehearse a variant; device counts share a rehearsal if they agree on sharding."""
-        config, place = variant.config, variant.place
         check_optimizer_here(config.train, place.device)
         check_settings(config, sketch(config, layers=FEW[1]))
-        shared = shares_model(config, place)
-        key = f"{shared} {_key(config, without=('fsdp', 'fsdp_config'))}"
+        key = f"{shares_model(config, place)} {_key(config, without=('fsdp', 'fsdp_config'))}"
         if self._last is None or self._last[0] != key:
             self._last = key, rehearse_first_layers(config, place)
         return replace(self._last[1], config=config).at(place)
@@ -240,8 +238,7 @@ class _Advisor:
         frees = before.allocated - after.allocated
         if variant.expandable and len(variant.made) == 1:  # reduces fragmentation only
             frees = before.reserved - after.reserved
-        fit = after.fit(variant.place.memory_bytes)
-        return Advice(variant.typed, frees, self._slower(variant), fit, why, rank)
+        return Advice(variant.typed, found, frees, self._slower(variant), why, rank)
 
     def _alone(self, change: Change) -> Advice | None:
         try:
@@ -257,17 +254,17 @@ class _Advisor:
             return None
         return before.tokens_per_s / found.pace.tokens_per_s - 1
 
-    def _fits(self, variant: _Variant) -> bool:
-        found = self._measured(variant)
-        return found is not None and found.footprint.fit(variant.place.memory_bytes) == "fits"
+    def _fits(self, picks: Iterable[_Pick]) -> bool:
+        found = self._measured(self._composed(picks))
+        return found is not None and found.fit == "fits"
 
     # ------------------------------------------------------------------------------ single changes
 
     def each(self) -> list[Advice]:
         """Single changes that free memory; of micro-batch sizes only the largest and smallest."""
-        between = self._start.offered("micro-batch")[1:-1]
+        between = self._offered(self._start, "micro-batch")[1:-1]
         found: list[Advice] = []
-        for change in self._start.offered():
+        for change in self._offered(self._start):
             if change in between:
                 continue
             advice = self._alone(change)
@@ -283,8 +280,8 @@ class _Advisor:
         asked, pace = self._asked, self._asked.pace
         if pace is None:
             return []
-        device = self._start.place.device
         found = []
+        device = self._place.device
         for change in speedups(asked.config, device, pace.share, compiled=asked.compiled):
             advice = self._alone(change)
             if advice is None or advice.fit != "fits" or advice.slower is None:
@@ -306,7 +303,7 @@ class _Advisor:
             if added is None:
                 continue
             picks.append(added)
-            if self._fits(self._composed(picks)):
+            if self._fits(picks):
                 break
         else:
             return None
@@ -319,7 +316,7 @@ class _Advisor:
         """Kinds of changes in the order in which they are tried."""
         prices: dict[str, tuple[int, float]] = {}
         costs = {advice.change: advice.slower for advice in each}
-        for number, change in enumerate(self._start.offered()):
+        for number, change in enumerate(self._offered(self._start)):
             cost = costs.get(self._start.but(change).typed) if change.overrides else 0.0
             # A change that frees nothing alone comes last in its rank: combined it may.
             price = (RANKS.index(change.rank), 1e9 + number if cost is None else _price(cost))
@@ -329,7 +326,7 @@ class _Advisor:
     def _strongest(self, picks: list[_Pick], kind: str) -> _Pick | None:
         """The strongest change of a kind that still frees memory after `picks`."""
         variant = self._composed(picks)
-        count = len(variant.offered(kind))
+        count = len(self._offered(variant, kind))
         if count and kind in self._frees and self._is_far(picks, kind):
             return _Pick(kind, count - 1)
         before = self._measured(variant)
@@ -343,13 +340,13 @@ class _Advisor:
         """True if twice the sum of the individual savings would not suffice."""
         freed = sum(self._frees.get(name, 0) for name in (kind, *(pick.kind for pick in picks)))
         asked = self._asked.footprint
-        return asked.allocated + asked.outside - 2 * freed > self._start.place.memory_bytes
+        return asked.allocated + asked.outside - 2 * freed > self._place.memory_bytes
 
     def _composed(self, picks: Iterable[_Pick]) -> _Variant:
         """The run with the picks applied in order, skipping those that no longer apply."""
         variant = self._start
         for pick in picks:
-            if alike := variant.offered(pick.kind):
+            if alike := self._offered(variant, pick.kind):
                 variant = variant.but(alike[min(pick.index, len(alike) - 1)])
         return variant
 
@@ -358,19 +355,19 @@ class _Advisor:
         for pick in sorted(picks, key=self._worth, reverse=True):
             number = picks.index(pick)
             before, after = picks[:number], picks[number + 1 :]
-            if self._fits(self._composed([*before, *after])):
+            if self._fits([*before, *after]):
                 if self._worth(pick) > (0, -FREE):
                     picks = [*before, *after]
             elif pick.index:
                 milder = (_Pick(pick.kind, index) for index in range(pick.index + 1))
                 sets = [[*before, other, *after] for other in milder]
-                fitting = [s for s in sets if self._fits(self._composed(s))]
+                fitting = [s for s in sets if self._fits(s)]
                 picks = min(fitting, key=lambda s: _price(self._slower(self._composed(s))))
         return picks
 
     def _worth(self, pick: _Pick) -> tuple[int, float]:
         """Cost of a pick: rank, then its slowdown alone."""
-        alike = self._start.offered(pick.kind)
+        alike = self._offered(self._start, pick.kind)
         if not alike:  # applies only after another change: takes that one's rank
             return 1, 0.0
         change = alike[min(pick.index, len(alike) - 1)]

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
-from finetune.estimator.measure import Measured, changed, measure_fast
-from finetune.estimator.place import Place
+from finetune.estimator.measure import Measured, Option, changed, measure_fast
 from finetune.estimator.speed.efficiency import shared
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval, Pace, spread
@@ -32,32 +31,27 @@ _UNCHANGED = (
 
 
 @dataclass(frozen=True)
-class Alternative:
+class Alternative(Option):
     """Variant of a run.
 
     Attributes:
-        change: Overrides that produce it.
-        measured: Memory and time; None if it is impossible.
         speed: Speed relative to the original run, if known.
         memory: Allocated memory relative to the original run.
         why: Reasons for the difference in speed, or why it is impossible.
     """
 
     label: str
-    change: tuple[str, ...]
-    measured: Measured | None
     speed: Interval | None = None
     memory: float | None = None
     why: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        pace = self.measured.pace if self.measured else None
         return {
             "label": self.label,
             "change": list(self.change),
             "possible": self.measured is not None,
-            "allocated": self.measured.footprint.allocated if self.measured else None,
-            "step_seconds": pace.seconds if pace else None,
+            "allocated": self.allocated,
+            "step_seconds": self.pace.seconds if self.pace else None,
             "speed": list(self.speed) if self.speed else None,
             "memory": self.memory,
             "why": list(self.why),
@@ -69,19 +63,19 @@ def table_of(alternatives: Sequence[Alternative]) -> Table:
     for column in ("beside", "memory", "speed", "range", "how"):
         table.add_column(column, justify="right" if column in ("memory", "speed") else "left")
     for other in alternatives:
-        if other.measured is None:
+        if other.allocated is None:
             table.add_row(other.label, "-", "-", "", other.why[0], style="dim")
             continue
-        memory = size(other.measured.footprint.allocated, MEMORY)
-        speed, within = "1x" if other.measured.pace else "?", ""
+        speed, within = "1x" if other.pace else "?", ""
         if other.speed:
             speed = f"{other.speed.value:.2f}x"
             within = f"{other.speed.low:.2f} to {other.speed.high:.2f}"
+        memory = size(other.allocated, MEMORY)
         table.add_row(other.label, memory, speed, within, " ".join(other.change))
     return table
 
 
-def twin_of(measured: Measured, place: Place) -> Alternative | None:
+def twin_of(measured: Measured) -> Alternative | None:
     """Measure an FP8 run in BF16 and a BF16 run in FP8; None for other compute types.
 
     If FP8 compiles its layers, so does the BF16 twin: the gain from compiling is not FP8's.
@@ -99,34 +93,32 @@ def twin_of(measured: Measured, place: Place) -> Alternative | None:
         case _:
             return None
     typed = ("precision.compute=" + precision["compute"], *typed)
-    return _alternative(label, typed, {"precision": precision}, measured, place)
+    return _alternative(measured, label, *typed, precision=precision)
 
 
-def alternatives_of(measured: Measured, place: Place) -> Iterator[Alternative]:
+def alternatives_of(measured: Measured) -> Iterator[Alternative]:
     """Measure other backends, scalings, storages and optimizers."""
     config = measured.config
     fp8, bf16, nf4 = "precision.compute=fp8", "precision.compute=bf16", "model.storage=nf4"
-
-    def way(label: str, *typed: str, **sections: dict[str, Any]) -> Alternative:
-        return _alternative(label, typed, sections, measured, place)
-
-    yield way("BF16", bf16, precision=_bf16(config))
+    yield _alternative(measured, "BF16", bf16, precision=_bf16(config))
     for scaling in ("tensorwise", "rowwise"):
         typed = (fp8, "precision.backend=torchao", f"precision.scaling={scaling}")
         precision = _fp8(config, scaling, backend="torchao", frozen="bf16")
-        yield way(f"FP8 torchao {scaling}", *typed, precision=precision)
+        yield _alternative(measured, f"FP8 torchao {scaling}", *typed, precision=precision)
     typed = (fp8, "precision.backend=te", "precision.scaling=delayed")
     precision = _fp8(config, "delayed", backend="te")
-    yield way("FP8 Transformer Engine delayed", *typed, precision=precision)
+    yield _alternative(measured, "FP8 Transformer Engine delayed", *typed, precision=precision)
     if config.lora is None:
-        small = {"optim": "adamw_8bit"}
-        yield way("this, 8-bit optimizer", "train.optim=adamw_8bit", train=small)
-        lora = {"r": 16, "alpha": 32}
-        yield way("this, LoRA r=16", "lora.r=16", "lora.alpha=32", lora=lora)
+        small, lora = {"optim": "adamw_8bit"}, {"r": 16, "alpha": 32}
+        typed = ("train.optim=adamw_8bit",)
+        yield _alternative(measured, "this, 8-bit optimizer", *typed, train=small)
+        yield _alternative(measured, "this, LoRA r=16", "lora.r=16", "lora.alpha=32", lora=lora)
     else:
         frozen = _fp8(config, "rowwise", frozen="fp8")
-        yield way("FP8 frozen base", fp8, "precision.frozen=fp8", precision=frozen)
-        yield way("QLoRA", bf16, nf4, precision=_bf16(config), model={"storage": "nf4"})
+        typed = (fp8, "precision.frozen=fp8")
+        yield _alternative(measured, "FP8 frozen base", *typed, precision=frozen)
+        model = {"storage": "nf4"}
+        yield _alternative(measured, "QLoRA", bf16, nf4, precision=_bf16(config), model=model)
 
 
 def _bf16(config: RunConfig) -> dict[str, Any]:
@@ -146,33 +138,28 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def _alternative(
-    label: str,
-    typed: tuple[str, ...],
-    sections: dict[str, dict[str, Any]],
-    asked: Measured,
-    place: Place,
+    asked: Measured, label: str, *typed: str, **sections: dict[str, Any]
 ) -> Alternative:
     try:
-        other = measure_fast(changed(asked.config, **sections), place)
+        other = measure_fast(changed(asked.config, **sections), asked.place)
     except FinetuneError as error:
-        return Alternative(label, typed, None, why=(error.why or error.what,))
+        return Alternative(typed, None, label, why=(error.why or error.what,))
     memory = other.footprint.allocated / asked.footprint.allocated
     if other.pace is None or asked.pace is None:
-        return Alternative(label, typed, other, memory=memory)
+        return Alternative(typed, other, label, memory=memory)
     ratio = asked.pace.seconds / other.pace.seconds
     # `scatter_ratio` comes from published pairs that differ in precision only.
     scatter = shared().scatter_ratio if set(sections) == {"precision"} else shared().scatter_time
     speed = spread(ratio, scatter) if not math.isclose(ratio, 1) else None
-    fp8_first = asked.config.precision.compute == "fp8"
-    if (other.config.precision.compute == "fp8") == fp8_first:
-        return Alternative(label, typed, other, speed, memory)
-    why = explain(*((asked.pace, other.pace) if fp8_first else (other.pace, asked.pace)))
-    if asked.compiled != other.compiled:
-        why += (
-            "layers are compiled in FP8 only, whose casts need it; precision.compile=on would give "
-            "BF16 its fused pointwise kernels too",
-        )
-    return Alternative(label, typed, other, speed, memory, why)
+    fp8_first, why = asked.config.precision.compute == "fp8", ()
+    if (other.config.precision.compute == "fp8") != fp8_first:
+        why = explain(*((asked.pace, other.pace) if fp8_first else (other.pace, asked.pace)))
+        if asked.compiled != other.compiled:
+            why += (
+                "layers are compiled in FP8 only, whose casts need it; precision.compile=on would "
+                "give BF16 its fused pointwise kernels too",
+            )
+    return Alternative(typed, other, label, speed, memory, why)
 
 
 def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:

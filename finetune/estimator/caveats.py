@@ -8,12 +8,11 @@ from finetune.config.optimizers import chosen
 from finetune.config.sft import fsdp_settings
 from finetune.estimator.knobs import attends_by_mask
 from finetune.estimator.measure import Measured
-from finetune.estimator.place import Place
 
 
-def caveats(measured: Measured, place: Place) -> tuple[str, ...]:
+def caveats(measured: Measured) -> tuple[str, ...]:
     """Caveats that apply to one configuration at one place."""
-    config, train = measured.config, measured.config.train
+    config, train, place = measured.config, measured.config.train, measured.place
     on_gpu, notes = place.device.kind == "cuda", []
     pace = measured.pace
     masked = on_gpu and attends_by_mask(config, place.device)
@@ -44,6 +43,11 @@ def caveats(measured: Measured, place: Place) -> tuple[str, ...]:
             "states of a paged optimizer are not counted: they lie on the GPU while it has room, "
             "so that nvidia-smi shows more, and on the host when it is full, which takes time"
         )
+    if on_gpu and chosen(train).library == "torchao":
+        notes.append(
+            "torchao compiles its optimizer: temporaries of the compiled update are not rehearsed; "
+            "the optimizer's phase may hold more"
+        )
     if train.get("use_liger_kernel"):
         notes.append("Liger's kernels are not rehearsed: memory and time will be lower than this")
     if config.lora is not None and config.lora.dropout:
@@ -57,12 +61,12 @@ def caveats(measured: Measured, place: Place) -> tuple[str, ...]:
             "the longest row is taken to have train.max_length tokens: shorter ones take less "
             "memory and time, and lengths that change from batch to batch reserve more"
         )
-    return (*notes, *_of_several(measured, place))
+    return (*notes, *_of_several(measured))
 
 
-def _of_several(measured: Measured, place: Place) -> Iterator[str]:
+def _of_several(measured: Measured) -> Iterator[str]:
     """Caveats of training on several devices."""
-    train = measured.config.train
+    train, place = measured.config.train, measured.place
     if place.count == 1:
         if train.get("fsdp"):
             yield "train.fsdp shards nothing on one GPU: one process trains as without it"

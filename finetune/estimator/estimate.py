@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,10 +18,10 @@ from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
 from finetune.estimator.alternatives import Alternative, alternatives_of, table_of, twin_of
 from finetune.estimator.caveats import caveats
-from finetune.estimator.measure import Measured, check_sizes, measure_well
+from finetune.estimator.measure import Measured, changed, check_sizes, measure_well
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.place import Place, place_of
-from finetune.estimator.speed.timing import Pace, spread
+from finetune.estimator.speed.timing import Pace
 from finetune.hardware.gpus import Gpu
 from finetune.units import GIB, MEMORY, MIB, count, duration, percent, size
 
@@ -45,7 +45,7 @@ class Estimate(JupyterMixin):
 
     Attributes:
         name: Recipe or model name.
-        measured: Memory and time at `place`.
+        measured: Memory and time at a place.
         twin: The same run in BF16 or FP8, whichever it does not use.
         others: Alternatives, if requested.
         advised: Changes that make it fit or faster, if it does not fit or if requested.
@@ -55,7 +55,6 @@ class Estimate(JupyterMixin):
     """
 
     name: str
-    place: Place
     measured: Measured
     twin: Alternative | None = None
     others: tuple[Alternative, ...] = ()
@@ -65,14 +64,17 @@ class Estimate(JupyterMixin):
     price: float | None = None
 
     @property
+    def place(self) -> Place:
+        return self.measured.place
+
+    @property
     def fit(self) -> Fit:
-        return self.measured.footprint.fit(self.place.memory_bytes)
+        return self.measured.fit
 
     @property
     def tokens_per_s(self) -> float | None:
         """Throughput of all devices."""
-        pace = self.measured.pace
-        return None if pace is None else pace.tokens_per_s * self.place.count
+        return self.measured.tokens_per_s
 
     @property
     def run_seconds(self) -> float | None:
@@ -91,14 +93,13 @@ class Estimate(JupyterMixin):
         return json.dumps(self.facts(), indent=1)
 
     def facts(self) -> dict[str, Any]:
-        place = self.place
         return {
             "recipe": self.name,
-            "device": str(place),
-            "devices": place.count,
-            "memory_bytes": place.memory_bytes,
+            "device": str(self.place),
+            "devices": self.place.count,
+            "memory_bytes": self.place.memory_bytes,
             "fit": self.fit,
-            **facts_of(self.measured),
+            **_facts(self.measured),
             "run": {
                 "tokens": self.tokens,
                 "seconds": self.run_seconds,
@@ -131,9 +132,8 @@ class Estimate(JupyterMixin):
         if measured.pace is not None:
             yield Text()
             yield from self._time(measured.pace)
-        beside = [self.twin] if self.twin else []
-        typed = {way.change for way in beside}
-        beside += [way for way in self.others if way.change not in typed]
+        twin = [self.twin] if self.twin else []
+        beside = twin + [x for x in self.others if x.change not in {t.change for t in twin}]
         if beside:
             yield Text()
             yield table_of(beside)
@@ -181,7 +181,7 @@ class Estimate(JupyterMixin):
             yield Text(f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves {less}", "dim")
 
     def _time(self, pace: Pace) -> Iterator[Text]:
-        low, high = spread(pace.seconds, pace.scatter)[1:]
+        _, low, high = pace.interval
         speed = pace.tokens_per_s * self.place.count
         yield Text.assemble(
             "step ", (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}) of "
@@ -216,7 +216,7 @@ class Estimate(JupyterMixin):
             yield Text(f"  {reason}")
 
 
-def facts_of(measured: Measured) -> dict[str, Any]:
+def _facts(measured: Measured) -> dict[str, Any]:
     """Memory and time of one configuration as plain data, in bytes and seconds."""
     held, pace = measured.footprint, measured.pace
     return {
@@ -241,7 +241,7 @@ def facts_of(measured: Measured) -> dict[str, Any]:
         if pace is None
         else {
             "step_seconds": pace.seconds,
-            "step_seconds_range": list(spread(pace.seconds, pace.scatter)[1:]),
+            "step_seconds_range": list(pace.interval[1:]),
             "tokens_per_step_and_device": pace.tokens,
             "tokens_per_s_and_device": pace.tokens_per_s,
             "mfu": pace.mfu,
@@ -296,29 +296,24 @@ def estimate(
         if value is not None and value <= 0:
             raise ConfigError(f"{what} cannot be {value:g}", where=f"--{what} {value:g}")
     check_sizes(config)
-    measured = measure_well(config, place, length=length, whole=whole)
+    if length is not None:
+        config = changed(config, train={"max_length": length})
+    measured = measure_well(config, place, whole=whole)
     if price is None and place.gpu is not None:
         price = place.gpu.price_usd_per_hour
-    result = Estimate(
+    steps = int(config.train.get("max_steps", -1))
+    if tokens is None and steps > 0 and measured.pace is not None:
+        tokens = steps * measured.pace.tokens * place.count
+    return Estimate(
         name,
-        place,
         measured,
-        twin_of(measured, place) if twin else None,
-        tuple(alternatives_of(measured, place)) if alternatives else (),
-        notes=caveats(measured, place),
-        tokens=tokens or _tokens(measured, place),
-        price=price,
+        twin_of(measured) if twin else None,
+        tuple(alternatives_of(measured)) if alternatives else (),
+        advise(measured) if advice or (advice is None and measured.fit != "fits") else None,
+        caveats(measured),
+        tokens,
+        price,
     )
-    if advice or (advice is None and result.fit != "fits"):
-        return replace(result, advised=advise(measured, place))
-    return result
-
-
-def _tokens(measured: Measured, place: Place) -> int | None:
-    steps = int(measured.config.train.get("max_steps", -1))
-    if steps < 1 or measured.pace is None:
-        return None
-    return steps * measured.pace.tokens * place.count
 
 
 def _size(nbytes: float) -> str:

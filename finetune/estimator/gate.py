@@ -24,9 +24,8 @@ from finetune.estimator.closed_form.preview import preview
 from finetune.estimator.closed_form.static_memory import Parameters, StaticMemory, static_memory
 from finetune.estimator.knobs import changes
 from finetune.estimator.measure import Measured, changed, measure
-from finetune.estimator.place import Place
+from finetune.estimator.place import place_here
 from finetune.hardware.device import GIB, Device, available_gib
-from finetune.hardware.gpus import find_gpu
 from finetune.precision.layers import linear_shape
 from finetune.storage.sizes import fp8_bytes, stored_bytes
 from finetune.training.memory_meter import Batch
@@ -246,11 +245,6 @@ class _Question:
 def _rehearsed(question: _Question) -> Measured:
     """Measure, cached: the checks of one process often repeat a question."""
     run = question.run
-    place = here(run.device, run.processes)
+    place = place_here(run.device, run.processes)
     known = (run.resolution, run.plan)
     return measure(question.config, place, padded=question.padded, known=known)
-
-
-def here(device: Device, processes: int = 1) -> Place:
-    """This machine as a place to train."""
-    return Place(device, find_gpu(device), processes, here=True)

@@ -10,26 +10,23 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
+from transformers import PretrainedConfig
 
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, PlanError
 from finetune.estimator.memory import footprint as sizes
-from finetune.estimator.memory.footprint import Footprint
-from finetune.estimator.memory.sharded import device_footprint, shares_model
+from finetune.estimator.memory.footprint import Fit, Footprint
+from finetune.estimator.memory.sharding import device_footprint, shares_model
 from finetune.estimator.place import Place, resolve_there
 from finetune.estimator.speed import timing
 from finetune.estimator.speed.timing import Pace, compiles, pace_of_one
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.hardware.device import Resolution
+from finetune.precision.planner import PrecisionPlan
 from finetune.training.model import load_shape
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from finetune.precision.planner import PrecisionPlan
 
 FEW = (2, 3)
 """Layers of the smaller models."""
@@ -46,9 +43,11 @@ class Measured:
         footprint: memory of one device.
         pace: time of a step; None if the device's speed is unknown.
         parameters, trainable: element counts.
+        compiled: decoder layers are compiled.
     """
 
     config: RunConfig
+    place: Place
     resolution: Resolution
     footprint: Footprint
     pace: Pace | None
@@ -56,24 +55,51 @@ class Measured:
     trainable: int
     compiled: bool
 
+    @property
+    def fit(self) -> Fit:
+        return self.footprint.fit(self.place.memory_bytes)
 
-def depth(config: RunConfig) -> int:
-    """Number of decoder layers of a run's model."""
-    return int(load_shape(config.model).get_text_config(decoder=True).num_hidden_layers)
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Throughput of all devices."""
+        return None if self.pace is None else self.pace.tokens_per_s * self.place.count
 
 
-def measure_well(
-    config: RunConfig, place: Place, *, length: int | None = None, whole: bool = False
-) -> Measured:
+@dataclass(frozen=True)
+class Option:
+    """A run with changed settings or on other GPUs.
+
+    Attributes:
+        change: Command-line parts that produce it: environment variable, `--gpus N`, overrides.
+        measured: Memory and time; None if it cannot run.
+    """
+
+    change: tuple[str, ...]
+    measured: Measured | None
+
+    @property
+    def fit(self) -> Fit:
+        """Verdict on memory; an impossible run does not fit."""
+        return "does not fit" if self.measured is None else self.measured.fit
+
+    @property
+    def allocated(self) -> int | None:
+        return self.measured.footprint.allocated if self.measured else None
+
+    @property
+    def pace(self) -> Pace | None:
+        return self.measured.pace if self.measured else None
+
+
+# ------------------------------------------------------------------------------------ whole or fast
+
+
+def measure_well(config: RunConfig, place: Place, *, whole: bool = False) -> Measured:
     """Rehearse the first layers, or all layers if `whole` or if memory is nearly full.
-
-    `length` is the longest row in tokens, the maximum allowed by default.
 
     Raises:
         FinetuneError: any error that the run itself would raise.
     """
-    if length is not None:
-        config = changed(config, train={"max_length": length})
     if not whole:
         found = measure_fast(config, place)
         taken = found.footprint.allocated + found.footprint.outside
@@ -82,57 +108,53 @@ def measure_well(
     return measure(config, place)
 
 
-def check_sizes(config: RunConfig) -> None:
-    """Validate batch size and sequence length.
-
-    Raises:
-        ConfigError: a batch or length below one, or rows longer than the model accepts.
-    """
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"):
-        value = config.train.get(key)
-        if value is not None and int(value) < 1:
-            raise ConfigError(f"train.{key} is {value}", where=f"train.{key}", fix="1 or more")
-    if "max_length" in config.train and config.train["max_length"] is None:
-        raise ConfigError(
-            "rows have no greatest length, so their memory has no end",
-            where="train.max_length: null",
-            fix="train.max_length=2048, or what your longest row has",
-        )
-    shape = load_shape(config.model).get_text_config(decoder=True)
-    limit = getattr(shape, "max_position_embeddings", None)
-    length = config.train.get("max_length", 1024)
-    if limit is not None and length > limit:
-        raise ConfigError(
-            f"rows of {length} tokens are longer than {config.model.name} can take",
-            where=f"train.max_length={length}",
-            why=f"it has {limit} positions (max_position_embeddings)",
-            fix=f"train.max_length={limit} or less",
-        )
-
-
 def measure(
     config: RunConfig,
     place: Place,
     *,
-    length: int | None = None,
     padded: bool | None = None,
     known: tuple[Resolution, PrecisionPlan] | None = None,
 ) -> Measured:
     """Rehearse a whole model.
 
     Args:
-        length: longest row in tokens, the maximum allowed by default.
         padded: rows differ in length; default: unless packed.
         known: the run's resolution and plan, if already made.
 
     Raises:
         FinetuneError: any error that the run itself would raise.
     """
-    if length is not None:
-        config = changed(config, train={"max_length": length})
     resolution, plan = known or (resolve_there(config.precision, place), None)
-    rehearsal = _rehearsal(config, place, resolution, padded=padded, plan=plan)
+    sharded = shares_model(config, place)
+    rehearsal = rehearse(
+        config, place.device, resolution, padded=padded, sharded=sharded, plan=plan
+    )
     return _measured(config, place, resolution, rehearsal)
+
+
+def measure_fast(config: RunConfig, place: Place) -> Measured:
+    """Estimate the result of `measure` from the model's first layers, in about a second.
+
+    Raises:
+        FinetuneError: any error that the run itself would raise.
+    """
+    return rehearse_first_layers(config, place).at(place)
+
+
+def _measured(
+    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
+) -> Measured:
+    compiled = compiles(resolution.precision, place)
+    return Measured(
+        config,
+        place,
+        resolution,
+        device_footprint(rehearsal, config, place),
+        pace_of_one(rehearsal, config, place, compiled=compiled),
+        rehearsal.parameters,
+        rehearsal.trainable,
+        compiled,
+    )
 
 
 @dataclass(frozen=True)
@@ -141,34 +163,55 @@ class FirstLayers:
 
     Attributes:
         layers: layers of the whole model.
-        depths: layers of each rehearsal.
-        rehearsals: one of all layers, or two of fewer.
+        rehearsals: one of all layers, or two of `FEW`.
     """
 
     config: RunConfig
     resolution: Resolution
     layers: int
-    depths: tuple[int, ...]
     rehearsals: tuple[Rehearsal, ...]
 
     def at(self, place: Place) -> Measured:
         """Memory and time of all layers at a place with the same kind of GPU."""
-        seen = [_measured(self.config, place, self.resolution, r) for r in self.rehearsals]
-        if len(seen) == 1:
-            return seen[0]
-        few, more = seen
+        few, *rest = (_measured(self.config, place, self.resolution, r) for r in self.rehearsals)
+        if not rest:
+            return few
+        (more,) = rest
         times = (self.layers - FEW[0]) / (FEW[1] - FEW[0])
+        pace = None
+        if few.pace is not None and more.pace is not None:
+            pace = timing.extrapolated(few.pace, more.pace, times)
         return Measured(
             self.config,
+            place,
             self.resolution,
-            sizes.extrapolated(few.footprint, more.footprint, FEW, self.layers),
-            None
-            if few.pace is None or more.pace is None
-            else timing.extrapolated(few.pace, more.pace, FEW, self.layers),
+            sizes.extrapolated(few.footprint, more.footprint, times),
+            pace,
             round(few.parameters + times * (more.parameters - few.parameters)),
             round(few.trainable + times * (more.trainable - few.trainable)),
             more.compiled,
         )
+
+
+def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
+    """Rehearse models of two and three layers; the whole model if it is shallower or layers differ.
+
+    Raises:
+        FinetuneError: any error that the run itself would raise.
+    """
+    shape = load_shape(config.model)
+    layers = int(shape.get_text_config(decoder=True).num_hidden_layers)
+    resolution, sharded = resolve_there(config.precision, place), shares_model(config, place)
+    if layers > FEW[1] and are_alike(shape) and are_treated_alike(config):
+        # A rule for a late layer (keep, map, last_n) is rejected in a model without that layer.
+        with contextlib.suppress(PlanError):
+            seen = tuple(
+                rehearse(config, place.device, resolution, layers=n, sharded=sharded) for n in FEW
+            )
+            if seen[0].parameters < seen[1].parameters:  # else layers share their weights
+                return FirstLayers(config, resolution, layers, seen)
+    whole = rehearse(config, place.device, resolution, sharded=sharded)
+    return FirstLayers(config, resolution, layers, (whole,))
 
 
 def are_alike(shape: PretrainedConfig) -> bool:
@@ -196,78 +239,47 @@ def are_treated_alike(config: RunConfig) -> bool:
     Patterns that name layers by number, such as `layers.[0-3]`, match others in a shallower model.
     """
     lora, precision = config.lora, config.precision
-    patterns = [*precision.keep, *precision.map]
-    words: list[str] = []
+    patterns, names = [*precision.keep, *precision.map], []
     if lora is not None:
         targets = lora.target_modules
-        patterns += [targets] if isinstance(targets, str) else []
-        words += [*lora.modules_to_save, *(() if isinstance(targets, str) else targets)]
-    named = any(re.search(r"[0-9]|\\d", pattern) for pattern in patterns)
-    numbered = any(part.isdigit() for word in words for part in word.split("."))
-    return not (named or numbered or precision.first_n + precision.last_n > FEW[0])
+        (patterns if isinstance(targets, str) else names).extend(
+            [targets] if isinstance(targets, str) else targets
+        )
+        names += lora.modules_to_save
+    matched = any(re.search(r"[0-9]|\\d", pattern) for pattern in patterns)
+    numbered = any(part.isdigit() for name in names for part in name.split("."))
+    return not (matched or numbered or precision.first_n + precision.last_n > FEW[0])
 
 
-def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
-    """Rehearse models of two and three layers; the whole model if it is shallower or layers differ.
-
-    Raises:
-        FinetuneError: any error that the run itself would raise.
-    """
-    layers = depth(config)
-    resolution = resolve_there(config.precision, place)
-    alike = are_alike(load_shape(config.model)) and are_treated_alike(config)
-    if layers > FEW[1] and alike:
-        # A rule for a late layer (keep, map, last_n) is rejected in a model without that layer.
-        with contextlib.suppress(PlanError):
-            seen = tuple(_rehearsal(config, place, resolution, layers=n) for n in FEW)
-            if seen[0].parameters < seen[1].parameters:  # else layers share their weights
-                return FirstLayers(config, resolution, layers, FEW, seen)
-    whole = _rehearsal(config, place, resolution)
-    return FirstLayers(config, resolution, layers, (layers,), (whole,))
+# ------------------------------------------------------------------------------------ configuration
 
 
-def measure_fast(config: RunConfig, place: Place) -> Measured:
-    """Estimate the result of `measure` from the model's first layers, in about a second.
+def check_sizes(config: RunConfig) -> None:
+    """Validate batch size and sequence length.
 
     Raises:
-        FinetuneError: any error that the run itself would raise.
+        ConfigError: a batch or length below one, or rows longer than the model accepts.
     """
-    return rehearse_first_layers(config, place).at(place)
-
-
-def _rehearsal(
-    config: RunConfig,
-    place: Place,
-    resolution: Resolution,
-    *,
-    layers: int | None = None,
-    padded: bool | None = None,
-    plan: PrecisionPlan | None = None,
-) -> Rehearsal:
-    return rehearse(
-        config,
-        place.device,
-        resolution,
-        layers=layers,
-        padded=padded,
-        sharded=shares_model(config, place),
-        plan=plan,
-    )
-
-
-def _measured(
-    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
-) -> Measured:
-    compiled = compiles(resolution.precision, place)
-    return Measured(
-        config,
-        resolution,
-        device_footprint(rehearsal, config, place),
-        pace_of_one(rehearsal, config, place, compiled=compiled),
-        rehearsal.parameters,
-        rehearsal.trainable,
-        compiled,
-    )
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"):
+        value = config.train.get(key)
+        if value is not None and int(value) < 1:
+            raise ConfigError(f"train.{key} is {value}", where=f"train.{key}", fix="1 or more")
+    length = config.train.get("max_length", 1024)
+    if length is None:
+        raise ConfigError(
+            "rows have no greatest length, so their memory has no end",
+            where="train.max_length: null",
+            fix="train.max_length=2048, or what your longest row has",
+        )
+    shape = load_shape(config.model).get_text_config(decoder=True)
+    limit = getattr(shape, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"rows of {length} tokens are longer than {config.model.name} can take",
+            where=f"train.max_length={length}",
+            why=f"it has {limit} positions (max_position_embeddings)",
+            fix=f"train.max_length={limit} or less",
+        )
 
 
 def changed(config: RunConfig, **sections: dict[str, Any] | None) -> RunConfig:
@@ -281,11 +293,9 @@ def changed(config: RunConfig, **sections: dict[str, Any] | None) -> RunConfig:
     """
     data = config.model_dump()
     for name, values in sections.items():
-        if values is None:
-            data[name] = None
-            continue
-        section = {**(data[name] or {}), **values}
-        data[name] = {k: v for k, v in section.items() if v is not None or k not in values}
+        section = {**(data[name] or {}), **(values or {})}
+        kept = {k: v for k, v in section.items() if v is not None or k not in (values or {})}
+        data[name] = None if values is None else kept
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:

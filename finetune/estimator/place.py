@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
@@ -45,6 +44,15 @@ class Place:
         name = self.gpu.name if self.gpu else self.device.name
         return f"{f'{self.count} x ' if self.count > 1 else ''}{name}"
 
+    def with_gpus(self, count: int) -> Place:
+        """The same place with another number of GPUs."""
+        return replace(self, device=replace(self.device, count=count), count=count)
+
+
+def place_here(device: Device, processes: int = 1) -> Place:
+    """This machine, whose devices are like `device`."""
+    return Place(device, find_gpu(device), processes, here=True)
+
 
 def place_of(
     gpu: str | Gpu | None = None, *, memory_gib: float | None = None, gpus: int = 1
@@ -67,8 +75,7 @@ def place_of(
             fix="GiB of one GPU, such as 24",
         )
     if gpu is None and memory_gib is None:
-        device = this_device()
-        return Place(device, find_gpu(device), gpus, here=True)
+        return place_here(this_device(), gpus)
     if gpu is None:
         assert memory_gib is not None
         name = f"a GPU of {memory_gib:g} GiB"
@@ -103,7 +110,8 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
 
 def _engine_serves(precision: PrecisionConfig, device: Device) -> bool:
     """True if Transformer Engine, once installed, would run this precision there."""
-    has: Any = engine_verdict("te", precision) and device.has_fp8
+    if not (engine_verdict("te", precision) and device.has_fp8):
+        return False
+    verdict = backend_verdict("te", precision, device)
     enough = (device.capability or (0, 0)) >= least_capability(precision)
-    refused = "not installed" not in (verdict := backend_verdict("te", precision, device)).reason
-    return bool(has and enough and (verdict or not refused))
+    return enough and bool(verdict or "not installed" in verdict.reason)

@@ -38,6 +38,7 @@ from finetune.estimator.knobs import SHARDED, rows_of, setting
 from finetune.estimator.measure import (
     FirstLayers,
     Measured,
+    Option,
     check_sizes,
     measure_fast,
     rehearse_first_layers,
@@ -63,44 +64,34 @@ _VERDICTS: tuple[Fit, ...] = ("fits", "tight", "does not fit")
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Option):
     """The largest `value` of a setting that fits, 0 if none does.
 
     Attributes:
         next: Next larger value, which does not fit; None at the upper limit of the search.
-        measured: Run with `value`; None if nothing fits.
         points: Number of values measured.
-        others: Further overrides that the search fixed.
     """
 
     setting: str
     value: int
     next: int | None
-    measured: Measured | None
     points: int
-    others: tuple[str, ...] = ()
-
-    @property
-    def change(self) -> tuple[str, ...]:
-        return (f"{self.setting}={self.value}", *self.others)
 
     def facts(self) -> dict[str, Any]:
-        pace = self.measured.pace if self.measured else None
         return {
             "setting": self.setting,
             "largest": self.value,
             "too_large": self.next,
             "change": list(self.change) if self.value else None,
-            "allocated_bytes": self.measured.footprint.allocated if self.measured else None,
-            "tokens_per_s_and_device": pace.tokens_per_s if pace else None,
+            "allocated_bytes": self.allocated,
+            "tokens_per_s_and_device": self.pace.tokens_per_s if self.pace else None,
             "points": self.points,
         }
 
     def __rich__(self) -> RenderableType:
         if self.measured is None:
             return Text(f"{self.setting}: not even the smallest fits", "bold red")
-        pace = self.measured.pace
-        speed = f", {count(pace.tokens_per_s)} tokens/s" if pace else ""
+        speed = f", {count(self.pace.tokens_per_s)} tokens/s" if self.pace else ""
         end = f"{self.next} does not fit" if self.next else "nothing larger was looked at"
         shown = f"{self.measured.footprint.shown / GIB:.1f} GiB"
         return Text.assemble((" ".join(self.change), "bold green"), f" ({shown}{speed}; {end})")
@@ -154,24 +145,29 @@ def largest_length(config: RunConfig, place: Place, rows: int | None = None) -> 
     most = min(most, getattr(shape, "max_position_embeddings", None) or most)
     step = LENGTHS if most >= 16 * LENGTHS else 16
     found = _largest("train.max_length", config, place, asked, min(step, most), max(asked, most))
-    return replace(found, others=others)
+    return replace(found, change=(*found.change, *others))
 
 
 def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, most: int) -> Found:
     """Search the multiples of `step` up to `most`, starting at the configured value."""
-    found = search(
+    value, too_large, seen = search(
         lambda n: measure_fast(with_overrides(config, (f"{name}={n * step}",)), place),
         place.memory_bytes,
         start=max(1, asked // step),
         most=max(1, most // step),
     )
-    return replace(
-        found, setting=name, value=found.value * step, next=found.next and found.next * step
-    )
+    change, following = (f"{name}={value * step}",), too_large and too_large * step
+    return Found(change, seen.get(value), name, value * step, following, len(seen))
 
 
-def search(measure: Callable[[int], Measured], memory: int, *, start: int, most: int) -> Found:
-    """Find the largest n in 1..`most` that fits into `memory` bytes (example: module docstring)."""
+def search(
+    measure: Callable[[int], Measured], memory: int, *, start: int, most: int
+) -> tuple[int, int | None, dict[int, Measured]]:
+    """Find the largest n in 1..`most` that fits into `memory` bytes (example: module docstring).
+
+    Returns:
+        n, 0 if none fits; n + 1, None if that is above `most`; all that was measured.
+    """
     seen: dict[int, Measured] = {}
     low, high, n, stuck = 0, most + 1, min(start, most), 0
     while True:
@@ -181,13 +177,12 @@ def search(measure: Callable[[int], Measured], memory: int, *, start: int, most:
         else:
             high = n
         if high - low <= 1:
-            break
+            return low, high if high <= most else None, seen
         n = _guess({n: found.footprint for n, found in seen.items()}, memory, low, high)
         if n <= low or n >= high:  # guess outside (low, high): gallop from that end
             n = low + 2**stuck if n <= low else high - 2**stuck
             stuck += 1
         n = min(max(n, low + 1), high - 1)
-    return Found("", low, high if high <= most else None, seen.get(low), len(seen))
 
 
 def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
@@ -220,26 +215,16 @@ def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A run on one kind of GPU, with the overrides it needs; `measured` is None if impossible."""
+class Choice(Option):
+    """A run at one place, with the overrides it needs; `why` says why it is impossible."""
 
     place: Place
-    measured: Measured | None
-    change: tuple[str, ...] = ()
     why: str = ""
-
-    @property
-    def fit(self) -> Fit:
-        """Verdict on memory; an impossible run does not fit."""
-        if self.measured is None:
-            return "does not fit"
-        return self.measured.footprint.fit(self.place.memory_bytes)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Throughput of all GPUs."""
-        pace = self.measured.pace if self.measured else None
-        return None if pace is None else pace.tokens_per_s * self.place.count
+        return self.measured.tokens_per_s if self.measured else None
 
     @property
     def usd_per_million(self) -> float | None:
@@ -256,7 +241,7 @@ class Choice:
             "memory_bytes": self.place.memory_bytes,
             "fit": self.fit,
             "change": list(self.change),
-            "allocated_bytes": self.measured.footprint.allocated if self.measured else None,
+            "allocated_bytes": self.allocated,
             "shown_bytes": self.measured.footprint.shown if self.measured else None,
             "tokens_per_s": self.tokens_per_s,
             "usd_per_million_tokens": self.usd_per_million,
@@ -315,9 +300,9 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
     for gpu in gpus_with_own() if gpus is None else gpus:
         place = place_of(gpu)
         try:
-            found.append(Choice(place, _on(place, config, seen)))
+            found.append(Choice((), _on(place, config, seen), place))
         except FinetuneError as error:
-            found.append(Choice(place, None, why=error.what))
+            found.append(Choice((), None, place, error.what))
     found.sort(key=_rank)
     priced = any(choice.usd_per_million is not None for choice in found)
     order = "the cheapest first" if priced else "those that fit, the fastest first; no prices known"
@@ -326,8 +311,7 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
 
 def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Measured:
     """Measure on one GPU; GPUs of equal capability and executed precision share a rehearsal."""
-    resolution = resolve_there(config.precision, place)
-    device = place.device
+    resolution, device = resolve_there(config.precision, place), place.device
     key = (device.capability, device.is_rocm, resolution.precision.model_dump_json())
     if key not in seen:
         seen[key] = rehearse_first_layers(config, place)
@@ -362,22 +346,16 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     while place.count <= MOST_GPUS and not (tried and tried[-1].fit == "fits"):
         try:
             if place.count == 2:  # from here on weights are gathered: one rehearsal for any count
-                layers = _sharded(config, place, change)
-            tried.append(Choice(place, layers.at(place), typed))
+                shared = with_overrides(config, change) if change else config
+                check_storage(shared, sketch(shared, layers=1))
+                layers = rehearse_first_layers(shared, place)
+            tried.append(Choice(typed, layers.at(place), place))
         except FinetuneError as error:
-            tried.append(Choice(place, None, typed, error.why or error.what))
+            tried.append(Choice(typed, None, place, error.why or error.what))
             break
-        place = place_of(gpu, gpus=2 * place.count)
+        place = place.with_gpus(2 * place.count)
         typed = (f"--gpus {place.count}", *change)
-    tried.reverse()
-    tried.sort(key=lambda choice: choice.fit != "fits")
+    tried.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
     fits = tried[0].fit == "fits"
     order = "the smallest number that fits" if fits else "none of these numbers fits"
     return Choices(tuple(tried), order)
-
-
-def _sharded(config: RunConfig, place: Place, change: tuple[str, ...]) -> FirstLayers:
-    """Rehearse one of several GPUs; the result does not depend on their number."""
-    shared = with_overrides(config, change) if change else config
-    check_storage(shared, sketch(shared, layers=1))
-    return rehearse_first_layers(shared, place)

@@ -19,7 +19,7 @@ from finetune.analysis.diagnose.observer import WINDOW
 from finetune.analysis.diagnose.timeline import Slice, Timeline, _alone, read_profile
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.estimator.closed_form.flops import EAGER_CAST_BYTES, FUSED_CAST_BYTES
+from finetune.estimator.closed_form.preview import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from finetune.estimator.speed.efficiency import efficiency_of
 from finetune.estimator.speed.step_parts import PROFILED_PARTS
 from finetune.hardware.gpus import named_gpu

@@ -93,7 +93,7 @@ def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
 
 def advised(config: RunConfig, place: Place) -> tuple[Measured, Advised]:
     measured = measured_once(config, place)
-    return measured, advise(measured, place)
+    return measured, advise(measured)
 
 
 # ---------------------------------------------------------------------------------- what is offered
@@ -271,7 +271,7 @@ def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
 
     monkeypatch.setattr(FirstLayers, "at", shared)
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=2.2)
-    found = advise(measured_once(config, place), place)
+    found = advise(measured_once(config, place))
     many = [one for one in found.each if one.rank == "devices"]
     assert found.each[-len(many) :] == tuple(many)
     assert {one.change[0] for one in many} == {"--gpus 2", "--gpus 4", "--gpus 8"}
@@ -304,11 +304,11 @@ def test_advice_in_words_and_as_data(run):
 
 
 def test_a_set_that_fits_is_shown_with_what_it_costs():
-    one = Advice(("train.optim=adamw_8bit",), 3 * 2**30, 0.02, "fits", "why", "otherwise")
+    one = Advice(("train.optim=adamw_8bit",), None, 3 * 2**30, 0.02, "why", "otherwise")
     assert "fits with train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, trains otherwise)" in (
         _shown(Advised("tight", (), one))
     )
-    both = Advice(("a=1", "b=2"), 5 * 2**30, None, "fits", "both")
+    both = Advice(("a=1", "b=2"), None, 5 * 2**30, None, "both")
     assert "fits with a=1 b=2 (frees 5.0 GiB)" in _shown(Advised("tight", (one,), both))
 
 

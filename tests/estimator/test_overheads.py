@@ -8,18 +8,16 @@ import sys
 import pytest
 import torch
 
-from finetune.estimator.memory.attention_buffers import (
-    attention_backward_extra,
-    attention_forward_extra,
-    sdpa_kernel,
-)
 from finetune.estimator.memory.overheads import (
     MIB,
+    attention_backward_extra,
+    attention_forward_extra,
     context_bytes,
     cublas_workspace,
     installed_torch,
     library_workspaces,
     nccl_bytes,
+    sdpa_kernel,
 )
 
 # Llama 3 8B, 2 rows of 4096.
@@ -126,7 +124,7 @@ def test_cublas_workspaces():
 def test_installed_version_without_torch():
     assert installed_torch() == tuple(int(n) for n in torch.__version__.split("+")[0].split("."))
     code = "import sys, finetune.estimator.memory.overheads as h; h.library_workspaces((9, 0)); "
-    code += "import finetune.estimator.memory.attention_buffers; assert 'torch' not in sys.modules"
+    code += "import finetune.estimator.memory.overheads; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -31,8 +31,9 @@ from finetune.analysis.benchmark.grid import WARM_UP, Job
 from finetune.config.schema import BUILTIN, ModelConfig
 from finetune.config.sft import sft_config
 from finetune.errors import ConfigError, FinetuneError, MemoryShortError
-from finetune.estimator.gate import MemoryForecast, here
+from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.measure import check_sizes, measure_well
+from finetune.estimator.place import place_here
 from finetune.hardware.device import GIB, Device, available_gib, this_device, version
 from finetune.hardware.gpus import find_gpu
 from finetune.logging import quiet_libraries
@@ -92,7 +93,7 @@ def _is_out_of_memory(error: BaseException, text: str) -> bool:
 def forecast(job: Job, device: Device) -> dict[str, Any]:
     """Predict memory (GiB) and time (seconds) of a point, or give the reason why not."""
     try:
-        found = measure_well(job.config, here(device))
+        found = measure_well(job.config, place_here(device))
     except FinetuneError as error:
         return {"why": f"not predicted: {error.what}"}
     memory, pace = found.footprint, found.pace

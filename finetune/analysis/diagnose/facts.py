@@ -30,16 +30,16 @@ from finetune.analysis.diagnose.groups import LayerGroup
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.alternatives import twin_of
-from finetune.estimator.closed_form.flops import EAGER_CAST_BYTES, FUSED_CAST_BYTES
+from finetune.estimator.closed_form.preview import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from finetune.estimator.measure import changed, measure_fast
-from finetune.estimator.place import Place
+from finetune.estimator.place import place_here
 from finetune.estimator.speed.calibration import load_calibration
 from finetune.estimator.speed.efficiency import efficiency_of
 from finetune.estimator.speed.roofline import half_peak
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
 from finetune.hardware.device import Device
-from finetune.hardware.gpus import Gpu, find_gpu
+from finetune.hardware.gpus import Gpu
 
 
 class Payoff(NamedTuple):
@@ -99,7 +99,7 @@ def predict(
     config: RunConfig, device: Device, processes: int, length: int
 ) -> tuple[Prediction | None, str]:
     """Predict the step, or return None and the reason; `length` is in tokens per row."""
-    place = Place(device, find_gpu(device), processes, here=True)
+    place = place_here(device, processes)
     if place.gpu is None and load_calibration(device.name) is None:
         return None, (
             f"nothing is predicted for {device.name}: its speed is not known "
@@ -109,7 +109,7 @@ def predict(
         packed = bool(config.train.get("packing"))
         config = config if packed else changed(config, train={"max_length": length})
         measured = measure_fast(config, place)
-        beside = twin_of(measured, place)
+        beside = twin_of(measured)
     except FinetuneError as error:
         return None, f"nothing is predicted: {error.why or error.what}"
     pace = measured.pace

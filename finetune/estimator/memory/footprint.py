@@ -149,15 +149,13 @@ def footprint(trace: Trace, device: Device) -> Footprint:
     )
 
 
-def extrapolated(few: Footprint, more: Footprint, layers: tuple[int, int], to: int) -> Footprint:
-    """Footprint of `to` layers by linear extrapolation of every kind from two smaller models.
+def extrapolated(few: Footprint, more: Footprint, times: float) -> Footprint:
+    """Extrapolate linearly, kind by kind, by `times` the difference of two smaller models.
 
     With 3 GiB of weights at 2 layers and 3.5 at 3, a model of 32 layers has 3 + 30 x 0.5 = 18 GiB.
     Two guesses: fragments grow as the square root of allocated memory, and in expandable segments
     they do not grow.
     """
-    first, second = layers
-    times = (to - first) / (second - first)
     phases = {
         phase: {
             kind: round(few.phases[phase][kind] + times * (size - few.phases[phase][kind]))

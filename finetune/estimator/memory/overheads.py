@@ -1,32 +1,61 @@
-"""GPU memory that no tensor shows: the context, library workspaces, NCCL's buffers.
+"""GPU memory that no tensor shows: the context, library workspaces, attention's buffers, NCCL's.
 
 * *Inside the caching allocator*, so in allocated and reserved: cuBLAS gets a workspace per handle,
   and each thread has a handle. Forward runs in one thread and backward (with recomputation) in
   autograd's, so there are two. They are never freed.
 * *Outside*, so only in `nvidia-smi`: the CUDA context with the code of the kernels used so far, and
   NCCL's buffers for each communicator.
+* *Inside attention kernels.* Flash attention saves no scores, so its backward walks over blocks of
+  keys and adds to dq from many thread blocks at once. The sum is in a float32 buffer of the
+  queries' shape, with lengths and head sizes rounded up to the kernel's tiles: twice the bytes of
+  BF16 queries, alive during one kernel. With grouped queries (fewer heads of keys than of queries)
+  dk and dv are made for every query head and then summed. Every kernel also saves one float32 per
+  row of scores, the log-sum-exp.
 
 Triton kernels (Liger, compiled graphs) allocate with `torch.empty`, which a trace records; their
-code counts to the context. For attention kernels see `finetune.estimator.memory.attention_buffers`.
+code counts to the context. `eager` attention consists of ordinary operators, which a trace shows.
+
+The kernel behind `scaled_dot_product_attention` depends on version, GPU and mask (`sdpa_kernel`):
+
+* `flash`: FlashAttention 2, of torch's SDPA and of the `flash-attn` package;
+* `flash3`: FlashAttention 3 (`flash_attn_3`, Hopper);
+* `efficient`: CUTLASS memory-efficient attention, which takes masks and float32;
+* `cudnn`: cuDNN, whose buffers come in one piece from the caching allocator.
 
 Sources: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.4, 2.9 and 2.13 and the pull requests
 168175 (one workspace for both libraries) and 175344 (32 MiB on Blackwell); outside the allocator,
-measurements named at each table, to about 150 MiB.
+measurements named at each table, to about 150 MiB. For attention, read at torch 2.4 to 2.13,
+flash-attn 2.8 and cudnn-frontend 1.12: `aten/src/ATen/native/transformers/cuda/` with
+`attention_backward.cu`, `flash_attn/flash_api.cpp`, `mem_eff_attention/kernel_backward.h` and
+`sdp_utils.cpp` (`check_prefer_cudnn_attention`); flash-attention's `csrc/flash_attn/flash_api.cpp`
+and `hopper/flash_api.cpp`; cudnn-frontend's `scaled_dot_product_flash_attention.h`
+(`CompositeSDPABackwardNode`).
+
+Limits: no dropout, no deterministic mode (a dq buffer per split), head sizes a multiple of 8. Tile
+sizes of `efficient` are those of sm_80 and later; the float32 output of its forward for heads above
+128 is left out. cudnn-frontend requests the float32 sums; that the plan also makes dk and dv for
+every query head is a conservative assumption.
 """
 
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Literal
+from typing import Literal, get_args
 
-MIB = 1 << 20
+from finetune.units import MIB
+
 Link = Literal["nvlink", "pcie"]
+Kernel = Literal["flash", "flash3", "efficient", "cudnn"]
+FLOAT32 = 4
 
 
 def installed_torch() -> tuple[int, int, int]:
     """Version of the installed torch, without importing it."""
     major, minor, patch = metadata.version("torch").split("+")[0].split(".")[:3]
     return int(major), int(minor), int("".join(filter(str.isdigit, patch)) or 0)
+
+
+# ------------------------------------------------------------------------ workspaces, context, NCCL
 
 
 def cublas_workspace(
@@ -95,6 +124,126 @@ def nccl_bytes(gpus: int, link: Link = "nvlink") -> int:
     norm or loss) through 24 channels over NVLink switches, 2 over PCIe: with the context 1.1 GB on
     H100, as NVIDIA/nccl#1685 reports. Point-to-point sends (pipelines, experts) take far more.
     """
-    if gpus < 2:
-        return 0
-    return 2 * NCCL_CHANNELS[link] * NCCL_CONNECTION
+    return 0 if gpus < 2 else 2 * NCCL_CHANNELS[link] * NCCL_CONNECTION
+
+
+# ---------------------------------------------------------------------------------------- attention
+
+# Tile of rows to which flash rounds lengths up (`flash_api.cpp`: `seqlen_q_rounded`), and
+# `efficient` those of its log-sum-exp (`kernel_forward.h`: `kAlignLSE`).
+FLASH_ROWS, EFFICIENT_ROWS = 128, 32
+
+
+def sdpa_kernel(
+    capability: tuple[int, int],
+    torch_version: tuple[int, ...],
+    *,
+    head_dim: int,
+    masked: bool,
+    itemsize: int = 2,
+) -> Kernel:
+    """Kernel that torch's `scaled_dot_product_attention` runs for training on a CUDA device.
+
+    cuDNN comes first on sm_90 in 2.5.0 (reverted in 2.5.1), and on sm_90 and sm_100 in 2.9 and from
+    2.11 on, whose wheels bring the required cuDNN (above 9.15); 2.10 has the code with an older
+    cuDNN. With an older cuDNN, or TORCH_CUDNN_SDPA_DEPRIORITIZED=1, flash runs. Flash takes no
+    mask, and has no backward for heads above 192 on sm_86 and sm_89.
+
+    Args:
+        torch_version: (major, minor[, patch]).
+        masked: an explicit mask is passed (`is_causal` alone is none).
+        itemsize: bytes per element of the queries; 4 rules flash and cuDNN out.
+    """
+    half = itemsize == 2
+    cudnn_limit = 256 if capability == (9, 0) else 128
+    if half and head_dim <= cudnn_limit and _prefers_cudnn(capability, torch_version):
+        return "cudnn"
+    flash_limit = 192 if capability in ((8, 6), (8, 9)) else 256
+    if half and capability >= (8, 0) and not masked and head_dim <= flash_limit:
+        return "flash"
+    return "efficient"
+
+
+def _prefers_cudnn(capability: tuple[int, int], torch_version: tuple[int, ...]) -> bool:
+    version = (*torch_version, 0)[:3]
+    if capability not in ((9, 0), (10, 0), (10, 3)):
+        return False
+    if version == (2, 5, 0):
+        return capability[0] == 9
+    if capability == (10, 3) and version < (2, 11, 0):
+        return False
+    return (2, 9, 0) <= version < (2, 10, 0) or version >= (2, 11, 0)
+
+
+def attention_forward_extra(kernel: Kernel, batch: int, heads: int, queries: int) -> int:
+    """Bytes of the log-sum-exp, [batch, heads, queries] float32, saved besides the output.
+
+    Raises:
+        ValueError: an unknown kernel.
+    """
+    _check(kernel)
+    rows = _round(queries, EFFICIENT_ROWS) if kernel == "efficient" else queries
+    return batch * heads * rows * FLOAT32
+
+
+def attention_backward_extra(
+    kernel: Kernel,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    itemsize: int = 2,
+) -> list[int]:
+    """Bytes of each temporary of backward, besides the gradients that it returns.
+
+    Shapes: q [batch, heads, queries, head_dim]; k, v [batch, kv_heads, keys, head_dim]. `itemsize`
+    is in bytes per element of q.
+
+    Raises:
+        ValueError: an unknown kernel, or heads that kv_heads does not divide.
+    """
+    _check(kernel)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads of queries cannot share {kv_heads} heads of keys")
+    grouped = heads != kv_heads
+    expanded = batch * keys * heads * head_dim * itemsize  # one of dk, dv for every query head
+    if kernel == "cudnn":
+        total = batch * heads * queries * (1 + head_dim) * FLOAT32
+        return [total + (2 * expanded if grouped else 0)]
+    if kernel == "efficient":
+        sums = batch * heads * queries * FLOAT32
+        return [sums, _efficient_workspace(batch, heads, queries, keys, head_dim)]
+    width = _round(head_dim, 32 if head_dim <= 128 else 64)  # flash's float32 head size
+    rows = batch * _round(queries, FLASH_ROWS)
+    # softmax's row sums [batch, heads, rows]; dq [batch, rows, heads, width]
+    parts = [heads * rows * FLOAT32, rows * heads * width * FLOAT32]
+    if kernel == "flash":
+        return [*parts, expanded, expanded] if grouped else parts
+    sums = batch * kv_heads * _round(keys, FLASH_ROWS) * width * FLOAT32
+    parts.insert(0, parts[0])  # flash3 has the log-sum-exp in base 2 as well
+    return [*parts, sums, sums] if grouped else parts
+
+
+def _efficient_workspace(batch: int, heads: int, queries: int, keys: int, head_dim: int) -> int:
+    """`Params::workspace_size()` of the CUTLASS kernel: float32 tiles of dq, each with a lock.
+
+    Heads above 128 do not fit registers, so tiles of dk and dv are in memory as well.
+    """
+    rows = columns = 64 if head_dim <= 64 or head_dim > 128 else 128
+    tiles = -(-queries // rows) * -(-head_dim // columns)
+    nbytes = tiles * (16 + rows * columns * FLOAT32)
+    if head_dim > 128:
+        splits = min(-(-keys // columns), max(1, 200 // (batch * heads)))
+        nbytes += 2 * splits * columns * _round(head_dim, rows) * FLOAT32
+    return batch * heads * _round(nbytes, 16)
+
+
+def _check(kernel: str) -> None:
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"no attention kernel {kernel!r}: one of {', '.join(get_args(Kernel))}")
+
+
+def _round(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

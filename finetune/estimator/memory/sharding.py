@@ -1,11 +1,11 @@
-"""Memory of one GPU when several share a model by FSDP2, as Accelerate sets it up.
+"""Memory of one GPU when several train together: FSDP2 as Accelerate sets it up, or DDP.
 
-FSDP2 shards every parameter along its first dimension. A GPU stores 1/N of weights, gradients and
-optimizer states at all times, and the whole of a *group* of parameters (an embedding, a decoder
-layer, the head) while that group computes. What else is alive follows from the order of the
-allocations in `torch.distributed.fsdp._fully_shard` (the host runs ahead of the GPU, so kernel
-timing does not matter to the allocator). With G_i bytes of a group's weights, T_i of its gradients
-and R_i of these in the dtype of the reduction:
+*With `train.fsdp`* a GPU stores 1/N of weights, gradients and optimizer states at all times, and
+the whole of a *group* of parameters (`finetune.estimator.trace.fsdp_groups`) while that group
+computes. What else is alive follows from the order of the allocations in
+`torch.distributed.fsdp._fully_shard` (the host runs ahead of the GPU, so kernel timing does not
+matter to the allocator). With G_i bytes of a group's weights, T_i of its gradients and R_i of these
+in the dtype of the reduction:
 
 * forward enters i: it is gathered into one buffer, G_i, beside the buffer of the previous group,
   which is then freed; and copied out into tensors, G_i more. The buffer stays until the next
@@ -25,56 +25,49 @@ bytes of weights, G = T = R = 10. Besides the 12 there are
     backward leaves 2     30        1; gradients of 2, and their copy to be reduced
     in backward of 1      34        1 and 0; 10 being reduced; 4 of the shard of 2's gradients
 
-A group with `reshard_after_forward=False` stays from its forward to its backward. Accelerate 1.15
-makes one group of the input embedding, one per decoder layer, and one of the final norm and the
-head, which it does not reshard; tied embeddings belong to the head's group, so they are never freed
-and their gradient is reduced last. With `mixed_precision`, trainable parameters, their gradients
-and states are stored in float32, and gathered and reduced in the lower dtype; frozen ones stay as
-they are.
+A group with `reshard_after_forward=False` stays from its forward to its backward. With
+`mixed_precision`, trainable parameters, their gradients and states are stored in float32, and
+gathered and reduced in the lower dtype; frozen ones stay as they are.
 
-The rest (activations, logits, temporaries) comes from a single-GPU trace of the model with weights
-in the compute dtype, as `Moment`s.
+The rest (activations, logits, temporaries) comes moment by moment from a rehearsal of one GPU with
+weights in the gathered dtype. States that its optimizer made in that dtype count in float32.
+Buffers (FP8 scales, rotary frequencies) are not sharded.
+
+*Without it* (DDP) every GPU has everything, and its gradients a second time in communication
+buckets (`reducer.cpp`; `gradient_as_bucket_view` is off in Accelerate).
+
+Both add NCCL's buffers outside the allocator. Fragments are an estimate: those of activations as on
+one GPU, plus the excess of gathered weights' own peak over their size at the total peak, since they
+are on another stream, whose memory activations cannot use.
 
 Sources: `_fsdp_param_group.py`, `_fsdp_collectives.py` and `_fsdp_state.py` of torch 2.13,
 `fsdp2_prepare_model` of accelerate 1.15.
 
-Limits: no hybrid sharding, no CPU offload; padding of a first dimension that N does not divide is
-not counted. Buffers are allocated on streams of their own, whose memory the caching allocator does
-not share, so reserved is higher.
+Limits: FSDP2 on one machine, no hybrid sharding, no CPU offload; padding of a first dimension that
+N does not divide is not counted. `finetune.estimator.caveats` reports the other cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Phase = Literal["forward", "loss", "backward", "optimizer"]
+import torch
 
+from finetune.config.schema import RunConfig
+from finetune.config.sft import fsdp_settings
+from finetune.errors import ConfigError, PrecisionError
+from finetune.estimator.memory.allocator import replay_events
+from finetune.estimator.memory.footprint import LASTING, Footprint, footprint, tensor_footprint
+from finetune.estimator.memory.overheads import context_bytes, library_workspaces, nccl_bytes
+from finetune.estimator.place import Place
+from finetune.estimator.trace.fsdp_groups import Group, GroupVisit, Phase
+from finetune.estimator.trace.rehearsal import GATHERED_AS, Rehearsal
+from finetune.estimator.trace.trace import KINDS
 
-@dataclass(frozen=True)
-class Group:
-    """Parameters that are gathered together.
-
-    Attributes:
-        name: module name, for messages.
-        frozen: bytes of its frozen parameters as gathered.
-        trainable: number of trainable elements.
-        reshard: freed after forward and gathered again for backward.
-        stored: bytes of its frozen parameters as stored; None if equal to `frozen`, as for codes
-            and parameters in the compute dtype.
-    """
-
-    name: str
-    frozen: int = 0
-    trainable: int = 0
-    reshard: bool = True
-    stored: int | None = None
-
-    @property
-    def frozen_stored(self) -> int:
-        """Bytes of the frozen parameters as stored."""
-        return self.frozen if self.stored is None else self.stored
+FLOAT32 = 4
 
 
 class Moment(NamedTuple):
@@ -141,10 +134,6 @@ class Fsdp2:
         stored = sum(group.frozen_stored + group.trainable * self.stored for group in self.groups)
         return stored // self.gpus
 
-    def gradient_bytes(self) -> int:
-        """Bytes of all gradient shards on one GPU."""
-        return sum(group.trainable for group in self.groups) * self.stored // self.gpus
-
     def find_peaks(
         self, moments: Iterable[Moment], optimizer_bytes: int = 0, *, accumulates: bool = False
     ) -> list[Peak]:
@@ -178,15 +167,13 @@ class _Step:
     def __init__(
         self, model: Fsdp2, moments: Sequence[Moment], optimizer_bytes: int, accumulates: bool
     ) -> None:
-        self.model = model
-        self.moments = moments
+        self.model, self.moments = model, moments
         self.peaks: dict[int, Peak] = {}
         self.steady = model.weight_bytes() + optimizer_bytes // model.gpus
         self.whole: set[int] = set()  # groups whose weights are there
         self.ahead: dict[int, int] = {}  # gathered ahead, by group
         self.buffer = 0  # of the last gather of forward
-        self.sending = 0
-        self.reduced = 0
+        self.sending = self.reduced = 0
         # Whole gradients, of batches before and of this one.
         sizes = (group.trainable * model.compute * accumulates for group in model.groups)
         self.pending = dict(enumerate(sizes))
@@ -218,31 +205,28 @@ class _Step:
 
     def leave(self, where: int) -> None:
         """Free and reduce after the last moment of a visit."""
-        moment = self.moments[where]
-        index = moment.group
-        group = self.model.groups[index]
-        if moment.phase in ("loss", "optimizer") or self.last[moment.phase, index] != where:
+        phase, index = self.moments[where][:2]
+        model, group = self.model, self.model.groups[index]
+        if phase in ("loss", "optimizer") or self.last[phase, index] != where:
             return
-        if moment.phase == "forward":
+        if phase == "forward":
             self.order.append(index)
             if group.reshard:
                 self.whole.discard(index)
             return
         self.whole.discard(index)
-        self.sending = group.trainable * self.model.reduce
+        self.sending = group.trainable * model.reduce
         self._record(where)  # the gradients, and their copy
         self.pending[index] = 0
-        self.reduced += group.trainable * self.model.stored // self.model.gpus
-        unreduced = self.sending // self.model.gpus if self.model.stored != self.model.reduce else 0
-        self._record(where, unreduced)
+        self.reduced += group.trainable * model.stored // model.gpus
+        self._record(where, self.sending // model.gpus if model.stored != model.reduce else 0)
 
     def _gather(self, where: int) -> None:
         phase, index = self.moments[where][:2]
         if index in self.whole:
             return
         size = self.model.gathered_bytes(index)
-        buffer = self.ahead.pop(index, None)
-        if buffer is None:
+        if self.ahead.pop(index, None) is None:
             self._record(where, size + self._cast(index))
         if phase == "forward":
             self.buffer = 0
@@ -268,32 +252,198 @@ class _Step:
     def _record(self, where: int, more: int = 0) -> None:
         """Record the peak of this moment: the bytes alive now plus `more` temporary ones."""
         moment = self.moments[where]
-        gathered = sum(map(self.model.gathered_bytes, self.whole)) + sum(self.ahead.values())
         whole = sum(self.pending.values())
+        gathered = sum(map(self.model.gathered_bytes, self.whole)) + sum(self.ahead.values())
         gathered += self.buffer + self.sending + whole + more
-        other = moment.other
-        if moment.phase == "optimizer":
-            other //= self.model.gpus
+        other = moment.other // (self.model.gpus if moment.phase == "optimizer" else 1)
         shards = self.steady + self.reduced
         total = shards + gathered + other
         if where not in self.peaks or total > self.peaks[where].total:
             self.peaks[where] = Peak(total, where, shards, gathered, other, whole)
 
 
-def accelerate_groups(
-    embedding: Group, layers: Sequence[Group], head: Group, *, tied: bool
-) -> tuple[Group, ...]:
-    """Groups as Accelerate 1.15 makes them.
+# ------------------------------------------------------------------------------ of a rehearsed step
 
-    Args:
-        embedding: input embedding.
-        layers: decoder layers.
-        head: final norm and output embedding; with tied embeddings the norm alone.
-        tied: both embeddings are one parameter. Group 0 then has embedding, norm and head, and is
-            visited twice in forward and in backward.
+
+def device_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
+    """Memory of each device of a place."""
+    if shares_model(config, place):
+        return sharded_footprint(rehearsal, config, place)
+    alone = footprint(rehearsal.trace, place.device)
+    return alone if place.count == 1 else _with_buckets(alone, rehearsal, place)
+
+
+def shares_model(config: RunConfig, place: Place) -> bool:
+    """True if each GPU stores a part of the model. One process trains as without `train.fsdp`.
+
+    Raises:
+        ConfigError: on a CPU, where sharding is unsupported.
+        PrecisionError: stored FP8 copies of weights, which are gathered anew.
     """
-    if not tied:
-        return (embedding, *layers, replace(head, reshard=False))
-    frozen, trainable = embedding.frozen + head.frozen, embedding.trainable + head.trainable
-    stored = embedding.frozen_stored + head.frozen_stored
-    return (Group(embedding.name, frozen, trainable, reshard=False, stored=stored), *layers)
+    if not config.train.get("fsdp") or place.count < 2:
+        return False
+    if place.device.kind == "cpu":
+        raise ConfigError(
+            f"train.fsdp was asked on {place}",
+            where="train.fsdp",
+            why="accelerate shards on GPUs only",
+            fix="--gpu NAME, or ~train.fsdp ~train.fsdp_config",
+        )
+    if config.precision.fp8_params:
+        raise PrecisionError(
+            "fp8_params with FSDP is not supported",
+            where="precision.fp8_params=true",
+            why="FSDP gathers each weight anew for every use, so there is nothing to hold",
+            fix="~precision.fp8_params; or use DDP",
+        )
+    return True
+
+
+def _with_buckets(alone: Footprint, rehearsal: Rehearsal, place: Place) -> Footprint:
+    """Memory of each of several GPUs with a full copy of the model (DDP)."""
+    buckets = rehearsal.groups.trainable_bytes
+    phases = {
+        phase: kinds | {"buckets": 0 if phase == "load" else buckets}
+        for phase, kinds in alone.phases.items()
+    }
+    expandable = None if alone.expandable is None else alone.expandable + buckets
+    outside = alone.outside + _nccl_bytes(place)
+    return replace(alone, phases=phases, outside=outside, expandable=expandable)
+
+
+def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
+    """Memory of one of several GPUs that share a model, from a `sharded` rehearsal."""
+    step = _ShardedStep(rehearsal, sharded_model(rehearsal, config, place.count))
+    peaks = step.model.find_peaks(
+        step.moments, step.optimizer_bytes, accumulates=rehearsal.accumulates
+    )
+    phases = {"load": _kinds(weights=step.model.weight_bytes() + step.constant)}
+    for phase in ("forward", "backward", "optimizer"):
+        own = [peak for peak, name in zip(peaks, step.phases, strict=True) if name == phase]
+        phases[phase] = step.kinds_at(max(own, key=lambda peak: peak.total))
+    alone = tensor_footprint(rehearsal.trace)
+    bare = Footprint(phases, alone.owner, alone.owned)
+    if place.device.kind != "cuda" or place.device.capability is None:
+        return bare
+    return replace(
+        bare,
+        workspaces=sum(library_workspaces(place.device.capability)),
+        fragments=step.fragments(peaks),
+        outside=context_bytes(place.device.capability) + _nccl_bytes(place),
+    )
+
+
+def sharded_model(rehearsal: Rehearsal, config: RunConfig, gpus: int) -> Fsdp2:
+    kept = not fsdp_settings(config.train).reshard
+    groups = tuple(replace(g, reshard=False) if kept else g for g in rehearsal.groups.groups)
+    trains = sum(group.trainable for group in groups)
+    compute = round(rehearsal.groups.trainable_bytes / trains) if trains else FLOAT32
+    mixed = GATHERED_AS[config.precision.compute] is not None
+    return Fsdp2(groups, gpus, compute, stored=FLOAT32 if mixed else compute, reduce=compute)
+
+
+class _ShardedStep:
+    """Bytes of a rehearsed step besides weights, gradients and states, moment by moment.
+
+    Attributes:
+        moments: first, last and fullest moment of each visit to a group.
+        events: event number of each moment, -1 before the first.
+        phases: the footprint's phase of each moment: the loss is partly in backward.
+        optimizer_bytes: optimizer states of the whole model as stored.
+        constant: bytes of buffers and batches.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, model: Fsdp2) -> None:
+        self.trace, self.model, self.visits = rehearsal.trace, model, rehearsal.visits
+        self.moments: list[Moment] = []
+        self.events: list[int] = []
+        self.phases: list[str] = []
+        self.optimizer_bytes = self._other = 0
+        self.constant = self.trace.initial_bytes - sum(
+            map(model.gathered_bytes, range(len(model.groups)))
+        )
+        for event in self.trace.events[: self.trace.marks["step"]]:
+            size, kind = self._size(event.storage), self.trace.storages[event.storage].kind
+            change = size if event.nbytes > 0 else -size
+            if kind == "optimizer":
+                self.optimizer_bytes += change
+            elif kind != "gradients" and event.storage not in self.trace.initial:
+                self._other += change
+        for visit, phase, end in self._spans():
+            self._walk(visit, phase, end)
+
+    def _spans(self) -> Iterator[tuple[GroupVisit, str, int]]:
+        """Visits with the footprint's phase and their last event, split where a phase begins."""
+        marks, start = self.trace.marks, self.trace.marks["step"]
+        begins = {phase: marks[phase] for phase in ("backward", "optimizer")}
+        ends = [visit.start for visit in self.visits[1:]] + [len(self.trace.events)]
+        for visit, end in zip(self.visits, ends, strict=True):
+            for until in sorted({*(at for at in begins.values() if start < at < end), end}):
+                phase = next((p for p in reversed(begins) if start >= begins[p]), "forward")
+                yield visit._replace(start=start), phase, until
+                start = until
+
+    def _walk(self, visit: GroupVisit, phase: str, end: int) -> None:
+        made = 0  # gradients; they go when the optimizer has stepped
+        seen = [(self._other, made, visit.start - 1)]
+        for at in range(visit.start, end):
+            storage, nbytes, _ = self.trace.events[at]
+            kind = self.trace.storages[storage].kind
+            if kind == "gradients":
+                made += max(0, nbytes) if visit.phase == "backward" else 0
+            elif kind != "optimizer" and storage not in self.trace.initial:
+                self._other += self._size(storage) if nbytes > 0 else -self._size(storage)
+            seen.append((self._other, made, at))
+        for other, gradients, at in (seen[0], max(seen, key=lambda m: m[0] + m[1]), seen[-1]):
+            self.moments.append(Moment(visit.phase, visit.group, other, gradients))
+            self.events.append(at)
+            self.phases.append(phase)
+
+    def _size(self, storage: int) -> int:
+        """Bytes of a storage; the optimizer's are converted to float32 weights."""
+        block, model = self.trace.storages[storage], self.model
+        low = block.dtype in (torch.bfloat16, torch.float16)
+        if block.phase == "optimizer" and low and model.stored != model.compute:
+            return block.nbytes * model.stored // model.compute
+        return block.nbytes
+
+    def kinds_at(self, peak: Peak) -> dict[str, int]:
+        model, trace = self.model, self.trace
+        states, weights = self.optimizer_bytes // model.gpus, model.weight_bytes()
+        rest: Counter[str] = Counter()
+        for storage in trace.alive(self.events[peak.moment]) - trace.initial.keys():
+            if (kind := trace.storages[storage].kind) not in LASTING:
+                rest[kind] += self._size(storage)
+        if self.moments[peak.moment].phase == "optimizer":
+            rest = Counter({kind: nbytes // model.gpus for kind, nbytes in rest.items()})
+        rest["temporary"] += peak.other - sum(rest.values())
+        return _kinds(
+            **rest,
+            weights=weights + self.constant,
+            optimizer=states,
+            gradients=peak.shards - weights - states + peak.whole,
+            gathered=peak.gathered - peak.whole,
+        )
+
+    def fragments(self, peaks: Sequence[Peak]) -> int:
+        """Approximate bytes reserved beyond those allocated."""
+        trace = self.trace
+        step = trace.events[trace.marks["step"] :]
+        rest = [event for event in step if trace.storages[event.storage].kind not in LASTING]
+        born = {event.storage for event in rest if event.nbytes > 0}
+        replay = replay_events(event for event in rest if event.storage in born)
+        highest = max(peaks, key=lambda peak: peak.total)
+        fullest = max(moment.other for moment in self.moments if moment.phase != "optimizer")
+        streams = max(p.gathered - p.whole for p in peaks) - (highest.gathered - highest.whole)
+        return max(0, replay.peak_reserved - fullest) + max(0, streams)
+
+
+def _kinds(**sizes: int) -> dict[str, int]:
+    return dict.fromkeys((*KINDS, "gathered"), 0) | sizes
+
+
+def _nccl_bytes(place: Place) -> int:
+    if place.device.kind != "cuda":
+        return 0
+    over_pcie = place.gpu is not None and place.gpu.link == "pcie"
+    return nccl_bytes(place.count, "pcie" if over_pcie else "nvlink")

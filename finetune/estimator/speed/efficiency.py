@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat
 from finetune.config.paths import ASSETS
 from finetune.config.yaml import read_text
 from finetune.errors import ConfigError
-from finetune.estimator.memory.attention_buffers import sdpa_kernel
-from finetune.estimator.memory.overheads import installed_torch
+from finetune.estimator.memory.overheads import installed_torch, sdpa_kernel
 from finetune.hardware.gpus import Gpu
 
 TABLE = ASSETS / "efficiency.yaml"

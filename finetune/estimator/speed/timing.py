@@ -7,12 +7,29 @@ For g micro-batches (gradient accumulation):
 Compiled decoder layers (`precision.compile`) run with their pointwise chains fused. With
 `train.fsdp` each micro-batch gathers the weights of each group in forward and in backward, the last
 one also reduces gradients, and the update covers one GPU's shards in their stored dtype. Without it
-gradients of the last micro-batch are all-reduced (DDP). Overlap (communication.py) needs seconds by
-group: decoder layers are taken as equal, the rest belongs to the embedding and the head.
+gradients of the last micro-batch are all-reduced (DDP).
 
-`scatter_*` in `assets/efficiency.yaml` is the standard deviation of ln(predicted / published) over
-published step times and over FP8-to-BF16 pairs. Two runs share most of their error (clock,
-software, data), so a ratio is more accurate than either time.
+*Communication.* In a ring of N GPUs each sends (N-1)/N of a buffer for an all-gather or a
+reduce-scatter and twice that for an all-reduce; time = bytes / speed of the slowest link + latency.
+Collectives of a process group run one after the other, overlapping computation, and are simulated
+in torch's order:
+
+* FSDP2, forward: group i+1 is gathered while i computes, once i has been gathered and group i-1
+  copied out. Only the first all-gather is fully exposed.
+* FSDP2, backward: group i-1 is gathered from the start of i on. The gradients of i are reduced
+  during i-1, whose own reduction starts only after that.
+* DDP: buckets of 25 MiB (the first of 1 MiB) are reduced as gradients arrive; the last is exposed.
+
+Overlap needs seconds by group: decoder layers are taken as equal, the rest belongs to the embedding
+and the head. Collectives reach a fraction of the link's nominal speed, a small one over PCIe
+without peer access (data passes through host memory). Overlapped communication is not free either:
+NCCL kernels occupy multiprocessors, copies use bandwidth. So at least half of it is added to the
+step (`Communication.added`). Source: `_fsdp_param_group.py` of torch 2.13 (`unshard`,
+`wait_for_unshard`, `post_backward`), `DistributedDataParallel`. Limit: a single machine.
+
+*Scatter.* `scatter_*` in `assets/efficiency.yaml` is the standard deviation of ln(predicted /
+published) over published step times and over FP8-to-BF16 pairs. Two runs share most of their error
+(clock, software, data), so a ratio is more accurate than either time.
 """
 
 from __future__ import annotations
@@ -26,20 +43,15 @@ from typing import NamedTuple
 import torch
 
 from finetune.config.schema import PrecisionConfig, RunConfig
-from finetune.estimator.memory.sharded import sharded_model, shares_model
-from finetune.estimator.memory.sharding import Fsdp2
+from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
 from finetune.estimator.place import Place
 from finetune.estimator.speed.calibration import calibrated_roofline, load_calibration
-from finetune.estimator.speed.communication import (
-    collective_gb_s,
-    ddp_communication,
-    fsdp2_communication,
-)
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import Op, Operand, Trace
 from finetune.hardware.gpus import Gpu
+from finetune.units import MIB
 
 # Standard deviations to either side that hold 90% of a normal distribution.
 NINE_IN_TEN = 1.645
@@ -88,6 +100,11 @@ class Pace:
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def interval(self) -> Interval:
+        """Seconds of a step with their 90% interval."""
+        return spread(self.seconds, self.scatter)
+
     def share(self, part: str) -> float:
         return self.classes.get(part, 0.0) / self.seconds
 
@@ -116,30 +133,31 @@ def pace_of_one(
     roofline = roofline_at(place, compiled=compiled)
     if roofline is None:
         return None
-    several = place.count > 1 and place.gpu is not None
-    model = None
-    if several and shares_model(config, place):
+    gpu, trace, model = place.gpu if place.count > 1 else None, rehearsal.trace, None
+    if gpu is not None and shares_model(config, place):
         model = sharded_model(rehearsal, config, place.count)
-        rehearsal = replace(rehearsal, trace=_update_of_shards(rehearsal.trace, model))
+        trace = _update_of_shards(trace, model)
     batches = int(config.train.get("gradient_accumulation_steps", 1))
 
     def timed(ops: Sequence[Op]) -> StepTime:
         inside = (lambda op: bool(_INSIDE_A_LAYER.search(op.module))) if compiled else None
         return roofline.step_time(ops, compiled=inside)
 
-    step, update = (rehearsal.trace.since(mark) for mark in ("step", "optimizer"))
-    batch, once = timed(step[: len(step) - len(update)]), timed(update)
+    step, update = trace.since("step"), trace.since("optimizer")
+    micro = step[: len(step) - len(update)]
+    batch, once = timed(micro), timed(update)
     classes = {name: value * batches for name, value in batch.by_class.items()}
     for name, value in once.by_class.items():
         classes[name] = classes.get(name, 0.0) + value
-    if several:
+    if gpu is not None:
         forward_s = timed([op for op in step if op.phase == "forward"]).seconds
-        backward_s = batch.seconds - forward_s
-        classes[StepPart.COMMUNICATION] = (
-            _summed(rehearsal, place, backward_s)
-            if model is None
-            else _gathered(rehearsal, model, place, (forward_s, backward_s), batches)
-        )
+        backward_s, gb_s = batch.seconds - forward_s, collective_gb_s(gpu.link, gpu.link_gb_s)
+        if model is None:
+            sent = rehearsal.groups.trainable_bytes
+            added = ddp_communication(sent, backward_s, gpus=place.count, gb_s=gb_s).added
+        else:
+            added = _gathering(model, gpu, micro, (forward_s, backward_s), gb_s, batches)
+        classes[StepPart.COMMUNICATION] = added
     seconds = sum(classes.values())
     return Pace(
         seconds=seconds,
@@ -152,13 +170,11 @@ def pace_of_one(
     )
 
 
-def extrapolated(few: Pace, more: Pace, layers: tuple[int, int], to: int) -> Pace:
-    """Extrapolate linearly to `to` layers from two smaller models, part by part.
+def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
+    """Extrapolate linearly, part by part, by `times` the difference of two models.
 
     With 5 ms at 2 layers and 6 ms at 3, a model of 32 layers takes 5 + 30 x 1 = 35 ms.
     """
-    first, second = layers
-    times = (to - first) / (second - first)
 
     def grown(a: float, b: float) -> float:
         return max(0.0, a + times * (b - a))
@@ -170,48 +186,21 @@ def extrapolated(few: Pace, more: Pace, layers: tuple[int, int], to: int) -> Pac
     return replace(more, seconds=seconds, classes=classes, mfu=done / seconds)
 
 
-def _summed(rehearsal: Rehearsal, place: Place, backward_s: float) -> float:
-    """Seconds that DDP adds to a step."""
-    gradients = rehearsal.groups.trainable_bytes
-    return ddp_communication(gradients, backward_s, gpus=place.count, gb_s=_gb_s(place)).added
-
-
-def _gathered(
-    rehearsal: Rehearsal,
-    model: Fsdp2,
-    place: Place,
-    seconds: tuple[float, float],
+def _gathering(
+    model: Fsdp2, gpu: Gpu, micro: Sequence[Op], seconds: tuple[float, float], gb_s: float,
     batches: int,
-) -> float:
+) -> float:  # fmt: skip
     """Seconds that FSDP2 adds to a step; `seconds` are of forward and of backward."""
-    assert place.gpu is not None
-    outside = _outside(rehearsal.trace, place.gpu)
-    forward_s, backward_s = (
-        _by_group(model, whole, min(own, whole))
-        for whole, own in zip(seconds, outside, strict=True)
-    )
+    beside = [op for op in micro if not _OF_A_LAYER.search(op.module)]
+    roofline, by_group = roofline_of(gpu), []
+    for whole, forward in zip(seconds, (True, False), strict=True):
+        own = roofline.step_time([op for op in beside if (op.phase == "forward") == forward])
+        by_group.append(_by_group(model, whole, min(own.seconds, whole)))
     last, other = (
-        fsdp2_communication(model, forward_s, backward_s, gb_s=_gb_s(place), reduces=reduces).added
+        fsdp2_communication(model, *by_group, gb_s=gb_s, reduces=reduces).added
         for reduces in (True, False)
     )
     return last + (batches - 1) * other
-
-
-def _gb_s(place: Place) -> float:
-    assert place.gpu is not None
-    return collective_gb_s(place.gpu.link, place.gpu.link_gb_s)
-
-
-def _outside(trace: Trace, gpu: Gpu) -> tuple[float, float]:
-    """Seconds of forward and of backward outside decoder layers."""
-    step, update = trace.since("step"), trace.since("optimizer")
-    beside = [op for op in step[: len(step) - len(update)] if not _OF_A_LAYER.search(op.module)]
-    roofline = roofline_of(gpu)
-    forward_s, backward_s = (
-        roofline.step_time([op for op in beside if (op.phase == "forward") == forward]).seconds
-        for forward in (True, False)
-    )
-    return forward_s, backward_s
 
 
 def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
@@ -242,3 +231,126 @@ def _update_of_shards(trace: Trace, model: Fsdp2) -> Trace:
         return op._replace(inputs=tuple(map(part, op.inputs)), outputs=tuple(map(part, op.outputs)))
 
     return replace(trace, ops=[*trace.ops[:first], *map(sharded, trace.ops[first:])])
+
+
+# ------------------------------------------------------------------------------------ communication
+
+# Seconds of a collective on a small buffer: assumed, of the order that nccl-tests report.
+LATENCY_S = 30e-6
+# Fraction of a link's nominal speed: fitted to published speeds of sharded training, below the 0.7
+# to 0.8 of nccl-tests over NVLink. PCIe: GeForce cards, no peer access.
+SHARE = {"nvlink": 0.35, "infinity-fabric": 0.35, "pcie": 0.10}
+# Fraction of communication that always adds to the step: fitted to the same speeds.
+SHOWN = 0.5
+# Buckets of `DistributedDataParallel` (`bucket_cap_mb`); the first has 1 MiB.
+BUCKET_BYTES = 25 * MIB
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Communication of one GPU in a step: bytes sent, and seconds of all collectives.
+
+    `exposed` is the part of `seconds` during which computation waits.
+    """
+
+    nbytes: int
+    seconds: float
+    exposed: float
+
+    @property
+    def added(self) -> float:
+        return max(self.exposed, SHOWN * self.seconds)
+
+
+def collective_gb_s(link: str, gb_s: float) -> float:
+    """GB/s per direction that collectives reach on a link of nominal speed `gb_s`."""
+    return SHARE[link] * gb_s
+
+
+def fsdp2_communication(
+    model: Fsdp2,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    *,
+    gb_s: float,
+    latency_s: float = LATENCY_S,
+    reduces: bool = True,
+) -> Communication:
+    """Simulate a micro-batch under FSDP2.
+
+    Two equal groups, the second kept gathered; gathers and reductions 2 s, forward 3, backward 6:
+    forward starts after the first gather (2) and computes until 5 and 8; in backward the first
+    group is gathered during the second (8 to 14), whose reduction (until 16) overlaps the first
+    (until 20); the last reduction (until 22) is exposed. Of 22 s, 18 are computation: 4 s exposed.
+
+    Args:
+        model: Groups in forward order.
+        forward_s: Computation of each group in forward.
+        backward_s: Computation of each group in backward, recomputation included.
+        gb_s: Speed of the slowest link per direction (`collective_gb_s`).
+        reduces: True for the last micro-batch of a step, which reduces gradients.
+
+    Raises:
+        ValueError: not one time per group, or `gb_s` is not positive.
+    """
+    count = len(model.groups)
+    if len(forward_s) != count or len(backward_s) != count:
+        raise ValueError(f"{count} groups, {len(forward_s)} and {len(backward_s)} times of them")
+    link = _Link(model.gpus, gb_s, latency_s)
+    started = [0.0] * count
+    now = 0.0
+    for i in range(count):
+        gathered = link.send(model.gathered_bytes(i), after=started[i - 2] if i > 1 else 0.0)
+        started[i] = max(now, gathered)
+        now = started[i] + forward_s[i]
+    ready = [0.0] * count  # when the weights are gathered
+    for i in reversed(range(count)):
+        group = model.groups[i]
+        if i == count - 1 and group.reshard:
+            ready[i] = link.send(model.gathered_bytes(i), after=now)
+        now = max(now, ready[i])
+        if i and model.groups[i - 1].reshard:
+            ready[i - 1] = link.send(model.gathered_bytes(i - 1), after=now)
+        # The gradients go into a buffer that the previous reduction may still be reading.
+        now = max(now + backward_s[i], link.reduced)
+        if reduces:
+            link.reduce(group.trainable * model.reduce, after=now)
+    now = max(now, link.reduced)
+    return Communication(link.nbytes, link.seconds, now - sum(forward_s) - sum(backward_s))
+
+
+def ddp_communication(
+    gradient_bytes: int, backward_s: float, *, gpus: int, gb_s: float, latency_s: float = LATENCY_S
+) -> Communication:
+    """Simulate DDP, with gradients arriving evenly over backward; ValueError unless `gb_s` > 0."""
+    link = _Link(gpus, gb_s, latency_s)
+    done = 0
+    while done < gradient_bytes:
+        size = min(BUCKET_BYTES if done else MIB, gradient_bytes - done)
+        done += size
+        link.reduce(2 * size, after=backward_s * done / gradient_bytes)
+    return Communication(link.nbytes, link.seconds, max(0.0, link.reduced - backward_s))
+
+
+class _Link:
+    def __init__(self, gpus: int, gb_s: float, latency_s: float) -> None:
+        if gb_s <= 0:
+            raise ValueError(f"a link of {gb_s} GB/s")
+        self.share = (gpus - 1) / gpus
+        self.gb_s, self.latency_s = gb_s, latency_s
+        self.free = self.reduced = self.seconds = 0.0
+        self.nbytes = 0
+
+    def send(self, buffer: int, *, after: float) -> float:
+        """End time of an all-gather or reduce-scatter of a buffer."""
+        if not buffer or not self.share:
+            return after
+        sent = round(buffer * self.share)
+        took = self.latency_s + sent / (self.gb_s * 1e9)
+        self.nbytes += sent
+        self.seconds += took
+        self.free = max(self.free, after) + took
+        return self.free
+
+    def reduce(self, buffer: int, *, after: float) -> None:
+        self.reduced = max(self.reduced, self.send(buffer, after=after))

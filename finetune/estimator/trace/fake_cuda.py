@@ -7,12 +7,23 @@ tensors need a CUDA build of torch.
 
 If a library's CUDA path takes other memory or time, `on_gpu` selects it (torch 2.13, TRL 1.16):
 
-* *attention* runs as one fused CUDA kernel (`finetune.estimator.trace.attention`);
+* *attention* runs as one fused kernel, forward and backward. `F.scaled_dot_product_attention` is
+  replaced by an operator that computes nothing, but has the results, saved tensors and temporaries
+  of the kernel that CUDA would choose (`finetune.estimator.memory.overheads`). Saved are q, k, v,
+  the output, one float32 per row (log-sum-exp), and the mask, which torch converts from bool to the
+  operands' dtype;
 * *autocast*: CUDA runs more functions in float32 than the CPU (torch documentation, "CUDA Ops that
   can autocast to float32");
 * *optimizers and gradient norms*: `foreach` is the default on CUDA only, and makes temporaries of
   the size of all trainable parameters;
 * *TRL's loss* selects labeled positions and runs Triton kernels in place, without needing Triton.
+
+With `model.attention: flash_attention_2` Transformers calls the `flash-attn` package, which takes
+packed rows without padding or mask; documents attend to themselves only. As it runs on GPUs only,
+an attention function of the same shapes replaces it (`choose_attention`).
+
+Shapes: q [B, H, L, D]; k, v [B, Hkv, S, D]; output [B, H, L, D], laid out as [B, L, H, D].
+Source: torch 2.13, aten/src/ATen/native/transformers/cuda.
 """
 
 from __future__ import annotations
@@ -26,10 +37,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from transformers import PretrainedConfig
 
-from finetune.estimator.trace.attention import attention_on
+from finetune.estimator.memory.overheads import (
+    Kernel,
+    attention_backward_extra,
+    attention_forward_extra,
+    installed_torch,
+    sdpa_kernel,
+)
 from finetune.precision import weights
+
+LIBRARY = torch.library.Library("finetune_estimator", "DEF")
+"""Operators without values: results of the right shapes, for a trace to see."""
+OPS = torch.ops.finetune_estimator
+
+
+def define(schema: str, function: Callable[..., Any]) -> None:
+    """Add an operator, which `function` implements on meta tensors."""
+    LIBRARY.define(schema)
+    LIBRARY.impl(schema.partition("(")[0], function, "Meta")
 
 
 @contextlib.contextmanager
@@ -59,11 +88,11 @@ def to_fake(model: nn.Module) -> None:
 
     Inside `without_memory` those are fake.
     """
-    made: dict[int, Tensor] = {}
+    made: dict[int, Any] = {}
 
-    def fake(tensor: Tensor) -> Tensor:
+    def fake(tensor: Tensor) -> Any:
         if id(tensor) not in made:
-            data: Tensor = torch.empty_strided(
+            data = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
             if isinstance(tensor, nn.Parameter):
@@ -72,13 +101,145 @@ def to_fake(model: nn.Module) -> None:
         return made[id(tensor)]
 
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = fake(parameter)  # pyright: ignore[reportArgumentType]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake(buffer)
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake(tensor)
 
+
+# ---------------------------------------------------------------------------------------- attention
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    b, heads, length, _ = q.shape
+    out = q.new_empty((b, length, heads, v.shape[3])).transpose(1, 2)
+    saved = attention_forward_extra(kernel, b, heads, length)
+    return out, q.new_empty(saved // 4, dtype=torch.float32)
+
+
+def _backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    causal: bool, kernel: Kernel,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    (b, heads, rows, d), (_, kv_heads, keys, _) = q.shape, k.shape
+    sizes = attention_backward_extra(kernel, b, heads, kv_heads, rows, keys, d, q.element_size())
+    buffers = [q.new_empty(size, dtype=torch.uint8) for size in sizes]
+    return _by_position(q), _by_position(k), _by_position(v), buffers
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """Empty [B, H, L, D] with the memory layout [B, L, H, D] of the kernels."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
+define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, str kernel)"
+    " -> (Tensor, Tensor)",
+    _forward,
+)
+define(
+    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? mask, bool causal, str kernel) -> (Tensor, Tensor, Tensor, Tensor[])",
+    _backward,
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
+    ) -> Tensor:
+        out, lse = OPS.attention(q, k, v, mask, causal, kernel)
+        ctx.save_for_backward(q, k, v, out, lse, *([] if mask is None else [mask]))
+        ctx.how = causal, kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        q, k, v, out, lse, *mask = ctx.saved_tensors
+        dq, dk, dv, _ = OPS.attention_backward(
+            g, q, k, v, out, lse, mask[0] if mask else None, *ctx.how
+        )
+        return dq, dk, dv, None, None, None
+
+
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
+) -> Tensor:
+    """Output [B, H, L, D] of a kernel, differentiable by the kernel's backward."""
+    return _Attention.apply(q, k, v, mask, causal, kernel)  # pyright: ignore[reportReturnType]
+
+
+def attention_on(capability: tuple[int, int]) -> Callable[..., Tensor]:
+    """`F.scaled_dot_product_attention` of a GPU, which casts operands as autocast would."""
+
+    def fused_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if torch.is_autocast_enabled(query.device.type):
+            wanted = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+        if attn_mask is not None and attn_mask.dtype != query.dtype:
+            attn_mask = attn_mask.to(query.dtype)
+        kernel = sdpa_kernel(
+            capability,
+            installed_torch(),
+            head_dim=query.shape[-1],
+            masked=attn_mask is not None,
+            itemsize=query.element_size(),
+        )
+        return fused(query, key, value, attn_mask, is_causal, kernel)
+
+    return fused_attention
+
+
+FLASH = "finetune_flash"
+KERNELS: dict[str, Kernel] = {"flash_attention_2": "flash", "flash_attention_3": "flash3"}
+
+
+def choose_attention(model: nn.Module, name: str | None) -> None:
+    """Apply `model.attention` to a model sketched with its default attention, in place."""
+    if name in KERNELS:
+        _register_flash(KERNELS[name])
+        name = FLASH
+    for module in model.modules() if name is not None else ():
+        config: Any = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = name
+
+
+def _register_flash(kernel: Kernel) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+        attention_mask: Tensor | None, cu_seq_lens_q: Tensor | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        documents = 1 if cu_seq_lens_q is None else len(cu_seq_lens_q) - 1
+        length = query.shape[2]
+        if documents > 1 and length % documents == 0:
+            query, key, value = (_split(x, documents) for x in (query, key, value))
+        out = fused(query, key, value, None, True, kernel).transpose(1, 2)
+        return out.reshape(-1, length, *out.shape[2:]), None
+
+    ALL_ATTENTION_FUNCTIONS.register(FLASH, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH, flash_attention_mask)
+
+
+def _split(x: Tensor, documents: int) -> Tensor:
+    """View [1, H, n L, D] as one row per document, [n, H, L, D]."""
+    _, heads, length, d = x.shape
+    rows = x.transpose(1, 2).reshape(documents, length // documents, heads, d)
+    return rows.transpose(1, 2)
+
+
+# -------------------------------------------------------------- autocast, optimizers and TRL's loss
 
 _MATHS = (
     "acos asin cosh cumprod cumsum dist erfinv exp expm1 log log10 log1p log2 norm pow prod "
@@ -115,19 +276,11 @@ class _Launcher:
         self.name = name
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self._launch
-
-    def _launch(self, tile: Tensor, *args: Any, **kwargs: Any) -> None:
-        torch.ops.finetune_estimator.in_place(tile, self.name)
+        return lambda tile, *_, **__: OPS.in_place(tile, self.name)
 
 
-_library = torch.library.Library("finetune_estimator", "FRAGMENT")
-for _schema in (
-    "in_place(Tensor(a!) tile, str name) -> ()",
-    "addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()",
-):
-    _library.define(_schema)
-    _library.impl(_schema.partition("(")[0], lambda *_: None, "Meta")
+define("in_place(Tensor(a!) tile, str name) -> ()", lambda *_: None)
+define("addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()", lambda *_: None)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -136,13 +289,8 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 @contextlib.contextmanager
-def on_gpu(
-    capability: tuple[int, int] = (9, 0), torch_version: tuple[int, ...] | None = None
-) -> Iterator[None]:
-    """Treat CPU tensors as CUDA would treat its own.
-
-    `torch_version`, the installed one by default, decides which attention kernel runs.
-    """
+def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Treat CPU tensors as CUDA would treat its own."""
     import torch.optim.optimizer as optimizers
     from torch.utils import _foreach_utils
     from trl.kernels import chunked_logprob
@@ -161,10 +309,10 @@ def on_gpu(
         (trl_utils, "_use_triton", always),
         (chunked_logprob, "_use_triton", always),
         (chunked_logprob, "triton", SimpleNamespace(cdiv=lambda n, by: -(-n // by))),
-        (chunked_logprob, "_addmm_fp32", torch.ops.finetune_estimator.addmm_fp32),
+        (chunked_logprob, "_addmm_fp32", OPS.addmm_fp32),
         (chunked_logprob, "_forward_kernel", _Launcher("logprob_forward")),
         (chunked_logprob, "_backward_kernel", _Launcher("logprob_backward")),
-        (F, "scaled_dot_product_attention", attention_on(capability, torch_version)),
+        (F, "scaled_dot_product_attention", attention_on(capability)),
         (F, "dropout", _dropout),
     ]
     for owner, names in FLOAT32.items():

@@ -16,30 +16,52 @@ gradient of the whole model's output.
 An example: a Llama of two layers has the groups 0 (embedding), 1 and 2 (layers) and 3 (norm and
 head). A step without a fused head visits forward 0, 1, 2, 3, loss, backward 3, 2, 1, 0, optimizer;
 tied, the head is in group 0, and it visits forward 0, 1, 2, 0, loss, backward 0, 2, 1, 0.
-
-Frozen parameters count in bytes as stored, FP8 codes too (mixed precision ignores them); trainable
-ones count in elements, since mixed precision stores them in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from finetune.estimator.memory.sharding import Group, Phase, accelerate_groups
 from finetune.estimator.trace.trace import Trace, plain_tensors
+
+Phase = Literal["forward", "loss", "backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are gathered together.
+
+    Trainable ones count in elements, since mixed precision stores them in float32; frozen ones in
+    bytes, FP8 codes too (mixed precision ignores them).
+
+    Attributes:
+        frozen: bytes of its frozen parameters as gathered.
+        trainable: number of trainable elements.
+        reshard: freed after forward and gathered again for backward.
+        stored: bytes of its frozen parameters as stored, if not `frozen`.
+    """
+
+    name: str
+    frozen: int = 0
+    trainable: int = 0
+    reshard: bool = True
+    stored: int | None = None
+
+    @property
+    def frozen_stored(self) -> int:
+        """Bytes of the frozen parameters as stored."""
+        return self.frozen if self.stored is None else self.stored
 
 
 class GroupVisit(NamedTuple):
-    """Visit: from event number `start` on, a group computes.
+    """From event number `start` of the trace on, a group computes.
 
-    Attributes:
-        group: group index; 0 in `loss` and `optimizer`.
-        start: index into the events of the trace.
+    `group` is its index; 0 in `loss` and `optimizer`.
     """
 
     phase: Phase
@@ -54,6 +76,7 @@ class ModelGroups:
     Attributes:
         groups: as Accelerate makes them, in forward order.
         modules: module name -> index of its group, for modules whose hooks begin and end visits.
+        head: name of the output embedding.
         trainable_bytes: bytes of all trainable parameters on one device.
     """
 
@@ -107,9 +130,10 @@ def model_groups(
         elif module is embedding:
             names[name] = 0
     tail = len(decoder_layers) + 1
-    head_name = ""
+    first_layer = next((name for name, index in names.items() if index == 1), "")
+    decoder, head_name = first_layer.rpartition(".")[0].rpartition(".")[0], ""
     for name, module in model.named_modules():
-        direct = name.rpartition(".")[0] == _decoder(names)
+        direct = name.rpartition(".")[0] == decoder
         if module is head or (direct and "Norm" in type(module).__name__):
             names[name] = 0 if tied else tail
             head_name = name if module is head else head_name
@@ -121,7 +145,8 @@ def model_groups(
     frozen, trainable, frozen_stored = ([0] * (tail + 1) for _ in range(3))
     trainable_bytes = 0
     for name, parameter in model.named_parameters():
-        index, nbytes = owner.get(id(parameter), tail), _nbytes(parameter)
+        index = owner.get(id(parameter), tail)
+        nbytes = sum(plain.nbytes for plain in plain_tensors(parameter))
         if parameter.requires_grad:
             trainable[index] += parameter.numel()
             trainable_bytes += nbytes
@@ -138,14 +163,20 @@ def model_groups(
     return ModelGroups(groups, names, head_name, trainable_bytes)
 
 
-def _decoder(names: dict[str, int]) -> str:
-    """Name of the module that contains the list of decoder layers."""
-    layer = next((name for name, index in names.items() if index == 1), "")
-    return layer.rpartition(".")[0].rpartition(".")[0]
+def accelerate_groups(
+    embedding: Group, layers: Sequence[Group], head: Group, *, tied: bool
+) -> tuple[Group, ...]:
+    """Groups as Accelerate 1.15 makes them, from those of the model's parts.
 
-
-def _nbytes(parameter: Tensor) -> int:
-    return sum(plain.nbytes for plain in plain_tensors(parameter))
+    `head` is the final norm and the output embedding; with tied embeddings, which are one
+    parameter, the norm alone. Group 0 then has embedding, norm and head, and is visited twice in
+    forward and in backward.
+    """
+    if not tied:
+        return (embedding, *layers, replace(head, reshard=False))
+    frozen, trainable = embedding.frozen + head.frozen, embedding.trainable + head.trainable
+    stored = embedding.frozen_stored + head.frozen_stored
+    return (Group(embedding.name, frozen, trainable, reshard=False, stored=stored), *layers)
 
 
 class VisitRecorder:

@@ -11,7 +11,7 @@ The optimizer has stepped once before, on empty gradients, so its states exist a
 step on. With gradient accumulation the gradients stay too, as for every micro-batch but the first.
 
 With FSDP2 (`sharded`), layers compute with weights in the gathered dtype and without autocast, as
-in Accelerate; `finetune.estimator.memory.sharded` adds the memory of sharding from the visits of
+in Accelerate; `finetune.estimator.memory.sharding` adds the memory of sharding from the visits of
 the parameter groups.
 
 Not rehearsed: verification in the first steps, training-health logs, evaluation, saving.
@@ -28,9 +28,9 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +41,13 @@ from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, sft_config
 from finetune.errors import FinetuneError, RehearsalError
-from finetune.estimator.trace.attention import choose_attention
-from finetune.estimator.trace.fake_cuda import on_gpu, replaced, to_fake, without_memory
+from finetune.estimator.trace.fake_cuda import (
+    choose_attention,
+    on_gpu,
+    replaced,
+    to_fake,
+    without_memory,
+)
 from finetune.estimator.trace.fsdp_groups import (
     GroupVisit,
     ModelGroups,
@@ -50,30 +55,23 @@ from finetune.estimator.trace.fsdp_groups import (
     cast_to,
     model_groups,
 )
-from finetune.estimator.trace.optimizer_updates import (
-    COMPILED,
+from finetune.estimator.trace.stand_ins import (
     SteadyScale,
+    as_four_bit,
+    engine_maker,
     paged_states,
+    store_base,
     torchao_updates,
 )
-from finetune.estimator.trace.stored_base import as_four_bit, store_base
 from finetune.estimator.trace.trace import Phase, Recorder, Trace
-from finetune.estimator.trace.transformer_engine import stand_in
+from finetune.hardware.device import Device, Resolution
 from finetune.precision import convert, planner
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
 from finetune.training.model import TINY_LLAMA, sketch
 from finetune.training.preflight import check_storage
 
-if TYPE_CHECKING:
-    from finetune.hardware.device import Device, Resolution
-
-GATHERED_AS = {
-    "fp8": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": None,
-}
+GATHERED_AS = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Dtype in which FSDP2 gathers weights, by `precision.compute`
 (`finetune.training.patches.AUTOCAST`); None: as stored.
 """
@@ -92,7 +90,6 @@ class Rehearsal:
         groups: groups of parameters that FSDP2 would gather together.
         visits: when each group computes; `step` begins with the first.
         accumulates: gradients of several micro-batches are summed.
-        notes: parts that were not rehearsed, and their effect on the result.
     """
 
     trace: Trace
@@ -102,8 +99,7 @@ class Rehearsal:
     trainable: int
     groups: ModelGroups
     visits: list[GroupVisit]
-    accumulates: bool = False
-    notes: list[str] = field(default_factory=list)
+    accumulates: bool
 
 
 def rehearse(
@@ -131,7 +127,7 @@ def rehearse(
         FinetuneError: any error of the run itself: no such model, adapters that match no layer.
         RehearsalError: the model's code depends on values.
     """
-    notes: list[str] = []
+    optimizer, on_cuda = chosen(config.train), device.kind == "cuda"
     before = as_four_bit if config.model.storage == "nf4" else None
     model: nn.Module = sketch(config, before, layers=layers)
     if config.train.get("fsdp"):
@@ -142,50 +138,46 @@ def rehearse(
     stored = cast_to(model, gathered_as) if gathered_as is not None else {}
     with _rehearsal_errors(config), isolated_process(), without_memory(), ExitStack() as stack:
         to_fake(model)
-        if device.kind == "cuda":
+        if on_cuda:
             stack.enter_context(on_gpu(device.capability or (9, 0)))
         choose_attention(model, config.model.attention)
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         store_base(model, config.model.storage)
         if resolution.precision.backend == "te":
-            engine = stand_in(device.capability or (0, 0))
+            engine = engine_maker(device.capability or (0, 0))
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
         conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
-        if chosen(config.train).library == "torchao":
-            on_cuda = device.kind == "cuda"
+        if optimizer.library == "torchao":
             stack.enter_context(torchao_updates(compiled=on_cuda))
-            notes += [COMPILED] if on_cuda else []
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         trainer = _trainer(model, config, Path(folder), padded=padded)
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
         if gathered_as is not None:  # which Accelerate leaves to FSDP2
             trainer.accelerator.native_amp = False
-        waiting = [x for _ in range(trainer.micro_batches - 1) for x in _copies(trainer.batches)]
-        trainer.recorder = Recorder(model, [*_tensors(trainer.batches), *waiting])
-        if chosen(config.train).paged and device.kind == "cuda":
+        with unset_fake_temporarily():  # the trainer fetches all micro-batches before the first
+            batch = _tensors(trainer.batches)
+            waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
+        trainer.recorder = Recorder(model, [*batch, *waiting])
+        if optimizer.paged and on_cuda:
             stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
         trainer.visits = VisitRecorder(model, groups, trainer.recorder.trace)
         with trainer.recorder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             trainer.train()
-    tokens = trainer.batches[0]["input_ids"].numel()
-    parameters = sum(size for size, _ in sizes)
-    trainable = sum(size for size, trains in sizes if trains)
     return Rehearsal(
         trace=trainer.recorder.trace,
         plan=plan,
-        tokens=tokens,
-        parameters=parameters,
-        trainable=trainable,
+        tokens=trainer.batches[0]["input_ids"].numel(),
+        parameters=sum(size for size, _ in sizes),
+        trainable=sum(size for size, trains in sizes if trains),
         groups=groups,
         visits=trainer.visits.visits,
         accumulates=trainer.micro_batches > 1,
-        notes=notes,
     )
 
 
@@ -261,14 +253,14 @@ def _trainer(
     only = config.model_copy(update={"train": train})
     args = sft_config(only, folder, {}, on_cpu=True)
     rows = Dataset.from_list(_rows(args, padded=not args.packing if padded is None else padded))
-    optimizer = chosen(config.train)
+    by_torchao = chosen(config.train).library == "torchao"
     trainer = _rehearsal_trainer()(
         model=model,
         args=args,
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
         optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
-        if optimizer.library == "torchao"
+        if by_torchao
         else None,
     )
     trainer.remove_callback(PrinterCallback)
@@ -305,18 +297,21 @@ _NOT_REHEARSED = {
 
 
 def _rows(args: Any, *, padded: bool) -> list[dict[str, Any]]:
-    """A batch of the maximum length; with padding only the first row has it."""
-    rows, length = args.per_device_train_batch_size, args.max_length
-    return [_row(args, length - 1 if i and padded else length) for i in range(rows)]
+    """A batch of the maximum length; with padding only the first row has it.
 
-
-def _row(args: Any, length: int) -> dict[str, Any]:
-    """A row of `length` tokens; with packing, one filled by several documents."""
-    documents = min(DOCUMENTS, length) if args.packing else 1
-    lengths = [length // documents] * documents
-    lengths[-1] += length - sum(lengths)
-    row: dict[str, Any] = {"input_ids": [1] * length, "labels": [1] * length}
-    return row | ({"seq_lengths": lengths} if args.packing else {})
+    With packing a row is filled by several documents.
+    """
+    rows = []
+    for i in range(args.per_device_train_batch_size):
+        length = args.max_length - 1 if i and padded else args.max_length
+        row: dict[str, Any] = {"input_ids": [1] * length, "labels": [1] * length}
+        if args.packing:
+            documents = min(DOCUMENTS, length)
+            lengths = [length // documents] * documents
+            lengths[-1] += length - sum(lengths)
+            row["seq_lengths"] = lengths
+        rows.append(row)
+    return rows
 
 
 def _rehearsal_trainer() -> type[Any]:
@@ -377,12 +372,6 @@ def _record(
         return result
 
     setattr(owner, name, recorded)
-
-
-def _copies(batches: list[dict[str, Any]]) -> list[Tensor]:
-    """Clone all micro-batches, which the trainer fetches before the first of them runs."""
-    with unset_fake_temporarily():
-        return [tensor.clone() for tensor in _tensors(batches)]
 
 
 def _tensors(batches: list[dict[str, Any]]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from finetune.estimator.memory.allocator import replay_events
 from finetune.estimator.memory.overheads import library_workspaces
-from finetune.estimator.trace.attention import fused
+from finetune.estimator.trace.fake_cuda import fused
 from finetune.estimator.trace.trace import Recorder
 from tests.benchmarks.score.jobs import Job
 from tests.benchmarks.score.packed import packed_bytes

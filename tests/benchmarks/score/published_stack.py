@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from finetune.estimator import measure
 from finetune.estimator.memory import overheads
-from finetune.estimator.trace import attention, rehearsal
+from finetune.estimator.trace import fake_cuda, rehearsal
 from finetune.estimator.trace.fake_cuda import replaced
 from tests.benchmarks.score import foak, fsdp1
 from tests.benchmarks.score.jobs import REPEATED, Job
@@ -68,7 +68,7 @@ def as_published(job: Job) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (measure, "rehearse", rehearse_rows),
         (overheads, "installed_torch", lambda: job.torch),
-        (attention, "installed_torch", lambda: job.torch),
+        (fake_cuda, "installed_torch", lambda: job.torch),
         (rehearsal, "store_base", store),
         (peft, "get_peft_model", adapt),
         (sft, "add_fused_lm_head", lambda *_, **__: None),
@@ -211,7 +211,7 @@ def register_repeated_keys() -> None:
         query, key, value = (
             t.to(torch.bfloat16) if t.dtype is torch.float32 else t for t in (query, key, value)
         )
-        return attention.fused(query, key, value, None, True, "flash").transpose(1, 2), None
+        return fake_cuda.fused(query, key, value, None, True, "flash").transpose(1, 2), None
 
     if REPEATED not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(REPEATED, attend)

@@ -19,9 +19,10 @@ from statistics import median
 from typing import Any
 
 from finetune.errors import ConfigError
-from finetune.estimator.memory.sharding import Fsdp2, Group
-from finetune.estimator.speed.communication import collective_gb_s, fsdp2_communication
+from finetune.estimator.memory.sharding import Fsdp2
 from finetune.estimator.speed.roofline import roofline_of
+from finetune.estimator.speed.timing import collective_gb_s, fsdp2_communication
+from finetune.estimator.trace.fsdp_groups import Group
 from tests.benchmarks.score.published import Case, Row, read_case
 from tests.benchmarks.score.rows import held_out
 from tests.benchmarks.score.workload import write_step

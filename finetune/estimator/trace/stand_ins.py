@@ -1,0 +1,289 @@
+"""Stand-ins for what cannot run on tensors without values: engines, 4-bit bases, optimizers.
+
+*Transformer Engine's linear layer* runs on GPUs only. `EngineBackend` has the allocations of
+`te.Linear` under its autocast (TransformerEngine 2.20, `pytorch/module/linear.py`):
+
+* forward casts x and w. FP8 tensor cores of compute capability 8.9 and 9.0 contract along the last
+  dimension of both operands only, so each cast is written twice, plain and transposed, if a later
+  GEMM needs it; from 10.0 on one copy serves, but block formats scale the two directions apart and
+  keep two everywhere.
+* x is saved for wgrad as the transposed copy alone, and only if w trains; w is saved for dgrad.
+  Without gradient checkpointing every layer's copies live from forward to backward.
+* backward casts g, in both directions if both GEMMs follow.
+
+A block format adds its scales: one byte for 32 elements (MXFP8), one for 16 and half a byte each
+(NVFP4), four for 128 (blockwise).
+
+*A frozen base* in FP8 codes is made by the functions that store a real one. bitsandbytes' kernels
+reject fake tensors, so 4-bit layers get a forward of the same shapes: packed bytes, dequantized to
+the activation's dtype for each GEMM of forward and backward and never saved (bitsandbytes,
+`autograd/_functions.py`, MatMul4Bit).
+
+*Loss scaling* (float16) checks the gradients for overflow. `SteadyScale` launches the same kernels
+as `torch.amp.GradScaler`, and never overflows, as in almost every step.
+
+*torchao's optimizers* compile their update. CPU runs step uncompiled (`finetune.training.low_bit`),
+with the temporaries of one parameter at a time, and so does the rehearsal. On a GPU the compiled
+update of a parameter counts as one kernel that updates states in place. The compiler's temporaries
+are unknown: a few copies of the largest trainable tensor may be missing, without activations.
+
+*bitsandbytes' paged optimizers* store large states in managed memory, which the driver moves to the
+host when the GPU is full, outside PyTorch's allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
+
+from finetune.config.schema import PrecisionConfig
+from finetune.estimator.trace.fake_cuda import OPS, define, replaced
+from finetune.estimator.trace.trace import Recorder, plain_tensors
+from finetune.precision.backends.base import Backend, Fp8Mixin
+from finetune.precision.layers import by_rows, storable
+from finetune.precision.planner import PrecisionPlan
+from finetune.precision.stored import store
+from finetune.precision.swap import Swapped, swap
+from finetune.storage import nf4
+from finetune.storage.sizes import nf4_bytes
+
+# ------------------------------------------------------------------------------- Transformer Engine
+
+BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16, "blockwise": 1 + 4 / 128}
+"""Bytes per cast element with its share of the scales, by block format; others have 1."""
+
+define(
+    "fp8_cast(Tensor x, float bytes) -> Tensor",
+    lambda x, size: x.new_empty(round(x.numel() * size), dtype=torch.float8_e4m3fn),
+)
+define(
+    "fp8_mm(Tensor a, Tensor b, int[] shape, ScalarType dtype) -> Tensor",
+    lambda a, _, shape, dtype: a.new_empty(shape, dtype=dtype),
+)
+
+
+class _EngineLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, size: float, copies: int) -> Tensor:
+        (m, k), (n, _) = x.shape, w.shape
+        ctx.shapes, ctx.cast, ctx.dtype = (m, n, k), (size, copies), w.dtype
+        x_needed, w_needed = ctx.needs_input_grad[:2]
+        xq = _cast(x, size, copies if w_needed else 1)
+        wq = _cast(w, size, copies if x_needed else 1)
+        # [M, K] @ [K, N]
+        y = OPS.fp8_mm(xq[0], wq[0], [m, n], x.dtype)
+        ctx.needed = w_needed, x_needed
+        ctx.save_for_backward(*xq[-1:] if w_needed else (), *wq if x_needed else ())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        (m, n, k), (size, copies), (w_needed, x_needed) = ctx.shapes, ctx.cast, ctx.needed
+        saved = list(ctx.saved_tensors)
+        xq = saved.pop(0) if w_needed else None
+        gq = _cast(g, size, copies if w_needed and x_needed else 1)
+        # dgrad [M, N] @ [N, K], wgrad [N, M] @ [M, K]
+        dx = OPS.fp8_mm(gq[0], saved[-1], [m, k], g.dtype) if x_needed else None
+        dw = OPS.fp8_mm(gq[-1], xq, [n, k], ctx.dtype) if w_needed else None
+        return dx, dw, None, None
+
+
+def _cast(x: Tensor, size: float, copies: int) -> list[Tensor]:
+    return [OPS.fp8_cast(x, size) for _ in range(copies)]
+
+
+class EngineMixin(Fp8Mixin):
+    """Forward of a linear layer as in `te.Linear`."""
+
+    def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        backend: Any = self.fp8_backend
+        size, copies = backend.size, backend.copies
+        return by_rows(
+            x, bias, lambda rows: _EngineLinear.apply(rows, w.to(rows.dtype), size, copies)
+        )
+
+
+class EngineBackend(Backend):
+    """Stand-in for Transformer Engine.
+
+    Attributes:
+        size: bytes per cast element, scales included.
+        copies: copies that a cast makes if two GEMMs follow.
+    """
+
+    name = "te"
+    mixin = EngineMixin
+
+    def __init__(self, precision: PrecisionConfig, capability: tuple[int, int]) -> None:
+        super().__init__(precision)
+        self.size = BYTES.get(precision.scaling, 1.0)
+        self.copies = 1 if capability >= (10, 0) and precision.scaling not in BYTES else 2
+
+
+def engine_maker(capability: tuple[int, int]) -> Any:
+    """Replacement of `convert.make_backend` for a plan of Transformer Engine."""
+
+    def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
+        if all(layer.stored for layer in plan.fp8_layers):
+            return None
+        return EngineBackend(plan.precision, capability)
+
+    return make_backend
+
+
+# -------------------------------------------------------------------------------------- stored base
+
+TABLES = 4 * (16 + 256 + 1)
+"""Bytes of the tables of a 4-bit layer: NF4's codes, those of its absmaxes, their mean."""
+
+define(
+    "dequantize(Tensor packed, int[] shape, ScalarType dtype) -> Tensor",
+    lambda packed, shape, dtype: packed.new_empty(shape, dtype=dtype),
+)
+
+
+class _FourBitMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: list[int]) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        # [M, K] @ [K, N]
+        return x @ OPS.dequantize(packed, shape, x.dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        (packed,) = ctx.saved_tensors
+        # [M, N] @ [N, K]
+        return g @ OPS.dequantize(packed, ctx.shape, g.dtype), None, None
+
+
+class FourBitMixin(Swapped):
+    """`bitsandbytes.nn.Linear4bit` with a matmul for tensors without memory."""
+
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, dtype = [self.out_features, self.in_features], x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = _FourBitMatmul.apply(x.to(torch.bfloat16), self.weight, shape)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return y.to(dtype)
+
+
+def as_four_bit(model: Any) -> None:
+    """Replace the linear layers of a meta model by 4-bit ones, before adapters are attached."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(nf4.quantization_config(), pre_quantized=False)
+    quantizer.preprocess_model(model, device_map={"": torch.device("meta")})
+    # Trainers read a quantizer of such a model; TRL casts its adapters, which runs undo.
+    model.is_quantized = model.is_loaded_in_4bit = False
+
+
+def store_base(model: nn.Module, storage: str | None) -> None:
+    """Store the frozen base of a fake model as `model.storage` requests."""
+    if storage == "fp8":
+        for name in storable(model):
+            store(model.get_submodule(name), "row")
+    if storage != "nf4":
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    for module in [m for m in model.modules() if isinstance(m, Linear4bit)]:
+        shaped: Any = module
+        packed = nf4_bytes(math.prod(shaped.weight.shape)) + TABLES
+        shaped.weight = nn.Parameter(torch.empty(packed, dtype=torch.uint8), requires_grad=False)
+        swap(module, FourBitMixin)
+
+
+# --------------------------------------------------------------------------------------- optimizers
+
+SCALE = 2.0**16
+"""`init_scale` of `torch.amp.GradScaler`."""
+PAGED_FROM = 100_000
+"""Elements from which bitsandbytes pages a state (`Optimizer8bit.get_state_buffer`)."""
+
+define("update(Tensor(a!)[] states, Tensor grad) -> ()", lambda *_: None)
+
+
+class SteadyScale:
+    """Stand-in for `torch.amp.GradScaler`."""
+
+    def __init__(self) -> None:
+        self._unscaled = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * torch.full((), SCALE)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide all gradients by the scale, in place."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        overflow, inverse = torch.zeros(()), torch.full((), 1 / SCALE)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+        self._unscaled = True
+
+    def step(self, optimizer: Optimizer, closure: Any = None) -> None:
+        """Unscale, unless already done before clipping, and update."""
+        if not self._unscaled:
+            self.unscale_(optimizer)
+        optimizer.step()
+
+    def update(self) -> None:
+        self._unscaled = False
+
+    def get_scale(self) -> float:
+        return SCALE
+
+
+def _update_in_place(p: Tensor, grad: Tensor, *values: Any) -> None:
+    """`torchao.optim.adam.single_param_adam` as one kernel."""
+    states = [x for value in values if isinstance(value, Tensor) for x in plain_tensors(value)]
+    OPS.update([*plain_tensors(p), *states], grad)
+
+
+@contextlib.contextmanager
+def torchao_updates(*, compiled: bool) -> Iterator[None]:
+    """Step torchao's optimizers without a compiler; `compiled` counts an update as one kernel."""
+    from torchao.optim import adam
+
+    changes = [(adam, "single_param_adam", _update_in_place)] if compiled else []
+    with torch.compiler.set_stance("force_eager"), replaced(changes):
+        yield
+
+
+@contextlib.contextmanager
+def paged_states(recorder: Recorder) -> Iterator[None]:
+    """Exclude the large states of bitsandbytes' optimizers, in managed memory on a GPU."""
+    from bitsandbytes import functional
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        with recorder.outside_of_allocator():
+            return torch.zeros(shape, dtype=dtype)
+
+    def get_state_buffer(optimizer: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        if p.numel() < PAGED_FROM:
+            return torch.zeros_like(p, dtype=dtype)
+        return get_paged(*p.shape, dtype=dtype)
+
+    changes = [
+        (functional, "get_paged", get_paged),  # AdEMAMix asks for it by itself
+        (functional, "fill", torch.fill_),
+        (Optimizer8bit, "get_state_buffer", get_state_buffer),
+    ]
+    with replaced(changes):
+        yield
