@@ -13,8 +13,6 @@ rows are shorter than `train.max_length`.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.optimizers import chosen
@@ -30,7 +28,7 @@ from finetune.precision.layers import linear_shape
 from finetune.storage.sizes import fp8_bytes, stored_bytes
 from finetune.training.memory_meter import Batch
 from finetune.training.model import is_published_fp8
-from finetune.training.preflight import Preflight, processes
+from finetune.training.preflight import Planned, Preflight, processes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,23 +44,16 @@ KINDS_IN_BOUND = ("base", "weights", "optimizer", "method")
 class MemoryForecast:
     """Memory check before a run and prediction after it: `finetune.training.preflight.Forecast`."""
 
-    def explain(
-        self,
-        error: PrecisionError,
-        config: RunConfig,
-        device: Device,
-        model: nn.Module,
-        plan: PrecisionPlan,
-    ) -> PrecisionError:
+    def explain(self, error: PrecisionError, run: Planned) -> PrecisionError:
         """Extend the error of an unavailable precision if memory is short, too."""
-        short = why_too_small(bound_of(config, model, plan), device)
+        short = why_too_small(bound_of(run.config, run.sketch, run.plan), run.device)
         if not short:
             return error
         return type(error)(
             error.what,
             where=error.where,
             why=f"{error.why}. Besides, {short}",
-            fix=f"an FP8 GPU with enough memory; or here: {advice(config, device)}",
+            fix=f"an FP8 GPU with enough memory; or here: {advice(run.config, run.device)}",
         )
 
     def check(self, run: Preflight) -> None:
@@ -81,7 +72,7 @@ class MemoryForecast:
         if quick is not None and quick.peak_gib * ROOM < free:
             return
         try:
-            expected = _rehearsed(_Question.of(run, config))
+            expected = _rehearsed(run, config)
         except RehearsalError:  # of which nothing is known is not refused
             return
         held = expected.footprint
@@ -113,7 +104,7 @@ class MemoryForecast:
         shape = {"per_device_train_batch_size": rows, "max_length": length}
         same = changed(run.config, train=shape)
         try:
-            found = _rehearsed(_Question.of(run, same, padded=padded)).footprint
+            found = _rehearsed(run, same, padded).footprint
         except FinetuneError as error:
             return {"predicted": f"not predicted: {error.what}"}
         values: dict[str, Any] = {
@@ -218,33 +209,17 @@ def why_too_small(need: StaticMemory, device: Device) -> str:
 # ---------------------------------------------------------------------------------------- rehearsal
 
 
-@dataclass(frozen=True)
-class _Question:
-    """Cache key of a rehearsal: runs with equal memory compare equal.
-
-    Attributes:
-        text: everything that memory depends on.
-        run: preflight results; the precision plan does not depend on the batch.
-        config: the run's configuration, or one with another batch.
-    """
-
-    text: str
-    padded: bool | None
-    run: Preflight = field(compare=False)
-    config: RunConfig = field(compare=False)
-
-    @classmethod
-    def of(cls, run: Preflight, config: RunConfig, *, padded: bool | None = None) -> _Question:
-        without = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps")
-        train = {k: v for k, v in config.train.items() if k not in without}
-        facts = config.model_dump(exclude={"data", "eval"}) | {"train": train}
-        return cls(f"{run.processes} {run.device} {facts}", padded, run, config)
+_KNOWN: dict[str, Measured] = {}
+"""Rehearsals of this process, by everything that memory depends on: its checks repeat some."""
 
 
-@functools.lru_cache(maxsize=32)
-def _rehearsed(question: _Question) -> Measured:
-    """Measure, cached: the checks of one process often repeat a question."""
-    run = question.run
-    place = place_here(run.device, run.processes)
-    known = (run.resolution, run.plan)
-    return measure(question.config, place, padded=question.padded, known=known)
+def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) -> Measured:
+    """Measure a run, or one with another batch, which leaves the precision plan as it is."""
+    without = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps")
+    train = {k: v for k, v in config.train.items() if k not in without}
+    facts = config.model_dump(exclude={"data", "eval"}) | {"train": train}
+    key = f"{run.processes} {run.device} {padded} {facts}"
+    if key not in _KNOWN:
+        place, known = place_here(run.device, run.processes), (run.resolution, run.plan)
+        _KNOWN[key] = measure(config, place, padded=padded, known=known)
+    return _KNOWN[key]

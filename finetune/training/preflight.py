@@ -33,36 +33,32 @@ def processes() -> int:
 
 
 @dataclass(frozen=True)
-class Preflight:
-    """Facts of a run before anything is loaded.
-
-    Attributes:
-        device: device it trains on.
-        processes: number of processes that train together.
-        resolution: executed precision, with reasons.
-        plan: precision of every layer of the sketch.
-        sketch: the model with its adapters on the meta device.
-    """
+class Planned:
+    """A run's settings and device, the sketch of its model on meta, and the sketch's plan."""
 
     config: RunConfig
     device: Device
-    processes: int
-    resolution: Resolution
     plan: PrecisionPlan
     sketch: nn.Module
+
+
+@dataclass(frozen=True)
+class Preflight(Planned):
+    """Facts of a run before anything is loaded.
+
+    Attributes:
+        processes: number of processes that train together.
+        resolution: executed precision, with reasons; `plan` is of that precision.
+    """
+
+    processes: int
+    resolution: Resolution
 
 
 class Forecast(Protocol):
     """Interface of a memory estimator; `finetune.estimator.gate` implements it."""
 
-    def explain(
-        self,
-        error: PrecisionError,
-        config: RunConfig,
-        device: Device,
-        model: nn.Module,
-        plan: PrecisionPlan,
-    ) -> PrecisionError:
+    def explain(self, error: PrecisionError, run: Planned) -> PrecisionError:
         """Return the error of a rejected precision, extended if memory is short, too."""
         ...
 
@@ -106,12 +102,12 @@ def preflight(
     except FinetuneError as refusal:
         made = check_settings(config, model)  # contradicting settings are reported first
         if forecast is not None and isinstance(refusal, PrecisionError):
-            raise forecast.explain(refusal, config, device, model, made) from None
+            raise forecast.explain(refusal, Planned(config, device, made, model)) from None
         raise
     made = check_settings(config, model, None if resolution.fallback else resolution.precision)
     if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
-    run = Preflight(config, device, processes(), resolution, made, model)
+    run = Preflight(config, device, made, model, processes(), resolution)
     if forecast is not None and not force:
         forecast.check(run)
     return run

@@ -309,7 +309,7 @@ def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
     from finetune.hardware.device import this_device
     from finetune.training.preflight import preflight
 
-    monkeypatch.setattr(gate, "_rehearsed", lambda question: measure(question.config, H100))
+    monkeypatch.setattr(gate, "_rehearsed", lambda _run, config, *_: measure(config, H100))
     exact = changed(config, precision={"emulation": "allow"})
     for strategy, shape in (("bfd", (1, 512, False)), ("wrapped", (4, 128, False))):
         train = {"packing": True, "packing_strategy": strategy, "per_device_train_batch_size": 4}
