@@ -16,7 +16,7 @@ from rich.table import Table
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.measure import Measured, Option, changed, measure_fast
-from finetune.estimator.speed.efficiency import shared
+from finetune.estimator.speed.roofline import shared
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval, Pace, spread
 from finetune.units import MEMORY, size

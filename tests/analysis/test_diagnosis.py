@@ -20,7 +20,7 @@ from finetune.analysis.diagnose.timeline import Slice, Timeline, _alone, read_pr
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator.closed_form.preview import EAGER_CAST_BYTES, FUSED_CAST_BYTES
-from finetune.estimator.speed.efficiency import efficiency_of
+from finetune.estimator.speed.roofline import efficiency_of
 from finetune.estimator.speed.step_parts import PROFILED_PARTS
 from finetune.hardware.gpus import named_gpu
 from finetune.runs.receipt import LayerReceipt, layer_kind

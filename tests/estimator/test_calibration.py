@@ -15,9 +15,8 @@ from finetune.estimator.speed.calibration import (
     load_calibration,
     save_calibration,
 )
-from finetune.estimator.speed.efficiency import efficiency_of, host
 from finetune.estimator.speed.kernels import Product
-from finetune.estimator.speed.roofline import Roofline, shape_share
+from finetune.estimator.speed.roofline import Roofline, efficiency_of, host, shape_share
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import find_gpu, named_gpu
 from tests.benchmarks.score.setting import Setting, Shape

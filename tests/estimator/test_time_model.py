@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
-from finetune.estimator.speed.efficiency import efficiency_of, shared
-from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.kernels import (
+    Launch,
     Product,
     attention_flops,
     is_barrier,
     kind_of,
+    launches,
     product_of,
     traffic,
 )
-from finetune.estimator.speed.roofline import roofline_of, shape_share
+from finetune.estimator.speed.roofline import efficiency_of, roofline_of, shape_share, shared
 from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.speed.timing import spread
 from finetune.estimator.trace.trace import Op, Operand, Recorder

@@ -34,8 +34,7 @@ from finetune.estimator.closed_form.preview import EAGER_CAST_BYTES, FUSED_CAST_
 from finetune.estimator.measure import changed, measure_fast
 from finetune.estimator.place import place_here
 from finetune.estimator.speed.calibration import load_calibration
-from finetune.estimator.speed.efficiency import efficiency_of
-from finetune.estimator.speed.roofline import half_peak
+from finetune.estimator.speed.roofline import efficiency_of, half_peak
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
 from finetune.hardware.device import Device

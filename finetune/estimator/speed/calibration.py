@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
@@ -30,16 +31,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from finetune.errors import ConfigError
-from finetune.estimator.speed.efficiency import (
+from finetune.estimator.speed.kernels import Precision, Product
+from finetune.estimator.speed.roofline import (
+    Direction,
     Efficiency,
     Host,
     HostKind,
+    Roofline,
     efficiency_of,
     host,
+    shape_share,
     shared,
 )
-from finetune.estimator.speed.kernels import Precision, Product
-from finetune.estimator.speed.roofline import Roofline, shape_share
 from finetune.estimator.trace.trace import Recorder
 from finetune.hardware.device import Device, parallel_units
 from finetune.hardware.gpus import Gpu, find_gpu
@@ -51,7 +54,7 @@ _LONGEST_S = 0.6
 # Bounds of the decoder layer's factor: beyond them the measurement was disturbed.
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 # Assumed efficiency of attention on a device that no family of the table covers.
-_UNKNOWN_ATTENTION = {"forward": 0.5, "backward": 0.4}
+_UNKNOWN_ATTENTION: dict[Direction, float] = {"forward": 0.5, "backward": 0.4}
 
 
 class Calibration(BaseModel):
@@ -146,119 +149,107 @@ def _measured_line(measured: Calibration) -> Gpu:
 
 def _shares(measured: Calibration, gpu: Gpu | None, line: Gpu) -> Efficiency:
     pace = 1 / min(_MOST_FACTOR, max(_LEAST_FACTOR, measured.layer))
-    base = efficiency_of(gpu) if gpu is not None else _all_of_the_peak()
+    if gpu is None:  # its peaks are its measured rates
+        same = _UNKNOWN_ATTENTION
+        gemm = {"bf16": 1.0, "fp32": 1.0}
+        base = Efficiency(gemm=gemm, attention=same, masked=same, shared=shared(), origin="")
+    else:
+        base = efficiency_of(gpu)
     gemm = dict(base.gemm)
     for precision, peak in line.tflops.items():
         if precision in measured.tflops:
             gemm[precision] = measured.tflops[precision] / peak * pace
-    rowwise = base.shared.rowwise
+    numbers = {"bandwidth": measured.gb_s / line.gb_s * pace}
     if {"fp8", "fp8_rowwise"} <= measured.tflops.keys():
-        rowwise = measured.tflops["fp8_rowwise"] / measured.tflops["fp8"]
-    numbers = base.shared.model_copy(
-        update={
-            "bandwidth": measured.gb_s / line.gb_s * pace,
-            "rowwise": rowwise,
-            **({} if gpu is not None else {"l2": 1.0, "kernel_us": measured.launch_us}),
-        }
-    )
+        numbers["rowwise"] = measured.tflops["fp8_rowwise"] / measured.tflops["fp8"]
+    if gpu is None:
+        numbers |= {"l2": 1.0, "kernel_us": measured.launch_us}
     scale = gemm["bf16"] / base.gemm["bf16"] if gpu is not None else pace
     return Efficiency(
         gemm=gemm,
         attention={direction: share * scale for direction, share in base.attention.items()},
         masked={direction: share * scale for direction, share in base.masked.items()},
-        shared=numbers,
+        shared=base.shared.model_copy(update=numbers),
         origin=f"measured on {measured.device} with torch {measured.torch}",
-    )
-
-
-def _all_of_the_peak() -> Efficiency:
-    """Efficiency of 1, for a device whose peaks are its measured rates."""
-    return Efficiency(
-        gemm={"bf16": 1.0, "fp32": 1.0},
-        attention=_UNKNOWN_ATTENTION,  # pyright: ignore[reportArgumentType] (checked by pydantic)
-        masked=_UNKNOWN_ATTENTION,  # pyright: ignore[reportArgumentType] (checked by pydantic)
-        shared=shared(),
-        origin="",
     )
 
 
 # ---------------------------------------------------------------------------------------- measuring
 
 
+class _Bench(NamedTuple):
+    """Device that is measured, and seconds of repetitions per figure."""
+
+    on: torch.device
+    longest: float
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Median seconds of a call, after two warm-up calls."""
+        times: list[float] = []
+        for _ in range(2):
+            run()
+        self._finish()
+        began = time.perf_counter()
+        while len(times) < 3 or time.perf_counter() - began < self.longest:
+            start = time.perf_counter()
+            run()
+            self._finish()
+            times.append(time.perf_counter() - start)
+        return median(times)
+
+    def _finish(self) -> None:
+        if self.on.type == "cuda":
+            torch.cuda.synchronize(self.on)
+
+
 def calibrate(device: Device, *, seconds: float = _LONGEST_S) -> Calibration:
     """Measure this device, a CUDA GPU or a CPU; each of at most eight figures takes `seconds`."""
     began = time.perf_counter()
-    gpu = find_gpu(device)
-    on = torch.device("cuda" if device.kind == "cuda" else "cpu")
-    size = 4096 if on.type == "cuda" else 768
-    units = parallel_units(device)
+    on_cuda, units = device.kind == "cuda", parallel_units(device)
+    bench = _Bench(torch.device("cuda" if on_cuda else "cpu"), seconds)
+    names: tuple[Precision, ...] = ("bf16", "fp32")
+    if on_cuda and device.capability and device.capability >= (8, 9):
+        names = ("bf16", "fp32", "fp8", "fp8_rowwise")
     measured = Calibration(
         device=device.name,
         torch=torch.__version__,
         units=units,
         memory_gib=device.memory_gib,
-        tflops={n: _sustained(n, size, on, units, seconds) for n in _precisions(device, on)},
-        gb_s=_bandwidth(on, seconds),
-        launch_us=_launch_us(on, seconds),
+        tflops={name: _sustained(name, bench, units) for name in names},
+        gb_s=_bandwidth(bench),
+        launch_us=_launch_us(bench),
     )
-    layer = _layer(measured, gpu, on, seconds)
+    layer = _layer(measured, find_gpu(device), bench)
     spent = time.perf_counter() - began
     return measured.model_copy(update={"layer": layer, "seconds": spent})
 
 
-def _precisions(device: Device, on: torch.device) -> tuple[Precision, ...]:
-    if on.type == "cuda" and device.capability and device.capability >= (8, 9):
-        return ("bf16", "fp32", "fp8", "fp8_rowwise")
-    return ("bf16", "fp32")
-
-
-def _seconds(run: Callable[[], object], on: torch.device, longest: float) -> float:
-    """Median seconds of a call, after two warm-up calls."""
-    times: list[float] = []
-    for _ in range(2):
-        run()
-    _finish(on)
-    began = time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - began < longest:
-        start = time.perf_counter()
-        run()
-        _finish(on)
-        times.append(time.perf_counter() - start)
-    return median(times)
-
-
-def _finish(on: torch.device) -> None:
-    if on.type == "cuda":
-        torch.cuda.synchronize(on)
-
-
-def _bandwidth(on: torch.device, longest: float) -> float:
+def _bandwidth(bench: _Bench) -> float:
     """Mean GB/s of a copy and of an addition."""
-    count = 2**28 if on.type == "cuda" else 2**24  # far larger than any cache
-    a = torch.ones(count, dtype=torch.bfloat16, device=on)
-    b = torch.ones_like(a)
-    out = torch.empty_like(a)
-    copied = 2 * a.nbytes / _seconds(lambda: out.copy_(a), on, longest)
-    added = 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), on, longest)
+    count = 2**28 if bench.on.type == "cuda" else 2**24  # far larger than any cache
+    a = torch.ones(count, dtype=torch.bfloat16, device=bench.on)
+    b, out = torch.ones_like(a), torch.empty_like(a)
+    copied = 2 * a.nbytes / bench.seconds(lambda: out.copy_(a))
+    added = 3 * a.nbytes / bench.seconds(lambda: torch.add(a, b, out=out))
     return (copied + added) / 2 / 1e9
 
 
-def _launch_us(on: torch.device, longest: float) -> float:
-    x = torch.ones(16, device=on)
+def _launch_us(bench: _Bench) -> float:
+    x = torch.ones(16, device=bench.on)
 
     def many() -> None:
         for _ in range(200):
             x + 1  # pyright: ignore[reportUnusedExpression]
 
-    return _seconds(many, on, longest) / 200 * 1e6
+    return bench.seconds(many) / 200 * 1e6
 
 
-def _sustained(name: Precision, size: int, on: torch.device, units: int, longest: float) -> float:
+def _sustained(name: Precision, bench: _Bench, units: int) -> float:
     """TFLOP/s of an arbitrarily large GEMM, from `[size, 2 size] @ [2 size, size]`."""
+    size = 4096 if bench.on.type == "cuda" else 768
     product = Product(1, size, size, 2 * size, name)
-    seconds = _seconds(_multiplication(product, on), on, longest)
     share = shape_share(product, units, shared().pipeline_k)
-    return product.flops / seconds / share / 1e12
+    return product.flops / bench.seconds(_multiplication(product, bench.on)) / share / 1e12
 
 
 def _multiplication(product: Product, on: torch.device) -> Callable[[], Tensor]:
@@ -297,17 +288,19 @@ class _DecoderLayer(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-def _layer(measured: Calibration, gpu: Gpu | None, on: torch.device, longest: float) -> float:
-    sizes = (4096, 32, 14336) if on.type == "cuda" else (512, 8, 1408)
-    length = 4096 if on.type == "cuda" else 256
-    layer = _DecoderLayer(*sizes).to(device=on, dtype=torch.bfloat16)
-    x = torch.randn(1, length, sizes[0], dtype=torch.bfloat16, device=on, requires_grad=True)
+def _layer(measured: Calibration, gpu: Gpu | None, bench: _Bench) -> float:
+    """Measured / predicted time of a decoder layer."""
+    on_cuda = bench.on.type == "cuda"
+    sizes, length = ((4096, 32, 14336), 4096) if on_cuda else ((512, 8, 1408), 256)
+    layer = _DecoderLayer(*sizes).to(device=bench.on, dtype=torch.bfloat16)
+    shape = (1, length, sizes[0])
+    x = torch.randn(shape, dtype=torch.bfloat16, device=bench.on, requires_grad=True)
 
     def run() -> None:
         layer.zero_grad()
         layer(x).sum().backward()
 
-    seconds = _seconds(run, on, longest)
+    seconds = bench.seconds(run)
     with Recorder(layer, known=(x,)) as recorder:
         out = layer(x).sum()
         with recorder.during("backward"):

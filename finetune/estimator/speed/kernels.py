@@ -1,4 +1,4 @@
-"""Kernels of operators: kind, FLOPs and bytes moved.
+"""Kernels of a trace: their kind, FLOPs and bytes, and the operators that share one (fusion).
 
     gemm        matrix product: FLOPs, tiles, precision of its operands
     attention   fused attention kernel, forward or backward
@@ -11,33 +11,41 @@
     dequantise  packed 4-bit or 8-bit codes to 16-bit weights
     none        views, allocations, synchronizations: no kernel
 
-Bytes are of an eager kernel, which reads each input and writes each output once (fusion: see
-fusion.py). A multiply-add counts as two FLOPs.
+Eager PyTorch launches one kernel per operator, which reads each input and writes each output once.
+A multiply-add counts as two FLOPs. A compiled region (`torch.compile` over decoder layers) fuses
+pointwise operators, casts, gathers and row reductions: a value made outside is read once per
+kernel, and written only if something outside needs it.
+
+Operators fuse if no kernel has to end between them. Each value has a *generation*: zero for inputs
+of the region, that of its operator for results of fusable operators, and one more after a GEMM,
+attention, or a reduction over the whole tensor or columns (`is_barrier`). Operators of one
+generation that feed each other or read the same value form a kernel. So a residual stream is
+written before a GEMM and read again after it, and a tensorwise scale costs a second pass:
+
+    y = norm(x); s = amax(y); q = cast(y / s)    norm and amax: generation 0; the cast: 1
 
 Limits: unlisted operators count as pointwise, convolutions among them, so models with large
-convolutions are predicted too fast.
+convolutions are predicted too fast. No fusion across phases; Inductor's kernel size limits and its
+recomputation instead of stores are not modelled.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from finetune.estimator.trace.trace import Op, Operand
 
 Kind = Literal[
-    "gemm",
-    "attention",
-    "pointwise",
-    "reduction",
-    "copy",
-    "gather",
-    "optimizer",
-    "dequantise",
+    "gemm", "attention", "pointwise", "reduction", "copy", "gather", "optimizer", "dequantise",
     "none",
-]
+]  # fmt: skip
 Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks"]
+Pattern = Literal["straight", "columns", "transpose"]
+"""Memory access pattern; column reductions and transposed writes waste bandwidth."""
 
 FUSABLE = frozenset({"pointwise", "reduction", "copy", "gather"})
 """Kinds that Inductor can fuse into one kernel."""
@@ -104,8 +112,11 @@ class Product(NamedTuple):
 
 def base_name(op: Op) -> str:
     """`aten.mm.default` -> `mm`, `finetune_estimator.attention.default` -> `attention`."""
-    parts = op.name.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
+    return _base_name(op.name)
+
+
+def _base_name(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
 
 
 def dtype_name(operand: Operand) -> str:
@@ -124,7 +135,7 @@ def kind_of(op: Op) -> Kind:
 
 @functools.lru_cache(maxsize=4096)
 def _kind(full_name: str, phase: str) -> Kind:
-    name = full_name.split(".")[1] if "." in full_name else full_name
+    name = _base_name(full_name)
     if name in _NONE:
         return "none"
     if name in _GEMMS or name.endswith("scaled_mm"):
@@ -133,9 +144,8 @@ def _kind(full_name: str, phase: str) -> Kind:
         return "attention"
     if "dequant" in name:
         return "dequantise"
-    if name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad", "_foreach_")):
-        return "optimizer"
-    if phase == "optimizer":
+    updates = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad", "_foreach_"))
+    if updates or phase == "optimizer":
         return "optimizer"
     if name in _COPIES:
         return "copy"
@@ -151,8 +161,8 @@ def is_barrier(op: Op) -> bool:
     if kind_of(op) != "reduction" or base_name(op) in _ROW_REDUCTIONS or not op.inputs:
         return False
     whole = max(op.inputs, key=lambda operand: operand.nbytes).shape
-    rows = _product(whole[:-1])
-    return all(_product(output.shape) < rows for output in op.outputs)
+    rows = math.prod(whole[:-1])
+    return all(math.prod(output.shape) < rows for output in op.outputs)
 
 
 def product_of(op: Op) -> Product | None:
@@ -168,14 +178,13 @@ def product_of(op: Op) -> Product | None:
     if name.startswith(("addmm", "baddbmm")) and len(matrices) >= 3:
         matrices = matrices[1:]
     a, b = matrices[0], matrices[1]
-    k = a.shape[-1]
-    n = output[-1]
+    k, n = a.shape[-1], output[-1]
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
         # grouped [rows, K] @ [experts, K, N]: each row meets the weight of one expert
         experts = b.shape[0] if len(b.shape) == 3 else 1
-        return Product(experts, max(1, _product(output[:-1]) // experts), n, k, _precision(op, a))
-    batch = _product(output[:-2]) if name in ("bmm", "baddbmm") else 1
-    m = _product(output[:-1]) // max(1, batch)
+        return Product(experts, max(1, math.prod(output[:-1]) // experts), n, k, _precision(op, a))
+    batch = math.prod(output[:-2]) if name in ("bmm", "baddbmm") else 1
+    m = math.prod(output[:-1]) // max(1, batch)
     return Product(max(1, batch), m, n, k, _precision(op, a))
 
 
@@ -248,14 +257,187 @@ def _precision(op: Op, a: Operand) -> Precision:
         scales = op.inputs[2:]
         if any("e8m0" in dtype_name(scale) for scale in scales):
             return "fp8_blocks"
-        if any(_product(scale.shape) > 1 and "float32" in dtype_name(scale) for scale in scales):
+        if any(math.prod(scale.shape) > 1 and "float32" in dtype_name(scale) for scale in scales):
             return "fp8_rowwise"
         return "fp8"
     return "fp32" if kind in ("float32", "float64") else "bf16"
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+# ------------------------------------------------------------------------------------------ fusion
+
+
+class Launch(NamedTuple):
+    """One kernel: indices of its operators in the trace, and bytes read and written."""
+
+    ops: tuple[int, ...]
+    kind: Kind
+    read: float
+    written: float
+    pattern: Pattern
+
+
+class _Value(NamedTuple):
+    generation: int
+    region: int
+    maker: int
+
+
+def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) -> Iterator[Launch]:
+    """Yield a trace's kernels by first operator; `compiled` selects the operators that may fuse."""
+    kinds: list[Kind] = [kind_of(op) for op in ops]
+    groups: list[int | None] = [None] * len(ops)
+    uses: dict[tuple[int, int], list[int]] = {}
+    if compiled is not None:
+        groups, uses = _groups(ops, kinds, [compiled(op) for op in ops]), _uses(ops, kinds)
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        if group is not None:
+            members.setdefault(group, []).append(index)
+    before: Op | None = None
+    for index, (op, kind, group) in enumerate(zip(ops, kinds, groups, strict=True)):
+        if kind == "none":
+            continue
+        if group is None:
+            read, written = traffic(op)
+            if base_name(op) == "fp8_cast" and before and _same_cast(before, op):
+                read = 0.0  # Transformer Engine writes rowwise and columnwise codes in one pass
+            yield Launch((index,), kind, read, written, pattern_of(op))
+        elif members[group][0] == index:
+            yield _joined(ops, kinds, members[group], uses)
+        before = op
+
+
+def pattern_of(op: Op) -> Pattern:
+    kind = kind_of(op)
+    if kind == "reduction":
+        columns = is_barrier(op) and any(math.prod(out.shape) > 1 for out in op.outputs)
+        return "columns" if columns else "straight"
+    if kind != "copy" or not op.inputs or not op.outputs:
+        return "straight"
+    before, after = op.inputs[-1].shape, op.outputs[0].shape
+    turned = len(before) == 2 and before != after and before == after[::-1]
+    return "transpose" if turned else "straight"
+
+
+def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) -> list[int | None]:
+    """Fusion group of each operator (union-find), None for one that is not fused."""
+    generations, regions = _generations(ops, kinds, inside)
+    parent: dict[int, int] = {}
+
+    def find(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    makers: dict[int, int] = {}  # by storage: the operator that wrote its present content
+    readers: dict[tuple[int, int, int, int], int] = {}
+    for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
+        if kind == "none":
+            continue
+        if inside[index] and kind in FUSABLE:
+            parent[index] = index
+            here = (regions[index], generations[index])
+            for operand in op.inputs:
+                maker = makers.get(operand.storage, -1)
+                joins = maker in parent and not _ends_kernel(ops[maker], kinds[maker])
+                if joins and (regions[maker], generations[maker]) == here:
+                    parent[find(index)] = find(maker)
+                    continue
+                if operand.storage >= 0 and len(operand.shape) > 1:  # a shared vector fuses nothing
+                    other = readers.setdefault((operand.storage, maker, *here), index)
+                    parent[find(index)] = find(other)
+        for operand in op.outputs:
+            makers[operand.storage] = index
+    return [find(index) if index in parent else None for index in range(len(ops))]
+
+
+def _generations(
+    ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    """Generation and region of each operator; a region ends with its phase or with `inside`."""
+    values: dict[int, _Value] = {}
+    generations, regions = [0] * len(ops), [0] * len(ops)
+    wanted: dict[int, int] = {}  # operator -> generation of its earliest reader
+    region, last = 0, ("", False)
+    for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
+        if kind == "none":
+            continue
+        if (op.phase, inside[index]) != last:
+            region, last = region + 1, (op.phase, inside[index])
+        known = [
+            value
+            for operand in op.inputs
+            if (value := values.get(operand.storage)) and value.region == region
+        ]
+        generation = max((value.generation for value in known), default=0)
+        for value in known:
+            wanted[value.maker] = min(wanted.get(value.maker, generation), generation)
+        ends = not inside[index] or _ends_kernel(op, kind)
+        for operand in op.outputs:
+            values[operand.storage] = _Value(generation + ends, region, index)
+        generations[index], regions[index] = generation, region
+    for index, generation in wanted.items():
+        if kinds[index] == "copy" and _widens(ops[index]):
+            generations[index] = max(generations[index], generation)
+    return generations, regions
+
+
+def _widens(op: Op) -> bool:
+    read = sum(operand.nbytes for operand in op.inputs)
+    return read < sum(operand.nbytes for operand in op.outputs)
+
+
+def _same_cast(before: Op, op: Op) -> bool:
+    return before.name == op.name and before.inputs[:1] == op.inputs[:1]
+
+
+def _ends_kernel(op: Op, kind: Kind) -> bool:
+    return kind not in FUSABLE or is_barrier(op)
+
+
+def _uses(ops: Sequence[Op], kinds: Sequence[Kind]) -> dict[tuple[int, int], list[int]]:
+    uses: dict[tuple[int, int], list[int]] = {}
+    maker: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        if kinds[index] == "none":
+            continue
+        for operand in op.inputs:
+            if operand.storage in maker:
+                uses.setdefault((operand.storage, maker[operand.storage]), []).append(index)
+        for operand in op.outputs:
+            maker[operand.storage] = index
+    return uses
+
+
+def _joined(
+    ops: Sequence[Op],
+    kinds: Sequence[Kind],
+    members: list[int],
+    uses: dict[tuple[int, int], list[int]],
+) -> Launch:
+    """Kernel of a fusion group, with the bytes it exchanges with the outside."""
+    inside = set(members)
+    made: set[int] = set()
+    reads: dict[int, float] = {}
+    written = 0.0
+    for index in members:
+        op = ops[index]
+        operands = op.inputs[1:] if base_name(op) == "copy_" else op.inputs
+        whole = sum(operand.nbytes for operand in operands) or 1
+        share = traffic(op)[0] / whole if kinds[index] == "gather" else 1.0
+        for operand in operands:
+            if operand.storage not in made:
+                seen = reads.get(operand.storage, 0.0)
+                reads[operand.storage] = max(seen, share * operand.nbytes)
+        for operand in op.outputs:
+            made.add(operand.storage)
+            readers = uses.get((operand.storage, index), [])
+            if not readers or any(reader not in inside for reader in readers):
+                written += operand.nbytes
+    kind: Kind = "reduction" if "reduction" in {kinds[i] for i in members} else "pointwise"
+    patterns = {pattern_of(ops[index]) for index in members}
+    pattern: Pattern = "transpose" if "transpose" in patterns else "straight"
+    if "columns" in patterns:
+        pattern = "columns"
+    return Launch(tuple(members), kind, sum(reads.values()), written, pattern)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.errors import ConfigError
-from finetune.estimator.speed.efficiency import AttentionKernel, HostKind
+from finetune.estimator.speed.roofline import AttentionKernel, HostKind
 from finetune.hardware.gpus import Gpu, named_gpu
 from tests.benchmarks.score.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
 from tests.benchmarks.score.workload import FUSED_PARTS, in_layers, in_parts
