@@ -79,7 +79,7 @@ def measured_once(config: RunConfig, place: Place) -> Measured:
     key = (config.model_dump_json(), str(place))
     if key not in _MEASURED:
         _MEASURED[key] = measure(config, place)
-    return _MEASURED[key]
+    return dataclasses.replace(_MEASURED[key], place=place)
 
 
 def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
