@@ -54,100 +54,6 @@ GPU and shape.
 """
 FUSED_CAST_BYTES, EAGER_CAST_BYTES = 3.0, 5.0
 """Bytes moved per element cast: read and written once, or read once more for its amax."""
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """Work of one GPU in a step.
-
-    Attributes:
-        linear, head, attention: FLOPs of one micro-batch by part.
-        moved: bytes that pointwise kernels move in one micro-batch.
-        optimized: bytes that the optimizer's step moves.
-        low: precision of the decoder's linear layers.
-    """
-
-    linear: float
-    head: float
-    attention: float
-    moved: float
-    optimized: float
-    low: Peak
-
-    def seconds(self, gpu: Gpu, micro_batches: int = 1) -> float:
-        """Time of one optimizer step of `micro_batches`.
-
-        A precision without units on the GPU runs at its 16-bit speed.
-        """
-        high = gpu.tflops.get("bf16") or gpu.tflops["fp16"]
-        low, reached = high, BF16_REACHED
-        if self.low in gpu.tflops and self.low != "bf16":
-            low, reached = gpu.tflops[self.low], FP8_REACHED
-        matmuls = self.linear / (low * reached) + self.head / (high * BF16_REACHED)
-        matmuls += self.attention / (high * ATTENTION_REACHED)
-        pace = gpu.gb_s * 1e9 * BANDWIDTH_REACHED
-        return micro_batches * (matmuls / 1e12 + self.moved / pace) + self.optimized / pace
-
-
-def step_work(
-    decoder: Decoder,
-    mode: TrainingMode,
-    static: StaticMemory,
-    *,
-    rows: int,
-    length: int,
-    forwards: int,
-    kept: float,
-    low: Peak,
-) -> StepWork:
-    """Compute the work of one GPU in a step.
-
-    Args:
-        static: weights, gradients and states of this GPU.
-        rows, length: shape of a micro-batch.
-        forwards: 2 if checkpointing recomputes the layers, else 1.
-        kept: bytes that one layer saves for the micro-batch.
-        low: precision of the decoder's linear layers.
-    """
-    tokens = rows * length
-    linear = 2.0 * decoder.multiplied * (forwards + 1 + mode.full)
-    linear += 2.0 * mode.added * (forwards + 2)
-    head = 2.0 * decoder.vocabulary * decoder.hidden * (3 + mode.head)
-    if decoder.family == "bdh":
-        table = 2.0 * length * (decoder.inner + decoder.heads * decoder.hidden)
-        attention = table * (forwards + 2)
-    else:  # the backward of fused attention multiplies 5 times where its forward does twice
-        attention = 2.0 * length * decoder.heads * decoder.head_dim * (forwards + 2.5)
-    moved = (2 + forwards) * decoder.layers * kept
-    if low != "bf16":
-        moved += _cast_traffic(decoder, mode, tokens, forwards)
-    return StepWork(
-        linear=linear * tokens,
-        head=head * tokens,
-        attention=attention * decoder.layers * tokens,
-        moved=moved,
-        optimized=3 * static.gradients + 2 * static.optimizer,
-        low=low,
-    )
-
-
-def _cast_traffic(decoder: Decoder, mode: TrainingMode, tokens: int, forwards: int) -> float:
-    """Bytes that casting to FP8 moves in one micro-batch.
-
-    An operand is read twice, for amax and codes, and written once: 5 bytes per element. For the
-    wgrad and dgrad of a trainable weight its codes are also transposed, 2 more.
-    """
-    each, transposed = EAGER_CAST_BYTES, 2.0 if mode.full else 0.0
-    inputs = sum(x.k for x in decoder.linears)
-    gradients = sum(x.n for x in decoder.linears)
-    numbers = tokens * (inputs * (each * forwards + transposed) + gradients * (each + transposed))
-    if mode.full:
-        numbers += sum(x.numel for x in decoder.linears) * (each * forwards + transposed)
-    return numbers * decoder.layers
-
-
-# ------------------------------------------------------------------------------------------ preview
-
 CONTEXT_GIB = 0.5
 """CUDA context: the middle of `finetune.estimator.memory.overheads.CONTEXT_MIB`."""
 TOKEN_CHUNK, WORD_CHUNK = 4096, 32768
@@ -275,15 +181,15 @@ def preview_of(
         peak_gib=(static.weights + static.optimizer + max(moments)) / GIB + CONTEXT_GIB,
         tokens=tokens,
         accumulated=accumulated,
-        work=step_work(
+        work=_step_work(
             decoder,
             mode,
             static,
-            rows=rows,
+            config.precision.low if config.precision.compute == "fp8" else "bf16",
+            tokens=tokens,
             length=length,
             forwards=2 if checkpointing else 1,
             kept=layer,
-            low=config.precision.low if config.precision.compute == "fp8" else "bf16",
         ),
     )
 
@@ -385,3 +291,88 @@ def _layer_temporaries(
     if decoder.family == "bdh":  # of queries and keys, which are the neurons
         attention = 2 * decoder.inner * mode.compute
     return max(inside, attention + 2 * decoder.hidden * mode.compute) * tokens
+
+
+# -------------------------------------------------------------------------------- FLOPs and bytes
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one GPU in a step.
+
+    Attributes:
+        linear, head, attention: FLOPs of one micro-batch by part.
+        moved: bytes that pointwise kernels move in one micro-batch.
+        optimized: bytes that the optimizer's step moves.
+        low: precision of the decoder's linear layers.
+    """
+
+    linear: float
+    head: float
+    attention: float
+    moved: float
+    optimized: float
+    low: Peak
+
+    def seconds(self, gpu: Gpu, micro_batches: int = 1) -> float:
+        """Time of one optimizer step of `micro_batches`.
+
+        A precision without units on the GPU runs at its 16-bit speed.
+        """
+        high = gpu.tflops.get("bf16") or gpu.tflops["fp16"]
+        low, reached = high, BF16_REACHED
+        if self.low in gpu.tflops and self.low != "bf16":
+            low, reached = gpu.tflops[self.low], FP8_REACHED
+        matmuls = self.linear / (low * reached) + self.head / (high * BF16_REACHED)
+        matmuls += self.attention / (high * ATTENTION_REACHED)
+        pace = gpu.gb_s * 1e9 * BANDWIDTH_REACHED
+        return micro_batches * (matmuls / 1e12 + self.moved / pace) + self.optimized / pace
+
+
+def _step_work(
+    decoder: Decoder, mode: TrainingMode, static: StaticMemory, low: Peak,
+    *, tokens: int, length: int, forwards: int, kept: float,
+) -> StepWork:  # fmt: skip
+    """Work of one GPU in a step.
+
+    Args:
+        static: weights, gradients and states of this GPU.
+        low: precision of the decoder's linear layers.
+        tokens, length: of a micro-batch, and of a row.
+        forwards: 2 if checkpointing recomputes the layers, else 1.
+        kept: bytes that one layer saves for the micro-batch.
+    """
+    linear = 2.0 * decoder.multiplied * (forwards + 1 + mode.full)
+    linear += 2.0 * mode.added * (forwards + 2)
+    head = 2.0 * decoder.vocabulary * decoder.hidden * (3 + mode.head)
+    if decoder.family == "bdh":
+        table = 2.0 * length * (decoder.inner + decoder.heads * decoder.hidden)
+        attention = table * (forwards + 2)
+    else:  # the backward of fused attention multiplies 5 times where its forward does twice
+        attention = 2.0 * length * decoder.heads * decoder.head_dim * (forwards + 2.5)
+    moved = (2 + forwards) * decoder.layers * kept
+    if low != "bf16":
+        moved += _cast_traffic(decoder, mode, tokens, forwards)
+    return StepWork(
+        linear=linear * tokens,
+        head=head * tokens,
+        attention=attention * decoder.layers * tokens,
+        moved=moved,
+        optimized=3 * static.gradients + 2 * static.optimizer,
+        low=low,
+    )
+
+
+def _cast_traffic(decoder: Decoder, mode: TrainingMode, tokens: int, forwards: int) -> float:
+    """Bytes that casting to FP8 moves in one micro-batch.
+
+    An operand is read twice, for amax and codes, and written once: 5 bytes per element. For the
+    wgrad and dgrad of a trainable weight its codes are also transposed, 2 more.
+    """
+    each, transposed = EAGER_CAST_BYTES, 2.0 if mode.full else 0.0
+    inputs = sum(x.k for x in decoder.linears)
+    gradients = sum(x.n for x in decoder.linears)
+    numbers = tokens * (inputs * (each * forwards + transposed) + gradients * (each + transposed))
+    if mode.full:
+        numbers += sum(x.numel for x in decoder.linears) * (each * forwards + transposed)
+    return numbers * decoder.layers
