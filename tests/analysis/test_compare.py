@@ -25,6 +25,7 @@ from rich.console import Console
 import finetune
 from finetune.analysis.compare import compare
 from finetune.analysis.compare import jobs as running
+from finetune.analysis.compare.compare import make_pair, twin_of
 from finetune.analysis.compare.fairness import (
     CONDITIONS,
     FREE,
@@ -32,7 +33,6 @@ from finetune.analysis.compare.fairness import (
     requested_differences,
 )
 from finetune.analysis.compare.jobs import Watcher
-from finetune.analysis.compare.pairing import make_pair, twin_of
 from finetune.analysis.compare.result import Comparison, Side, read_comparison
 from finetune.analysis.compare.verdict import judge, read_outcome
 from finetune.analysis.report import report as writer
@@ -390,7 +390,7 @@ def test_a_run_that_would_fall_back_to_bf16_is_no_side_of_a_comparison():
 
 def test_runs_alternate_and_share_the_machine_fairly(tmp_path):
     pair = make_pair("tiny_full_fp8", None, [], 3, CPU)
-    jobs = running.plan_jobs(pair, tmp_path)
+    jobs = running.plan_jobs((pair.a, pair.b), pair.labels, pair.seeds, tmp_path)
     assert "".join(job.side for job in jobs) == "abbaab"
     assert [job.seed for job in jobs] == [42, 42, 43, 43, 44, 44]
     assert finetune.load_recipe(str(jobs[0].recipe)).config == pair.a.config
@@ -690,7 +690,7 @@ def test_a_result_reads_back_and_a_broken_one_is_told(tmp_path):
 def test_a_terminal_shows_each_run_as_far_as_it_wrote(tmp_path):
     terminal = Console(force_terminal=True, file=io.StringIO(), width=100)
     pair = make_pair("tiny_full_fp8", None, [], 1, CPU)
-    jobs = running.plan_jobs(pair, tmp_path)
+    jobs = running.plan_jobs((pair.a, pair.b), pair.labels, pair.seeds, tmp_path)
     folder = jobs[0].out / "tiny_full_fp8" / "20260101-000000-abcd"
     folder.mkdir(parents=True)
     (folder / "config.yaml").touch()

@@ -22,9 +22,8 @@ from typing import Any
 
 from finetune.analysis.benchmark.grid import Grid, Job, Point, at_point, parse_grid
 from finetune.analysis.benchmark.result import Benchmark, Row
-from finetune.analysis.compare.fairness import requested_differences
+from finetune.analysis.compare.fairness import requested_differences, settle_compile
 from finetune.analysis.compare.jobs import import_path
-from finetune.analysis.compare.pairing import settle_compile
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.hardware.device import this_device

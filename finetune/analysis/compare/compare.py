@@ -1,16 +1,25 @@
-"""`compare(a, b)`: check both recipes, train them over paired seeds, and judge the runs."""
+"""`compare(a, b)`: check both recipes, train them over paired seeds, and judge the runs.
+
+Twins differ in the end of their names: `x_fp8` and `x_bf16`. The reference is the side that
+computes in BF16, else the second. Set on both sides, and listed in the result's notes:
+
+* `train.logging_steps=1`: the final loss is a mean over the losses of single steps.
+* `train.seed` for each pair, and one `data.seed` for all: every seed is evaluated on the same rows,
+  so that the spread between seeds contains no spread between evaluation sets.
+* `precision.compile` where it is `auto` (`fairness.settle_compile`).
+"""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from finetune.analysis.compare.fairness import requested_differences
+from finetune.analysis.compare.fairness import requested_differences, settle_compile
 from finetune.analysis.compare.jobs import Watcher, cores, places, plan_jobs, run_jobs
-from finetune.analysis.compare.pairing import Pair, make_pair
 from finetune.analysis.compare.result import (
     Comparison,
     Difference,
@@ -20,13 +29,22 @@ from finetune.analysis.compare.result import (
     read_comparison,
 )
 from finetune.analysis.compare.verdict import judge, read_outcome
-from finetune.errors import ConfigError, UnfairPairError
+from finetune.config.recipe import (
+    Recipe,
+    find_recipe,
+    is_path,
+    list_recipes,
+    load_recipe,
+    with_overrides,
+)
+from finetune.config.schema import RunConfig
+from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, nearest
+from finetune.hardware.device import Device, resolve, this_device
 from finetune.runs.folder import new_folder
 
-if TYPE_CHECKING:
-    from finetune.hardware.device import Device
-
 MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
+FIRST_SEED = 42  # default of `TrainingArguments.seed`
+ENDS = {"_fp8": "_bf16", "_bf16": "_fp8"}
 _REQUESTED = ("model.", "lora", "data.", "eval.", "precision.", "train.")
 """Prefixes of `Difference.where` for differences between the recipes."""
 _AGAIN = "the margin was chosen after the runs"
@@ -68,8 +86,6 @@ def compare(
         FinetuneError: any other error that the user can correct.
         KeyboardInterrupt: Ctrl-C; the runs have saved a checkpoint.
     """
-    from finetune.hardware.device import this_device
-
     device = this_device()
     console = console or Console(stderr=True, highlight=False)
     _check_numbers(margin, confidence)
@@ -77,10 +93,24 @@ def compare(
     pair = make_pair(a, b, overrides, seeds, device)
     differences = check_pair(pair, device, allow=allow, force=force)
     folder = new_folder(Path(out) / "compare" / f"{pair.a.name}-vs-{pair.b.name}", out)
+    planned = plan_jobs((pair.a, pair.b), pair.labels, pair.seeds, folder, force=force)
+    console.print(f"{len(planned)} runs, {at_once} at a time -> {folder}", soft_wrap=True)
+    with Watcher(console, planned) as watcher:
+        try:
+            run_jobs(planned, at_once, threads, watcher)
+        except KeyboardInterrupt:
+            watcher.bars.stop()
+            console.print(f"interrupted; {watcher.finished} of {len(planned)} runs are whole")
+            console.print(
+                f"what there is lies in {folder}; another call starts anew", soft_wrap=True
+            )
+            raise
+    where = {(job.side, job.seed): str(job.run_folder.relative_to(folder)) for job in planned}
     found = Comparison(
         a=Side(recipe=pair.a.name, label=pair.labels[0]),
         b=Side(recipe=pair.b.name, label=pair.labels[1]),
         seeds=list(pair.seeds),
+        runs=[PairOfRuns(seed=s, a=where["a", s], b=where["b", s]) for s in pair.seeds],
         margin=margin,
         confidence=confidence,
         differences=differences,
@@ -89,22 +119,6 @@ def compare(
         verdict="undecided",
         folder=folder,
     )
-    planned = plan_jobs(pair, folder, force=force)
-    console.print(f"{len(planned)} runs, {at_once} at a time -> {folder}", soft_wrap=True)
-    with Watcher(console, planned) as watcher:
-        try:
-            run_jobs(
-                planned, at_once=at_once, threads=threads, watch=watcher.look, done=watcher.finish
-            )
-        except KeyboardInterrupt:
-            watcher.close()
-            console.print(f"interrupted; {len(watcher.finished)} of {len(planned)} runs are whole")
-            console.print(
-                f"what there is lies in {folder}; another call starts anew", soft_wrap=True
-            )
-            raise
-    where = {(job.side, job.seed): str(job.run_folder.relative_to(folder)) for job in planned}
-    found.runs = [PairOfRuns(seed=s, a=where["a", s], b=where["b", s]) for s in pair.seeds]
     return _judged(found)
 
 
@@ -129,18 +143,12 @@ def judge_again(
     notes = [note for note in found.notes if note.startswith(_BEFORE)]
     if margin != found.margin and not any(note.startswith(_AGAIN) for note in notes):
         notes.append(f"{_AGAIN}; while they trained the margin was {found.margin:g}")
-    requested = [d for d in found.differences if d.where.startswith(_REQUESTED)]
-    kept = found.model_copy(
-        update={
-            "margin": margin,
-            "confidence": confidence,
-            "allowed": found.allowed or allow,
-            "differences": requested,
-            "notes": notes,
-            "losses": {}, "band": {}, "speed": None, "memory": None, "tasks": None,
-        }
-    )  # fmt: skip
-    return _judged(kept)
+    changes = {
+        "margin": margin, "confidence": confidence, "allowed": found.allowed or allow,
+        "differences": [d for d in found.differences if d.where.startswith(_REQUESTED)],
+        "notes": notes, "losses": {}, "band": {}, "speed": None, "memory": None, "tasks": None,
+    }  # fmt: skip
+    return _judged(found.model_copy(update=changes))
 
 
 def _judged(found: Comparison) -> Comparison:
@@ -159,7 +167,133 @@ def _judged(found: Comparison) -> Comparison:
     return result
 
 
-# --------------------------------------------------------------------------------- before the runs
+def _check_numbers(margin: float, confidence: float) -> None:
+    if not 0 < margin < 1:
+        raise ConfigError(
+            f"a margin of {margin:g} is none",
+            where="--margin",
+            why="it is the relative gap of losses that counts as none",
+            fix="--margin 0.01 is one percent",
+        )
+    if not 0.5 < confidence < 1:
+        raise ConfigError(
+            f"a confidence of {confidence:g} is none", where="--confidence", fix="--confidence 0.95"
+        )
+
+
+# -------------------------------------------------------------------------------------------- pair
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two recipes to compare.
+
+    Attributes:
+        a, b: the recipe in question and the reference, final except for `train.seed`.
+        labels: distinct short names.
+        notes: settings that were made the same on both sides.
+    """
+
+    a: Recipe
+    b: Recipe
+    labels: tuple[str, str]
+    seeds: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def twin_of(name: str) -> str:
+    """Find the recipe that differs from `name` in precision alone, by its name.
+
+    Raises:
+        RecipeNotFoundError: no such recipe, or it has no twin.
+    """
+    source = find_recipe(name)
+    end = next((end for end in ENDS if source.stem.endswith(end)), "")
+    what = f"the twin of {name!r} cannot be told from its name"
+    why = "twins are called x_fp8 and x_bf16"
+    if end:
+        stem = source.stem.removesuffix(end) + ENDS[end]
+        twin = str(source.with_name(stem + source.suffix)) if is_path(name) else stem
+        if Path(twin).is_file() or twin in list_recipes():
+            return twin
+        hint = nearest(stem, [] if is_path(name) else list_recipes())
+        what = f"{name} has no twin {twin!r}" + (f"; {hint}" if hint else "")
+        why = "a recipe is compared with the one that differs from it in precision alone"
+    raise RecipeNotFoundError(
+        what,
+        where="compare with one recipe",
+        why=why,
+        fix=f"name the other one: python -m finetune compare {shlex.quote(name)} OTHER",
+    )
+
+
+def make_pair(
+    first: str,
+    second: str | None,
+    overrides: Sequence[str],
+    seeds: Sequence[int] | int,
+    device: Device,
+) -> Pair:
+    """Load both recipes and make their shared settings the same; arguments as in `compare`.
+
+    Raises:
+        FinetuneError: an unreadable recipe or override, no twin, or no seeds.
+    """
+    shared = [item for item in overrides if item[:2] not in ("a.", "b.")]
+    sides = []
+    for letter, name in (("a.", first), ("b.", second or twin_of(first))):
+        own = [item.removeprefix(letter) for item in overrides if item.startswith(letter)]
+        try:
+            sides.append(load_recipe(name, [*shared, *own]))
+        except ConfigError as error:
+            if not shared:
+                raise
+            one = "an override behind a. or b., such as a.precision.format=e4m3, is for the first "
+            fix = f"{error.fix}; " * bool(error.fix) + one + "or the second recipe alone"
+            what = f"{name}: {error.what}"
+            raise type(error)(what, where=error.where, why=error.why, fix=fix) from None
+    a, b = sides
+    if a.config.precision.compute == "bf16" != b.config.precision.compute:
+        a, b = b, a
+    configs, note = settle_compile((a.config, b.config), device)
+    notes = [note] if note else []
+    chosen = _seeds(seeds, int(a.config.train.get("seed", FIRST_SEED)))
+    alike = ["train.logging_strategy=steps", "train.logging_steps=1"]
+    if all(map(_draws_held_out_rows, configs)):
+        alike.append(f"data.seed={chosen[0]}")
+        notes.append(f"held-out rows are the same for all seeds (data.seed={chosen[0]})")
+    a, b = (
+        Recipe(recipe.name, recipe.source, with_overrides(config, alike))
+        for recipe, config in zip((a, b), configs, strict=True)
+    )
+    return Pair(a, b, _labels(a, b), chosen, tuple(notes))
+
+
+def _draws_held_out_rows(config: RunConfig) -> bool:
+    data = config.data
+    drawn = not data.eval_path and not data.eval_split and data.eval_fraction > 0
+    return drawn and data.seed is None
+
+
+def _seeds(seeds: Sequence[int] | int, first: int) -> tuple[int, ...]:
+    chosen = tuple(range(first, first + seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not chosen or len(set(chosen)) < len(chosen) or not 0 <= min(chosen) <= max(chosen) < 2**32:
+        raise ConfigError(
+            "a comparison needs one seed or more, each of them once, from 0 to 2**32 - 1",
+            where=f"--seeds {seeds if isinstance(seeds, int) else ','.join(map(str, seeds))}",
+            fix="--seeds 3, or --seeds 42,43,44",
+        )
+    return chosen
+
+
+def _labels(a: Recipe, b: Recipe) -> tuple[str, str]:
+    first, second = (
+        (p.low if p.compute == "fp8" else p.compute).upper()
+        for p in (a.config.precision, b.config.precision)
+    )
+    if first != second:
+        return first, second
+    return (a.name, b.name) if a.name != b.name else (f"{a.name} (a)", f"{b.name} (b)")
 
 
 def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) -> list[Difference]:
@@ -170,7 +304,6 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
         FinetuneError: one side cannot run here, or its data or model are missing.
     """
     from finetune.estimator.gate import MemoryForecast
-    from finetune.hardware.device import resolve
     from finetune.training.data import load_data
     from finetune.training.evaluate import load_tasks
     from finetune.training.model import load_tokenizer
@@ -187,8 +320,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
     if differences and not allow:
         raise _unfair(differences)
     for recipe in (pair.a, pair.b):
-        fallback = resolve(recipe.config.precision, device).fallback
-        if fallback:
+        if fallback := resolve(recipe.config.precision, device).fallback:
             raise UnfairPairError(
                 f"{recipe.name} would not run in the precision it is compared for",
                 where="precision.on_unsupported=bf16",
@@ -213,17 +345,3 @@ def _unfair(differences: Sequence[Difference]) -> UnfairPairError:
         fix=f"give both the same: {first.where}={as_text(first.b)} on the command line sets both; "
         "--allow insists, and the result then lists what differs",
     )
-
-
-def _check_numbers(margin: float, confidence: float) -> None:
-    if not 0 < margin < 1:
-        raise ConfigError(
-            f"a margin of {margin:g} is none",
-            where="--margin",
-            why="it is the relative gap of losses that counts as none",
-            fix="--margin 0.01 is one percent",
-        )
-    if not 0.5 < confidence < 1:
-        raise ConfigError(
-            f"a confidence of {confidence:g} is none", where="--confidence", fix="--confidence 0.95"
-        )

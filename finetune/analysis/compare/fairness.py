@@ -20,7 +20,9 @@ from typing import Any
 
 from finetune.analysis.compare.result import Difference
 from finetune.analysis.statistics import Step
+from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
+from finetune.hardware.device import Device, resolve
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,35 @@ _OTHER = _BY_NAME["other training settings"]
 # ------------------------------------------------------------------------------------ before a run
 
 
+def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], str]:
+    """Set the same `precision.compile` where it is `auto`; returns a note if anything was set."""
+    requested = [config.precision.compile for config in configs]
+    explicit = [value for value in requested if value != "auto"]
+    if len(configs) < 2 or "auto" not in requested:
+        return list(configs), ""
+    if not explicit and not any(_auto_compiles(config, device) for config in configs):
+        return list(configs), ""  # none compiles, so `auto` means the same for all
+    setting = f"precision.compile={explicit[0] if explicit else 'on'}"
+    sides = "both sides" if len(configs) == 2 else "all sides"
+    return [
+        with_overrides(config, [setting]) if value == "auto" else config
+        for config, value in zip(configs, requested, strict=True)
+    ], f"{setting} on {sides}, so that compiling is not FP8's gain"
+
+
+def _auto_compiles(config: RunConfig, device: Device) -> bool:
+    """True if `auto` compiles this run: torchao, or frozen weights stored in FP8, on a GPU."""
+    if device.kind != "cuda" or config.precision.compute != "fp8":
+        return False
+    precision = resolve(config.precision, device).precision
+    frozen = precision.compute == "fp8" and precision.frozen == "fp8" and config.lora is not None
+    return frozen or precision.backend == "torchao"
+
+
 def requested_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[Difference]:
     """List, in the order of `CONDITIONS`, the settings in which two configurations differ.
 
-    `precision.compile` is settled before (`finetune.analysis.compare.pairing.settle_compile`).
+    `precision.compile` is settled before (`settle_compile`).
 
     Raises:
         FinetuneError: a configuration makes no valid `SFTConfig`.
@@ -176,17 +203,12 @@ def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
     yield "lora", config.lora and config.lora.model_dump(mode="json")
     for name in ("compile", "fused_adapters", "health_every"):
         yield f"precision.{name}", getattr(config.precision, name)
-    optimizer = config.train.get(
-        "optim"
-    )  # the project's own optimizers are removed from the SFTConfig
-    args = sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
-    args |= {"resume_from_checkpoint": config.train.get("resume_from_checkpoint")}
-    args |= {"optim": optimizer or args["optim"]}
+    train, args = config.train, sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
+    args["resume_from_checkpoint"] = train.get("resume_from_checkpoint")
+    args["optim"] = train.get("optim") or args["optim"]  # SFTConfig has none of our own optimizers
     plain = (bool, int, float, str, dict, list, type(None))
-    for name in sorted(args.keys() - FREE):
-        if not name.startswith("_"):
-            value = args[name]
-            yield f"train.{name}", value if isinstance(value, plain) else str(value)
+    for name in sorted(name for name in args.keys() - FREE if name[0] != "_"):
+        yield f"train.{name}", args[name] if isinstance(args[name], plain) else str(args[name])
 
 
 # -------------------------------------------------------------------------------------- after them
@@ -200,24 +222,27 @@ def executed_differences(
 ) -> list[Difference]:
     """List the conditions in which two finished runs of one seed differ, by their run folders."""
     first, second = a.get("conditions", {}), b.get("conditions", {})
-    found = []
-    for name in dict.fromkeys((*first, *second)):
-        if (x := first.get(name)) != (y := second.get(name)):
-            condition = _BY_NAME.get(name) or replace(_OTHER, name=name)
-            found.append(_difference(condition, "receipt.json: conditions", *_unequal(x, y)))
+    values = [
+        (_BY_NAME.get(name) or replace(_OTHER, name=name), "conditions", first.get(name),
+         second.get(name))
+        for name in dict.fromkeys((*first, *second))
+    ]  # fmt: skip
     for condition in CONDITIONS:
         if condition.receipt is not None:
             where, read = condition.receipt
-            if (x := read(a)) != (y := read(b)):
-                found.append(_difference(condition, f"receipt.json: {where}", *_unequal(x, y)))
-    stepped = _BY_NAME["steps"]
-    for line, (one, other) in enumerate(zip(steps_a, steps_b, strict=False), 1):
-        if one.tokens != other.tokens:
-            where = f"steps.jsonl: line {line}"
-            found.append(_difference(stepped, where, one.tokens, other.tokens))
-            break
+            values.append((condition, where, read(a), read(b)))
+    found = [
+        _difference(condition, f"receipt.json: {where}", *_unequal(x, y))
+        for condition, where, x, y in values
+        if x != y
+    ]
+    steps = _BY_NAME["steps"]
+    tokens = enumerate(zip(steps_a, steps_b, strict=False), 1)
+    if other := next((n for n, (x, y) in tokens if x.tokens != y.tokens), None):
+        at = (steps_a[other - 1].tokens, steps_b[other - 1].tokens)
+        found.append(_difference(steps, f"steps.jsonl: line {other}", *at))
     if len(steps_a) != len(steps_b):
-        found.append(_difference(stepped, "steps.jsonl: lines", len(steps_a), len(steps_b)))
+        found.append(_difference(steps, "steps.jsonl: lines", len(steps_a), len(steps_b)))
     return found
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 import finetune
-from finetune.analysis.compare.pairing import Pair
+from finetune.config.recipe import Recipe
 from finetune.errors import ConfigError, RunFailedError
 from finetune.runs.folder import Run
 
@@ -44,7 +44,6 @@ class Job:
     Attributes:
         recipe: file of the complete recipe.
         out: parent of the run folder.
-        log: file for stdout and stderr.
         steps: optimizer steps; None if set by the number of epochs.
         options: further options of `finetune run`.
         program: arguments of the Python interpreter.
@@ -55,7 +54,6 @@ class Job:
     seed: int
     recipe: Path
     out: Path
-    log: Path
     steps: int | None = None
     options: tuple[str, ...] = ()
     program: tuple[str, ...] = ("-m", "finetune")
@@ -66,9 +64,13 @@ class Job:
         return f"{self.label}, seed {self.seed}"
 
     @property
+    def log(self) -> Path:
+        """File for stdout and stderr."""
+        return self.out.with_suffix(".log")
+
+    @property
     def folder(self) -> Path | None:
-        made = (p for p in self.out.glob("*/*/") if (p / "config.yaml").is_file())
-        return next(made, None)
+        return next((p for p in self.out.glob("*/*/") if (p / "config.yaml").is_file()), None)
 
     @property
     def run_folder(self) -> Path:
@@ -77,8 +79,7 @@ class Job:
         Raises:
             RunFailedError: the process left none.
         """
-        folder = self.folder
-        if folder is None:
+        if (folder := self.folder) is None:
             raise RunFailedError("a run left no run folder", where=f"{self.name}: {self.log}")
         return folder
 
@@ -90,12 +91,16 @@ class Job:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *self.program, *run, "--json", *self.options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
                 start_new_session=True,  # Ctrl-C reaches it through `_stop` alone, so once
-            )
+            )  # fmt: skip
+
+    def check_end(self) -> None:
+        """Raise if the ended process did not succeed."""
+        if self.process.returncode == INTERRUPTED:  # interrupted from outside, and saved
+            raise KeyboardInterrupt
+        if self.process.returncode:
+            raise _failure(self)
 
 
 def import_path() -> str:
@@ -105,28 +110,31 @@ def import_path() -> str:
     return os.pathsep.join(dict.fromkeys([package, *filter(None, paths)]))
 
 
-def plan_jobs(pair: Pair, folder: Path, *, force: bool = False) -> list[Job]:
+def plan_jobs(
+    recipes: tuple[Recipe, Recipe],
+    labels: tuple[str, str],
+    seeds: Sequence[int],
+    folder: Path,
+    *,
+    force: bool = False,
+) -> list[Job]:
     """List the runs in ABBA order, and write their recipes into `folder`.
 
     Seeds 42, 43 and 44 run as a42 b42 b43 a43 a44 b44.
     """
     options = ("--force",) if force else ()
-    recipes = {"a": pair.a, "b": pair.b}
-    files = {side: folder / side / f"{recipe.name}.yaml" for side, recipe in recipes.items()}
-    for side, file in files.items():
+    sides = []
+    for side, recipe, label in zip("ab", recipes, labels, strict=True):
+        file = folder / side / f"{recipe.name}.yaml"
         file.parent.mkdir(parents=True)
-        file.write_text(recipes[side].to_yaml(), encoding="utf-8")
-    jobs = []
-    for turn, seed in enumerate(pair.seeds):
-        for side in "ab" if turn % 2 == 0 else "ba":
-            out = folder / side / f"seed-{seed}"
-            steps = int(recipes[side].config.train.get("max_steps", -1))
-            job = Job(
-                side, pair.labels["ab".index(side)], seed, files[side], out,
-                out.with_suffix(".log"), steps if steps > 0 else None, options,
-            )  # fmt: skip
-            jobs.append(job)
-    return jobs
+        file.write_text(recipe.to_yaml(), encoding="utf-8")
+        steps = int(recipe.config.train.get("max_steps", -1))
+        sides.append((side, label, file, steps if steps > 0 else None))
+    return [
+        Job(side, label, seed, file, file.with_name(f"seed-{seed}"), steps, options)
+        for turn, seed in enumerate(seeds)
+        for side, label, file, steps in (sides if turn % 2 == 0 else reversed(sides))
+    ]
 
 
 def cores() -> int:
@@ -162,17 +170,8 @@ def places(on_gpu: bool, jobs: int | None, cores: int) -> tuple[int, int | None]
     return at_once, cores // at_once if at_once > 1 else None
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    *,
-    at_once: int,
-    threads: int | None,
-    watch: Callable[[Sequence[Job]], None],
-    done: Callable[[Job], None],
-) -> None:
+def run_jobs(jobs: Sequence[Job], at_once: int, threads: int | None, watcher: Watcher) -> None:
     """Run all jobs in order, `at_once` at a time.
-
-    `watch` gets the current runs every `POLL` seconds, `done` each run that succeeded.
 
     Raises:
         RunFailedError: a run failed; the others were stopped.
@@ -185,22 +184,15 @@ def run_jobs(
                 while waiting and len(running) < at_once:
                     running.append(waiting.pop(0))
                     running[-1].start(threads)
-                watch(running)
+                watcher.look(running)
                 time.sleep(POLL)
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
-                    _check_end(job)
-                    done(job)
+                    job.check_end()
+                    watcher.finish(job)
         except BaseException:
             _stop(running)
             raise
-
-
-def _check_end(job: Job) -> None:
-    if job.process.returncode == INTERRUPTED:  # interrupted from outside, and saved
-        raise KeyboardInterrupt
-    if job.process.returncode:
-        raise _failure(job)
 
 
 def _stop(running: Sequence[Job]) -> None:
@@ -247,12 +239,9 @@ def _failure(job: Job) -> RunFailedError:
             parts[label] = text.strip()
     where = f"{job.name}: {job.log}"
     if parts:
-        return RunFailedError(
-            parts["error"],
-            where=f"{where}{'; ' + parts['where'] if 'where' in parts else ''}",
-            why=parts.get("why", ""),
-            fix=parts.get("fix", ""),
-        )
+        where += f"; {parts['where']}" if "where" in parts else ""
+        why, fix = parts.get("why", ""), parts.get("fix", "")
+        return RunFailedError(parts["error"], where=where, why=why, fix=fix)
     code = job.process.returncode
     how = f"by signal {-code}" if code < 0 else f"with code {code}"
     memory = "; signal 9 is what the system sends when memory is out" if code == -9 else ""
@@ -268,53 +257,42 @@ class Watcher:
     """Shows the progress of runs on a terminal, and prints a line when one ends."""
 
     def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
-        self.console, self.jobs = console, jobs
-        self.finished: list[Job] = []
-        self._bars: Progress | None = None
+        self.console, self.total, self.finished = console, len(jobs), 0
+        self.bars = Progress(
+            TextColumn("{task.description:14s}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[facts]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Watcher:
-        if self.console.is_terminal:
-            bars = self._bars = Progress(
-                TextColumn("{task.description:14s}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[facts]}"),
-                console=self.console,
-            )
-            bars.start()
+        self.bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
+        self.bars.stop()
 
     def look(self, running: Sequence[Job]) -> None:
-        if self._bars is None:
-            return
-        for job in running:
+        for job in () if self.bars.disable else running:
             if job.name not in self._tasks:
-                self._tasks[job.name] = self._bars.add_task(job.name, total=None, facts="starting")
-            folder = job.folder
-            rows = Run(folder).tail if folder is not None else []
-            row = next((row for row in reversed(rows) if "loss" in row), None)
-            if row is not None:
+                self._tasks[job.name] = self.bars.add_task(job.name, total=None, facts="starting")
+            rows = Run(job.folder).tail if job.folder is not None else []
+            if row := next((row for row in reversed(rows) if "loss" in row), None):
                 facts = f"step {row['step']}  loss {row['loss']:.4f}"
-                self._bars.update(
+                self.bars.update(
                     self._tasks[job.name], completed=row["step"], total=job.steps, facts=facts
                 )
 
     def finish(self, job: Job) -> None:
-        self.finished.append(job)
+        self.finished += 1
         report = Run(job.run_folder).report
         facts = [f"loss {report['first_loss']:.3f} -> {report['final_loss']:.3f}"]
         if report["eval_loss"] is not None:
             facts.append(f"held-out {report['eval_loss']:.4f}")
         facts.append(f"{report['seconds']:.0f} s, {report['status']}")
-        line = f"[{len(self.finished)}/{len(self.jobs)}] {job.name}: {', '.join(facts)}"
-        if self._bars is not None and job.name in self._tasks:
-            self._bars.remove_task(self._tasks.pop(job.name))
+        if job.name in self._tasks:
+            self.bars.remove_task(self._tasks.pop(job.name))
+        line = f"[{self.finished}/{self.total}] {job.name}: {', '.join(facts)}"
         self.console.print(line, highlight=False, soft_wrap=True)

@@ -11,14 +11,13 @@ of the two one-sided tests, is narrower and has to lie inside the margin (`analy
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from finetune.errors import ConfigError
@@ -31,6 +30,7 @@ STYLES = {
     "refused": "bold red",
 }  # fmt: skip
 SHOWN_CHARACTERS = 200
+PLAIN_TABLE: Any = {"box": None, "pad_edge": False}
 EMULATED = "FP8 was emulated: its speed says nothing of FP8 hardware"
 """Note of a comparison whose FP8 was emulated."""
 Verdict = Literal["equivalent", "not equivalent", "undecided"]
@@ -166,57 +166,50 @@ class Comparison(JupyterMixin, _Part):
     def headline(self) -> str:
         a, b, n = self.a.label, self.b.label, len(self.seeds)
         margin, seeds = percent(self.margin, None, space=True), plural(n, "seed")
-        match self.verdict:
-            case "equivalent":
-                return f"equivalent: {a} ends where {b} ends, within {margin}, over {seeds}"
-            case "not equivalent":
-                end = f"{a} does not end where {b} ends"
-                return f"not equivalent: {end}, within {margin}, over {seeds}"
-            case "undecided":
-                do = "does" if n == 1 else "do"
-                end = f"show whether {a} ends where {b} ends"
-                return f"undecided: {seeds} {do} not {end}, within {margin}"
-            case _:
-                return f"refused: {a} and {b} cannot be compared"
+        lines = {
+            "equivalent": f"{a} ends where {b} ends, within {margin}, over {seeds}",
+            "not equivalent": f"{a} does not end where {b} ends, within {margin}, over {seeds}",
+            "undecided": f"{seeds} {'does' if n == 1 else 'do'} not show whether {a} ends where "
+            f"{b} ends, within {margin}",
+            "refused": f"{a} and {b} cannot be compared",
+        }
+        return f"{self.verdict}: {lines[self.verdict]}"
 
     def __rich__(self) -> RenderableType:
-        return Group(*self._parts())
+        parts = [self._differences()]
+        if self.losses:
+            parts += [[self._loss_table()], self._ratios()]
+        notes = [Text(f"  {note}", style="dim") for note in self.notes]
+        parts += [self._task_table(), self._samples(), notes]
+        lines: list[RenderableType] = [Text(self.headline(), style=STYLES[self.verdict])]
+        lines += [Text(f"  {reason}") for reason in self.reasons]
+        for part in parts:
+            lines += [Text(""), *part] if part else []
+        return Group(*lines)
 
-    def _parts(self) -> Iterator[RenderableType]:
-        yield Text(self.headline(), style=STYLES[self.verdict])
-        yield from (Text(f"  {reason}") for reason in self.reasons)
-        if self.differences:
-            title = "not the same on both sides" + (", allowed" if self.allowed else "")
-            yield Text("")
-            yield Text(f"! {title}:", style="bold red")
+    def _differences(self) -> list[RenderableType]:
+        if not self.differences:
+            return []
+        title = "not the same on both sides" + (", allowed" if self.allowed else "")
+        lines: list[RenderableType] = [Text(f"! {title}:", style="bold red")]
         for d in self.differences:
             a, b = (_shortened(as_text(value)) for value in (d.a, d.b))
-            yield Text(f"  {d.condition} ({d.where}): {a} and {b}")
-            yield Text(f"    {d.why}", style="dim")
-        if self.losses:
-            yield Text("")
-            yield self._loss_table()
-        ratios = list(self._ratios()) if self.losses else []
-        for lines in (ratios, self._task_table(), self._samples()):
-            if lines:
-                yield Text("")
-                yield from lines
-        if self.notes:
-            yield Text("")
-            yield from (Text(f"  {note}", style="dim") for note in self.notes)
+            lines.append(Text(f"  {d.condition} ({d.where}): {a} and {b}"))
+            lines.append(Text(f"    {d.why}", style="dim"))
+        return lines
 
     def _loss_table(self) -> Table:
         """Losses per seed and their means; column `seeds` is `band`."""
         level = percent(self.confidence, 0, space=True)
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("final loss")
-        for title in (self.a.label, self.b.label, "gap", f"{level} interval", "seeds"):
-            table.add_column(title, justify="right")
-        table.add_column("verdict")
+        titles = (self.a.label, self.b.label, "gap", f"{level} interval", "seeds")
+        right = (Column(title, justify="right") for title in titles)
+        table = Table(
+            "final loss", *right, "verdict", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+        )
         for name, gap in self.losses.items():
             for seed, a, b in zip(self.seeds, gap.a, gap.b, strict=True):
-                row = (f"{a:.4f}", f"{b:.4f}", signed(a / b - 1), "", "", "")
-                table.add_row(f"  seed {seed}", *row, style="dim")
+                cells = (f"  seed {seed}", f"{a:.4f}", f"{b:.4f}", signed(a / b - 1))
+                table.add_row(*cells, style="dim")
             low_high = gap.interval
             table.add_row(
                 NAMES[name],
@@ -228,41 +221,37 @@ class Comparison(JupyterMixin, _Part):
             )
         return table
 
-    def _ratios(self) -> Iterator[Text]:
-        a, b = self.a.label, self.b.label
+    def _ratios(self) -> list[RenderableType]:
+        (a, b), lines = (self.a.label, self.b.label), []
         if (s := self.speed) is not None:
             between = f" ({s.interval[0]:.3f} to {s.interval[1]:.3f})" if s.interval else ""
-            yield Text(
+            lines.append(
                 f"speed: {a} at {s.ratio:.3f} times {b}{between}; "
                 f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s"
                 + (", emulated" if self.emulated else "")
             )
         if (m := self.memory) is not None:
-            yield Text(
-                f"peak memory: {a} at {m.ratio:.3f} times {b}; {m.a_gib:.3f} and {m.b_gib:.3f} GiB"
-            )
+            peaks = f"{m.a_gib:.3f} and {m.b_gib:.3f} GiB"
+            lines.append(f"peak memory: {a} at {m.ratio:.3f} times {b}; {peaks}")
+        return [Text(line) for line in lines]
 
-    def _task_table(self) -> list[Table]:
-        if not self.tasks:
-            return []
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("task")
-        for title in (self.a.label, self.b.label, "difference"):
-            table.add_column(title, justify="right")
-        for task, scores in self.tasks.items():
+    def _task_table(self) -> list[RenderableType]:
+        titles = (self.a.label, self.b.label, "difference")
+        right = (Column(title, justify="right") for title in titles)
+        table = Table("task", *right, **PLAIN_TABLE, padding=(0, 2, 0, 0))
+        for task, scores in (self.tasks or {}).items():
             for s in scores:
-                error = f" ± {s.a_stderr:.4f}" if s.a_stderr is not None else ""
-                difference = f"{s.a - s.b:+.4f}"
-                table.add_row(f"{task} {s.metric}", f"{s.a:.4f}{error}", f"{s.b:.4f}", difference)
-        return [table]
+                a = f"{s.a:.4f}" + (f" ± {s.a_stderr:.4f}" if s.a_stderr is not None else "")
+                table.add_row(f"{task} {s.metric}", a, f"{s.b:.4f}", f"{s.a - s.b:+.4f}")
+        return [table] if self.tasks else []
 
-    def _samples(self) -> list[Text]:
+    def _samples(self) -> list[RenderableType]:
         if not self.runs or self.folder is None or self.verdict == "refused":
             return []
         first = self.runs[0]
         a, b = (_answers(Run(self.folder / run)) for run in (first.a, first.b))
         width = max(len(self.a.label), len(self.b.label))
-        lines = [Text(f"samples, seed {first.seed}", style="bold")]
+        lines: list[RenderableType] = [Text(f"samples, seed {first.seed}", style="bold")]
         for prompt in (prompt for prompt in a if prompt in b):
             lines.append(Text("> ", style="dim") + Text(prompt, style="italic"))
             for label, answer in ((self.a.label, a[prompt]), (self.b.label, b[prompt])):

@@ -67,6 +67,10 @@ class Outcome:
         return self.run.receipt
 
 
+Pairs = Sequence[tuple[Outcome, Outcome]]
+"""Runs of a and of b by seed."""
+
+
 def read_outcome(folder: Path) -> Outcome:
     """Read the figures of a finished run.
 
@@ -75,7 +79,8 @@ def read_outcome(folder: Path) -> Outcome:
         RunFailedError: the run logged no loss.
     """
     run = Run(folder)
-    if unread := [name for name, rows in _files(run) if not rows]:
+    files = {"receipt.json": run.receipt, "metrics.jsonl": run.rows, "steps.jsonl": run.steps}
+    if unread := [name for name, content in files.items() if not content]:
         raise ConfigError(
             "a run of the comparison cannot be read",
             where=str(folder),
@@ -93,60 +98,50 @@ def read_outcome(folder: Path) -> Outcome:
     if not losses:
         raise RunFailedError("a run logged no loss", where=str(folder / "metrics.jsonl"))
     last = min(len(losses), max(LAST_LEAST, round(len(losses) * LAST_SHARE)))
-    held_out = [row["eval_loss"] for row in run.rows if "eval_loss" in row]
-    tasks = [row["tasks"] for row in run.rows if "tasks" in row]
     return Outcome(
         run=run,
         train=math.fsum(losses[-last:]) / last,
         train_steps=last,
-        eval=held_out[-1] if held_out else None,
+        eval=next((row["eval_loss"] for row in reversed(run.rows) if "eval_loss" in row), None),
         steps=[Step(row["step"], row["seconds"], row["tokens"]) for row in run.steps],
-        tasks=tasks[-1] if tasks else {},
+        tasks=next((row["tasks"] for row in reversed(run.rows) if "tasks" in row), {}),
     )
 
 
-def _files(run: Run) -> list[tuple[str, object]]:
-    files = {"receipt.json": run.receipt, "metrics.jsonl": run.rows, "steps.jsonl": run.steps}
-    return list(files.items())
-
-
-Pairs = Sequence[tuple[Outcome, Outcome]]
-
-
 def judge(found: Comparison, pairs: Pairs) -> Comparison:
-    """Add differences, figures, verdict and reasons; `pairs` are the runs of a and b by seed."""
+    """Add differences, figures, verdict and reasons."""
     differences = [*found.differences, *_executed(pairs, found.differences)]
-    unproven = [
-        f"{o.run.name}: {o.receipt['status']}"
-        for pair in pairs
-        for o in pair
+    outcomes = [outcome for pair in pairs for outcome in pair]
+    refused = [
+        f"a run is not proven ({o.run.name}: {o.receipt['status']})"
+        for o in outcomes
         if o.receipt["status"] != "proven"
     ]
-    found = found.model_copy(update={"differences": differences, "notes": list(found.notes)})
-    refused = [f"a run is not proven ({line})" for line in unproven]
     if not found.allowed:
         refused += [f"{d.condition}: {d.why}" for d in differences]
-    held_out = [outcome.eval is not None for pair in pairs for outcome in pair]
-    if any(held_out) and not all(held_out):
-        refused.append(f"{held_out.count(False)} of {len(held_out)} runs logged no held-out loss")
+    unheld = sum(o.eval is None for o in outcomes)
+    if 0 < unheld < len(outcomes):
+        refused.append(f"{unheld} of {len(outcomes)} runs logged no held-out loss")
     broken_a, broken_b = _broken(found, pairs)
     refused += broken_b
-    if refused:
-        return found.model_copy(update={"verdict": "refused", "reasons": refused})
-    if broken_a:
-        return found.model_copy(update={"verdict": "not equivalent", "reasons": broken_a})
-    losses = {"train": _gap(found, [(a.train, b.train) for a, b in pairs])}
-    if all(held_out):
-        losses["eval"] = _gap(found, [(a.eval, b.eval) for a, b in pairs])
+    found = found.model_copy(update={"differences": differences, "notes": list(found.notes)})
+    if refused or broken_a:
+        found.verdict = "refused" if refused else "not equivalent"
+        found.reasons = refused or broken_a
+        return found
+    kept = {"margin": found.margin, "confidence": found.confidence}
+    a, b = zip(*pairs, strict=True)
+    losses = {"train": statistics.loss_gap([o.train for o in a], [o.train for o in b], **kept)}
+    if not unheld:
+        ends = ([float(o.eval) for o in side if o.eval is not None] for side in (a, b))
+        losses["eval"] = statistics.loss_gap(*ends, **kept)
     else:
         found.notes.append("no rows are held out: the verdict is about the training loss alone")
-    last = pairs[0][0].train_steps
-    found.notes.append(f"the training loss is the mean of the last {last} steps")
+    found.notes.append(f"the training loss is the mean of the last {a[0].train_steps} steps")
     found.losses = losses
     found.band = {k: statistics.band(g.b) for k, g in losses.items() if len(g.b) > 1}
-    found.speed = _speed(found, pairs)
-    found.memory = _memory(found, pairs)
-    found.tasks = _tasks(pairs)
+    found.speed, found.memory = _speed(found, pairs), _memory(found, a, b)
+    found.tasks = _tasks([o.tasks for o in a], [o.tasks for o in b]) or None
     verdicts: list[Verdict] = [gap.verdict for gap in losses.values()]
     found.verdict = next(v for v in WORSE if v in verdicts)
     found.reasons = [_reason(found, name, gap) for name, gap in losses.items()]
@@ -174,11 +169,6 @@ def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
         found += [difference for difference in new if difference.condition not in seen]
         seen |= {d.condition for d in found}
     return found
-
-
-def _gap(found: Comparison, pairs: Sequence[tuple[float | None, float | None]]) -> LossGap:
-    a, b = [float(x or 0) for x, _ in pairs], [float(y or 0) for _, y in pairs]
-    return statistics.loss_gap(a, b, margin=found.margin, confidence=found.confidence)
 
 
 def _reason(found: Comparison, name: str, gap: LossGap) -> str:
@@ -221,8 +211,7 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
         f"speed: medians over steps, the first {warm_up} left out (witness, proof, compiling); "
         f"interval over {unit}"
     )
-    engines = {pairs[0][i].receipt["precision"]["reason"] for i in (0, 1)}
-    if any("emulation" in reason for reason in engines):
+    if any("emulation" in outcome.receipt["precision"]["reason"] for outcome in pairs[0]):
         found.notes.append(EMULATED)
     return SpeedRatio(
         ratio=ratio.value,
@@ -241,48 +230,39 @@ def _tokens_per_s(runs: Sequence[Outcome], warm_up: int) -> float:
     return round(math.exp(math.fsum(map(math.log, medians)) / len(medians)), 1)
 
 
-def _memory(found: Comparison, pairs: Pairs) -> MemoryRatio | None:
-    sides = [[pair[i].receipt["memory"] for pair in pairs] for i in (0, 1)]
-    peaks = [[memory.get("measured_gib") for memory in side] for side in sides]
-    if not all(all(side) for side in peaks):
-        why = next(
-            str(memory.get("measured"))
-            for side in sides
-            for memory in side
-            if not memory.get("measured_gib")
-        )
-        found.notes.append(f"no ratio of peak memory: {why}")
+def _memory(found: Comparison, a: Sequence[Outcome], b: Sequence[Outcome]) -> MemoryRatio | None:
+    sides = [[outcome.receipt["memory"] for outcome in side] for side in (a, b)]
+    missing = [memory for side in sides for memory in side if not memory.get("measured_gib")]
+    if missing:
+        found.notes.append(f"no ratio of peak memory: {missing[0].get('measured')}")
         return None
-    a, b = max(peaks[0]), max(peaks[1])
-    return MemoryRatio(ratio=a / b, a_gib=a, b_gib=b)
+    most_a, most_b = (max(memory["measured_gib"] for memory in side) for side in sides)
+    return MemoryRatio(ratio=most_a / most_b, a_gib=most_a, b_gib=most_b)
 
 
-def _tasks(pairs: Pairs) -> dict[str, list[TaskScore]] | None:
-    runs = [[pair[i].tasks for pair in pairs] for i in (0, 1)]
-    common = [t for t in runs[0][0] if all(t in tasks for side in runs for tasks in side)]
-    found = {}
-    for task in common:
-        scores = [[tasks[task] for tasks in side] for side in runs]
-        metrics = [
-            m
-            for m, value in scores[0][0].items()
-            if isinstance(value, int | float) and not m.endswith("_stderr")
-        ]
-        found[task] = [
+Scores = dict[str, dict[str, Any]]
+
+
+def _tasks(a: Sequence[Scores], b: Sequence[Scores]) -> dict[str, list[TaskScore]]:
+    """Mean scores over seeds of the tasks that all runs have, by task."""
+    return {
+        task: [
             TaskScore(
-                metric=m,
-                a=_mean(scores[0], m),
-                b=_mean(scores[1], m),
-                a_stderr=_mean(scores[0], f"{m}_stderr", absent=None),
-                b_stderr=_mean(scores[1], f"{m}_stderr", absent=None),
+                metric=metric,
+                a=_mean(a, task, metric) or 0.0,
+                b=_mean(b, task, metric) or 0.0,
+                a_stderr=_mean(a, task, f"{metric}_stderr"),
+                b_stderr=_mean(b, task, f"{metric}_stderr"),
             )
-            for m in metrics
+            for metric, value in a[0][task].items()
+            if isinstance(value, int | float) and not metric.endswith("_stderr")
         ]
-    return found or None
+        for task in a[0]
+        if all(task in tasks for tasks in (*a, *b))
+    }
 
 
-def _mean(scores: Sequence[dict[str, Any]], metric: str, absent: Any = 0.0) -> Any:
-    values = [score.get(metric) for score in scores]
-    if not all(isinstance(value, int | float) for value in values):
-        return absent
-    return math.fsum(values) / len(values)  # pyright: ignore[reportArgumentType]
+def _mean(runs: Sequence[Scores], task: str, metric: str) -> float | None:
+    values = [scores[task].get(metric) for scores in runs]
+    known = [value for value in values if isinstance(value, int | float)]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
