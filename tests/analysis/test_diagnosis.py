@@ -14,9 +14,15 @@ from finetune.analysis.diagnose import causes
 from finetune.analysis.diagnose.causes import RULES, Cause, causes_of
 from finetune.analysis.diagnose.facts import Facts, payoff_of
 from finetune.analysis.diagnose.groups import LayerGroup, groups_of_receipt, with_times
-from finetune.analysis.diagnose.kernel_parts import part_of_kernel, part_of_operator
 from finetune.analysis.diagnose.observer import WINDOW
-from finetune.analysis.diagnose.timeline import Slice, Timeline, _alone, read_profile
+from finetune.analysis.diagnose.timeline import (
+    Slice,
+    Timeline,
+    _alone,
+    part_of_kernel,
+    part_of_operator,
+    read_profile,
+)
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator.closed_form.preview import EAGER_CAST_BYTES, FUSED_CAST_BYTES

@@ -76,7 +76,10 @@ def benchmark(
     check_start(steps, rounds)
     recipes = [r if isinstance(r, Recipe) else load_recipe(r, overrides) for r in (recipe, *vs)]
     points = points_of(grid, recipes[0])
-    device, names = this_device(), _names(recipes)
+    device, names = this_device(), list[str]()
+    for one in recipes:
+        again = sum(name.partition("#")[0] == one.name for name in names)
+        names.append(f"{one.name}#{again + 1}" if again else one.name)
     configs, alike = settle_compile([r.config for r in recipes], device)
     jobs = [Job(n, c, steps, force=force) for n, c in zip(names, configs, strict=True)]
     check_points(jobs, points)
@@ -120,26 +123,16 @@ def check_points(jobs: Sequence[Job], points: Sequence[Point]) -> None:
             at_point(job.config, point, job.steps)
 
 
-def _names(recipes: Sequence[Recipe]) -> list[str]:
-    names: list[str] = []
-    for recipe in recipes:
-        again = sum(name.partition("#")[0] == recipe.name for name in names)
-        names.append(f"{recipe.name}#{again + 1}" if again else recipe.name)
-    return names
-
-
 def differences(jobs: Sequence[Job], point: Point, *, on_cpu: bool) -> list[str]:
     """List differences from the first recipe besides precision, data and evaluation."""
     first, *others = (at_point(job.config, point, job.steps) for job in jobs)
-    found = []
-    for job, config in zip(jobs[1:], others, strict=True):
-        for one in requested_differences(first, config, on_cpu=on_cpu):
-            if not one.where.startswith("data."):
-                found += [
-                    f"{where}: {jobs[0].label} {a}, {job.label} {b} ({one.why})"
-                    for where, a, b in _parts(one.where, one.a, one.b)
-                ]
-    return found
+    return [
+        f"{where}: {jobs[0].label} {a}, {job.label} {b} ({one.why})"
+        for job, config in zip(jobs[1:], others, strict=True)
+        for one in requested_differences(first, config, on_cpu=on_cpu)
+        if not one.where.startswith("data.")
+        for where, a, b in _parts(one.where, one.a, one.b)
+    ]
 
 
 def _parts(where: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
@@ -181,14 +174,12 @@ class Runner:
                 config = at_point(job.config, point, job.steps)
                 job = replace(job, config=config, round=number, forecast=number == 0)
                 if number == 0:
-                    row = Row(job.label, point.batch, point.length, job.tokens)
-                    rows[job.label] = row
+                    row = rows[job.label] = Row(job.label, *point, job.tokens)
                     if not self.all_points and self._is_larger(row):
                         row.error = TOO_LARGE
                         self.result.rows.append(row)
-                row = rows[job.label]
-                if not row.error:
-                    self._measure_round(job, row)
+                if not rows[job.label].error:
+                    self._measure_round(job, rows[job.label])
 
     def _measure_round(self, job: Job, row: Row) -> None:
         name = "".join(c if c.isalnum() else "_" for c in row.label)
@@ -201,7 +192,10 @@ class Runner:
             self.result.rows.append(row)
         self.result.save(self.folder)
         if self.say is not None:
-            self.say(self._line(row, job.round))
+            at = f"{row.label}, {row.batch} x {row.length}"
+            at += f", round {job.round + 1} of {self.rounds}" if self.rounds > 1 else ""
+            rate = row.error or f"{row.facts()['tokens_per_s']:,.0f} tokens/s, {row.proven}"
+            self.say(f"{at}: {rate}")
 
     def _is_larger(self, row: Row) -> bool:
         """True if a point in which the same recipe ran out of memory is contained in this one."""
@@ -210,14 +204,6 @@ class Runner:
             other.label == row.label and other.out_of_memory and at.contains(Point(*other.key))
             for other in self.result.rows
         )
-
-    def _line(self, row: Row, number: int) -> str:
-        at = f"{row.label}, {row.batch} x {row.length}"
-        if self.rounds > 1:
-            at += f", round {number + 1} of {self.rounds}"
-        if row.error:
-            return f"{at}: {row.error}"
-        return f"{at}: {row.facts()['tokens_per_s']:,.0f} tokens/s, {row.proven}"
 
 
 # ----------------------------------------------------------------------------------------- process
@@ -266,15 +252,10 @@ def ended(code: int, log: Path) -> dict[str, Any]:
     if code == -signal.SIGINT or (code == 1 and _last(log).startswith("KeyboardInterrupt")):
         raise KeyboardInterrupt
     if code == -signal.SIGKILL:
-        return {
-            "kind": "failed",
-            "out_of_memory": True,
-            "error": "out of memory: killed by the system, which is how Linux ends a process that "
-            "takes the last of its memory",
-        }
-    if code < 0:
-        return {"kind": "failed", "error": f"crashed: {signal.Signals(-code).name}; see {log}"}
-    return {"kind": "failed", "error": f"{_last(log) or f'exit code {code}'}; see {log}"}
+        error = "out of memory: killed by the system, which is how Linux ends a process that takes "
+        return {"kind": "failed", "out_of_memory": True, "error": error + "the last of its memory"}
+    error = f"crashed: {signal.Signals(-code).name}" if code < 0 else _last(log)
+    return {"kind": "failed", "error": f"{error or f'exit code {code}'}; see {log}"}
 
 
 def _last(log: Path) -> str:

@@ -88,33 +88,33 @@ def parse_grid(text: str) -> Grid:
     Raises:
         ConfigError: anything else, with an example.
     """
+    try:
+        return _parsed(text)
+    except ValueError as error:
+        raise ConfigError(
+            str(error),
+            where=f"--grid {text!r}",
+            why="a grid is batch= and length=, each with whole numbers between commas",
+            fix='--grid "batch=1,2,4 length=512,2048"',
+        ) from None
+
+
+def _parsed(text: str) -> Grid:
     found: dict[str, tuple[int, ...]] = {}
     for word in text.split():
         key, equals, values = word.partition("=")
         if key not in KEYS or not equals:
             hint = nearest(key, KEYS)
-            raise _refused(text, f"{word!r} is no part of a grid" + (f"; {hint}" if hint else ""))
+            raise ValueError(f"{word!r} is no part of a grid" + (f"; {hint}" if hint else ""))
         if key in found:
-            raise _refused(text, f"{key} is given twice")
-        found[key] = tuple(_number(value, word, text) for value in values.split(","))
+            raise ValueError(f"{key} is given twice")
+        for value in values.split(","):
+            if not (value.isascii() and value.isdigit() and int(value)):
+                raise ValueError(f"{word!r}: {value!r} is no whole number from 1 on")
+        found[key] = tuple(map(int, values.split(",")))
     if not found:
-        raise _refused(text, "the grid is empty")
+        raise ValueError("the grid is empty")
     return Grid(**found)
-
-
-def _number(value: str, word: str, text: str) -> int:
-    if not (value.isascii() and value.isdigit() and int(value)):
-        raise _refused(text, f"{word!r}: {value!r} is no whole number from 1 on")
-    return int(value)
-
-
-def _refused(text: str, what: str) -> ConfigError:
-    return ConfigError(
-        what,
-        where=f"--grid {text!r}",
-        why="a grid is batch= and length=, each with whole numbers between commas",
-        fix='--grid "batch=1,2,4 length=512,2048"',
-    )
 
 
 # -------------------------------------------------------------------------------------------- jobs
@@ -166,7 +166,16 @@ def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
         ConfigError: rows of that length would be padded.
         ModelNotFoundError: the shape of the model is neither packaged nor in a local folder.
     """
-    _check_shape(config)
+    source = locate(config.model.model_copy(update={"weights": "random"}))
+    here = config.model.name.startswith(BUILTIN) or Path(source).is_dir()
+    if not here and shipped_shape(source) is None:
+        raise ModelNotFoundError(
+            f"the shape of {source!r} is not packaged",
+            where="model.name",
+            why="a benchmark asks no hub: it needs the model's config.json alone",
+            fix="a local folder with its config.json (model.name=./folder), or one of "
+            f"{', '.join(shipped_shapes())}",
+        )
     multiple = int(config.train.get("pad_to_multiple_of") or 1)
     if point.length % multiple:
         up = -(-point.length // multiple) * multiple
@@ -186,17 +195,3 @@ def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
     data = config.model_dump()
     data["model"] = {**data["model"], "weights": "random"}
     return RunConfig.model_validate(data | {"train": train, "eval": nothing})
-
-
-def _check_shape(config: RunConfig) -> None:
-    source = locate(config.model.model_copy(update={"weights": "random"}))
-    if config.model.name.startswith(BUILTIN) or Path(source).is_dir():
-        return
-    if shipped_shape(source) is None:
-        raise ModelNotFoundError(
-            f"the shape of {source!r} is not packaged",
-            where="model.name",
-            why="a benchmark asks no hub: it needs the model's config.json alone",
-            fix="a local folder with its config.json (model.name=./folder), or one of "
-            f"{', '.join(shipped_shapes())}",
-        )

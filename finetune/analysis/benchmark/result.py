@@ -12,14 +12,13 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from finetune.analysis.statistics import Ratio, speed_ratio
@@ -247,31 +246,27 @@ class Benchmark(JupyterMixin):
     # ------------------------------------------------------------------------------------- display
 
     def cells(self) -> list[list[str]]:
-        head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "MFU"]
-        head += ["peak", "predicted"]
-        for name in self.references:
-            head += [f"over {name}", "memory"]
+        head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "MFU", "peak"]
+        against = [title for name in self.references for title in (f"over {name}", "memory")]
+        head += ["predicted", *against, "precision", "proven"]
         rows = [self._cells_of(row) for row in self.rows]
         drop = set() if len({row.key for row in self.rows}) > 1 else {1}
         drop |= {4} if all(cells[4] == "-" for cells in rows) else set()
-        head += ["precision", "proven"]
         return [[c for i, c in enumerate(cells) if i not in drop] for cells in (head, *rows)]
 
     def _cells_of(self, row: Row) -> list[str]:
         facts, quartiles, step = row.facts(), row.quartiles, row.step
         within = f" ({_ms(quartiles[0])} to {_ms(quartiles[1])})" if quartiles else ""
         ratios = [cell for name in self.references for cell in self._ratio_cells(row, name)]
+        peaks = (row.allocated_gib, row.predicted_gib)
         return [
             row.label,
             f"{row.batch} x {row.length}",
             _ms(step) + within if step else "-",
             count(facts["tokens_per_s"]) if step else "-",
             percent(facts["mfu"]) if facts["mfu"] else "-",
-            "-" if row.allocated_gib is None else size_of_gib(row.allocated_gib),
-            "-" if row.predicted_gib is None else size_of_gib(row.predicted_gib),
-            *ratios,
-            row.precision or "-",
-            row.state,
+            *("-" if gib is None else size_of_gib(gib) for gib in peaks),
+            *(*ratios, row.precision or "-", row.state),
         ]
 
     def _ratio_cells(self, row: Row, name: str) -> list[str]:
@@ -305,22 +300,27 @@ class Benchmark(JupyterMixin):
         return list(dict.fromkeys(lines))
 
     def to_markdown(self) -> str:
-        head, *rows = [[cell.replace("|", "/") for cell in cells] for cells in self.cells()]
-        lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
-        return "\n".join(lines) + "".join(f"\n\n{note}" for note in self.notes()) + "\n"
+        rows = [[cell.replace("|", "/") for cell in cells] for cells in self.cells()]
+        rows.insert(1, ["---"] * len(rows[0]))
+        notes = "".join(f"\n\n{note}" for note in self.notes())
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + notes + "\n"
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
 
     def __rich__(self) -> RenderableType:
         head, *rows = self.cells()
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in head:
-            right = name in ("tokens/s", "MFU", "peak", "predicted", "memory")
-            whole = name in ("", "precision", "proven")
-            table.add_column(
-                name, justify="right" if right else "left", overflow="fold", no_wrap=whole
+        right, whole = (
+            ("tokens/s", "MFU", "peak", "predicted", "memory"),
+            ("", "precision", "proven"),
+        )
+        columns = [
+            Column(
+                x, justify="right" if x in right else "left", overflow="fold", no_wrap=x in whole
             )
+            for x in head
+        ]
+        table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for cells, row in zip(rows, self.rows, strict=True):
             table.add_row(*cells, style=None if row.state == "proven" else "yellow")
         return Group(table, *(Text(f"! {note}", "yellow") for note in self.notes()))
@@ -328,7 +328,3 @@ class Benchmark(JupyterMixin):
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

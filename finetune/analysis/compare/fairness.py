@@ -13,13 +13,16 @@ a base in NF4 is another model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from finetune.analysis.compare.result import Difference
 from finetune.analysis.statistics import Step
+from finetune.config.paths import ASSETS
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.hardware.device import Device, resolve
@@ -27,19 +30,22 @@ from finetune.hardware.device import Device, resolve
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of a fair pair.
+    """One condition of a fair pair, of `assets/fair_pair.yaml`, which describes the fields.
 
-    Attributes:
-        name: also its key in the receipts' `conditions`.
-        settings: configuration keys; plain names are fields of `trl.SFTConfig`, `model.` and
-            `data.` stand for all other keys of the section.
-        receipt: (key of `receipt.json`, reader), for values outside `conditions`.
+    `name` is also the condition's key in the receipts' `conditions`.
     """
 
     name: str
     why: str
     settings: tuple[str, ...] = ()
-    receipt: tuple[str, Callable[[dict[str, Any]], Any]] | None = None
+    receipt: str = ""
+
+    def executed(self, receipt: dict[str, Any]) -> Any:
+        """Value of a receipt, for a condition outside its `conditions`."""
+        if self.receipt in _READERS:
+            return _READERS[self.receipt](receipt)
+        section, key = self.receipt.split(".")
+        return receipt[section][key]
 
 
 def _shapes(receipt: dict[str, Any]) -> dict[str, Any]:
@@ -59,86 +65,14 @@ def _stored(receipt: dict[str, Any]) -> dict[str, int]:
     return {k: n for k, n in stored.items() if not (k == "fp8" and precision["asked"] == "fp8")}
 
 
-CONDITIONS = (
-    Condition(
-        "trainable parameters", "fewer of them are less work, less memory and another optimum",
-        receipt=("trainable.in_optimizer", lambda r: r["trainable"]["in_optimizer"])),
-    Condition(
-        "model", "another model, or other weights, has another loss and another speed",
-        ("model.",), ("layers", _shapes)),
-    Condition(
-        "storage of the base", "weights held in few bits are another model, and pay for "
-        "dequantising; that is no matter of compute precision",
-        ("model.storage",), ("precision.storage", _stored)),
-    Condition(
-        "adapters", "rank, scale and targets decide what can be learnt and what it costs",
-        ("lora",)),
-    Condition(
-        "optimizer", "another update from the same gradient ends elsewhere and takes another time",
-        ("optim", "optim_args", "optim_target_modules", "learning_rate", "lr_scheduler_type",
-         "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
-         "adam_epsilon", "max_grad_norm")),
-    Condition(
-        "tokens per step", "larger batches use a device better, and take other steps",
-        ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing",
-         "packing_strategy", "padding_free", "pad_to_multiple_of", "truncation_mode",
-         "auto_find_batch_size", "average_tokens_across_devices")),
-    Condition(
-        "length of the run", "losses after another number of steps say nothing of precision",
-        ("max_steps", "num_train_epochs", "resume_from_checkpoint")),
-    Condition(
-        "data and its order", "the order of rows alone moves a final loss by more than the margin",
-        ("data.", "seed", "data_seed", "train_sampling_strategy", "length_column_name",
-         "shuffle_dataset", "dataloader_drop_last", "dataloader_in_order", "dataset_text_field",
-         "dataset_kwargs", "completion_only_loss", "assistant_only_loss", "chat_template_path",
-         "eos_token", "pad_token", "ignore_data_skip", "accelerator_config"),
-        ("environment.seed", lambda r: r["environment"]["seed"])),
-    Condition(
-        "checkpointing", "a forward that runs twice costs up to a third of the speed, and saves "
-        "memory",
-        ("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
-         "activation_checkpointing_kwargs", "activation_offloading")),
-    Condition(
-        "attention", "attention kernels differ in speed by more than FP8 gains",
-        ("model.attention",)),
-    Condition(
-        "compile", "compiled layers are faster whatever they multiply in",
-        ("precision.compile", "torch_compile", "torch_compile_backend", "torch_compile_mode")),
-    Condition(
-        "fused kernels", "a fused loss or layer is faster, and smaller, whatever it multiplies in",
-        ("precision.fused_adapters", "use_liger_kernel", "liger_kernel_config", "loss_type")),
-    Condition(
-        "processes and sharding", "more devices are faster; sharding communicates and saves memory",
-        ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "ddp_find_unused_parameters",
-         "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
-        ("environment.processes", lambda r: r["environment"]["processes"])),
-    Condition(
-        "evaluation", "held-out losses of other rows or batches cannot be compared",
-        ("eval.", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_packing",
-         "per_device_eval_batch_size", "eval_accumulation_steps")),
-    Condition(
-        "watching", "what is logged at some steps takes time in them",
-        ("precision.health_every", "logging_steps", "logging_strategy", "logging_first_step")),
-    Condition(
-        "libraries", "another version of a kernel has another speed",
-        receipt=("environment.versions", lambda r: r["environment"]["versions"])),
-    Condition(
-        "device", "another device has another speed", receipt=("environment.device", _device)),
-    Condition(
-        "steps", "both sides of a pair step over the same tokens, or they did not train the same"),
-    Condition("other training settings", "it may change what is learnt or what it costs"),
-)  # fmt: skip
-
-FREE = frozenset(
-    ("output_dir", "bf16", "fp16", "tf32", "run_name", "project", "report_to", "ddp_timeout",
-     "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "local_rank", "debug",
-     "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node",
-     "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id",
-     "hub_strategy", "hub_always_push", "hub_revision", "trackio_space_id", "trackio_bucket_id",
-     "trackio_static_space_id", "skip_memory_metrics", "do_train", "do_eval", "do_predict",
-     "restore_callback_states_from_checkpoint", "logging_nan_inf_filter"),
-)  # fmt: skip
-"""Fields that affect neither loss nor step time: names, logs, checkpoints; and the precision."""
+_READERS = {"layers": _shapes, "environment.device": _device, "precision.storage": _stored}
+_TABLE = yaml.safe_load((ASSETS / "fair_pair.yaml").read_text("utf-8"))
+CONDITIONS = tuple(
+    Condition(name, **facts | {"settings": tuple(facts.get("settings", ()))})
+    for name, facts in _TABLE["conditions"].items()
+)
+FREE = frozenset(_TABLE["free"])
+"""Fields of `trl.SFTConfig` that affect neither loss nor step time."""
 
 _OF_SETTING = {setting: condition for condition in CONDITIONS for setting in condition.settings}
 _BY_NAME = {condition.name: condition for condition in CONDITIONS}
@@ -228,9 +162,9 @@ def executed_differences(
         for name in dict.fromkeys((*first, *second))
     ]  # fmt: skip
     for condition in CONDITIONS:
-        if condition.receipt is not None:
-            where, read = condition.receipt
-            values.append((condition, where, read(a), read(b)))
+        if condition.receipt:
+            read = condition.executed
+            values.append((condition, condition.receipt, read(a), read(b)))
     found = [
         _difference(condition, f"receipt.json: {where}", *_unequal(x, y))
         for condition, where, x, y in values

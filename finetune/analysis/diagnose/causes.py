@@ -76,6 +76,25 @@ def rule(function: Rule) -> Rule:
     return function
 
 
+Advice = tuple[str, str, Change, str]
+"""Text, end of the evidence, change and hint of a cause."""
+
+
+def part_rule(name: str, part: StepPart) -> Callable[[Callable[[Facts], Advice]], Rule]:
+    """Make a rule of advice on one part of the step, from `LEAST_SHARE` of the step on."""
+
+    def register(advise: Callable[[Facts], Advice]) -> Rule:
+        def found(facts: Facts) -> Cause | None:
+            share = _large(part, facts)
+            text, end, change, hint = advise(facts)
+            evidence = f"{percent(share)} of the step{end}"
+            return Cause(name, share, text, evidence, change, hint) if share else None
+
+        return rule(found)
+
+    return register
+
+
 def causes_of(facts: Facts) -> list[Cause]:
     """All causes at work: emulation first, then the largest share first."""
     found = [cause for rule in RULES if (cause := rule(facts)) is not None]
@@ -122,8 +141,7 @@ def emulated(facts: Facts) -> Cause | None:
         return None
     spent = sum(group.seconds for group in facts.fp8_groups)
     evidence = f"{facts.low} layers take {percent(facts.share(spent))} of the step"
-    bf16, now = facts.bf16_seconds, facts.speed_now
-    if bf16 and now:
+    if (bf16 := facts.bf16_seconds) and (now := facts.speed_now):
         evidence += (
             f", {spent / bf16:.1f} times as long as the same products in BF16; emulation makes "
             f"the step {1 / now:.2f} times as long"
@@ -203,19 +221,13 @@ def small_layers(facts: Facts) -> Cause | None:
         return None
     shown = ", ".join(f"{g.kind} {g.shape[0]} x {g.shape[1]}" for g in small[:4])
     lost = sum(g.seconds - g.bf16_seconds for g in small if g.bf16_seconds is not None)
-    evidence = (
-        f"in BF16 they would take {percent(facts.share(lost))} of the step less"
-        if lost > 0
-        else f"FP8 pays on this GPU where N and K are above about {least:,}"
-    )
+    evidence = f"FP8 pays on this GPU where N and K are above about {least:,}"
+    if lost > 0:
+        evidence = f"in BF16 they would take {percent(facts.share(lost))} of the step less"
     kept = dict.fromkeys((*facts.config.precision.keep, *(g.kind for g in small)))
-    return Cause(
-        "small layers",
-        _share_of(small, facts),
-        "layers too small for FP8: their casts cost more than their products gain",
-        f"{shown}: {evidence}",
-        (f"precision.keep=[{', '.join(kept)}]",),
-    )
+    text = "layers too small for FP8: their casts cost more than their products gain"
+    change = (f"precision.keep=[{', '.join(kept)}]",)
+    return Cause("small layers", _share_of(small, facts), text, f"{shown}: {evidence}", change)
 
 
 @rule
@@ -228,13 +240,10 @@ def high_gemms(facts: Facts) -> Cause | None:
     by_rule = not facts.config.precision.high_gemms
     change = ("precision.scaling=rowwise",) if by_rule else ("~precision.high_gemms",)
     flops = sum(group.share for group in mixed)
-    return Cause(
-        "GEMMs kept high",
-        _share_of(mixed, facts),
-        f"{', '.join(sorted(kept_high))} of FP8 layers run in high precision",
-        f"{sum(len(g.layers) for g in mixed)} layers, {percent(flops)} of the matmul FLOPs",
-        change,
-    )
+    text = f"{', '.join(sorted(kept_high))} of FP8 layers run in high precision"
+    layers = sum(len(g.layers) for g in mixed)
+    evidence = f"{layers} layers, {percent(flops)} of the matmul FLOPs"
+    return Cause("GEMMs kept high", _share_of(mixed, facts), text, evidence, change)
 
 
 STAYED_HIGH: dict[str, tuple[str, str, Change]] = {
@@ -282,7 +291,7 @@ _FUSED_BY: dict[str, Change] = {
     "adapter with a bias": ("lora.bias=none",),
     "DoraLinearVariant": ("lora.use_dora=false",),
 }
-"""Overrides that prevent fusing adapters with their base, by the receipt's reason."""
+"""Overrides that let adapters be fused with their base, by the receipt's reason against it."""
 
 
 @rule
@@ -304,8 +313,7 @@ def adapters(facts: Facts) -> Cause | None:
     else:
         change, text = (), "adapters are many small products, whatever their rank"
     hint = "" if change else "fewer lora.target_modules"
-    if facts.adapters:
-        evidence += f"; adapters: {facts.adapters}"
+    evidence += f"; adapters: {facts.adapters}" if facts.adapters else ""
     return Cause("adapters", share, text, evidence, change, hint)
 
 
@@ -325,24 +333,21 @@ def recompute(facts: Facts) -> Cause | None:
     )
 
 
-@rule
-def attention(facts: Facts) -> Cause | None:
+@part_rule("attention", StepPart.ATTENTION)
+def attention(facts: Facts) -> Advice:
     """Attention runs in BF16 whatever the linear layers do."""
-    share = _large(StepPart.ATTENTION, facts)
-    text, change, hint = "attention stays in BF16", Change(), ""
     if facts.masked and facts.device.kind == "cuda":
-        text = "attention multiplies what its mask throws away: packed rows are one long row"
-        change = ("model.attention=flash_attention_2",)
         hint = "needs the package flash-attn"
         if facts.rows > 1:
             hint += (
                 "; or micro-batches of one row: train.per_device_train_batch_size=1 "
                 f"train.gradient_accumulation_steps={facts.micro_batches * facts.rows}"
             )
-    elif facts.config.model.attention == "eager":
-        text, change = "attention runs eager", ("model.attention=sdpa",)
-    evidence = f"{percent(share)} of the step"
-    return Cause("attention", share, text, evidence, change, hint) if share else None
+        text = "attention multiplies what its mask throws away: packed rows are one long row"
+        return text, "", ("model.attention=flash_attention_2",), hint
+    if facts.config.model.attention == "eager":
+        return "attention runs eager", "", ("model.attention=sdpa",), ""
+    return "attention stays in BF16", "", (), ""
 
 
 @rule
@@ -363,56 +368,41 @@ def head(facts: Facts) -> Cause | None:
     )
 
 
-@rule
-def optimizer(facts: Facts) -> Cause | None:
+@part_rule("optimizer", StepPart.OPTIMIZER)
+def optimizer(facts: Facts) -> Advice:
     """The optimizer step takes as long in FP8 as in BF16."""
-    share = _large(StepPart.OPTIMIZER, facts)
+    change, hint = _fewer_updates(facts)
     if chosen(facts.config.train).name == "adamw_torch":
         change, hint = ("train.optim=adamw_torch_fused",), ""
-    else:
-        change, hint = _fewer_updates(facts)
-    text = "the update of the weights has nothing to do with FP8"
-    evidence = f"{percent(share)} of the step for {facts.trainable:,} trainable parameters"
-    return Cause("optimizer", share, text, evidence, change, hint) if share else None
+    evidence = f" for {facts.trainable:,} trainable parameters"
+    return "the update of the weights has nothing to do with FP8", evidence, change, hint
 
 
-@rule
-def host(facts: Facts) -> Cause | None:
+@part_rule("host", StepPart.HOST)
+def host(facts: Facts) -> Advice:
     """The device waits for Python (launch bound)."""
-    share, change = _large(StepPart.HOST, facts), _larger_batch(facts, 2)
-    if facts.device.kind == "cuda":
-        text, where = "the GPU waits for the host", "no kernel runs"
-        change = change if facts.is_compiled else (*change, "precision.compile=on")
-    else:
-        text, where = "Python, views and allocations", "is between operators that compute"
-    text += ": too little work in one operator"
-    return (
-        Cause("host", share, text, f"{percent(share)} of the step {where}", change)
-        if share
-        else None
-    )
+    change, rest = _larger_batch(facts, 2), ": too little work in one operator"
+    if facts.device.kind != "cuda":
+        evidence = " is between operators that compute"
+        return "Python, views and allocations" + rest, evidence, change, ""
+    change = change if facts.is_compiled else (*change, "precision.compile=on")
+    return "the GPU waits for the host" + rest, " no kernel runs", change, ""
 
 
-@rule
-def elementwise(facts: Facts) -> Cause | None:
+@part_rule("elementwise", StepPart.ELEMENTWISE)
+def elementwise(facts: Facts) -> Advice:
     """Norms, activations, rotary embeddings and the loss are memory bound."""
-    share, change = _large(StepPart.ELEMENTWISE, facts), _with_liger(facts)
-    text = (
-        "norms, activations, rotary embeddings and the loss move bytes, which FP8 does not change"
-    )
+    text = "norms, activations, rotary embeddings and the loss move bytes"
+    change = _with_liger(facts)
     hint = "needs the extra `liger`" if change else ""
-    evidence = f"{percent(share)} of the step"
-    return Cause("elementwise", share, text, evidence, change, hint) if share else None
+    return f"{text}, which FP8 does not change", "", change, hint
 
 
-@rule
-def communication(facts: Facts) -> Cause | None:
+@part_rule("communication", StepPart.COMMUNICATION)
+def communication(facts: Facts) -> Advice:
     """GPUs wait for each other."""
-    share = _large(StepPart.COMMUNICATION, facts)
-    evidence = f"{percent(share)} of the step in communication that no computation hides"
-    change, hint = _fewer_updates(facts)
-    text = "GPUs wait for each other"
-    return Cause("communication", share, text, evidence, change, hint) if share else None
+    evidence = " in communication that no computation hides"
+    return "GPUs wait for each other", evidence, *_fewer_updates(facts)
 
 
 # ------------------------------------------------------------------------------ shared helpers

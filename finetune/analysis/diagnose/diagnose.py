@@ -38,7 +38,6 @@ from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import find_gpu
-from finetune.precision.convert import Conversion
 from finetune.runs.receipt import Receipt
 from finetune.training.data import MASKING, Rows, load_data, random_rows
 from finetune.training.health.monitor import HealthMonitor
@@ -82,14 +81,12 @@ def diagnose(
     run = load_recipe(run) if isinstance(run, str) else run
     name, config = (run.name, run.config) if isinstance(run, Recipe) else (run.model.name, run)
     synthetic, device = weights == "random", this_device()
-    random = ("model.weights=random",) if synthetic else ()
-    if overrides or synthetic:
-        config = with_overrides(config, (*overrides, *random))
+    if synthetic:
+        overrides = (*overrides, "model.weights=random")
+    config = with_overrides(config, overrides) if overrides else config
     if synthetic:  # random rows have no parts to mask
         config = _with_train(config, MASKING)
-    if steps is None:
-        micro_batches = int(config.train.get("gradient_accumulation_steps", 1))
-        steps = STEPS if micro_batches <= LONG else 1
+    steps = steps or (STEPS if _micro_batches(config) <= LONG else 1)
     ahead = preflight(config, device, forecast=MemoryForecast(), force=force)
     console = console or Console(quiet=True)
     with (
@@ -103,8 +100,7 @@ def diagnose(
         console.print(f"{name}: {observer.total} steps; data: {rows.description}", highlight=False)
         set_seed(args.seed)
         trainer = make_trainer(
-            short,
-            args,
+            *(short, args),
             train=rows.train,
             held_out=None,
             tokenizer=tokenizer,
@@ -123,6 +119,10 @@ def diagnose(
         return _conclude(name, config, running, observer, rows.description, notes)
 
 
+def _micro_batches(config: RunConfig) -> int:
+    return int(config.train.get("gradient_accumulation_steps", 1))
+
+
 def _with_train(config: RunConfig, left_out: Sequence[str], **changes: Any) -> RunConfig:
     """Copy of the run without the `left_out` trainer settings, with `changes`."""
     train = {key: value for key, value in config.train.items() if key not in left_out}
@@ -139,9 +139,8 @@ def _shortened(config: RunConfig, steps: int) -> RunConfig:
 def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any, tuple[str, ...]]:
     """As many rows as the steps need, the tokenizer, and notes on it."""
     train = config.train
-    rows_of_a_step = int(train.get("per_device_train_batch_size", 8))
-    rows_of_a_step *= int(train.get("gradient_accumulation_steps", 1)) * processes()
-    needed, seed = steps * rows_of_a_step, int(train.get("seed", 42))
+    batch = int(train.get("per_device_train_batch_size", 8)) * _micro_batches(config)
+    needed, seed = steps * batch * processes(), int(train.get("seed", 42))
     if synthetic:
         builtin = config.model.model_copy(update={"name": "builtin:tiny_llama", "pad_token": None})
         tokenizer, _ = load_tokenizer(builtin)
@@ -154,8 +153,8 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
     enough = needed * SHORTEST if train.get("packing") else needed
     few = rows.train.select(range(min(enough, len(rows.train))))
     description = f"{rows.description}, {len(few):,} of them used"
-    notes = (note,) if note else ()
-    return replace(rows, train=few, eval=None, description=description), tokenizer, notes
+    used = replace(rows, train=few, eval=None, description=description)
+    return used, tokenizer, (note,) if note else ()
 
 
 # --------------------------------------------------------------------------------------- conclusion
@@ -179,17 +178,13 @@ def _conclude(
         low=_low_layers(receipt),
         batched=any(layer.kind == "parameter" for layer in conversion.plan.layers),
     )
-    groups = with_noise(groups_of_receipt(receipt.layers), observer.sums)
-    facts = _facts(config, running, conversion, receipt, with_times(groups, timeline), timeline)
+    groups = with_times(with_noise(groups_of_receipt(receipt.layers), observer.sums), timeline)
+    facts = _facts(config, running, receipt, groups, timeline)
     padded, real = observer.tokens
     length = max(1, padded // facts.rows)
     prediction, why_not = predict(config, running.device, processes(), length)
     return Diagnosis(
-        name,
-        receipt,
-        facts,
-        tuple(causes_of(facts)),
-        data,
+        *(name, receipt, facts, tuple(causes_of(facts)), data),
         tokens=real * facts.micro_batches,
         padding=1 - real / padded if padded else 0.0,
         step_seconds=observer.step_seconds,
@@ -208,26 +203,27 @@ def _low_layers(receipt: Receipt) -> dict[str, bool]:
 def _facts(
     config: RunConfig,
     running: Session,
-    conversion: Conversion,
     receipt: Receipt,
     groups: list[LayerGroup],
     timeline: Timeline,
 ) -> Facts:
-    device, precision = running.device, running.precision
+    device, precision, (_, conversion) = running.device, running.precision, running.training
+    assert conversion is not None
     compiled, gpu = running.compiled.startswith("on"), find_gpu(device)
     payoff = None
     if gpu is not None and device.has_fp8:
         fused = compiled or precision.backend == "te" or precision.scaling == "delayed"
         payoff = payoff_of(gpu, fused=fused, rowwise=precision.scaling == "rowwise")
     flash = "flash" in str(conversion.model.config._attn_implementation)  # pyright: ignore
-    micro_batches = int(config.train.get("gradient_accumulation_steps", 1))
     where = next(conversion.model.parameters()).device
+    # Compiled layers have no recomputation ranges inside: there the GEMMs alone count.
+    inside = sum(group.recomputed * group.seconds for group in groups) if compiled else 0.0
     return Facts(
         config=config.model_copy(update={"precision": precision}),
         device=device,
-        groups=tuple(with_bf16_times(groups, where, micro_batches)),
+        groups=tuple(with_bf16_times(groups, where, _micro_batches(config))),
         parts=timeline.parts(),
-        recompute_seconds=_recompute_seconds(groups, timeline, compiled=compiled),
+        recompute_seconds=max(timeline.seconds(phase="recompute"), inside),
         adapter_seconds=_adapter_seconds(groups, timeline),
         payoff=payoff,
         compiled=running.compiled,
@@ -235,12 +231,6 @@ def _facts(
         masked=bool(config.train.get("packing")) and not flash,
         trainable=receipt.trainable.get("after", 0),
     )
-
-
-def _recompute_seconds(groups: list[LayerGroup], timeline: Timeline, *, compiled: bool) -> float:
-    """Seconds in recomputation ranges; compiled layers have none, so their GEMMs only."""
-    inside = sum(group.recomputed * group.seconds for group in groups) if compiled else 0.0
-    return max(timeline.seconds(phase="recompute"), inside)
 
 
 def _adapter_seconds(groups: list[LayerGroup], timeline: Timeline) -> float:

@@ -77,14 +77,9 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Step as the estimator predicts it.
+    """An optimizer step as the estimator predicts it, in seconds.
 
-    Attributes:
-        seconds: duration of one optimizer step.
-        parts: seconds by step part.
-        speed: ratio to the same run in BF16: most likely, low, high.
-        why: reasons, in plain words.
-        calibrated: the estimator was calibrated on this device.
+    `speed` is the ratio to the same run in BF16: most likely, low, high.
     """
 
     seconds: float
@@ -182,7 +177,6 @@ class Facts:
 
     @property
     def emulated(self) -> bool:
-        """True if FP8 was emulated."""
         emulates = self.config.precision.backend == "emulated" or not self.device.has_fp8
         return self.ran_fp8 and emulates
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -29,10 +29,11 @@ from finetune.analysis.diagnose.timeline import Slice, Timeline
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.precision.proof import witness
 from finetune.runs.receipt import LayerReceipt, layer_groups, layer_kind
-from finetune.training.health.operands import GroupSums
+from finetune.training.health.operands import GroupSums, Operand
 
 LOW = frozenset({"fp8", "fp4"})
 GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS: tuple[Operand, ...] = ("x", "w", "g")
 KERNELS, LEAST = 3, 0.02
 """Reported kernels of a group: the longest, each at least this share of the group's time."""
 REPEAT = 5
@@ -48,11 +49,8 @@ class LayerGroup:
 
     Attributes:
         kind: last part of the layer names.
-        role: base, adapter, router, head, or other.
-        layers: layer names.
         shape: (N, K); (0, 0) for matmuls outside of layers.
         fprop, dgrad, wgrad: executed precision, `none` if the GEMM did not run.
-        reason: why that precision was planned.
         tokens: M of a GEMM, the mean over calls; 0 outside of layers.
         calls: calls in the observed micro-step, by GEMM.
         flops: floating-point operations of the observed micro-step.
@@ -133,13 +131,11 @@ def with_noise(groups: Iterable[LayerGroup], sums: GroupSums) -> list[LayerGroup
     """Add signal-to-noise ratios from sums by (layer name, operand)."""
     found = []
     for group in groups:
-        mean: dict[str, float] = {}
-        worst: dict[str, float] = {}
-        for operand in ("x", "w", "g"):
-            seen = [sums[name, operand] for name in group.layers if (name, operand) in sums]
-            if layers := sum(one.layers for one in seen):
-                mean[operand] = sum(one.snr_db for one in seen) / layers
-                worst[operand] = min(one.worst[0] for one in seen)
+        seen = {o: [sums[n, o] for n in group.layers if (n, o) in sums] for o in OPERANDS}
+        seen = {operand: some for operand, some in seen.items() if sum(x.layers for x in some)}
+        mean = {o: sum(x.snr_db for x in some) / sum(x.layers for x in some)
+                for o, some in seen.items()}  # fmt: skip
+        worst = {operand: min(x.worst[0] for x in some) for operand, some in seen.items()}
         found.append(replace(group, snr_db=mean, worst_snr_db=worst))
     return found
 
@@ -158,16 +154,12 @@ def with_times(groups: Sequence[LayerGroup], timeline: Timeline) -> list[LayerGr
             times = casts if piece.part == StepPart.CASTS else gemm
             times[index] += seconds
             kernels[index][piece.name] = kernels[index].get(piece.name, 0.0) + seconds
-    return [
-        replace(group, gemm_seconds=g, cast_seconds=c, kernels=_longest(names))
-        for group, g, c, names in zip(groups, gemm, casts, kernels, strict=True)
-    ]
-
-
-def _longest(kernels: dict[str, float]) -> tuple[tuple[str, float], ...]:
-    least = LEAST * sum(kernels.values())
-    found = sorted(kernels.items(), key=lambda kernel: -kernel[1])[:KERNELS]
-    return tuple((name, seconds) for name, seconds in found if seconds > least)
+    found = []
+    for group, g, c, times in zip(groups, gemm, casts, kernels, strict=True):
+        longest = sorted(times.items(), key=lambda kernel: -kernel[1])[:KERNELS]
+        shown = tuple(kernel for kernel in longest if kernel[1] > LEAST * sum(times.values()))
+        found.append(replace(group, gemm_seconds=g, cast_seconds=c, kernels=shown))
+    return found
 
 
 def _shares(
@@ -221,6 +213,8 @@ def with_bf16_times(
 
 
 def _bf16_seconds(gemm: str, m: int, n: int, k: int, device: torch.device) -> float:
+    """Median seconds of one product of two random operands."""
+
     def made(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
 
@@ -231,19 +225,14 @@ def _bf16_seconds(gemm: str, m: int, n: int, k: int, device: torch.device) -> fl
             a, b = made(m, n), made(n, k)  # [M, N] @ [N, K]
         case _:
             a, b = made(m, n).t(), made(m, k)  # [N, M] @ [M, K]
-    return _median_seconds(lambda: a @ b, device)
-
-
-def _median_seconds(product: Callable[[], Tensor], device: torch.device) -> float:
     on_gpu = device.type == "cuda"
-    times: list[float] = []
-    calls = QUEUED if on_gpu else 1
+    times, calls = list[float](), QUEUED if on_gpu else 1
     for repetition in range(REPEAT + 1):
         if on_gpu:
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
-            product()
+            torch.matmul(a, b)
         if on_gpu:
             torch.cuda.synchronize(device)
         seconds = (time.perf_counter() - start) / calls

@@ -109,12 +109,13 @@ class Ranges:
         self._undo.callback(listeners.remove, self)
 
     def _around(self, name: str, module: nn.Module) -> None:
-        first = module.register_forward_pre_hook(
-            lambda *_: self._push(_range_name(name)), prepend=True
-        )
-        last = module.register_forward_hook(lambda *_: self.leave(), always_call=True)
-        self._undo.callback(first.remove)
-        self._undo.callback(last.remove)
+        for handle in (
+            module.register_forward_pre_hook(
+                lambda *_: self._push(_range_name(name)), prepend=True
+            ),
+            module.register_forward_hook(lambda *_: self.leave(), always_call=True),
+        ):
+            self._undo.callback(handle.remove)
 
     def _replace(self, module: nn.Module, attribute: str, wrap: Callable[[Any], Any]) -> None:
         own = vars(module)  # past `nn.Module.__setattr__`
@@ -124,6 +125,8 @@ class Ranges:
 
 
 def _in_range(name: str) -> Callable[[Any], Any]:
+    """Give a wrapper that runs a call inside a range."""
+
     def wrap(call: Any) -> Any:
         def named(*args: Any, **kwargs: Any) -> Any:
             with record_function(_range_name(name)):
@@ -152,8 +155,6 @@ class Observer(TrainerCallback):
     """Observes `steps` timed and as many profiled steps of one trainer.
 
     Attributes:
-        session: current session.
-        steps: number of steps to time, and to profile.
         step_seconds: mean of the timed steps.
         tokens: tokens of a micro-batch, with padding and without.
         events: events of the profiled steps.
@@ -183,7 +184,9 @@ class Observer(TrainerCallback):
         def training_step(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             first, self._first = self._first, False
             if first and self._step == 0:
-                self._count(inputs)
+                ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+                real = int(mask.sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else None
+                self.tokens = ids.numel(), ids.numel() if real is None else real
             if not first or self._step < self.total - OPERANDS:
                 return plain(model, inputs, *args, **kwargs)
             watch = OperandWatch(self._conversion.model, self._conversion, each_layer)
@@ -199,11 +202,6 @@ class Observer(TrainerCallback):
         _, conversion = self.session.training
         assert conversion is not None  # the trainer has prepared its model
         return conversion
-
-    def _count(self, inputs: Any) -> None:
-        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        real = int(mask.sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else ids.numel()
-        self.tokens = ids.numel(), real
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._step, self._first = state.global_step, True

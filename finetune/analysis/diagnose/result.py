@@ -1,6 +1,4 @@
-"""`Diagnosis`: result of a diagnosed step; prints to a terminal, saves as JSON, shows in a
-notebook.
-"""
+"""`Diagnosis`: a diagnosed step, printed to a terminal, saved as JSON, or shown in a notebook."""
 
 from __future__ import annotations
 
@@ -12,18 +10,20 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from finetune.analysis.diagnose.causes import Cause, percent
 from finetune.analysis.diagnose.facts import Facts, Prediction
 from finetune.analysis.diagnose.groups import GEMMS, LayerGroup
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
+from finetune.runs.folder import write_whole
 from finetune.runs.receipt import Receipt
 from finetune.units import short_time
 
 NAME_LENGTH = 44
 """Characters of a kernel's name that are shown."""
+_PLAIN: Any = {"box": None, "pad_edge": False}
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class Diagnosis(JupyterMixin):
 
     Attributes:
         name: the recipe's name.
-        receipt: receipt of the profiled run.
-        facts: facts of the step, with layer groups and times.
         causes: why FP8 is or is not faster, the largest share first.
         data: description of the rows.
         tokens: tokens of one optimizer step on one device, without padding.
@@ -78,11 +76,13 @@ class Diagnosis(JupyterMixin):
 
     def to_json(self) -> str:
         """Serialize everything, in seconds and shares from 0 to 1."""
-        return json.dumps(self.as_dict(), indent=1)
-
-    def as_dict(self) -> dict[str, Any]:
         facts, environment, predicted = self.facts, self.receipt.environment, self.predicted_shares
-        return {
+        parts = [
+            {"part": part, "seconds": facts.parts[part], "share": share,
+             "predicted_share": predicted[part]}
+            for part, share in self.shares.items()
+        ]  # fmt: skip
+        values = {
             "kind": "diagnosis",
             "recipe": self.name,
             "headline": self.receipt.headline,
@@ -101,32 +101,25 @@ class Diagnosis(JupyterMixin):
             "flop_share": self.receipt.flop_share,
             "groups": [_plain_group(group) for group in self.groups],
             "time": {
-                "parts": [
-                    {
-                        "part": part,
-                        "seconds": facts.parts[part],
-                        "share": share,
-                        "predicted_share": predicted[part],
-                    }
-                    for part, share in self.shares.items()
-                ],
+                "parts": parts,
                 "recompute_share": facts.share(facts.recompute_seconds),
                 "adapter_share": facts.share(facts.adapter_seconds),
             },
             "speed": {"now": facts.speed_now, "best": facts.speed_best},
             "verdict": self.verdict,
-            "causes": [_plain_cause(cause) for cause in self.causes],
+            "causes": [
+                {"words" if key == "text" else key: value for key, value in asdict(cause).items()}
+                for cause in self.causes
+            ],
             "prediction": asdict(self.prediction) if self.prediction else None,
             "notes": list(self.notes),
         }
+        return json.dumps(values, indent=1)
 
     def save(self, folder: Path) -> Path:
         """Write `diagnosis.json` into a folder and return its path."""
-        file = folder / "diagnosis.json"
-        partial = file.with_suffix(".part")
-        partial.write_text(self.to_json() + "\n", encoding="utf-8")
-        partial.replace(file)
-        return file
+        write_whole(folder / "diagnosis.json", self.to_json() + "\n")
+        return folder / "diagnosis.json"
 
     def __rich__(self) -> RenderableType:
         return Group(*self._lines())
@@ -144,7 +137,11 @@ class Diagnosis(JupyterMixin):
         )
         yield Text(f"compile: {facts.compiled}\n", style="dim")
         yield _layer_table(facts)
-        yield from _reasons(self.groups)
+        reasons: dict[str, list[str]] = {}
+        for group in (group for group in self.groups if not group.is_low):
+            reasons.setdefault(group.reason, []).append(group.kind)
+        for reason, kinds in reasons.items():
+            yield Text(f"{', '.join(dict.fromkeys(kinds))}: {reason}", style="dim")
         note = "FLOPs: of a step's matmuls; dB: signal over noise of what is quantised\n"
         yield Text(note, style="dim")
         yield self._time_table()
@@ -156,20 +153,22 @@ class Diagnosis(JupyterMixin):
         yield _kernel_table(facts)
         yield Text(f"\n{self.verdict}", style="bold")
         for cause in self.causes:
-            yield from _cause_lines(cause)
+            yield Text(f"{percent(cause.share):>7s}  ", style="cyan") + Text(cause.text)
+            yield Text(f"         {cause.evidence}", style="dim")
+            tried = f"try {' '.join(cause.change)}" if cause.change else ""
+            if advice := "; ".join(filter(None, (tried, cause.hint))):
+                yield Text(f"         {advice}")
         if self.prediction is not None and self.prediction.speed is not None:
             likely, low, high = self.prediction.speed
             yield Text(f"the estimator expects {likely:.2f} times ({low:.2f} to {high:.2f})")
             if self.prediction.why:
                 yield Text(f"  {'; '.join(self.prediction.why)}", style="dim")
-        for note in self.notes:
-            yield Text(note, style="dim")
+        yield from (Text(note, style="dim") for note in self.notes)
 
     def _time_table(self) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("time of a step")
-        for title in ("", "share", *(("predicted",) if self.prediction else ())):
-            table.add_column(title, justify="right")
+        titles = ("", "share", *(("predicted",) if self.prediction else ()))
+        right = (Column(title, justify="right") for title in titles)
+        table = Table("time of a step", *right, **_PLAIN, padding=(0, 2, 0, 0))
         for part, share in self.shares.items():
             predicted = self.predicted_shares[part]
             if share or predicted:
@@ -186,17 +185,13 @@ def _plain_group(group: LayerGroup) -> dict[str, Any]:
     return values
 
 
-def _plain_cause(cause: Cause) -> dict[str, Any]:
-    return {{"text": "words"}.get(key, key): value for key, value in asdict(cause).items()}
-
-
 def _layer_table(facts: Facts) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     titles = ("layers", "N x K", "tokens", "fprop/dgrad/wgrad", "FLOPs", "dB x/w/g", "time")
-    table.add_column("", justify="right")
-    for title in titles:
-        right = title in ("tokens", "FLOPs", "time")
-        table.add_column(title, no_wrap=True, justify="right" if right else "left")
+    columns = [
+        Column(title, "", no_wrap=True, justify="right" if i in (2, 4, 6) else "left")
+        for i, title in enumerate(titles)
+    ]
+    table = Table(Column("", justify="right"), *columns, **_PLAIN, padding=(0, 1, 0, 0))
     for group in facts.groups:
         noise = (group.snr_db.get(operand) for operand in "xwg")  # `-`: the operand is not cast
         table.add_row(
@@ -212,35 +207,15 @@ def _layer_table(facts: Facts) -> Table:
     return table
 
 
-def _reasons(groups: tuple[LayerGroup, ...]) -> Iterator[Text]:
-    """Reasons for high precision, each once."""
-    kinds: dict[str, list[str]] = {}
-    for group in groups:
-        if not group.is_low:
-            kinds.setdefault(group.reason, []).append(group.kind)
-    for reason, names in kinds.items():
-        yield Text(f"{', '.join(dict.fromkeys(names))}: {reason}", style="dim")
-
-
 def _kernel_table(facts: Facts) -> Table:
     what = "kernels" if facts.device.kind == "cuda" else "operators"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("layers", no_wrap=True)
-    table.add_column(f"{what} behind them", style="dim")
+    columns = Column("layers", no_wrap=True), Column(f"{what} behind them", style="dim")
+    table = Table(*columns, **_PLAIN, padding=(0, 2, 0, 0))
     for group in facts.groups:
         shown = ", ".join(f"{_cut(name)} {short_time(seconds)}" for name, seconds in group.kernels)
         if shown:
             table.add_row(group.kind, shown)
     return table
-
-
-def _cause_lines(cause: Cause) -> Iterator[Text]:
-    yield Text(f"{percent(cause.share):>7s}  ", style="cyan") + Text(cause.text)
-    yield Text(f"         {cause.evidence}", style="dim")
-    advice = [f"try {' '.join(cause.change)}"] if cause.change else []
-    advice += [cause.hint] if cause.hint else []
-    if advice:
-        yield Text(f"         {'; '.join(advice)}")
 
 
 def _cut(name: str) -> str:
