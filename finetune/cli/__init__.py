@@ -1,0 +1,23 @@
+"""The verbs of `python -m finetune`, a file per group; here the arguments they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MISUSE, INTERRUPTED = 2, 130
+"""Exit codes: the user's mistake, and Ctrl-C (128 + SIGINT)."""
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value]...", help="Set a value; ~section.key unsets."),
+]
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="Run folder, `last`, or a recipe's name.")
+]
+RunsFolder = Annotated[Path, typer.Option(help="Folder of runs.")]
+Checkpoint = Annotated[str | None, typer.Option(help="A step, or `last`; left out: the run's end.")]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from finetune.cli.options import INTERRUPTED, MISUSE, AsJson, Overrides
+from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.runs.folder import make_folder
@@ -21,7 +20,7 @@ NOTHING_MEASURED = 1
 
 
 def benchmark(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     vs: Annotated[
         list[str] | None,
@@ -82,7 +81,7 @@ def benchmark(
     if found.interrupted:
         progress.print(f"interrupted; rows until then are in {found.folder}", style="yellow")
         sys.exit(INTERRUPTED)
-    if not any(row.rounds for row in found.rows):  # what failed or did not fit is told in its row
+    if not any(row.rounds for row in found.rows):  # each row says why
         sys.exit(NOTHING_MEASURED)
 
 
@@ -127,7 +126,8 @@ def compare(
             where=" ".join(names) or "only settings",
             fix="python -m finetune compare tiny_full_fp8",
         )
-    if Path(names[0]).expanduser().is_dir():  # of a comparison: a recipe is a file
+    folder = Path(names[0]).expanduser()
+    if folder.is_dir():  # of a comparison: a recipe is a file
         options = {"--seeds": seeds, "--jobs": jobs, "--force": force}
         idle = [*names[1:], *overrides, *(name for name, given in options.items() if given)]
         if idle:
@@ -137,9 +137,7 @@ def compare(
                 why="the runs of this comparison are done; they are judged again",
                 fix="leave it out; or compare the recipes anew",
             )
-        found = comparing.judge_again(
-            Path(names[0]).expanduser(), margin=margin, confidence=confidence, allow=allow
-        )
+        found = comparing.judge_again(folder, margin=margin, confidence=confidence, allow=allow)
     else:
         found = comparing.compare(
             names[0],
@@ -186,17 +184,11 @@ def _seeds(text: str) -> int | list[int]:
 # ----------------------------------------------------------------------------------------- diagnose
 
 
-class Weights(enum.StrEnum):
-    """What `diagnose --weights` can be."""
-
-    random = "random"
-
-
 def diagnose(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     weights: Annotated[
-        Weights | None,
+        Literal["random"] | None,
         typer.Option(help="random: no hub, no data; random weights, rows of random tokens."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to time, and to profile.")] = None,
@@ -214,8 +206,7 @@ def diagnose(
 
     main_process = int(os.environ.get("RANK", "0")) == 0
     progress = Console(stderr=True, quiet=not main_process)
-    chosen = "random" if weights is Weights.random else None
-    found = look(checked, weights=chosen, steps=steps, force=force, console=progress)
+    found = look(checked, weights=weights, steps=steps, force=force, console=progress)
     if not main_process:
         return
     if as_json:

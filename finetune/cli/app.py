@@ -15,9 +15,8 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from finetune import __version__
-from finetune.cli import analysis, recipes, runs, train
+from finetune.cli import INTERRUPTED, MISUSE, analysis, recipes, runs, train
 from finetune.cli.estimate import estimate
-from finetune.cli.options import INTERRUPTED, MISUSE
 from finetune.config.recipe import is_path, list_recipes
 from finetune.errors import FinetuneError, RecipeNotFoundError, nearest
 from finetune.logging import quiet_libraries

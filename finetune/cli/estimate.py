@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from finetune.cli.options import AsJson, Overrides
+from finetune.cli import AsJson, Overrides
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
@@ -19,12 +18,9 @@ if TYPE_CHECKING:
     from finetune.estimator.search import Choices, Largest
 
 
-class Fit(enum.StrEnum):
-    """What `estimate --fit` looks for."""
-
-    batch = "batch"
-    gpu = "gpu"
-    gpus = "gpus"
+Fit = Literal["batch", "gpu", "gpus"]
+_ACTS_ON = {"batch": ("--gpu", "--memory", "--gpus"), "gpu": (), "gpus": ("--gpu",)}
+"""Options that a search takes besides the recipe."""
 
 
 def estimate(
@@ -71,12 +67,11 @@ def estimate(
             fix=f"python -m tests.benchmarks.score {score} in a checkout of the repository",
         )
     if fit is not None:
-        given = {
+        _refuse_idle(fit, {
             "--gpu": gpu is not None, "--memory": memory is not None, "--gpus": gpus != 1,
             "--tokens": tokens is not None, "--price": price is not None,
             "--alternatives": alternatives, "--advice": advice is not None, "--whole": whole,
-        }  # fmt: skip
-        _refuse_idle(fit, [name for name, is_given in given.items() if is_given])
+        })  # fmt: skip
     if calibrate:
         _calibrate()
         if recipe is None:
@@ -108,17 +103,9 @@ def estimate(
         Console(highlight=False, soft_wrap=True).print(result)
 
 
-_ACTS_ON = {Fit.batch: ("--gpu", "--memory", "--gpus"), Fit.gpu: (), Fit.gpus: ("--gpu",)}
-"""Options that a search takes besides the recipe."""
-
-
-def _refuse_idle(fit: Fit, given: list[str]) -> None:
-    """Refuse options that would change nothing.
-
-    Raises:
-        ConfigError: there are some.
-    """
-    idle = [name for name in given if name not in _ACTS_ON[fit]]
+def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:
+    """Raise a `ConfigError` for given options that would change nothing."""
+    idle = [name for name, is_given in given.items() if is_given and name not in _ACTS_ON[fit]]
     if idle:
         takes = ", ".join(("RECIPE", "--fit", "--calibrate", *_ACTS_ON[fit]))
         raise ConfigError(
@@ -135,9 +122,9 @@ def _searched(
     from finetune.estimator.place import place_of
     from finetune.estimator.search import cheapest_gpu, fewest_gpus, largest
 
-    if fit is Fit.batch:
+    if fit == "batch":
         return largest(config, place_of(gpu, memory_gib=memory, gpus=gpus))
-    if fit is Fit.gpu:
+    if fit == "gpu":
         return cheapest_gpu(config)
     if gpu is None:
         raise ConfigError(

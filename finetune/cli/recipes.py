@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from finetune.cli.options import AsJson, Overrides, RecipeName
-from finetune.config.recipe import Recipe, find_recipe, list_recipes, load_recipe
+from finetune.cli import AsJson, Overrides, RecipeName
+from finetune.config.recipe import find_recipe, list_recipes, load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.yaml import read_text
 from finetune.errors import ConfigError, FinetuneError
@@ -36,11 +36,6 @@ def _row(name: str, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _about(gib: float | None) -> str:
-    """A preview of memory with as many digits as it is worth."""
-    return "-" if gib is None else f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}"
-
-
 def ls(
     runs: Annotated[bool, typer.Option("--runs", help="List runs instead.")] = False,
     out: Annotated[Path | None, typer.Option(help="With --runs: folder of runs.")] = None,
@@ -59,16 +54,15 @@ def ls(
         print(json.dumps(rows, indent=1))
         return
     console = Console()
-    columns = {k: k for k in rows[0] if k != "data"} | {"preview_gib": "≈GiB"}
+    keys = [key for key in rows[0] if key not in ("data", "preview_gib")]
+    columns = (*(Column(key, no_wrap=True) for key in keys), Column("≈GiB", justify="right"))
     gap = 2 if console.width >= 86 else 1
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    for key, title in columns.items():
-        table.add_column(title, no_wrap=True, justify="right" if key == "preview_gib" else "left")
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for row in rows:
-        shown = row | {"preview_gib": _about(row["preview_gib"])}
-        table.add_row(
-            *(shown[key] for key in columns), style=None if "fp8" in row["precision"] else "dim"
-        )
+        gib = row["preview_gib"]  # in as many digits as it is worth
+        shown = "-" if gib is None else f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}"
+        style = None if "fp8" in row["precision"] else "dim"
+        table.add_row(*(row[key] for key in keys), shown, style=style)
     console.print(table)
 
 
@@ -141,25 +135,18 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     short = why_too_small(need, device)
     if as_json:
         layers = [
-            {
-                "name": x.name,
-                "shape": x.shape,
-                "compute": x.compute,
-                "held": x.stored,
-                "reason": x.reason,
-            }
+            {"name": x.name, "shape": x.shape, "compute": x.compute, "held": x.stored,
+             "reason": x.reason}
             for x in the_plan.layers
-        ]
+        ]  # fmt: skip
         facts = {"recipe": checked.name, "here": here, "memory": str(need), "short": short}
         facts["storage"] = config.model.storage or ""
         print(json.dumps({**facts, "trainable": need.trainable, "layers": layers}, indent=1))
         return
-    print(f"{checked.name}: valid ({_origin(checked)})\n\n{the_plan}\n")
-    held = f"; frozen base held in {config.model.storage}" if config.model.storage else ""
-    print(f"parameters: {need.parameters:,}, trainable {need.trainable:,}{held}")
+    file = checked.source
+    origin = file.name if file.parent.name == "recipes" else str(file)
+    print(f"{checked.name}: valid ({origin})\n\n{the_plan}\n")
+    stored = f"; frozen base held in {config.model.storage}" if config.model.storage else ""
+    print(f"parameters: {need.parameters:,}, trainable {need.trainable:,}{stored}")
     print(f"memory:     at least {need}" + (f"; TOO SMALL HERE: {short}" if short else ""))
     print(f"here:       {here}")
-
-
-def _origin(recipe: Recipe) -> str:
-    return recipe.source.name if recipe.source.parent.name == "recipes" else str(recipe.source)

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.cli.options import AsJson
+from finetune.cli import AsJson
 from finetune.runs.folder import COMPARISON
 from finetune.runs.lookup import find_comparisons, find_runs
 from finetune.units import size_of_gib
@@ -25,13 +25,12 @@ _TITLES = {
     "memory_gib": "memory",
 }
 _COLUMNS = (
-    "recipe", "run", "precision", "proven", "state", "step", "loss", "eval_loss",
-    "tokens_per_s", "memory_gib",
-)  # fmt: skip
-_WIDE_ONLY = ("tokens_per_s", "memory_gib")
+    *("recipe", "run", "precision", "proven", "state"),
+    *("step", "loss", "eval_loss", "tokens_per_s", "memory_gib"),
+)
+_WIDE_ONLY = _COLUMNS[-2:]
 """Left out below `WIDE` columns of terminal, where precision is shortened to its first word too."""
 WIDE = 112
-_RIGHT = ("step", "loss", "eval_loss", "tokens_per_s", "memory_gib")
 
 
 def list_runs(out: Path | None, *, as_json: bool) -> None:
@@ -59,18 +58,21 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
 
 def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
     wide = width >= WIDE
-    columns = [key for key in _COLUMNS if wide or key not in _WIDE_ONLY]
+    keys = [key for key in _COLUMNS if wide or key not in _WIDE_ONLY]
     titles = _TITLES if wide else _TITLES | {"eval_loss": "eval"}
-    table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
-    for key in columns:
-        justify = "right" if key in _RIGHT else "left"
-        table.add_column(
-            titles.get(key, key), justify=justify, no_wrap=key != "recipe", overflow="fold"
+    columns = [
+        Column(
+            titles.get(key, key),
+            justify="right" if key in _COLUMNS[5:] else "left",
+            no_wrap=key != "recipe",
+            overflow="fold",
         )
+        for key in keys
+    ]
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
     for run in runs:
-        cells = {
-            "recipe": run["recipe"],
-            "run": run["run"],
+        gib = run["memory_gib"]
+        cells = run | {
             "precision": run["precision"] if wide else run["precision"].partition(" ")[0],
             "proven": Text("yes") if run["proven"] else Text("no", style="bold red"),
             "state": Text(run["state"], style=_STATES.get(run["state"], "red")),
@@ -78,18 +80,14 @@ def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
             "loss": _shown(run["loss"], ".3f"),
             "eval_loss": _shown(run["eval_loss"], ".3f"),
             "tokens_per_s": _shown(run["tokens_per_s"], ",.0f"),
-            "memory_gib": _memory(run["memory_gib"]),
+            "memory_gib": "-" if gib is None else size_of_gib(gib),
         }
-        table.add_row(*(cells[key] for key in columns))
+        table.add_row(*(cells[key] for key in keys))
     return table
 
 
 def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _memory(gib: float | None) -> str:
-    return "-" if gib is None else size_of_gib(gib)
 
 
 def _comparison(folder: Path) -> dict[str, Any]:
@@ -111,20 +109,19 @@ def _comparison(folder: Path) -> dict[str, Any]:
 
 
 def _comparisons(compared: list[dict[str, Any]], *, gap: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    if gap:
-        table.title, table.title_style = "\ncomparisons", "bold"
-    for column in ("verdict", "a against b", "seeds", "loss", "held out", "speed", "folder"):
-        table.add_column(column, overflow="fold")
+    titles = ("verdict", "a against b", "seeds", "loss", "held out", "speed", "folder")
+    table = Table(
+        *(Column(title, overflow="fold") for title in titles),
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left",
+        title="\ncomparisons" if gap else None, title_style="bold",
+    )  # fmt: skip
     for one in compared:
-        good = one["verdict"] == "equivalent"
         table.add_row(
-            Text(one["verdict"], style="" if good else "yellow"),
+            Text(one["verdict"], style="" if one["verdict"] == "equivalent" else "yellow"),
             f"{one['a']} against {one['b']}",
             str(one["seeds"]),
-            _shown(one["gap"].get("train"), "+.2%"),
-            _shown(one["gap"].get("eval"), "+.2%"),
-            "-" if one["speed"] is None else f"{one['speed']:.2f}x",
+            *(_shown(one["gap"].get(name), "+.2%") for name in ("train", "eval")),
+            _shown(one["speed"], ".2f") + "x" * (one["speed"] is not None),
             one["folder"],
         )
     return table

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from finetune.cli.options import (
+from finetune.cli import (
     INTERRUPTED,
     AsJson,
     Checkpoint,
@@ -25,7 +25,7 @@ from finetune.cli.options import (
 )
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
-from finetune.runs.folder import Run
+from finetune.runs.folder import Run, write_whole
 from finetune.runs.lookup import find_run
 
 
@@ -80,6 +80,8 @@ def generate(
             fix="--temperature 0.7, or leave it out",
         )
     folder = find_run(run, out)
+    from transformers import TextStreamer, set_seed
+
     from finetune.training.reload import loaded, open_trained
 
     trained = open_trained(folder, checkpoint)
@@ -87,68 +89,42 @@ def generate(
     if notes.is_terminal:
         notes.print(f"loading {trained.weights}", style="dim", soft_wrap=True)
     given = [] if prompts in (None, [STDIN]) else list(prompts or ())
-    answers = []
+    options = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+    most, answers = max_new_tokens or trained.config.eval.max_new_tokens, []
     with loaded(trained) as (model, tokenizer):
-        ask = _Asking(model, tokenizer, trained.config, max_new_tokens, temperature, seed)
+        if not as_json:  # on the terminal as it grows
+            options["streamer"] = TextStreamer(
+                tokenizer, skip_prompt=True, skip_special_tokens=True
+            )
         for prompt in given or _lines(notes):
-            if len(given) != 1 and not as_json:
-                print_prompt(prompt)
-            answers.append(ask(prompt, stream=not as_json))
+            if len(given) != 1 and not as_json and not (_is_typed() and sys.stdout.isatty()):
+                # Several prompts, or of a file: each is printed above its answer.
+                Console(highlight=False).print(
+                    Text("> ") + Text(prompt), style="dim", soft_wrap=True
+                )
+            if seed is not None:
+                set_seed(seed)
+            answers.append(_answer(trained, model, tokenizer, prompt, most, **options))
     if as_json:
         print(json.dumps({"run": str(folder), "answers": answers}, indent=1, ensure_ascii=False))
 
 
-def print_prompt(prompt: str) -> None:
-    """Print the prompt that is answered, where there are several or they come from a file."""
-    if not _is_typed() or not sys.stdout.isatty():
-        Console(highlight=False).print(Text("> ") + Text(prompt), style="dim", soft_wrap=True)
+def _answer(
+    trained: Any, model: Any, tokenizer: Any, prompt: str, most: int, **options: Any
+) -> Any:
+    """One answer, with the seconds that it took.
 
+    Raises:
+        ConfigError: the prompt leaves no room for an answer.
+    """
+    from finetune.training.samples import answer, check_room_for, length_of, positions
 
-class _Asking:
-    """Asks one prompt at a time."""
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: Any,
-        max_new_tokens: int | None,
-        temperature: float,
-        seed: int | None,
-    ) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.most = max_new_tokens or config.eval.max_new_tokens
-        self.options: dict[str, Any] = {}
-        if temperature > 0:
-            self.options = {"do_sample": True, "temperature": temperature}
-        self.seed = seed
-
-    def __call__(self, prompt: str, *, stream: bool) -> dict[str, Any]:
-        """One answer; on the terminal as it grows."""
-        from transformers import TextStreamer, set_seed
-
-        from finetune.training.samples import answer, check_room_for, length_of, positions
-
-        length, room = length_of(self.tokenizer, prompt), positions(self.model.config)
-        check_room_for(prompt, length, self.most, room, "PROMPT")
-        if self.options and self.seed is not None:
-            set_seed(self.seed)
-        options = dict(self.options)
-        if stream:
-            options["streamer"] = TextStreamer(
-                self.tokenizer, skip_prompt=True, skip_special_tokens=True
-            )
-        started = time.perf_counter()
-        (sample,) = answer(
-            self.model,
-            self.tokenizer,
-            [prompt],
-            self.most,
-            compute=self.config.precision.compute,
-            **options,
-        )
-        seconds = round(time.perf_counter() - started, 3)
-        return {"prompt": prompt, "answer": sample.answer, "seconds": seconds}
+    length, room = length_of(tokenizer, prompt), positions(model.config)
+    check_room_for(prompt, length, most, room, "PROMPT")
+    started, compute = time.perf_counter(), trained.config.precision.compute
+    (sample,) = answer(model, tokenizer, [prompt], most, compute=compute, **options)
+    seconds = round(time.perf_counter() - started, 3)
+    return {"prompt": prompt, "answer": sample.answer, "seconds": seconds}
 
 
 def _is_typed() -> bool:
@@ -238,14 +214,12 @@ def _keep(folder: Path, weights: Path, asked: dict[str, Any], scores: dict[str, 
     if weights.name != "model" or not run.report:
         kept = folder / f"tasks-{weights.name}.json"
         text = {"weights": weights.name, "eval": asked, "tasks": scores}
-    else:
-        kept = folder / "report.json"
-        text = run.report | {"tasks": run.report.get("tasks", {}) | scores}
-    partial = kept.with_suffix(".part")
-    partial.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
-    partial.replace(kept)
-    if kept.name == "report.json":
-        row = {"step": max((r.get("step", 0) for r in run.rows), default=0), "tasks": scores}
-        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        write_whole(kept, json.dumps(text, indent=1) + "\n")
+        return kept
+    kept = folder / "report.json"
+    text = run.report | {"tasks": run.report.get("tasks", {}) | scores}
+    write_whole(kept, json.dumps(text, indent=1) + "\n")
+    row = {"step": max((r.get("step", 0) for r in run.rows), default=0), "tasks": scores}
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
     return kept
