@@ -27,13 +27,8 @@ from finetune.hardware.device import (
 from finetune.training.session import LIBRARIES
 
 COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
-    ("te", "delayed"),
-    ("te", "tensorwise"),
-    ("torchao", "tensorwise"),
-    ("torchao", "rowwise"),
-    ("emulated", "delayed"),
-    ("emulated", "tensorwise"),
-    ("emulated", "rowwise"),
+    *(("te", "delayed"), ("te", "tensorwise"), ("torchao", "tensorwise"), ("torchao", "rowwise")),
+    *(("emulated", "delayed"), ("emulated", "tensorwise"), ("emulated", "rowwise")),
 )
 GEMM_TOLERANCE = 0.06
 """Relative Frobenius error allowed in an FP8 GEMM; E4M3 x E5M2 of normal data has 4 to 5 %."""
@@ -67,29 +62,20 @@ class Findings(JupyterMixin):
     def __rich__(self) -> RenderableType:
         d = self.device
         shown = ".".join(map(str, d.capability)) if d.capability else "none"
-        lines: list[RenderableType] = [
+        gemm = {} if self.gemm is None else {"FP8 GEMM, real": self.gemm}
+        hardware = {"FP8 hardware": self.fp8, "MXFP8 / NVFP4 hardware": self.block_fp8}
+        table = Table("", "here", "because", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name, verdict in (hardware | self.backends | gemm).items():
+            mark = Text("ok", style="green") if verdict else Text("no", style="red")
+            table.add_row(name, mark, verdict.reason)
+        return Group(
             Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),
             Text(f"memory {d.memory_gib:.1f} GiB, {self.free_gib:.1f} GiB free"),
             Text("  ".join(f"{k} {v}" for k, v in self.versions.items() if v), style="dim"),
-            Text(),
-        ]
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in ("", "here", "because"):
-            table.add_column(column)
-        rows: dict[str, Verdict] = {
-            "FP8 hardware": self.fp8,
-            "MXFP8 / NVFP4 hardware": self.block_fp8,
-            **self.backends,
-        }
-        if self.gemm is not None:
-            rows["FP8 GEMM, real"] = self.gemm
-        for name, verdict in rows.items():
-            mark = Text("ok", style="green") if verdict else Text("no", style="red")
-            table.add_row(name, mark, verdict.reason)
-        lines += [table, Text(), Text(f"auto: {self.auto}")]
-        lines += [Text(f"! {line}", style="bold red") for line in self.known_bad]
-        lines.append(Text(f"advice: {self.advice}"))
-        return Group(*lines)
+            *(Text(), table, Text(), Text(f"auto: {self.auto}")),
+            *(Text(f"! {line}", style="bold red") for line in self.known_bad),
+            Text(f"advice: {self.advice}"),
+        )
 
 
 def examine(device: Device | None = None) -> Findings:
@@ -178,27 +164,25 @@ def real_gemm(size: int = 512) -> Verdict:
 
 
 def advice(device: Device) -> str:
+    capability = device.capability or (0, 0)
     if device.has_fp8:
-        extra = (
-            " (MXFP8 and NVFP4 too)" if (device.capability or (0, 0)) >= BLOCK_CAPABILITY else ""
-        )
+        extra = " (MXFP8 and NVFP4 too)" if capability >= BLOCK_CAPABILITY else ""
         return f"FP8 in hardware{extra}: python -m finetune llama_8b_lora_fp8"
-    if device.capability is not None and device.capability >= (8, 0) and not device.is_rocm:
+    if device.is_rocm:
+        return "AMD GPUs are not supported in FP8 here: use _bf16 recipes"
+    if capability >= (8, 0):
         return (
             f"{device.name} has BF16 but no FP8 units: use _bf16 recipes with "
             "train.optim=adamw_8bit (8-bit AdamW) to save memory"
         )
-    if device.is_rocm:
-        return "AMD GPUs are not supported in FP8 here: use _bf16 recipes"
     if device.capability is not None:
         return (
             f"{device.name} has neither FP8 nor fast BF16: precision.compute=fp16, small models, "
             "train.optim=adamw_8bit"
         )
     if device.kind == "mps":
-        return (
-            "Apple GPU: _bf16 recipes of small models; FP8 numerics by emulation (tiny_* recipes)"
-        )
+        recipes = "_bf16 recipes of small models; FP8 numerics by emulation (tiny_* recipes)"
+        return f"Apple GPU: {recipes}"
     return (
         "CPU: rehearse FP8 numerics with the tiny_* recipes (emulation), plan big ones with "
         "`python -m finetune validate RECIPE`, train them on an FP8 GPU"

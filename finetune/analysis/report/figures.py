@@ -18,6 +18,7 @@ import re
 from pathlib import Path
 from typing import Any, TypedDict
 
+import yaml
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,25 +26,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from finetune.analysis.report.elements import Forest, Plot, Series, signed
 
-THEMES = {
-    "paper": ("#fdfdfc", "#131416"),
-    "raised": ("#f5f4f1", "#1c1e21"),
-    "ink": ("#1b1c1e", "#e9e8e4"),
-    "muted": ("#63666b", "#a0a3a8"),
-    "rule": ("#e3e2de", "#303338"),
-    "accent": ("#0b6b62", "#5cc9bb"),
-    "bad": ("#b3261e", "#ff8a80"),
-    "c1": ("#0b6b63", "#5cc9bc"),
-    "c2": ("#b4520a", "#f2a25c"),
-    "c3": ("#3f51b5", "#93a4ff"),
-    "c4": ("#a3195b", "#ff86b5"),
-    "c5": ("#5b6f0e", "#bcd35f"),
-    "c6": ("#7b3ff2", "#c3a3ff"),
-    "c7": ("#0277a8", "#6cc4ee"),
-    "c8": ("#6d5446", "#c7a998"),
-}
-"""Colors of the page's variables, light and dark."""
-LIGHT, DARK = ({name: pair[i] for name, pair in THEMES.items()} for i in (0, 1))
+TEMPLATES = Path(__file__).parent / "templates"
+_THEMES = yaml.safe_load((TEMPLATES / "themes.yaml").read_text("utf-8"))
+LIGHT, DARK = ({n: pair[theme] for n, pair in _THEMES.items()} for theme in ("light", "dark"))
 COLORS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
 
@@ -69,29 +54,8 @@ DASHES: dict[str, Any] = {
 FOREST_ROW = 62
 """CSS pixels per row of a forest plot."""
 _STYLE: Any = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": LIGHT["rule"],
-    "axes.labelcolor": LIGHT["muted"],
-    "axes.axisbelow": True,
-    "axes.formatter.use_mathtext": False,
-    "axes.unicode_minus": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": LIGHT["rule"],
-    "grid.linewidth": 0.8,
-    "xtick.color": LIGHT["muted"],
-    "ytick.color": LIGHT["muted"],
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "text.color": LIGHT["ink"],
-    "legend.frameon": False,
-    "path.simplify_threshold": 0.3,
+    key: LIGHT.get(value, value) if isinstance(value, str) else value
+    for key, value in yaml.safe_load((TEMPLATES / "plots.yaml").read_text("utf-8")).items()
 }
 
 

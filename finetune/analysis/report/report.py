@@ -36,14 +36,13 @@ from finetune.analysis.report.elements import (
     figure,
     fixed,
 )
-from finetune.analysis.report.figures import DARK, FOREST_ROW, LIGHT, to_png, to_svg
+from finetune.analysis.report.figures import DARK, FOREST_ROW, LIGHT, TEMPLATES, to_png, to_svg
 from finetune.analysis.report.run_page import RunSource, names_of, run_page, several_page
 from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON, Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
 from finetune.units import count, percent
 
-TEMPLATES = Path(__file__).parent / "templates"
 SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
 """CSS pixels of plots, without scaling, so that text keeps its size."""
 PHONE = (340, 250)
