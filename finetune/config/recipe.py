@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from finetune.config.aliases import in_recipe, plain_dtype
 from finetune.config.paths import PACKAGE
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.config.sft import convert_train
@@ -102,10 +103,11 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 fix="write section.key=value to set, or ~section.key to go back to the default",
             )
         if path[0] not in SECTIONS:
-            hint = nearest(path[0], SECTIONS)
+            replacement = in_recipe(path[-1], value)
+            hint = "" if replacement else nearest(path[0], SECTIONS)
             raise ConfigError(
                 f"{item!r}: there is no section {path[0]!r}" + (f"; {hint}" if hint else ""),
-                fix=f"sections are {', '.join(SECTIONS)}",
+                fix=replacement or f"sections are {', '.join(SECTIONS)}",
             )
         section, (*parents, last) = data, path
         for parent in parents:
@@ -250,19 +252,21 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     dotted = ".".join(at[:2])  # what follows are list indices and members of unions
     if first["type"] == "extra_forbidden":
         known = list(_section_fields(at[:-1]))
-        hint = nearest(at[-1], known)
+        replacement = in_recipe(at[-1], first["input"])
+        hint = "" if replacement else nearest(at[-1], known)
         kind = f"section {at[-1]!r}" if len(at) == 1 else f"key {at[-1]!r} in section {at[0]!r}"
         return ConfigError(
             f"there is no {kind}" + (f"; {hint}" if hint else ""),
             where=where(at),
             why="a key that nothing reads would be ignored silently",
-            fix=f"known: {', '.join(known)}",
+            fix=replacement or f"known: {', '.join(known)}",
         )
     if first["type"] == "missing":
         return ConfigError(f"{dotted} is missing", where=where(at[:-1]), fix=f"add {dotted}")
     if first["type"] == "literal_error":
         expected = re.findall(r"'([^']+)'", first.get("ctx", {})["expected"])
-        hint = nearest(str(first["input"]), expected)
+        given = plain_dtype(first["input"])
+        hint = f"write {given}" if given in expected else nearest(given, expected)
         return ConfigError(
             f"{dotted} cannot be {first['input']!r}" + (f"; {hint}" if hint else ""),
             where=where(at),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from finetune.config.aliases import in_recipe
 from finetune.config.optimizers import OWN_NAMES, check_name
 from finetune.config.schema import RunConfig
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
@@ -56,12 +57,13 @@ def convert_train(
                 fix=f"remove train.{key}",
             )
         if key not in fields:
-            hint = nearest(key, fields)
+            replacement = in_recipe(key, value)
+            hint = "" if replacement else nearest(key, fields)
             raise ConfigError(
                 f"trl.SFTConfig has no argument {key!r}" + (f"; {hint}" if hint else ""),
                 where=where(at),
                 why="the train section is handed unchanged to trl.SFTConfig",
-                fix="see the SFTConfig page of the TRL documentation for its arguments",
+                fix=replacement or "see the SFTConfig page of TRL's documentation",
             )
         result[key] = _convert(key, plain_data(value), types[key], where(at))
         if key == "optim":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,11 +21,7 @@ FP8_CAPABILITY = (8, 9)
 BLOCK_CAPABILITY = (10, 0)
 GIB = 2**30
 
-INSTEAD_OF_FP8 = (
-    "train in BF16 (precision.compute=bf16, with train.optim=adamw_8bit to save memory), rehearse "
-    "FP8 numerics with precision.emulation=allow (exact but slow), or rent an FP8 GPU (RTX 4090, "
-    "L40S, H100, H200, B200)"
-)
+FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 
 
 @dataclass(frozen=True)
@@ -156,13 +153,13 @@ def has_transformer_engine() -> Verdict:
 
 def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
     """True if backend `name` can run `precision` on `device`, and why."""
-    scaling, emulation = precision.scaling, _emulation(precision)
+    scaling = precision.scaling
     if precision.compile == "on" and scaling == "delayed" and name != "torchao":
         # Its casts write into a history that every layer shares; TE refuses it in as many words.
         instead = "use compile=off, or scaling=tensorwise"
         return Verdict(False, f"{ENGINES[name]} cannot compile delayed scaling; {instead}")
     if name == "emulated":
-        if precision.emulation != "forbid":
+        if precision.emulation != "forbid" or precision.backend == "emulated":  # named: permitted
             return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
         return Verdict(False, "emulation is exact but slow; precision.emulation=allow permits it")
     offered = engine_verdict(name, precision)
@@ -175,17 +172,17 @@ def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Ve
     needed = least_capability(precision)
     if device.capability < needed:
         no = f"{scaling} needs compute capability {_shown(needed)}; {device.name} has less"
-        return Verdict(False, f"{no}; backend={emulation} has it")
+        return Verdict(False, f"{no}; backend=emulated has it")
     if name == "torchao":
         return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
     if scaling == "mxfp8" and device.capability >= (12, 0):
         no = f"Transformer Engine has no mxfp8 on {device.name} yet"
-        return Verdict(False, f"{no}; use scaling=nvfp4, or backend={emulation}")
+        return Verdict(False, f"{no}; use scaling=nvfp4, or backend=emulated")
     blackwell = device.capability >= BLOCK_CAPABILITY
     if scaling == "blockwise" and blackwell and not precision.pow2_scales:
         # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
         no = f"Transformer Engine's block scales are powers of two on {device.name}"
-        instead = f"leave power_of_two_scales out, or backend={emulation} has it"
+        instead = "leave power_of_two_scales out, or backend=emulated has it"
         return Verdict(False, f"{no}; {instead}")
     return has_transformer_engine()
 
@@ -201,46 +198,41 @@ def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
     """True if an engine has this recipe at all, on whatever device; if not, what to use."""
     if name == "emulated":
         return Verdict(True, "every scaling and format")
-    no, instead = _lacks(name, precision)
+    no, _ = _lacks(name, precision)
     if not no:
         return Verdict(True, f"{ENGINES[name]} has it")
     other = "torchao" if name == "te" else "te"
     others = [] if _lacks(other, precision)[0] else [other]
-    has_it = f"backend={' or '.join([*others, _emulation(precision)])} has it"
-    return Verdict(False, f"{no}; " + (f"{instead}, or {has_it}" if instead else has_it))
-
-
-def _emulation(precision: PrecisionConfig) -> str:
-    return "emulated" if precision.emulation != "forbid" else "emulated (emulation=allow)"
+    return Verdict(False, f"{no}; backend={' or '.join([*others, 'emulated'])} has it")
 
 
 ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
 
 
-def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, str]:
-    """Name what an engine lacks of a recipe, and a setting that it has; else empty."""
+def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, dict[str, Any]]:
+    """Name what an engine lacks of a recipe, and settings under which it lacks it no longer."""
     scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
     delayed, rowwise = scaling == "delayed", scaling in ("rowwise", "rowwise_with_gw_hp")
     te = "Transformer Engine"
-    held = f"with {ENGINES[name]} weights stay in model.dtype", "leave fp8_params out"
-    limits: dict[str, list[tuple[bool, str, str]]] = {
+    held = f"with {ENGINES[name]} weights stay in model.dtype", {"fp8_params": False}
+    limits: dict[str, list[tuple[bool, str, dict[str, Any]]]] = {
         "te": [
-            (rowwise, f"{te} has no {scaling} scaling", ""),
-            (fmt == "e5m2", f"{te} has no pure E5M2", "use format=hybrid"),
+            (rowwise, f"{te} has no {scaling} scaling", {}),
+            (fmt == "e5m2", f"{te} has no pure E5M2", {"format": "hybrid"}),
             (
                 delayed and precision.pow2_scales,
                 f"{te}'s delayed scales are not powers of two",
-                "leave power_of_two_scales out",
+                {"power_of_two_scales": None},
             ),
             (
                 delayed and bool(high),
                 f"{te} keeps no GEMM high under delayed scaling",
-                "leave high_gemms out",
+                {"high_gemms": ()},
             ),
             (
                 bool(high) and set(high) != {"dgrad", "wgrad"},
                 f"{te} keeps dgrad and wgrad high together or not at all",
-                "use high_gemms=[dgrad,wgrad]",
+                {"high_gemms": ("dgrad", "wgrad")},
             ),
             (precision.fp8_params, *held),
         ],
@@ -248,21 +240,27 @@ def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, str]:
             (
                 not rowwise and scaling != "tensorwise",
                 f"torchao has no {scaling} scaling in training",
-                "",
+                {},
             ),
             (
                 rowwise and fmt != "e4m3",
                 "torchao's rowwise GEMMs take E4M3 operands only",
-                "use format=e4m3",
+                {"format": "e4m3"},
             ),
-            (fmt == "e5m2", "torchao's GEMMs take no pair of E5M2 operands", "use format=hybrid"),
+            (
+                fmt == "e5m2",
+                "torchao's GEMMs take no pair of E5M2 operands",
+                {"format": "hybrid"},
+            ),
             (precision.fp8_params, *held),
         ],
     }
-    return next(((no, instead) for lacks, no, instead in limits[name] if lacks), ("", ""))
+    return next(((no, instead) for lacks, no, instead in limits[name] if lacks), ("", {}))
 
 
-AUTO_ORDER = ("te", "torchao", "emulated")
+LIMITED = ("te", "torchao")
+"""Engines that lack some scalings and formats."""
+AUTO_ORDER = (*LIMITED, "emulated")
 """Backends that `auto` tries, best first.
 
 Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for that
@@ -338,12 +336,40 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
             fix="pip install 'fp8-finetune[te]' (builds against your CUDA and torch), or "
             "precision.backend=torchao",
         )
-    fix = "change the setting named above" if device.has_fp8 else INSTEAD_OF_FP8
-    if device.capability is not None and device.capability < (8, 0):  # no BF16 either
-        fix = fix.replace("BF16 (precision.compute=bf16", "FP16 (precision.compute=fp16")
     raise PrecisionError(
         f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
         where=f"precision.backend={precision.backend}",
         why=why,
-        fix=fix,
+        fix=", or ".join(_ways(precision, device)),
     )
+
+
+def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
+    """Settings under which it runs here, each of them tried; then what has FP8 units."""
+    settings = _lacks(precision.backend, precision)[1] if precision.backend in LIMITED else {}
+    tried: list[dict[str, Any]] = [settings] if settings else []
+    if precision.backend != "emulated":
+        tried += [{"backend": x} for x in LIMITED if x != precision.backend and device.has_fp8]
+        tried += [{"backend": "emulated"}, {"backend": "emulated", "compile": "off"}]
+    for update in tried:
+        other = precision.model_copy(update=update)
+        engines = AUTO_ORDER if other.backend == "auto" else (other.backend,)
+        if any(backend_verdict(name, other, device) for name in engines):
+            emulated = " (exact FP8 rounding, slow)" if other.backend == "emulated" else ""
+            yield " ".join(_override(key, value) for key, value in update.items()) + emulated
+            if emulated:
+                break
+    half = device.capability is not None and device.capability < (8, 0)  # no BF16 either
+    compute = "precision.compute=fp16" if half else "precision.compute=bf16"
+    typed = [k for k in ("high_gemms", "fp8_params") if getattr(precision, k)]  # FP8's alone
+    yield " ".join([compute, *(f"~precision.{key}" for key in typed)])
+    if not device.has_fp8:
+        yield FP8_GPUS
+
+
+def _override(key: str, value: Any) -> str:
+    """A setting as it is typed: `precision.format=hybrid`, `~precision.high_gemms`."""
+    if value == PrecisionConfig.model_fields[key].default:
+        return f"~precision.{key}"
+    shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+    return f"precision.{key}={shown}"

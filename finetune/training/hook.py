@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.config.aliases import in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.errors import ConfigError, UnknownArgumentError, nearest
 from finetune.runs.receipt import Receipt
@@ -13,13 +14,6 @@ from finetune.training import session
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-# Keys of a recipe's `precision` with another name here, or none.
-_OTHER_NAMES = {
-    "format": "it is called fp8_format here",
-    "eval": "it is called eval_precision here",
-    "compute": "it is always fp8 here; BF16 and FP16 are plain Trainers' own, or a recipe's",
-}
 
 
 def setup_fp8_mixed_precision_training(
@@ -99,11 +93,13 @@ def setup_fp8_mixed_precision_training(
     unknown = more.keys() - inspect.signature(Accelerator).parameters.keys()
     if unknown:
         word = sorted(unknown)[0]
-        hint = _OTHER_NAMES.get(word) or nearest(word, [*named, *others])
+        replacement = in_script(word, more[word])
+        hint = "" if replacement else nearest(word, [*named, *others])
         raise UnknownArgumentError(
             f"there is no setting {word!r}" + (f"; {hint}" if hint else ""),
             where="setup_fp8_mixed_precision_training(...)",
             why="neither this function nor accelerate.Accelerator knows it",
+            fix=replacement or "see help(finetune.setup_fp8_mixed_precision_training)",
         )
     try:
         precision = PrecisionConfig.model_validate(

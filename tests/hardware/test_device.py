@@ -11,7 +11,14 @@ import pytest
 from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError
-from finetune.hardware.device import AUTO_ORDER, Device, backend_verdict, resolve, this_device
+from finetune.hardware.device import (
+    AUTO_ORDER,
+    FP8_GPUS,
+    Device,
+    backend_verdict,
+    resolve,
+    this_device,
+)
 from tests import te_stand_in
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 
@@ -88,7 +95,7 @@ def test_an_older_gpu_is_refused_with_its_capability(device, backend):
     assert caught.value.what == f"FP8 (tensorwise, hybrid) cannot be had on {device.name}"
     assert caught.value.where == f"precision.backend={backend}"
     assert f"compute capability {shown}; FP8 needs 8.9" in caught.value.why
-    for advice in ("precision.emulation=allow", "train.optim=adamw_8bit", "H100"):
+    for advice in ("precision.backend=emulated", "precision.compute=", "H100"):
         assert advice in caught.value.fix
 
 
@@ -118,7 +125,7 @@ def test_other_hardware_is_refused_by_its_kind(device, reason):
         resolve(fp8(), device)
     assert reason in caught.value.why
     assert "precision.emulation=allow" in caught.value.why
-    assert "rent an FP8 GPU" in caught.value.fix
+    assert caught.value.fix.endswith(FP8_GPUS)
 
 
 def test_a_gpu_of_another_maker_is_named_in_the_singular():
@@ -129,13 +136,13 @@ def test_a_gpu_of_another_maker_is_named_in_the_singular():
     ("backend", "settings", "reason"),
     [
         ("te", {"scaling": "rowwise"}, "no rowwise scaling; backend=torchao or emulated has it"),
-        ("te", {"format": "e5m2"}, "Transformer Engine has no pure E5M2; use format=hybrid"),
+        ("te", {"format": "e5m2"}, "Transformer Engine has no pure E5M2; backend=emulated has it"),
         ("torchao", {"scaling": "delayed"}, "in training; backend=te or emulated has it"),
-        ("torchao", {"format": "e5m2"}, "no pair of E5M2 operands; use format=hybrid"),
+        ("torchao", {"format": "e5m2"}, "no pair of E5M2 operands; backend=emulated has it"),
         (
             "torchao",
             {"scaling": "rowwise", "format": "hybrid"},
-            "rowwise GEMMs take E4M3 operands only; use format=e4m3",
+            "rowwise GEMMs take E4M3 operands only; backend=emulated has it",
         ),
     ],
 )
@@ -149,10 +156,12 @@ def test_what_an_engine_cannot_do_is_refused_whether_emulated_or_not(
     assert reason in caught.value.why
 
 
-def test_on_an_fp8_gpu_the_advice_is_to_change_the_setting():
+def test_on_an_fp8_gpu_the_advice_is_what_has_the_setting_there(with_te):
     with pytest.raises(PrecisionError) as caught:
         resolve(fp8(backend="torchao", scaling="delayed"), H100)
-    assert caught.value.fix == "change the setting named above"
+    emulated = "precision.backend=emulated (exact FP8 rounding, slow)"
+    expected = ["precision.backend=te", emulated, "precision.compute=bf16"]
+    assert caught.value.fix.split(", or ") == expected
 
 
 def test_te_asked_by_name_and_not_installed_says_how_to_install_it(no_te):

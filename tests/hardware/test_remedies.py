@@ -1,0 +1,66 @@
+"""What an error says to do is done, and works: precisions that a device cannot have."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError, MissingExtraError, PrecisionError
+from finetune.hardware.device import FP8_GPUS, resolve
+from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
+
+BACKENDS = ("te", "torchao", "auto")
+SCALINGS = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+MORE = (
+    *("", "precision.format=e5m2", "precision.format=hybrid", "precision.high_gemms=[wgrad]"),
+    *("precision.power_of_two_scales=true", "precision.compile=on", "precision.fp8_params=true"),
+)
+DEVICES = {d.name: d for d in (A100, APPLE, B200, CPU, H100, RTX4090, V100)}
+
+
+def ways(device, overrides):
+    """The settings that the refusal names, each as it is typed; none if nothing is refused."""
+    try:
+        precision = load_recipe("tiny_full_fp8", overrides, check_train=False).config.precision
+    except ConfigError:
+        return []  # settings that exclude one another, on every device
+    try:
+        resolve(precision, device)
+    except MissingExtraError:
+        return []  # the fix is to install it
+    except PrecisionError as error:
+        return [way for way in error.fix.split(", or ") if way != FP8_GPUS]
+    return []
+
+
+@pytest.mark.parametrize("emulation", ["forbid", "allow"])
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_every_setting_that_a_refusal_names_works(device, emulation) -> None:
+    tried = 0
+    for backend, scaling, more in itertools.product(BACKENDS, SCALINGS, MORE):
+        overrides = [f"precision.backend={backend}", f"precision.scaling={scaling}"]
+        overrides += [f"precision.emulation={emulation}", *([more] if more else [])]
+        for way in ways(device, overrides):
+            chosen = way.partition(" (")[0].split()
+            config = load_recipe("tiny_full_fp8", [*overrides, *chosen], check_train=False).config
+            found = resolve(config.precision, device)
+            assert not found.fallback
+            fp8 = "compute" not in way
+            assert (found.precision.compute == "fp8") is fp8, (overrides, way)
+            tried += 1
+    assert tried > (20 if emulation == "forbid" else 0)
+
+
+def test_a_refusal_of_te_on_a_cpu_does_not_name_what_gives_it_again() -> None:
+    (emulated, bf16) = ways(CPU, ["precision.backend=te", "precision.scaling=delayed"])
+    assert emulated == "precision.backend=emulated (exact FP8 rounding, slow)"
+    assert bf16 == "precision.compute=bf16"
+
+
+def test_a_backend_named_emulated_is_permission_enough() -> None:
+    config = load_recipe(
+        "tiny_full_fp8", ["precision.backend=emulated", "precision.emulation=forbid"]
+    ).config
+    assert resolve(config.precision, CPU).label == "FP8 emulated/delayed"
