@@ -85,30 +85,24 @@ class ProgressBar(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or not self.metrics.rows:
             return
-        row = self.metrics.rows[-1]
-        if "loss" in row:
-            facts = f"loss {row['loss']:.4f}  {row.get('tokens_per_s', 0):,} tok/s"
-            if self._bar is not None:
-                self._bar.update(self._task, facts=facts)
-            else:
-                norm, rate = row.get("grad_norm", float("nan")), row.get("learning_rate", 0.0)
-                self.console.print(
-                    f"step {state.global_step}/{state.max_steps} | {facts} | lr {rate:.2e} | "
-                    f"norm {norm:.3f} | {self._time_left(state)} left | {self.metrics.precision}",
-                    highlight=False,
-                    soft_wrap=True,
-                )
-        elif "eval_loss" in row:
-            self.console.print(
-                f"step {state.global_step}/{state.max_steps} | "
-                f"held-out loss {row['eval_loss']:.4f}",
-                highlight=False,
-            )
-
-    def _time_left(self, state: TrainerState) -> str:
-        per_step = self.metrics.rows[-1]["seconds"] / max(state.global_step, 1)
+        row, step = self.metrics.rows[-1], f"step {state.global_step}/{state.max_steps}"
+        if "eval_loss" in row:
+            self.console.print(f"{step} | held-out loss {row['eval_loss']:.4f}", highlight=False)
+        if "loss" not in row:
+            return
+        facts = f"loss {row['loss']:.4f}  {row.get('tokens_per_s', 0):,} tok/s"
+        if self._bar is not None:
+            self._bar.update(self._task, facts=facts)
+            return
+        norm, rate = row.get("grad_norm", float("nan")), row.get("learning_rate", 0.0)
+        per_step = row["seconds"] / max(state.global_step, 1)
         minutes, seconds = divmod(round(per_step * (state.max_steps - state.global_step)), 60)
-        return f"{minutes}:{seconds:02d}"
+        self.console.print(
+            f"{step} | {facts} | lr {rate:.2e} | norm {norm:.3f} | {minutes}:{seconds:02d} left | "
+            f"{self.metrics.precision}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def close(self) -> None:
         """Restore the terminal, also after an error."""

@@ -48,11 +48,7 @@ def scaler_arguments(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def hand_over(given: dict[str, Any], precision: PrecisionConfig) -> None:
-    """Add the scaler's settings to the arguments of a new `Accelerator`.
-
-    Raises:
-        PrecisionError: it has such settings already.
-    """
+    """Add the scaler's settings to an `Accelerator`'s arguments; raises if it has some already."""
     from accelerate.utils import GradScalerKwargs
 
     handlers = list(given.get("kwargs_handlers") or ())
@@ -134,11 +130,7 @@ def in_force() -> dict[str, str]:
 
 
 def make_exact() -> Callable[[], None]:
-    """Make float32 GEMMs exact from now on.
-
-    Returns:
-        A function that restores all settings.
-    """
+    """Make float32 GEMMs exact from now on; returns a function that restores all settings."""
     before = in_force()
     _set(dict.fromkeys(before, EXACT))
     return lambda: _set(before)

@@ -86,21 +86,17 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
             manager = manager_of(eval.tasks, [Path(folder)])
         tasks = [task for name in names for task in _built(manager, name, local, eval)]
     for name, task in manager_of(()).load(tasks)["tasks"].items():
-        _set_shots(name, task, eval.shots)
+        own = task.get_config("num_fewshot")
+        if eval.shots and own == 0:
+            raise ConfigError(
+                f"{name} is defined without examples",
+                where=f"eval.shots={eval.shots}",
+                why="its prompt has no place for them",
+                fix="~eval.shots",
+            )
+        task.set_config(key="num_fewshot", value=(own or 0) if eval.shots is None else eval.shots)
+        task.set_fewshot_seed(seed=SEED)
     return tasks
-
-
-def _set_shots(name: str, task: Any, shots: int | None) -> None:
-    own = task.get_config("num_fewshot")
-    if shots and own == 0:
-        raise ConfigError(
-            f"{name} is defined without examples",
-            where=f"eval.shots={shots}",
-            why="its prompt has no place for them",
-            fix="~eval.shots",
-        )
-    task.set_config(key="num_fewshot", value=(own or 0) if shots is None else shots)
-    task.set_fewshot_seed(seed=SEED)
 
 
 # ------------------------------------------------------------------------------------- definitions
@@ -158,15 +154,11 @@ def _local_definitions(
     """Definitions with local rows: packaged tasks, and all others with `eval.data`."""
     definitions = {}
     for name, asked in zip(names, eval.tasks, strict=True):
-        packaged = asked.startswith(BUILTIN)
+        folder = PACKAGED if asked.startswith(BUILTIN) else eval.data
+        if folder is None:
+            continue
         for leaf in _leaves(manager, name):
-            if packaged:
-                rows = PACKAGED / leaf
-            elif eval.data is not None:
-                rows = Path(eval.data).expanduser() / leaf
-            else:
-                continue
-            entry = manager.task_index[leaf]
+            entry, rows = manager.task_index[leaf], Path(folder).expanduser() / leaf
             definitions[leaf] = _with_files(leaf, entry.cfg or {}, entry.yaml_path, rows)
     return definitions
 
@@ -226,17 +218,18 @@ def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalCon
             fix="the published columns, for HellaSwag ctx_a, ctx_b, activity_label, endings, label",
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         if local:
             raise DataError(
                 f"the rows of {name} cannot be read",
                 where=f"eval.data: {eval.data}",
-                why=(str(error).strip() or type(error).__name__).splitlines()[0],
+                why=why,
                 fix="a row of the published columns in each line of a .jsonl, or a .parquet",
             ) from error
         raise DataNotFoundError(
             f"the rows of {name} could not be had",
             where=f"eval.tasks: {name}",
-            why=(str(error).strip() or type(error).__name__).splitlines()[0],
+            why=why,
             fix="check your connection, or give a folder of rows: eval.data=FOLDER with "
             f"{name}/validation.jsonl",
         ) from error
@@ -275,13 +268,14 @@ def score(
 
     around: Any = autocast(config.precision.compute, model.device.type)
     wanted, loaded = config.eval, manager_of(()).load(tasks)
+    make: Any = HFLM
+    score_all: Any = evaluate
     # lm-eval 0.4.13: its progress bars cannot be disabled, and would flood a log.
     errors = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with undisturbed(model), torch.no_grad(), contextlib.redirect_stderr(errors):
         random.seed(0)  # the seeds of lm-eval's own command line
         np.random.seed(SEED)
         torch.manual_seed(SEED)
-        make: Any = HFLM
         scorer = make(
             pretrained=model,
             tokenizer=tokenizer,
@@ -289,7 +283,6 @@ def score(
             # lm-eval disables autocast around each forward unless it gets a type here.
             mixed_precision_dtype=around.fast_dtype if isinstance(around, torch.autocast) else None,
         )
-        score_all: Any = evaluate
         results = score_all(
             scorer,
             task_dict=loaded,
@@ -299,9 +292,9 @@ def score(
             log_samples=False,
         )
     found = {name: _row(results, name) for name in results["results"]}
-    for name, row in found.items() if console is not None else ():
-        assert console is not None
-        console.print(f"{name}: {describe(row)}", highlight=False, soft_wrap=True)
+    if console is not None:
+        for name, row in found.items():
+            console.print(f"{name}: {describe(row)}", highlight=False, soft_wrap=True)
     return found
 
 

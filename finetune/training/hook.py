@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,8 +86,6 @@ def setup_fp8_mixed_precision_training(
     from finetune.training.health.monitor import watch_trainers
 
     name = str(backend).lower()
-    if scaling is None:
-        scaling = "delayed" if name == "te" else "tensorwise"
     named = inspect.signature(setup_fp8_mixed_precision_training).parameters
     others = PrecisionConfig.model_fields.keys() - named.keys() - {"compute", "format", "eval"}
     settings = {key: more.pop(key) for key in others & more.keys()}
@@ -101,40 +100,35 @@ def setup_fp8_mixed_precision_training(
             why="neither this function nor accelerate.Accelerator knows it",
             fix=replacement or "see help(finetune.setup_fp8_mixed_precision_training)",
         )
+    settings |= {
+        "compute": "fp8",
+        "backend": name,
+        "scaling": scaling or ("delayed" if name == "te" else "tensorwise"),
+        "format": fp8_format.lower() if isinstance(fp8_format, str) else fp8_format,
+        "margin": margin,
+        "amax_history_len": amax_history_len,
+        "amax_compute_algo": amax_compute_algo,
+        "reduce_amax": reduce_amax,
+        "keep": (keep,) if isinstance(keep, str) else tuple(keep),
+        "eval": eval_precision,
+        "compile": compile,
+        "emulation": emulation,
+        "on_unsupported": on_unsupported,
+        "health_every": health_every,
+    }
     try:
-        precision = PrecisionConfig.model_validate(
-            {
-                "compute": "fp8",
-                "backend": name,
-                "scaling": scaling,
-                "format": fp8_format.lower() if isinstance(fp8_format, str) else fp8_format,
-                "margin": margin,
-                "amax_history_len": amax_history_len,
-                "amax_compute_algo": amax_compute_algo,
-                "reduce_amax": reduce_amax,
-                "keep": (keep,) if isinstance(keep, str) else tuple(keep),
-                "eval": eval_precision,
-                "compile": compile,
-                "emulation": emulation,
-                "on_unsupported": on_unsupported,
-                "health_every": health_every,
-                **settings,
-            }
-        )
+        precision = PrecisionConfig.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
+        key = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{name}: {first['msg']}" if name else first["msg"].removeprefix("Value error, "),
+            f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, "),
             where="setup_fp8_mixed_precision_training(...)",
         ) from None
     running = session.install(precision)
     watch_trainers(running)
-    resolution = running.resolution
-    if resolution.fallback:
-        import warnings
-
-        warnings.warn(resolution.fallback, stacklevel=2)
+    if running.resolution.fallback:
+        warnings.warn(running.resolution.fallback, stacklevel=2)
     try:
         return Accelerator(**more)
     except BaseException:

@@ -66,13 +66,10 @@ def forget_overrides() -> None:
 
 
 def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
-    """Run the update of a torchao optimizer without `torch.compile`.
+    """Run the update of a torchao optimizer without `torch.compile`; returns a function to end it.
 
     The optimizer's own hooks run after global ones before a step, and before them after it: an
     error raised by the proof leaves nothing behind.
-
-    Returns:
-        A function that ends it, also from inside an aborted step.
     """
 
     def before(*_: Any) -> None:

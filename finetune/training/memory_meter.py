@@ -74,7 +74,13 @@ class MemoryMeter(TrainerCallback):
             self._why_not = f"{self.kind} has no count of its peak"
 
     def on_step_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         self._begun += 1
         if self.kind != "cpu" or self._measured or self._live is not None:
@@ -82,7 +88,7 @@ class MemoryMeter(TrainerCallback):
         if self.session.compiled.startswith("on"):
             self._why_not = "counting tensors does not go with compiled layers"
         elif self._is_due(last=state.max_steps - state.global_step == 1):
-            self._live = LiveTensors(known(model, others["optimizer"]), thorough=True)
+            self._live = LiveTensors(known(model, optimizer), thorough=True)
             self._undo.enter_context(self._live)
             self._watch(model)
 

@@ -150,10 +150,11 @@ def _load(run: TrainedRun) -> Any:
 
 def _as_evaluated(precision: PrecisionConfig) -> PrecisionConfig | None:
     """Precision to prepare the model in; None if evaluation is that of a plain model."""
-    if precision.compute == "fp8" and precision.eval == "fp8":
+    is_fp8 = precision.compute == "fp8"
+    if is_fp8 and precision.eval == "fp8":
         return precision
     if not precision.map:
         return None
-    if precision.compute == "fp8":  # evaluation does not run it, so any backend will do
-        return precision.model_copy(update={"backend": "emulated", "emulation": "allow"})
-    return precision
+    # Evaluation does not run FP8 GEMMs, so any backend will do.
+    any_backend = {"backend": "emulated", "emulation": "allow"}
+    return precision.model_copy(update=any_backend) if is_fp8 else precision

@@ -17,6 +17,7 @@ without.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.text import Text
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerState
 
 from finetune.config.schema import RunConfig
@@ -60,18 +62,13 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
         return list(config.data.prompts)
     held_out = rows.eval if rows.eval is not None else rows.train
     longest = int(config.train.get("max_length") or 1024)  # training truncated longer rows
-    prompts: list[str] = []
-    for row in held_out.select(range(min(SEARCHED, len(held_out)))):
-        prompt = question_of(row)
-        length = length_of(tokenizer, prompt)
-        if 0 < length <= longest and (room is None or length + most <= room):
-            prompts.append(prompt)
-        if len(prompts) == PROMPTS:
-            break
-    return prompts
+    asked = (_question_of(row) for row in held_out.select(range(min(SEARCHED, len(held_out)))))
+    longest = longest if room is None else min(longest, room - most)
+    fits = (prompt for prompt in asked if 0 < length_of(tokenizer, prompt) <= longest)
+    return list(itertools.islice(fits, PROMPTS))
 
 
-def question_of(row: Any) -> str:
+def _question_of(row: Any) -> str:
     """Prompt of a row: its first user turn, its prompt, or the start of its text."""
     turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
     if isinstance(turns, str):
@@ -92,11 +89,8 @@ def length_of(tokenizer: Any, prompt: str) -> int:
 def check_room_for(prompt: str, length: int, most: int, room: int | None, where: str) -> None:
     """Raise `ConfigError` for an empty prompt or one that leaves no room for an answer.
 
-    Args:
-        length: tokens of the prompt, by `encode`.
-        most: tokens of the answer.
-        room: context length of the model, None if unlimited.
-        where: source of the prompt, for the message.
+    In tokens: `length` of the prompt, the answer's `most`, and the model's context, None if
+    unlimited.
     """
     if length == 0:
         raise ConfigError("a prompt is empty", where=where, fix="give a prompt, or leave it out")
@@ -132,26 +126,21 @@ def answer(
     compute: str = "bf16",
     **generation: Any,
 ) -> list[Sample]:
-    """Generate greedy answers in evaluation mode; the training state is restored afterwards.
+    """Generate greedy answers in evaluation mode, one prompt at a time; restores training state.
 
     Args:
         model: plain or with adapters, converted or not, not sharded.
-        prompts: answered one at a time.
         max_new_tokens: limit per answer.
         compute: the run's `precision.compute`, which decides the autocast type.
         generation: more arguments of `generate`.
     """
-    samples = []
+    samples, options = [], {"do_sample": False, "max_new_tokens": max_new_tokens, **generation}
     with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
         for prompt in prompts:
-            inputs = {
-                key: value.to(model.device) for key, value in encode(tokenizer, prompt).items()
-            }
-            length = inputs["input_ids"].shape[1]
-            options = {"do_sample": False, **generation}
-            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
-            said = tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
-            samples.append(Sample(prompt, str(said).strip()))
+            inputs = {k: v.to(model.device) for k, v in encode(tokenizer, prompt).items()}
+            tokens = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            samples.append(Sample(prompt, str(text).strip()))
     return samples
 
 
@@ -171,11 +160,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     conversion = conversion_of(model)
     modes = [(module, module.training) for module in model.modules()]
-    generators = random.getstate(), np.random.get_state()
-    engines = conversion.engines if conversion is not None else []
-    kept = [
+    python, arrays = random.getstate(), np.random.get_state()
+    scaling = [
         (engine, {name: value.detach().clone() for name, value in engine.state_tensors().items()})
-        for engine in engines
+        for engine in (conversion.engines if conversion is not None else [])
     ]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with contextlib.ExitStack() as stack:
@@ -188,11 +176,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
-            for engine, state in kept:
+            for engine, state in scaling:
                 if state:
                     engine.load_state_tensors(state)
-            random.setstate(generators[0])
-            np.random.set_state(generators[1])
+            random.setstate(python)
+            np.random.set_state(arrays)
 
 
 # --------------------------------------------------------------------------------- during training
@@ -255,18 +243,11 @@ class SampleWriter(TrainerCallback):
         """Answer all prompts; print, write and keep the answers."""
         if self._why_not or not state.is_world_process_zero:
             return
-        plain = (
-            model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-        )
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        most, compute = self.config.eval.max_new_tokens, self.config.precision.compute
         try:
             with self.meter.aside():
-                self.samples = answer(
-                    plain,
-                    self.tokenizer,
-                    self.prompts,
-                    self.config.eval.max_new_tokens,
-                    compute=self.config.precision.compute,
-                )
+                self.samples = answer(model, self.tokenizer, self.prompts, most, compute=compute)
         except torch.OutOfMemoryError:
             self._why_not = "out of memory"
             torch.cuda.empty_cache()
@@ -278,12 +259,12 @@ class SampleWriter(TrainerCallback):
             )
             return
         self._asked_at = state.global_step
-        said = [{"prompt": one.prompt, "answer": one.answer} for one in self.samples]
-        self.metrics.write({"step": state.global_step, "samples": said}, state)
+        rows = [{"prompt": one.prompt, "answer": one.answer} for one in self.samples]
+        self.metrics.write({"step": state.global_step, "samples": rows}, state)
         for one in self.samples:
-            prompt, reply = _short(one.prompt, PROMPT), _short(one.answer, ANSWER)
             line = Text(f"step {state.global_step}/{state.max_steps} | sample | ")
-            line.append(prompt, style="italic").append(" | ").append(reply or "(nothing)")
+            line.append(_short(one.prompt, PROMPT), style="italic").append(" | ")
+            line.append(_short(one.answer, ANSWER) or "(nothing)")
             self.console.print(line, soft_wrap=True)
 
 

@@ -17,6 +17,7 @@ read at the trainer's next log, which has already synchronized, so timing adds n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -25,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
 STEPS_FILE = "steps.jsonl"
@@ -58,20 +58,15 @@ class StepTimer(TrainerCallback):
     """
 
     def __init__(self, device: str, path: Path | None = None) -> None:
-        """Time the steps of one training.
-
-        Args:
-            device: device type, in torch's naming.
-            path: file to append to.
-        """
+        """Time the steps of one training on a device of this type; append to the file."""
         self.device, self.path = device, path
         self.rows: list[dict[str, Any]] = []
         self.intervals: list[float] = []
         self._begin: Any = None
+        self._last_end: Any = None
         self._tokens: list[Tensor | int] = []
         self._finished: list[tuple[int, Any, Any, list[Tensor | int]]] = []
-        self._last_end: Any = None
-        self._hook: RemovableHandle | None = None
+        self._undo = contextlib.ExitStack()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
@@ -79,10 +74,16 @@ class StepTimer(TrainerCallback):
         self.close()
 
         def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if module.training and self._begin is not None:
-                self._tokens.append(_tokens_of(kwargs, on_gpu=self.device == "cuda"))
+            if not module.training or self._begin is None:
+                return
+            mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                # On a GPU a device scalar, to avoid a wait.
+                self._tokens.append(mask.sum() if self.device == "cuda" else int(mask.sum()))
+            else:
+                self._tokens.append(ids.numel() if isinstance(ids, Tensor) else 0)
 
-        self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
+        self._undo.callback(model.register_forward_pre_hook(count, with_kwargs=True).remove)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._tokens = []
@@ -104,9 +105,7 @@ class StepTimer(TrainerCallback):
 
     def close(self) -> None:
         """Stop counting. Idempotent."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._undo.close()
 
     def _read(self, state: TrainerState) -> None:
         """Add newly finished steps to rows, intervals and file."""
@@ -130,11 +129,3 @@ class StepTimer(TrainerCallback):
         if self.path is not None and state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in new)
-
-
-def _tokens_of(inputs: dict[str, Any], *, on_gpu: bool) -> Tensor | int:
-    """Tokens of a micro-batch; on a GPU a device scalar, to avoid a wait."""
-    mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return mask.sum() if on_gpu else int(mask.sum())
-    return ids.numel() if isinstance(ids, Tensor) else 0

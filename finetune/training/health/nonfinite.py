@@ -109,11 +109,10 @@ class Finder:
 
     def __enter__(self) -> Finder:
         for module in self._names:
-            hooks = (
+            self._handles += [
                 module.register_forward_pre_hook(self._before, with_kwargs=True),
                 module.register_forward_hook(self._after, with_kwargs=True),
-            )
-            self._handles.extend(hooks)
+            ]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -126,20 +125,14 @@ class Finder:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self._names[module]
-        if not self.found and not in_backward():
-            for argument, value in _inputs(module, args, kwargs):
-                if _broken(value):
-                    self._found_input(name, argument, value)
-                    break
-        self._stack.append(name)
-
-    def _found_input(self, name: str, argument: str, value: Tensor) -> None:
-        if not self._stack:
+        given = () if self.found or in_backward() else _inputs(module, args, kwargs)
+        argument, value = next((item for item in given if _broken(item[1])), ("", None))
+        if value is not None and not self._stack:
             self.found = Finding("input", _shown(name), argument, _counts(value))
-            return
-        inside = self._stack[-1]
-        tensor = f"the result of an operation of its forward, handed to {name} as {argument}"
-        self.found = Finding("forward", _shown(inside), tensor, _counts(value))
+        elif value is not None:
+            tensor = f"the result of an operation of its forward, handed to {name} as {argument}"
+            self.found = Finding("forward", _shown(self._stack[-1]), tensor, _counts(value))
+        self._stack.append(name)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name = self._names[module]
@@ -173,11 +166,9 @@ class Finder:
             if node in visited or node is None:
                 continue
             visited.add(node)
-            if type(node).__name__ == "AccumulateGrad":
-                continue
             following = [n for n, _ in node.next_functions]
             pending.extend(following)
-            if node not in self._owned:
+            if node not in self._owned and type(node).__name__ != "AccumulateGrad":
                 self._owned.add(node)
                 weights = [self._weight_of(n) for n in following]
                 hook = partial(self._node_ran, _shown(name), node.name(), weights)
