@@ -140,12 +140,8 @@ class Merger:
         return layers
 
     def _unmergeable(self, why: str) -> ConfigError:
-        return ConfigError(
-            "this adapter cannot be merged",
-            where=self.where,
-            why=why,
-            fix="--to adapter keeps it as it is",
-        )
+        fix = "--to adapter keeps it as it is"
+        return ConfigError("this adapter cannot be merged", where=self.where, why=why, fix=fix)
 
     def _incomplete(self, names: list[str]) -> ConfigError:
         return ConfigError(

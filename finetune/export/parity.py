@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -127,15 +127,8 @@ class Parity:
         )
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Batches as the model takes them.
-
-    Attributes:
-        evaluation: batches of the run's evaluation rows (the first 128).
-        calibration: batches of training rows (64).
-        rows: description of the evaluation rows.
-    """
+class Batches(NamedTuple):
+    """Batches as the model takes them: of the run's first evaluation rows, and of training rows."""
 
     evaluation: list[dict[str, Any]]
     calibration: list[dict[str, Any]]
