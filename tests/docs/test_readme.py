@@ -1,118 +1,61 @@
-"""The README tells the truth: its commands run, its tables are those of the code."""
+"""README and site tell the truth: every command is run here, or parsed and marked as too long."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from finetune.config.paths import shipped_shape
 from finetune.config.recipe import list_recipes
-from finetune.config.schema import (
-    DataConfig,
-    EvalConfig,
-    Fp8Format,
-    LoraSection,
-    ModelConfig,
-    PrecisionConfig,
-    Scaling,
-    Section,
-)
-from finetune.hardware.device import Device, backend_verdict, engine_verdict, least_capability
+from tests.docs.commands import BLOCK, ROOT, Command, check, commands_of, documents
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
+BLOCKS = [block for _, block in BLOCK.findall(README)]
 SMALL = {
     "compare": ("--seeds", "1", "train.max_steps=4"),
     "benchmark": ("--grid", "batch=1 length=64", "--steps", "2", "--rounds", "1"),
 }
-"""Verbs that take minutes as the README has them -> what makes them short."""
+"""Verbs that take minutes as the documents have them -> what makes them short."""
 SLOW = (*SMALL, "diagnose", "estimate")
-
-COMMANDS = [
-    line.partition("  #")[0].strip()
-    for block in BLOCKS
-    for line in block.splitlines()
-    if line.startswith("python -m finetune")
-    and " RUN " not in line  # tests/export/test_export.py has these
-]
-
-
-def reference(name: str, section: type[Section]) -> str:
-    """The table of a section's settings, from the configuration model."""
-    schema = section.model_json_schema()["properties"]
-    rows = [f"| `{name}.` | values | default | meaning |", "|---|---|---|---|"]
-    for key, field in section.model_fields.items():
-        values = schema[key].get("enum") or next(
-            (x["enum"] for x in schema[key].get("anyOf", ()) if "enum" in x), None
-        )
-        kinds = [x.get("type") for x in schema[key].get("anyOf", ())]
-        kind = schema[key].get("type") or next((k for k in kinds if k != "null"), "")
-        shown = ", ".join(f"`{v}`" for v in values) if values else kind
-        default = field.default
-        text = str(list(default) if default == () else default)
-        if field.is_required():
-            text = "needed"
-        elif default is None:
-            text = "(usual)" if name == "precision" else "none"
-        rows.append(f"| `{key}` | {shown} | `{text.lower()}` | {field.description} |")
-    return "\n".join(rows)
-
-
-def combinations() -> str:
-    """Scaling x format x backend, from the verdicts of `finetune.hardware.device`."""
-    rows = ["| scaling | format | `emulated` | `torchao` | `te` |", "|---|---|---|---|---|"]
-    for scaling in get_args(Scaling):
-        for fmt in (None,) if scaling == "nvfp4" else get_args(Fp8Format):
-            precision = PrecisionConfig(
-                compute="fp8", scaling=scaling, format=fmt, emulation="allow"
-            )
-            usual = " (usual)" if fmt == PrecisionConfig(scaling=scaling).fp8_format else ""
-            shown = "E2M1" if fmt is None else f"`{fmt}`{usual}"
-            cells = [_cell(name, precision) for name in ("emulated", "torchao", "te")]
-            rows.append(f"| `{scaling}` | {shown} | {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def _cell(name: str, precision: PrecisionConfig) -> str:
-    verdict = engine_verdict(name, precision)
-    if not verdict:
-        return verdict.reason
-    if name == "emulated":
-        return "anywhere"
-    major, minor = least_capability(precision)
-    later = f"has no {precision.scaling} on" in backend_verdict(name, precision, RTX5090).reason
-    return f"{major}.{minor}+" + (", not 12.0" if later else "")
-
-
-RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
-
-
-GENERATED = {
-    "precision reference": partial(reference, "precision", PrecisionConfig),
-    "model reference": partial(reference, "model", ModelConfig),
-    "lora reference": partial(reference, "lora", LoraSection),
-    "data reference": partial(reference, "data", DataConfig),
-    "eval reference": partial(reference, "eval", EvalConfig),
-    "combinations": combinations,
+RUN_ELSEWHERE = {
+    "generate": "tests/cli/test_cli.py",
+    "evaluate": "tests/cli/test_cli.py",
+    "report": "tests/analysis/test_report.py",
+    "export": "tests/export/test_export.py",
 }
-"""Name of a `<!-- name: ... -->` section of the README -> the function that makes its table."""
+"""Verbs about a finished run -> the tests that run them on one."""
+ESTIMATES = ("--fit", "--alternatives", "--advice", "--tokens")
+"""Options of `estimate`, each of which is run once."""
+
+ALL = [command for path in documents() for command in commands_of(path)]
 
 
-def refresh() -> None:
-    """Write the generated sections anew: `python -m tests.docs.test_readme`."""
-    text = README
-    for name, make in GENERATED.items():
-        head, begin, rest = text.partition(f"<!-- {name}:")
-        comment, _, rest = rest.partition("-->\n")
-        text = f"{head}{begin}{comment}-->\n{make()}\n{rest[rest.index('<!-- end -->') :]}"
-    (ROOT / "README.md").write_text(text, encoding="utf-8")
+def must_run() -> list[str]:
+    """Commands that are run: all that are not marked, once for each way through the code."""
+    found: dict[object, str] = {}
+    for text, _, mark in ALL:
+        words = shlex.split(text)
+        if mark or words[:3] != ["python", "-m", "finetune"]:
+            continue
+        verb = words[3]
+        if verb in RUN_ELSEWHERE or text == "python -m finetune tiny_lora_fp8":
+            continue  # the second: test_training.py trains the whole recipe
+        key = text
+        if verb == "estimate":
+            key = next((o for o in ESTIMATES if o in words), "--gpus" in words)
+        elif verb in SLOW:
+            key = verb
+        found.setdefault(key, text)
+    return sorted(set(found.values()))
+
+
+def takes_long(command: str) -> bool:
+    """True for verbs of minutes, and for runs that differ from others in a setting."""
+    words = shlex.split(command)
+    return words[3] in SLOW or "train.max_steps=4" in words
 
 
 def test_first_command_runs_the_main_job_and_second_is_that_of_ci() -> None:
@@ -120,15 +63,25 @@ def test_first_command_runs_the_main_job_and_second_is_that_of_ci() -> None:
     assert BLOCKS[1].strip() in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", GENERATED)
-def test_generated_tables_are_current(name) -> None:
-    assert GENERATED[name]() in README, "write it anew: python -m tests.docs.test_readme"
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 180
 
 
-def test_every_recipe_is_in_the_table() -> None:
-    table = README.split("## Recipes")[1].split("##")[0]
-    for name in list_recipes():
-        assert f"`{name.rpartition('_')[0]}`" in table
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.stem)
+def test_what_commands_name_is_there(path) -> None:
+    for command in commands_of(path):
+        try:
+            check(command.text)
+        except Exception as error:
+            raise AssertionError(f"{command.document}: {command.text}") from error
+
+
+def test_recipes_of_the_documents_are_there() -> None:
+    """A word such as `llama_8b_lora_fp8` is a recipe."""
+    known, methods = set(list_recipes()), ("_full_fp8", "_full_bf16", "_lora_fp8", "_lora_bf16")
+    for path in documents():
+        for word in path.read_text(encoding="utf-8").replace("`", " ").split():
+            assert not word.endswith(methods) or word.startswith("_") or word in known, word
 
 
 def one_layer(folder: Path) -> Path:
@@ -144,13 +97,10 @@ def one_layer(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(one, marks=[pytest.mark.slow] if one.split()[3] in SLOW else [])
-        for one in sorted(set(COMMANDS))
-    ],
+    [pytest.param(one, marks=[pytest.mark.slow] if takes_long(one) else []) for one in must_run()],
 )
 def test_command_runs(command, cli, tmp_path) -> None:
-    """Each command of the README in a fresh folder."""
+    """Each in a fresh folder."""
     rows = "\n".join(f'{{"prompt": "Say {i}.", "completion": "It is {i}."}}' for i in range(16))
     (tmp_path / "mine.jsonl").write_text(rows)
     words = shlex.split(command)[3:]
@@ -164,5 +114,13 @@ def test_command_runs(command, cli, tmp_path) -> None:
     assert done.out.strip()
 
 
-if __name__ == "__main__":
-    refresh()
+def test_a_wrong_command_would_be_found() -> None:
+    for text in (
+        "python -m finetune estimat llama_8b_lora_fp8",
+        "python -m finetune estimate llama_8b_lora_fp8 --gpuu H100",
+        "python -m finetune tiny_full_fp8 precision.scalling=mxfp8",
+        "python -m tests.benchmarks.no_such_thing",
+        "pytest tests/docs/test_readme.py -k no_such_test",
+    ):
+        with pytest.raises((Exception, SystemExit)):
+            check(Command(text, "", "").text)

@@ -29,9 +29,11 @@ from finetune.training.model import TINY_LLAMA
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+GUIDE = Path(__file__).parents[2] / "docs" / "pages" / "guides" / "export-and-serve.md"
 COMMANDS = [
-    line for line in README.splitlines() if line.startswith("python -m finetune export RUN")
+    line
+    for line in GUIDE.read_text(encoding="utf-8").splitlines()
+    if line.startswith("python -m finetune export RUN")
 ]
 TARGETS = ("adapter", "merged", "fp8", "nvfp4")
 
@@ -431,7 +433,7 @@ def test_command_prints_the_parity(lora_run, tmp_path, cli):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_of_the_readme(command, lora_run, tmp_path, cli, monkeypatch):
+def test_command_of_the_guide(command, lora_run, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command.partition("  #")[0])[3:]
     assert cli(*(lora_run if word == "RUN" else word for word in words)).code == 0

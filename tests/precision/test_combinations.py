@@ -11,6 +11,7 @@ import re
 from typing import Any, get_args
 
 import pytest
+import site_reference
 import torch
 
 import finetune.training.session
@@ -19,7 +20,6 @@ from finetune.config.schema import BackendName, Fp8Format, PrecisionConfig, Scal
 from finetune.errors import ConfigError, PrecisionError
 from finetune.hardware.device import Device, resolve
 from tests.conftest import B200, CPU, H100, batch
-from tests.docs import test_readme
 
 BACKENDS, SCALINGS, FORMATS = get_args(BackendName), get_args(Scaling), get_args(Fp8Format)
 HIGH = [s for n in range(4) for s in itertools.combinations(("fprop", "dgrad", "wgrad"), n)]
@@ -119,11 +119,9 @@ COMBINATIONS = [
 
 
 def table() -> dict[tuple[str, str], dict[str, str]]:
-    """The README's: (scaling, format) -> backend -> its cell."""
-    section = test_readme.README.split("<!-- combinations:")[1].split("<!-- end -->")[0]
-    rows = [
-        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
-    ]
+    """The reference's: (scaling, format) -> backend -> its cell."""
+    lines = site_reference.combinations().splitlines()[2:]
+    rows = [line.strip("| ").split(" | ") for line in lines]
     names = ("emulated", "torchao", "te")
     return {
         (row[0].strip("`"), row[1].removesuffix(" (usual)").strip("`")): dict(
@@ -163,8 +161,8 @@ def test_an_rtx_5090_has_no_mxfp8_as_the_table_says(on) -> None:
     with pytest.raises(
         PrecisionError, match="has no mxfp8 on NVIDIA GeForce RTX 5090 yet"
     ) as caught:
-        on("te", test_readme.RTX5090, scaling="mxfp8")
-    check_refusal(caught.value, test_readme.RTX5090, {"backend": "te", "scaling": "mxfp8"})
+        on("te", site_reference.RTX5090, scaling="mxfp8")
+    check_refusal(caught.value, site_reference.RTX5090, {"backend": "te", "scaling": "mxfp8"})
     assert table()["mxfp8", "e4m3"]["te"].endswith(", not 12.0")
 
 

@@ -1,0 +1,455 @@
+"""Tables of the documentation site, made from the code that they describe.
+
+A page holds `<!-- generated: NAME -->` where a table belongs; `hooks.py` puts the text of
+`GENERATED[NAME]()` there while the site is built, and `tests/docs/test_site.py` checks that nothing
+is missing. To print one of them: `python docs/site_reference.py NAME`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, get_args
+
+from finetune.config.schema import (
+    DataConfig,
+    EvalConfig,
+    Fp8Format,
+    LoraSection,
+    ModelConfig,
+    PrecisionConfig,
+    Scaling,
+    Section,
+)
+from finetune.hardware.device import (
+    Device,
+    backend_verdict,
+    engine_verdict,
+    least_capability,
+    version,
+)
+
+RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
+APPLE = Device("mps", "Apple GPU", None, 32.0)
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table; line breaks and bars inside of cells are made harmless."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in lines)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(str(text).split()))
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def settings(name: str, section: type[Section]) -> str:
+    """Settings of a section of a recipe: default, values, meaning."""
+    schema = section.model_json_schema()["properties"]
+    rows = []
+    for key, field in section.model_fields.items():
+        choices = [schema[key], *schema[key].get("anyOf", ())]
+        values = next((x["enum"] for x in choices if "enum" in x), None)
+        kinds = [x["type"] for x in choices if x.get("type") not in (None, "null")]
+        shown = ", ".join(f"`{v}`" for v in values) if values else " or ".join(kinds)
+        default = f"`{_yaml(field.default)}`"
+        if field.is_required():
+            default = "required"
+        elif field.default is None:
+            default = "depends" if name == "precision" else "none"
+        rows.append((f"`{key}`", shown, default, str(field.description)))
+    return table((f"`{name}.`", "values", "default", "meaning"), rows)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value) if value == () else value)
+
+
+# ------------------------------------------------------------------- combinations and refusals
+
+
+def combinations() -> str:
+    """Scaling x format x backend, from the verdicts of `finetune.hardware.device`."""
+    rows = []
+    for scaling in get_args(Scaling):
+        for fmt in (None,) if scaling == "nvfp4" else get_args(Fp8Format):
+            precision = PrecisionConfig(
+                compute="fp8", scaling=scaling, format=fmt, emulation="allow"
+            )
+            usual = " (usual)" if fmt == PrecisionConfig(scaling=scaling).fp8_format else ""
+            shown = "E2M1" if fmt is None else f"`{fmt}`{usual}"
+            cells = [_engine(name, precision) for name in ("emulated", "torchao", "te")]
+            rows.append((f"`{scaling}`", shown, *cells))
+    return table(("scaling", "format", "`emulated`", "`torchao`", "`te`"), rows)
+
+
+def _engine(name: str, precision: PrecisionConfig) -> str:
+    verdict = engine_verdict(name, precision)
+    if not verdict:
+        return verdict.reason
+    if name == "emulated":
+        return "anywhere"
+    major, minor = least_capability(precision)
+    later = f"has no {precision.scaling} on" in backend_verdict(name, precision, RTX5090).reason
+    return f"{major}.{minor}+" + (", not 12.0" if later else "")
+
+
+REFUSED = {
+    "CPU": (
+        ("tiny_lora_fp8", "precision.frozen=fp8 precision.scaling=delayed"),
+        ("tiny_lora_fp8", "precision.frozen=fp8 precision.format=hybrid"),
+        ("tiny_lora_fp8", "precision.frozen=bf16 precision.saved_input=high"),
+        ("tiny_lora_fp8", "model.storage=nf4"),
+        ("tiny_full_bf16", "model.storage=nf4"),
+        ("tiny_qlora_bf16", "lora.bias=all"),
+        ("tiny_qlora_bf16", "lora.modules_to_save=[q_proj]"),
+        ("tiny_lora_fp8", "lora.target_modules=[lm_head]"),
+        ("tiny_full_bf16", "precision.compute=bf16 precision.eval=fp8"),
+        ("tiny_full_bf16", "precision.compute=fp32 model.dtype=bfloat16"),
+        ("tiny_full_bf16", "precision.compute=fp16 model.dtype=bfloat16"),
+        ("tiny_full_fp8", "precision.loss_scale_init=1024"),
+        ("tiny_full_fp8", "precision.scaling=tensorwise precision.margin=2"),
+        ("tiny_full_fp8", "precision.scaling=tensorwise precision.hadamard=false"),
+        ("tiny_full_fp8", "precision.scaling=nvfp4 precision.format=e4m3"),
+        ("tiny_full_fp8", "precision.scaling=mxfp8 precision.power_of_two_scales=false"),
+        ("tiny_full_fp8", "precision.high_gemms=[fprop,dgrad,wgrad]"),
+        ("tiny_full_fp8", "precision.map.output=fp8"),
+        ("tiny_full_fp8", "precision.keep=[no_such_layer]"),
+        ("tiny_full_fp8", "train.optim=paged_adamw_8bit"),
+        ("tiny_full_fp8", "train.optim=lomo"),
+    ),
+    "A100-80GB": (("llama_1b_full_fp8", ""),),
+    "4090": (("llama_1b_full_fp8", "precision.backend=te precision.scaling=blockwise"),),
+    "H100": (
+        ("llama_1b_full_fp8", "precision.backend=te precision.scaling=mxfp8"),
+        ("llama_1b_full_fp8", "precision.backend=te precision.format=e5m2"),
+        ("llama_1b_full_fp8", "precision.backend=torchao precision.format=e5m2"),
+        ("llama_1b_full_fp8", "precision.backend=te precision.high_gemms=[wgrad]"),
+        ("llama_1b_full_fp8", "precision.backend=te precision.fp8_params=true"),
+        (
+            "llama_1b_full_fp8",
+            "precision.backend=te precision.scaling=delayed precision.compile=on",
+        ),
+    ),
+    "5090": (("llama_1b_full_fp8", "precision.backend=te precision.scaling=mxfp8"),),
+}
+"""Device -> (recipe, overrides): settings that contradict one another, or that it does not have."""
+
+
+def refusal(recipe: str, overrides: str, gpu: str = "CPU") -> Any:
+    """The error of such settings on a device, None where they are accepted."""
+    from finetune.config.recipe import load_recipe
+    from finetune.errors import FinetuneError
+    from finetune.hardware.gpus import as_device, named_gpu
+    from finetune.training.preflight import preflight
+
+    device = Device("cpu", "CPU", None, 16.0) if gpu == "CPU" else as_device(named_gpu(gpu))
+    try:
+        preflight(load_recipe(recipe, overrides.split()).config, device)
+    except FinetuneError as error:
+        return error
+    return None
+
+
+def refused() -> str:
+    """Settings that are refused, with the sentences of the errors."""
+    rows = []
+    for gpu, cases in REFUSED.items():
+        for recipe, overrides in cases:
+            error = refusal(recipe, overrides, gpu)
+            words = f"`{recipe}`" + (f" with `{overrides}`" if overrides else "")
+            place = "anywhere" if gpu == "CPU" else gpu
+            said = ": ".join(part for part in (error.what, error.why) if part)
+            fix = f" **Fix:** {_plain(error.fix)}." if error.fix else ""
+            rows.append((words, place, f"{_plain(said)}.{fix}"))
+    return table(("settings", "on", "refused because"), rows)
+
+
+def _plain(text: str) -> str:
+    """Text of a terminal in Markdown: nothing in it is markup."""
+    return re.sub(r"([*_<>\[\]])", r"\\\1", text)
+
+
+# -------------------------------------------------------------------------------------- optimizers
+
+
+def optimizers() -> str:
+    """Optimizers whose state is known."""
+    from finetune.config.optimizers import markdown_table
+
+    return markdown_table()
+
+
+def other_optimizers() -> str:
+    """Optimizers of other libraries, and those that are refused."""
+    from finetune.config.optimizers import OPTIMIZERS
+
+    rows = []
+    for x in OPTIMIZERS.values():
+        if x.refused:
+            rows.append((f"`{x.name}`", f"refused: {x.refused}", f"`train.optim={x.instead}`"))
+        elif x.moments is None:
+            rows.append((f"`{x.name}`", f"{x.kind}, memory not known here", f"`{x.install}`"))
+    return table(("`train.optim`", "what it is", "install, or use instead"), rows)
+
+
+# ----------------------------------------------------------------------------------------- recipes
+
+
+def recipes() -> str:
+    """Shipped recipes: model, method, precision, tokens, memory of the closed form."""
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune", "ls", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [
+        (
+            f"`{row['recipe']}`",
+            row["model"],
+            row["method"],
+            row["precision"],
+            str(row["length"]),
+            row["data"],
+            f"{row['preview_gib']:.2g}" if row["preview_gib"] < 10 else f"{row['preview_gib']:.0f}",
+        )
+        for row in json.loads(done.stdout)
+    ]
+    return table(("recipe", "model", "method", "precision", "tokens a row", "data", "≈ GiB"), rows)
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def command_line() -> str:
+    """Every verb: what it does, its arguments and options, from typer."""
+    return "\n\n".join(_verb(name, verb) for name, verb in verbs().items())
+
+
+def verbs() -> dict[str, Any]:
+    """Verb -> its command."""
+    import typer
+
+    from finetune.cli.app import app
+
+    return dict(typer.main.get_command(app).commands)  # pyright: ignore
+
+
+def _verb(name: str, verb: Any) -> str:
+    rows = []
+    words = []
+    for param in verb.params:
+        if getattr(param, "hidden", False):
+            continue
+        text = getattr(param, "help", "") or ""
+        if param.param_type_name == "argument":
+            words.append(shown := param.metavar or param.name.upper())
+            rows.append((f"`{shown}`", text))
+        else:
+            default = param.default if isinstance(param.default, str | int | float) else None
+            usual = f" Default: `{default}`." if default and default is not True else ""
+            rows.append((", ".join(f"`{o}`" for o in param.opts), text + usual))
+    usage = " ".join(["python -m finetune", name, *words, "[options]"])
+    return f"## {name}\n\n{verb.help}\n\n```text\n{usage}\n```\n\n" + table(
+        ("argument or option", "meaning"), rows
+    )
+
+
+# -------------------------------------------------------------------------------------- Python API
+
+API = {
+    "In your own script": (
+        "setup_fp8_mixed_precision_training",
+        "teardown_fp8_mixed_precision_training",
+        "get_receipt",
+        "HealthMonitor",
+        "load_in_fp8",
+    ),
+    "Recipes and runs": (
+        "train",
+        "load_recipe",
+        "list_recipes",
+        "find_runs",
+        "export_run",
+        "RunConfig",
+        "PrecisionConfig",
+    ),
+    "Before and after a run": ("estimate", "compare", "benchmark", "diagnose", "report"),
+    "Layers": ("plan", "apply", "revert", "disabled", "register_parameter_matmuls"),
+    "The rest": ("FinetuneError", "quiet_libraries"),
+}
+"""Public names in the order of the page."""
+
+
+def python_api() -> str:
+    """A mkdocstrings block for every public name."""
+    import finetune
+
+    home = finetune._HOME
+    parts = []
+    for title, names in API.items():
+        parts.append(f"## {title}")
+        for name in names:
+            parts.append(
+                f"::: finetune.{home[name]}.{name}\n"
+                "    options:\n"
+                f"      heading_level: 3\n"
+                f"      toc_label: {name}\n"
+            )
+    return "\n\n".join(parts)
+
+
+# -------------------------------------------------------------------------------------------- GPUs
+
+FAMILIES = {
+    "H100": "H100",
+    "H200": "H200",
+    "B200": "B200",
+    "RTX 5090": "RTX 5090",
+    "RTX 4090": "RTX 4090",
+    "L40S": "L40S",
+    "RTX PRO 6000": "RTX PRO 6000",
+    "A100": "A100-80GB",
+    "RTX 3090": "RTX 3090",
+    "V100": "V100-32GB",
+    "T4": "T4",
+    "MI300X": "MI300X",
+}
+"""Name on the page -> line of the table of GPUs."""
+
+
+def devices() -> Iterator[tuple[str, Device]]:
+    """Devices of the page, as `finetune.hardware` sees them."""
+    from finetune.hardware.gpus import as_device, named_gpu
+
+    for name, line in FAMILIES.items():
+        yield name, as_device(named_gpu(line))
+    yield "Apple M series", APPLE
+
+
+def scalings_on(device: Device) -> dict[str, list[str]]:
+    """Scaling -> engines that multiply it in hardware on a device, if they are installed."""
+    found: dict[str, list[str]] = {}
+    for scaling in get_args(Scaling):
+        precision = PrecisionConfig(compute="fp8", scaling=scaling)
+        for engine in ("te", "torchao"):
+            verdict = backend_verdict(engine, precision, device)
+            missing = "transformer-engine is" in verdict.reason  # on the machine of the build
+            if verdict or missing:
+                found.setdefault(scaling, []).append(engine)
+    return found
+
+
+def gpus() -> str:
+    """GPU x FP8, MXFP8, NVFP4, 8-bit optimizer, and what to use."""
+    rows = []
+    for name, device in devices():
+        has = scalings_on(device)
+        half = device.capability is not None and device.capability < (8, 0)
+        marks = ["yes" if s in has else "no" for s in ("tensorwise", "mxfp8", "nvfp4")]
+        capability = "-" if device.capability is None else ".".join(map(str, device.capability))
+        capability = "-" if device.is_rocm else capability
+        rows.append((name, capability, *marks, _eight_bit(device), _use(device, has, half)))
+    header = ("GPU", "compute capability", "FP8", "MXFP8", "NVFP4", "8-bit optimizer", "use")
+    return table(header, rows)
+
+
+def _eight_bit(device: Device) -> str:
+    if device.kind == "mps" or device.is_rocm:
+        return "`adamw_torch_8bit`, not tried"
+    return "`adamw_8bit`"
+
+
+def _use(device: Device, has: dict[str, list[str]], half: bool) -> str:
+    if not has:
+        return (
+            "`precision.compute=fp16 model.dtype=float32`; it has no BF16 units"
+            if half
+            else "a `_bf16` recipe; FP8 only to rehearse, emulated"
+        )
+    if "nvfp4" in has:
+        return "an `_fp8` recipe; FP4 with `te` to experiment"
+    return "an `_fp8` recipe"
+
+
+def gpu_scalings() -> str:
+    """GPU x scaling: the engines that have it."""
+    names = get_args(Scaling)
+    rows = []
+    for name, device in devices():
+        has = scalings_on(device)
+        if has:
+            rows.append(
+                (name, *(", ".join(f"`{e}`" for e in has.get(s, ())) or "-" for s in names))
+            )
+    return table(("GPU", *(f"`{name}`" for name in names)), rows)
+
+
+def gpu_figures() -> str:
+    """The table of GPUs that the estimator uses."""
+    from finetune.hardware.gpus import gpu_table
+
+    rows = []
+    for gpu in gpu_table():
+        peaks = [f"{gpu.tflops[p]:,.0f}" if p in gpu.tflops else "-" for p in PEAKS]
+        rows.append((gpu.name, f"{gpu.memory_gib:.0f}", *peaks, f"{gpu.gb_s:,.0f}", gpu.link))
+    header = ("GPU", "GiB", "BF16", "FP16", "FP8", "FP4", "GB/s", "link")
+    return table(header, rows)
+
+
+PEAKS = ("bf16", "fp16", "fp8", "fp4")
+
+
+# ---------------------------------------------------------------------------------------- versions
+
+
+def versions() -> str:
+    """Libraries that the site was built with."""
+    names = ("torch", "transformers", "trl", "peft", "accelerate", "torchao", "bitsandbytes")
+    return table(
+        ("library", "version"), [(name, version(name) or "not installed") for name in names]
+    )
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "precision": PrecisionConfig,
+    "lora": LoraSection,
+    "data": DataConfig,
+    "eval": EvalConfig,
+}
+
+GENERATED: dict[str, Callable[[], str]] = {
+    **{f"settings {name}": partial(settings, name, s) for name, s in SECTIONS.items()},
+    "combinations": combinations,
+    "refused": refused,
+    "optimizers": optimizers,
+    "other optimizers": other_optimizers,
+    "recipes": recipes,
+    "command line": command_line,
+    "python api": python_api,
+    "gpus": gpus,
+    "gpu scalings": gpu_scalings,
+    "gpu figures": gpu_figures,
+    "versions": versions,
+}
+"""Name in a page -> the function that makes its text."""
+
+
+def insert(text: str) -> str:
+    """A page with its generated parts put in."""
+    return re.sub(r"<!-- generated: ([\w ]+) -->", lambda m: GENERATED[m[1]](), text)
+
+
+if __name__ == "__main__":
+    print(GENERATED[" ".join(sys.argv[1:])]())

@@ -1,0 +1,115 @@
+"""Commands of documents: found in code blocks and in running text, and parsed, not run.
+
+A block that begins with `bash title="on an FP8 GPU"` is marked: its commands need a GPU or the hub, or
+take too long for a test, as its title says to the reader. They are parsed only.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+
+from finetune.cli.app import app
+from finetune.config.recipe import list_recipes, load_recipe
+
+ROOT = Path(__file__).parents[2]
+STARTS = ("python -m ", "python docs/", "python -c ", "pytest ", "torchrun ", "accelerate launch ")
+PLACEHOLDERS = {"RECIPE": "tiny_lora_fp8", "RUN": "runs/x", "OUT": "out", "mine.yaml": "x.yaml"}
+BLOCK = re.compile(r'^```bash(?: title="([^"]+)")?\n(.*?)^```', re.S | re.M)
+
+
+class Command(NamedTuple):
+    """A command of a document.
+
+    Attributes:
+        text: As written, without the comment.
+        document: File of the repository.
+        mark: Why it is not run: title of the block, or "inline"; empty if a test has to run it.
+    """
+
+    text: str
+    document: str
+    mark: str
+
+
+def documents() -> list[Path]:
+    """The README and the pages of the site."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
+
+
+def commands_of(path: Path) -> list[Command]:
+    """Every command of a document."""
+    text = path.read_text(encoding="utf-8")
+    name = str(path.relative_to(ROOT))
+    found = [
+        Command(line.partition("  #")[0].strip(), name, title)
+        for title, block in BLOCK.findall(text)
+        for line in block.splitlines()
+        if line.startswith(STARTS)
+    ]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    inline = [x for x in re.findall(r"`([^`\n]+)`", prose) if x.startswith(STARTS)]
+    return found + [Command(x, name, "inline") for x in inline]
+
+
+def check(command: str) -> None:
+    """What a command names is there: verb, options, recipe, settings, file, test."""
+    words = shlex.split(command)
+    if words[0] in ("torchrun", "accelerate"):
+        words = ["python", *words[words.index("-m") :]]
+    match [PLACEHOLDERS.get(word, word) for word in words]:
+        case ["python", "-m", "finetune", *rest]:
+            check_finetune(rest)
+        case ["python", "-m", "pytest", *rest] | ["pytest", *rest]:
+            check_pytest(rest)
+        case ["python", "-m", module, *rest]:
+            check_module(module, rest)
+        case ["python", "-c", code]:
+            compile(code, "<document>", "exec")
+        case ["python", script, *_]:
+            assert (ROOT / script).is_file(), f"{script} is not there"
+
+
+def check_finetune(words: list[str]) -> None:
+    """The verb and its options parse; a recipe takes the settings."""
+    group = typer.main.get_command(app)
+    if words and words[0] not in group.commands:
+        words = ["run", *words]
+    if not words:
+        return
+    verb, *rest = words
+    context = group.commands[verb].make_context(verb, rest)
+    recipe = context.params.get("recipe")
+    assert recipe is None or recipe in list_recipes()
+    if recipe is not None and (overrides := context.params.get("overrides")):
+        load_recipe(recipe, overrides)
+
+
+def check_pytest(words: list[str]) -> None:
+    """Files, functions, and words of -k that a test of those files carries."""
+    files = [word for word in words if word.startswith("tests/")]
+    text = ""
+    for word in files:
+        file, _, name = word.partition("::")
+        content = (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in content, f"no test {name} in {file}"
+        text += content
+    if "-k" in words:
+        for part in re.findall(r"\w+", words[words.index("-k") + 1]):
+            assert part in ("or", "and", "not") or re.search(rf"def test_\w*{part}", text), part
+
+
+def check_module(module: str, words: list[str]) -> None:
+    """The file is there, and names the options."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    assert file.is_file(), f"{module} is not there"
+    text = file.read_text(encoding="utf-8")
+    for word in words:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+            assert re.search(rf"{option}\b", text), f"{module} has no option {option}"
