@@ -15,6 +15,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
 
+from finetune.config.optimizers import (
+    BLOCK,
+    FP8_ADAMW,
+    OPTIMIZERS,
+    OWN_TYPE,
+    SCALE_BYTES,
+    Moments,
+    Optimizer,
+)
 from finetune.config.schema import (
     DataConfig,
     EvalConfig,
@@ -182,17 +191,55 @@ def _plain(text: str) -> str:
 # -------------------------------------------------------------------------------------- optimizers
 
 
+def bytes_per_parameter(moments: Moments) -> float | None:
+    """Of a large tensor; None where its type decides."""
+    if moments.bits is None or moments.factored:
+        return 0.0 if not moments.count else None
+    scales = SCALE_BYTES / BLOCK if moments.blockwise else 0
+    return moments.count * (moments.bits / 8 + scales)
+
+
+def state(facts: Optimizer, moments: Moments) -> str:
+    """Type and count of the stored state."""
+    if moments.factored:
+        return "float32, one number for each row and column"
+    if not moments.count:
+        return "none (with momentum: the parameter's type)"
+    shape = {1: "", 2: "2 × ", 3: "3 × "}[moments.count]
+    if not moments.blockwise:
+        return shape + ("float32" if moments.bits else OWN_TYPE)
+    form = "FP8 (E4M3)" if facts.name == FP8_ADAMW else f"{moments.bits} bits"
+    return f"{shape}{form} in blocks of {BLOCK} with a float32 scale"
+
+
 def optimizers() -> str:
     """Optimizers whose state is known."""
-    from finetune.config.optimizers import markdown_table
+    header = ("`train.optim`", "algorithm", "library", "state is stored in", "bytes per parameter")
+    header += ("update computed in", "weights rounded", "on a CPU")
+    known = [facts for facts in OPTIMIZERS.values() if facts.moments is not None]
+    return table(header, [_optimizer(facts, facts.moments) for facts in known if facts.moments])
 
-    return markdown_table()
+
+def _optimizer(facts: Optimizer, moments: Moments) -> tuple[str, ...]:
+    size = bytes_per_parameter(moments)
+    if moments.factored:
+        shown = "rows and columns only"
+    elif size is None:
+        shown = f"{2 * moments.count} (bfloat16) or {4 * moments.count} (float32)"
+    else:
+        shown = f"{size:.2f}".rstrip("0").rstrip(".")
+    library = facts.library + (" (extra `bnb`)" if facts.library == "bitsandbytes" else "")
+    by_chance = ", or by chance (`train.optim_args=bf16_stochastic_round=true`)"
+    rounded = "to nearest" + (by_chance if facts.library == "torchao" else "")
+    cpu = f"no: use `{facts.instead}`" if facts.not_on_cpu else "yes"
+    return (
+        f"`{facts.name}`", facts.kind, library, state(facts, moments), shown, facts.math, rounded,
+        cpu,
+    )  # fmt: skip
 
 
 def other_optimizers() -> str:
     """Optimizers of other libraries, and those that are refused."""
-    from finetune.config.optimizers import OPTIMIZERS
-
     rows = []
     for x in OPTIMIZERS.values():
         if x.refused:

@@ -5,20 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import site_reference
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
 from finetune.config.optimizers import (
-    BLOCK,
     FP8_ADAMW,
     OPTIMIZERS,
     OWN_NAMES,
-    OWN_TYPE,
-    SCALE_BYTES,
-    Moments,
-    Optimizer,
     arguments,
     state_bytes,
 )
@@ -65,59 +61,6 @@ def test_the_table_has_every_optimizer_of_transformers_and_ours() -> None:
     assert {name.value for name in OptimizerNames} | OWN_NAMES == OPTIMIZERS.keys()
 
 
-def bytes_per_parameter(moments: Moments) -> float | None:
-    """Of a large tensor; None where its type decides."""
-    if moments.bits is None or moments.factored:
-        return 0.0 if not moments.count else None
-    scales = SCALE_BYTES / BLOCK if moments.blockwise else 0
-    return moments.count * (moments.bits / 8 + scales)
-
-
-def state(facts: Optimizer, moments: Moments) -> str:
-    """Type and count of the stored state."""
-    if moments.factored:
-        return "float32, one number for each row and column"
-    if not moments.count:
-        return "none (with momentum: the parameter's type)"
-    shape = {1: "", 2: "2 × ", 3: "3 × "}[moments.count]
-    if not moments.blockwise:
-        return shape + ("float32" if moments.bits else OWN_TYPE)
-    form = "FP8 (E4M3)" if facts.name == FP8_ADAMW else f"{moments.bits} bits"
-    return f"{shape}{form} in blocks of {BLOCK} with a float32 scale"
-
-
-def markdown_table() -> str:
-    """The table of the README: optimizers whose state is known."""
-    header = (
-        "| `train.optim` | algorithm | library | state is stored in | bytes per parameter | "
-        "update computed in | weights rounded | on a CPU |\n|---|---|---|---|---|---|---|---|"
-    )
-    return "\n".join([header, *(_row(x) for x in OPTIMIZERS.values() if x.moments is not None)])
-
-
-def _row(facts: Optimizer) -> str:
-    moments = facts.moments
-    assert moments is not None
-    size = bytes_per_parameter(moments)
-    if moments.factored:
-        shown = "rows and columns only"
-    elif size is None:
-        shown = f"{2 * moments.count} (bfloat16) or {4 * moments.count} (float32)"
-    else:
-        shown = f"{size:.2f}".rstrip("0").rstrip(".")
-    library = facts.library + (" (extra `bnb`)" if facts.library == "bitsandbytes" else "")
-    by_chance = ", or by chance (`train.optim_args=bf16_stochastic_round=true`)"
-    rounded = "to nearest" + (by_chance if facts.library == "torchao" else "")
-    cpu = f"no: use `{facts.instead}`" if facts.not_on_cpu else "yes"
-    cells = (f"`{facts.name}`", facts.kind, library, state(facts, moments), shown)
-    return "| " + " | ".join((*cells, facts.math, rounded, cpu)) + " |"
-
-
-def test_the_readme_has_the_table() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert markdown_table() in readme, f"README's table should be:\n{markdown_table()}"
-
-
 @pytest.mark.parametrize("name", slow_but(["adamw_torch", "adamw_8bit", "adafactor"], ON_CPU))
 def test_it_steps_on_a_cpu_and_holds_the_bytes_of_the_table(name, tmp_path) -> None:
     """Three steps in emulated FP8; state measured on the tensors equals the closed form."""
@@ -143,7 +86,7 @@ def test_bytes_per_parameter_of_a_large_weight(name, dtype) -> None:
     eager_step(optimizer)
     moments = OPTIMIZERS[name].moments
     assert moments is not None
-    assert stored_bytes(optimizer) / weight.numel() == bytes_per_parameter(moments)
+    assert stored_bytes(optimizer) / weight.numel() == site_reference.bytes_per_parameter(moments)
     held = state_bytes(OPTIMIZERS[name], tuple(weight.shape), weight.element_size())
     assert stored_bytes(optimizer) == held
     assert weight.dtype == dtype

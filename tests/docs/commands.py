@@ -1,7 +1,7 @@
 """Commands of documents: found in code blocks and in running text, and parsed, not run.
 
-A block that begins with `bash title="on an FP8 GPU"` is marked: its commands need a GPU or the hub, or
-take too long for a test, as its title says to the reader. They are parsed only.
+A block that begins with `bash title="on an FP8 GPU"` is marked: its commands need a GPU or the hub,
+or take too long for a test, as its title says to the reader. They are parsed only.
 """
 
 from __future__ import annotations
