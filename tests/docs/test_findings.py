@@ -1,4 +1,4 @@
-"""FP8_FINDINGS.md can be followed: what its commands name is there, its numbers and links too.
+"""FP8_FINDINGS.md and the notes can be followed: their commands, numbers and links lead somewhere.
 
 Nothing is run here. A command line is parsed by the parser that would run it; a benchmark is a file
 that defines the options; a test is a function in the file.
@@ -17,17 +17,25 @@ from finetune.cli.app import app
 from finetune.config.recipe import list_recipes, load_recipe
 
 ROOT = Path(__file__).parents[2]
-FINDINGS = (ROOT / "FP8_FINDINGS.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+SUMMARY = ROOT / "FP8_FINDINGS.md"
+NOTES = sorted((ROOT / "docs" / "notes").glob("[0-9]*.md"))
+DOCUMENTS = [SUMMARY, ROOT / "docs" / "notes" / "index.md", *NOTES]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+FINDINGS = TEXTS[SUMMARY]
 STARTS = ("python -m ", "python -c ", "pytest ")
-INDENTED = [
-    line.strip().partition("  #")[0].strip()
-    for line in FINDINGS.splitlines()
-    if line.startswith("    ") and line.strip().startswith(STARTS)
-]
-INLINE = [text for text in re.findall(r"`([^`\n]+)`", FINDINGS) if text.startswith(STARTS)]
-COMMANDS = sorted({*INDENTED, *INLINE})
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 PLACEHOLDERS = {"RECIPE": "tiny_lora_fp8", "RUN": "runs/x", "OUT": "out"}
+
+
+def commands_of(text: str) -> set[str]:
+    """Indented command lines, without variables before and comments after them, and inline ones."""
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    lines += re.findall(r"`([^`\n]+)`", text)
+    bare = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line).partition("  #")[0].strip() for line in lines]
+    return {line for line in bare if line.startswith(STARTS)}
+
+
+COMMANDS = sorted(set().union(*map(commands_of, TEXTS.values())))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -84,42 +92,96 @@ def check_module(module: str, words: list[str]) -> None:
             assert re.search(rf"{option}\b", text), f"{module} has no option {option}"
 
 
-def sections() -> dict[int, str]:
-    """Number -> text of each finding."""
-    parts = re.split(r"(?m)^## (\d+)\. ", FINDINGS)
-    return {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)}
-
-
-def test_findings_are_numbered_from_one_without_gaps() -> None:
-    assert list(sections()) == list(range(1, len(sections()) + 1))
-
-
-@pytest.mark.parametrize("number", sections())
-def test_a_finding_has_a_command_a_place_and_a_date(number) -> None:
-    text = sections()[number]
-    indented = [line for line in text.splitlines() if line.startswith("    ")]
-    named = re.search(r"`(python -m|pytest|tests/)[^`]*`|`tests/[\w/]+\.py", text)
-    assert named or any(line.strip().startswith(STARTS) for line in indented)
-    last = [line for line in text.splitlines() if line and not line.startswith("<a id")][-1]
-    assert re.fullmatch(r"\*.*(CPU|GPU).*2026.*\*", last), f"finding {number} ends with {last!r}"
-
-
-def test_links_lead_somewhere() -> None:
-    anchors = set(re.findall(r'<a id="(\w+)">', FINDINGS))
-    assert anchors == {f"f{number}" for number in sections()}
-    linked = set(re.findall(r"\]\((?:FP8_FINDINGS\.md)?#(f\d+)\)", FINDINGS + README))
-    assert linked
-    assert linked <= anchors
-    for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", FINDINGS):
-        assert (ROOT / picture).is_file()
+def anchors(path: Path) -> set[str]:
+    """Anchors written out, and those that headings get."""
+    text = path.read_text(encoding="utf-8")
     headings = {
         re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in README.splitlines()
+        for line in text.splitlines()
         if line.startswith("#")
     }
-    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= headings
+    return headings | set(re.findall(r'<a id="(\w+)">', text))
 
 
-def test_every_finding_is_in_the_index() -> None:
-    index = FINDINGS.partition("## 1. ")[0]
-    assert {int(n) for n in re.findall(r"\]\(#f(\d+)\)", index)} == set(sections())
+def number(path: Path) -> int:
+    """The number of a note, from its file name."""
+    return int(path.name.partition("-")[0])
+
+
+def test_notes_are_numbered_from_one_without_gaps() -> None:
+    assert [number(path) for path in NOTES] == list(range(1, len(NOTES) + 1))
+    for path in NOTES:
+        assert TEXTS[path].startswith(f"# {number(path)}. ")
+
+
+@pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
+def test_a_note_has_a_command_a_date_a_machine_and_a_status(path) -> None:
+    text = TEXTS[path]
+    assert commands_of(text) or re.search(r"`tests/[\w/]+\.py", text)
+    dated = re.fullmatch(
+        r"\*\d+ November 2026 · .*\b[CG]PU\b.* · status: (.+)\*", text.splitlines()[2]
+    )
+    assert dated
+    if "superseded" in dated[1]:
+        assert LINK.search(dated[1]), "a superseded note names the one that replaces it"
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "README.md"], ids=lambda path: path.stem)
+def test_links_and_pictures_lead_somewhere(path) -> None:
+    for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), f"{target} is not there"
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"{target}#{anchor}"
+
+
+def test_finding_numbers_named_anywhere_have_an_anchor() -> None:
+    """Links of the README, the documents, the notebooks, and in messages of the code."""
+    files = [ROOT / "README.md"]
+    for folder in ("docs", "notebooks", "finetune", "tests", "recipes"):
+        files += [
+            path
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".md", ".py", ".yaml", ".ipynb")
+        ]
+    named = {
+        anchor
+        for path in files
+        for anchor in re.findall(r"FP8_FINDINGS\.md#(f\d+)", path.read_text(encoding="utf-8"))
+    }
+    assert named <= anchors(SUMMARY)
+
+
+def test_every_note_is_in_both_indexes() -> None:
+    listed = re.findall(
+        r'(?m)^\| <a id="f(\d+)"></a>(\d+) \| \[(.+)\]\(docs/notes/([^)]+)\) \| (.+) \|$', FINDINGS
+    )
+    assert [row[3] for row in listed] == [path.name for path in NOTES]
+    for path, (anchor, shown, title, _, status) in zip(NOTES, listed, strict=True):
+        first, _, dated = TEXTS[path].splitlines()[:3]
+        assert int(anchor) == int(shown) == number(path)
+        assert first == f"# {shown}. {title}"
+        assert dated.endswith(f"status: {status.replace('docs/notes/', '')}*")
+    index = TEXTS[ROOT / "docs" / "notes" / "index.md"]
+    for path in NOTES:
+        title = TEXTS[path].splitlines()[0].removeprefix("# ")
+        shown, _, rest = title.partition(". ")
+        assert f"\n{shown}. [{rest}]({path.name})\n" in index
+
+
+def test_the_summary_has_ten_answers_and_a_verdict_for_each_claim() -> None:
+    answers = FINDINGS.partition("## What circulates")[0].split("\n### ")[1:]
+    assert len(answers) == 10
+    for position, answer in enumerate(answers, 1):
+        assert answer.startswith(f"{position}. ")
+        assert commands_of(answer)
+        assert "Verdict: **" in answer
+        assert "docs/notes/" in answer
+    ledger = FINDINGS.partition("## What circulates")[2].partition("\n## ")[0]
+    rows = [line for line in ledger.splitlines() if line.startswith("| ")][1:]
+    verdicts = r"confirmed|refuted|predicted as|not measured|explained|true of"
+    for row in rows:
+        _, _, verdict, evidence, _ = re.split(r"(?<!\\)\|", row)
+        assert re.search(verdicts, verdict), row
+        assert commands_of(evidence) or LINK.search(evidence), row

@@ -1,0 +1,56 @@
+"""Packed rows under SDPA: where Transformers keeps documents apart, and where it does not.
+
+    python -m tests.benchmarks.packed_rows
+
+Three documents in one row, with `position_ids` that begin at 0 in each. Gradients of the packaged
+Llama's weights are compared with those of one forward per document: with `use_cache=False` as TRL
+trains, with `use_cache` at its default, and with a mask of ones. Where documents see each other, no
+warning is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from finetune.config.paths import ASSETS
+
+LENGTHS = (31, 64, 33)
+CALLS = {
+    "use_cache=False, as TRL trains": {"use_cache": False},
+    "use_cache at its default": {},
+    "use_cache=False, a mask of ones": {
+        "use_cache": False,
+        "attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long),
+    },
+}
+
+
+def gradients(model: torch.nn.Module, weights: torch.Tensor, calls: list[dict]) -> torch.Tensor:
+    """Gradient of the weighted logits of all calls, as one vector."""
+    model.zero_grad()
+    logits = torch.cat([model(**call).logits for call in calls], dim=1)
+    (logits * weights).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def main() -> None:
+    """Print the relative error of the gradients for each kind of call."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(
+        ASSETS / "tiny_llama", attn_implementation="sdpa", dtype=torch.float32
+    )
+    ids = torch.randint(model.config.vocab_size, (1, sum(LENGTHS)))
+    weights = torch.randn(1, sum(LENGTHS), model.config.vocab_size)
+    documents = [{"input_ids": part, "use_cache": False} for part in ids.split(LENGTHS, dim=1)]
+    expected = gradients(model, weights, documents)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    print("| call on packed rows | gradient error |\n|---|---|")
+    for name, options in CALLS.items():
+        got = gradients(model, weights, [{"input_ids": ids, "position_ids": positions} | options])
+        error = ((got - expected).norm() / expected.norm()).item()
+        print(f"| {name} | {error:.1e} |")
+
+
+if __name__ == "__main__":
+    main()
