@@ -36,6 +36,9 @@ SHARDED = ("train.fsdp=true", "train.fsdp_config={version: 2, reshard_after_forw
 # Shortest row length suggested, in tokens.
 SHORTEST = 256
 LORA = ("lora.r=16", "lora.alpha=32")
+IN_FP8 = ("precision.compute=fp8", "precision.scaling=rowwise")
+IN_FOUR_BITS = ("precision.compute=bf16", "model.storage=nf4")
+FLASH = "model.attention=flash_attention_2"
 # Adapters need about ten times the learning rate of full fine-tuning; as in the LoRA recipes.
 LORA_RATE = 2e-4
 FUSED = "adamw_torch_fused"
@@ -115,12 +118,8 @@ def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
         why = "one fused kernel instead of passes over lists of tensors, which make temporaries"
         yield Change("optimizer kernel", (f"train.optim={FUSED}",), why)
     if attends_by_mask(config, device):
-        yield Change(
-            "attention",
-            ("model.attention=flash_attention_2",),
-            "packed documents are kept apart without a mask of length x length; needs the package "
-            "flash-attn",
-        )
+        why = "packed documents are kept apart without a mask of length x length; needs the package"
+        yield Change("attention", (FLASH,), f"{why} flash-attn")
     if device.kind == "cuda" and not device.is_rocm:
         why = "frees fragments between tensors, not tensors: segments grow instead of standing idle"
         yield Change("allocator", (), why, environment=EXPANDABLE)
@@ -132,33 +131,19 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
         return
     if precision.compute == "bf16" and storage is None:
         if device.has_fp8:
-            yield Change(
-                "base",
-                ("precision.compute=fp8", "precision.scaling=rowwise", "precision.frozen=fp8"),
-                "the frozen base is held as the FP8 codes that it is multiplied by: one byte a "
-                "weight",
-                "otherwise",
-            )
+            overrides = (*IN_FP8, "precision.frozen=fp8")
+            why = "as the FP8 codes that it is multiplied by: one byte a weight"
         else:
-            yield Change(
-                "base",
-                ("model.storage=fp8",),
-                "the frozen base is held in FP8, one byte a weight, and turned back before each "
-                "product",
-                "otherwise",
-            )
+            overrides = ("model.storage=fp8",)
+            why = "in FP8, one byte a weight, and turned back before each product"
+        yield Change("base", overrides, f"the frozen base is held {why}", "otherwise")
     plain = precision.compute == "fp8" and precision.frozen != "fp8"
     if plain and precision.scaling in FROZEN_SCALINGS and precision.format in (None, "e4m3"):
         why = "the frozen base is held in FP8 alone, without a copy in 16 bits"
         yield Change("base", ("precision.frozen=fp8",), why, "otherwise")
     if precision.compute in ("bf16", "fp8") and config.lora.bias == "none":
-        yield Change(
-            "base",
-            ("precision.compute=bf16", "model.storage=nf4"),
-            "QLoRA: the frozen base in four bits, turned back to BF16 before each product; needs "
-            "the extra bnb",
-            "otherwise",
-        )
+        why = "QLoRA: the frozen base in four bits, turned back to BF16 before each product"
+        yield Change("base", IN_FOUR_BITS, f"{why}; needs the extra bnb", "otherwise")
 
 
 def _smaller_batches(config: RunConfig) -> Iterator[Change]:
@@ -183,20 +168,17 @@ def _narrower(config: RunConfig) -> Iterator[Change]:
         yield Change("weights", ("model.dtype=bfloat16",), why, "otherwise")
     moments = chosen(config.train).moments
     if moments is not None and moments.count == 2 and not moments.blockwise:
-        why = (
-            "both moments of AdamW in 8 bits, so it trains a little otherwise; needs the extra bnb"
-        )
-        yield Change("optimizer", ("train.optim=adamw_8bit",), why, "otherwise")
+        why = "both moments of AdamW in 8 bits, so it trains a little otherwise; needs the extra"
+        yield Change("optimizer", ("train.optim=adamw_8bit",), f"{why} bnb", "otherwise")
 
 
 def _shorter(config: RunConfig) -> Iterator[Change]:
     length, (_, times) = setting(config, "max_length"), rows_of(config)
     if length is None or length // 2 < SHORTEST:
         return
-    packed = bool(setting(config, "packing"))
-    what = "documents are split" if packed else "longer rows are cut off"
-    overrides = (f"train.max_length={length // 2}",)
-    if packed:  # keep the tokens per step
+    what, overrides = "longer rows are cut off", (f"train.max_length={length // 2}",)
+    if setting(config, "packing"):  # keep the tokens per step
+        what = "documents are split"
         overrides += (f"train.gradient_accumulation_steps={times * 2}",)
     why = f"{what}: what stands further apart is not learnt from"
     yield Change("length", overrides, why, "otherwise")
@@ -209,14 +191,12 @@ def _adapters(config: RunConfig, device: Device) -> Iterator[Change]:
     rate = config.train.get("learning_rate", 0.0)
     overrides = LORA + ((f"train.learning_rate={LORA_RATE:g}",) if rate < LORA_RATE else ())
     overrides += ("model.dtype=bfloat16",) if config.model.dtype == "float32" else ()
-    what = "LoRA: adapters train instead of all weights, which stand still"
-    yield Change("method", overrides, what, "adapters")
+    what = "adapters train instead of all weights, which stand still"
+    yield Change("method", overrides, f"LoRA: {what}", "adapters")
     if device.has_fp8 and config.precision.compute == "bf16":
-        in_fp8 = ("precision.compute=fp8", "precision.scaling=rowwise")
-        yield Change("method", overrides + in_fp8, f"{what} and are held in FP8", "adapters")
-    in_four = ("precision.compute=bf16", "model.storage=nf4")
-    why = f"QLoRA: {what.removeprefix('LoRA: ')}, in four bits; needs the extra bnb"
-    yield Change("method", overrides + in_four, why, "adapters")
+        yield Change("method", overrides + IN_FP8, f"LoRA: {what} and are held in FP8", "adapters")
+    why = f"QLoRA: {what}, in four bits; needs the extra bnb"
+    yield Change("method", overrides + IN_FOUR_BITS, why, "adapters")
 
 
 def _more_devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Change]:
@@ -234,12 +214,9 @@ def speedups(
     """Changes that may make a run faster; `share` gives the fraction of a step spent in a part."""
     masked, (rows, times) = attends_by_mask(config, device), rows_of(config)
     if masked and share(StepPart.ATTENTION) > GAIN:
-        yield Change(
-            "attention",
-            ("model.attention=flash_attention_2",),
-            f"attention under a mask takes {share(StepPart.ATTENTION):.0%} of the step; without "
-            "one it works on documents alone; needs the package flash-attn",
-        )
+        why = f"attention under a mask takes {share(StepPart.ATTENTION):.0%} of the step; without "
+        why += "one it works on documents alone; needs the package flash-attn"
+        yield Change("attention", (FLASH,), why)
     if setting(config, "gradient_checkpointing"):
         why = "nothing is computed twice: there is room to keep the activations"
         yield Change("checkpointing", ("train.gradient_checkpointing=false",), why)

@@ -63,13 +63,8 @@ class TrainingMode:
 
 def layer_bytes(decoder: Decoder, mode: TrainingMode, length: int) -> float:
     """Bytes that one layer saves per token; `length` in tokens matters to eager attention only."""
-    match decoder.family:
-        case "bdh":
-            return _bdh(decoder, mode, length)
-        case "gpt2":
-            return _gpt2(decoder, mode, length)
-        case _:
-            return _llama_like(decoder, mode, length)
+    family = {"bdh": _bdh, "gpt2": _gpt2}.get(decoder.family, _llama_like)
+    return family(decoder, mode, length)
 
 
 def _llama_like(decoder: Decoder, mode: TrainingMode, length: int) -> float:

@@ -39,7 +39,7 @@ class Linear(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Last part of the path, such as `q_proj`."""
+        """`q_proj` of `self_attn.q_proj`."""
         return self.path.rpartition(".")[2]
 
     @property
@@ -48,12 +48,12 @@ class Linear(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Weight tensor and the number of equal ones in the model."""
+    """Weight tensor, the number of equal ones in the model, and the linear layer it belongs to."""
 
     shape: tuple[int, ...]
     count: int
     kind: Kind
-    path: str = ""  # of the linear layer that it belongs to
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,10 @@ def decoder_of(values: dict[str, Any]) -> Decoder | None:
     if isinstance(values.get("text_config"), dict):
         values = values["text_config"]
     try:
-        match family:
-            case "gpt2":
-                return _gpt2(values)
-            case "bdh":
-                return _bdh(values)
-            case _ if family in LLAMA_LIKE:
-                return _llama_like(family, values)
-            case _:
-                return None
+        if family in LLAMA_LIKE:
+            return _llama_like(family, values)
+        makers = {"gpt2": _gpt2, "bdh": _bdh}
+        return makers[family](values) if family in makers else None
     except (KeyError, TypeError, ZeroDivisionError):
         return None
 

@@ -38,7 +38,6 @@ class Parameters(NamedTuple):
 
     Attributes:
         itemsize: bytes per element, of its gradient too.
-        trains: True if they get gradients and optimizer states.
         embedding: weights of an `nn.Embedding`, which some optimizers treat apart.
         stored: bytes of one tensor as stored, if not `itemsize` per element.
     """
@@ -63,13 +62,7 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes on one GPU, and element counts of the whole model.
-
-    Attributes:
-        weights, gradients, optimizer: bytes of the three parts.
-        largest: bytes of the largest trainable tensor.
-        parameters, trainable: element counts.
-    """
+    """Bytes on one GPU, `largest` of the largest trainable tensor; element counts of the model."""
 
     weights: float
     gradients: float

@@ -112,20 +112,17 @@ def tensor_footprint(trace: Trace) -> Footprint:
         "backward": trace.peak(back, end)[1],
         "optimizer": trace.peak(end)[1],
     }
-    bare = Footprint({phase: _kinds_alive(trace, at) for phase, at in fullest.items()})
-    owners: Counter[str] = Counter()
-    for block in map(trace.storages.__getitem__, trace.alive(fullest[bare.highest])):
-        if block.kind not in LASTING:
-            owners[block.module] += block.nbytes
-    owner, owned = owners.most_common(1)[0] if owners else ("", 0)
+    phases: dict[str, dict[str, int]] = {}
+    owners: dict[str, Counter[str]] = {}
+    for phase, at in fullest.items():
+        phases[phase], owners[phase] = dict.fromkeys(KINDS, 0), Counter()
+        for block in map(trace.storages.__getitem__, trace.alive(at)):
+            phases[phase][block.kind] += block.nbytes
+            if block.kind not in LASTING:
+                owners[phase][block.module] += block.nbytes
+    bare = Footprint(phases)
+    owner, owned = next(iter(owners[bare.highest].most_common(1)), ("", 0))
     return replace(bare, owner=owner, owned=owned)
-
-
-def _kinds_alive(trace: Trace, at: int) -> dict[str, int]:
-    kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
-    for block in map(trace.storages.__getitem__, trace.alive(at)):
-        kinds[block.kind] += block.nbytes
-    return kinds
 
 
 def footprint(trace: Trace, device: Device) -> Footprint:

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING
 
 from finetune.estimator.speed.kernels import base_name, dtype_name, kind_of, product_of, words
 
+if TYPE_CHECKING:
+    from finetune.estimator.trace.trace import Op
+
 
 class StepPart(StrEnum):
     """Part of a step, named as in tables and JSON; profiled parts are in display order."""
@@ -87,9 +90,11 @@ _CASTING = words(
     "exp2 pow cast_transpose fp8_cast where"
 )
 
-if TYPE_CHECKING:
-    from finetune.estimator.trace.trace import Op
 _MULTIPLYING = words("mul mul_ div div_")
+_BY_KIND = {
+    "optimizer": StepPart.OPTIMIZER, "attention": StepPart.ATTENTION,
+    "dequantise": StepPart.DEQUANTIZE,
+}  # fmt: skip
 _SMALL = 2**16
 _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 
@@ -108,31 +113,23 @@ def _class(
     op: Op, carriers: set[str], ranks: set[int], vocabulary: int, head: set[int]
 ) -> StepPart:
     kind, name = kind_of(op), base_name(op)
-    if kind == "optimizer":
-        return StepPart.OPTIMIZER
-    if kind == "attention":
-        return StepPart.ATTENTION
-    if kind == "dequantise":
-        return StepPart.DEQUANTIZE
+    if kind in _BY_KIND:
+        return _BY_KIND[kind]
     # in backward a GEMM's module is that of one of its operands: its rank is more reliable
     by_rank = kind == "gemm" and op.phase == "backward" and ranks
     if _ADAPTER.search(op.module) and not by_rank:
         return StepPart.ADAPTERS
     if name.startswith("embedding"):
         return StepPart.EMBEDDING
-    if name in _LOSS or any(
-        vocabulary and vocabulary in operand.shape for operand in (*op.outputs, *op.inputs)
-    ):
+    operands = (*op.outputs, *op.inputs)
+    if name in _LOSS or (vocabulary and any(vocabulary in x.shape for x in operands)):
         return StepPart.HEAD
     if kind == "gemm":
         product = product_of(op)
         if product and {product.m, product.n, product.k} & ranks:
             return StepPart.ADAPTERS
-        return (
-            StepPart.HEAD
-            if any(operand.storage in head for operand in op.inputs)
-            else StepPart.LINEARS
-        )
+        of_head = any(operand.storage in head for operand in op.inputs)
+        return StepPart.HEAD if of_head else StepPart.LINEARS
     adapts = op.phase in ("forward", "recompute") and op.module in carriers
     return StepPart.ADAPTERS if adapts else StepPart.POINTWISE
 

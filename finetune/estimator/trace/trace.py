@@ -40,7 +40,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Operand(NamedTuple):
-    """A tensor as an operator saw it; `nbytes` of its elements, not of its storage."""
+    """A tensor as an operator saw it; `storage` is a number, `nbytes` is of its elements."""
 
     storage: int
     shape: tuple[int, ...]
@@ -49,9 +49,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, storage: int) -> Operand:
-        """Operand for `tensor` with a storage number."""
-        nbytes = tensor.numel() * tensor.element_size()
-        return cls(storage, tuple(tensor.shape), tensor.dtype, nbytes)
+        return cls(storage, tuple(tensor.shape), tensor.dtype, tensor.nbytes)
 
 
 class Op(NamedTuple):
@@ -80,13 +78,9 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Storage:
-    """One storage.
+    """Phase, module and operator that created a storage, and the dtype of its first tensor.
 
-    Attributes:
-        phase, module: phase and module that created it.
-        dtype: dtype of its first tensor.
-        kind: one of the kinds listed in the module docstring.
-        saved: alive when a backward began.
+    `saved` is True if it was alive when a backward began.
     """
 
     nbytes: int
@@ -117,7 +111,6 @@ class Trace:
 
     @property
     def initial_bytes(self) -> int:
-        """Bytes present before the first event."""
         return sum(self.initial.values())
 
     def peak(self, start: int = 0, end: int | None = None) -> tuple[int, int]:
@@ -205,13 +198,6 @@ class Recorder(TorchDispatchMode):
         alive[key] = weakref.ref(storage, died)
         return number
 
-    def numbers_of(self, tensors: Iterable[Tensor | None]) -> set[int]:
-        """Storage numbers of those tensors that are known."""
-        keys = (
-            p.untyped_storage()._cdata for t in tensors if t is not None for p in plain_tensors(t)
-        )
-        return {self._numbers[key] for key in keys if key in self._numbers}
-
     @contextlib.contextmanager
     def outside_of_allocator(self) -> Iterator[None]:
         """Exclude tensors created in the block from the device allocator's memory."""
@@ -234,24 +220,22 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self.phase = before
-            if phase == "optimizer":
-                self._sort_states()
+            for number in self._numbers.values() if phase == "optimizer" else ():
+                storage = self.trace.storages[number]
+                if storage.phase == "optimizer" and storage.kind == "temporary":
+                    storage.kind = "optimizer"
 
     def mark(self, name: str) -> None:
         self.trace.marks[name] = len(self.trace.events)
 
-    def _sort_states(self) -> None:
-        for number in self._numbers.values():
-            storage = self.trace.storages[number]
-            if storage.phase == "optimizer" and storage.kind == "temporary":
-                storage.kind = "optimizer"
-
     def sort_gradients(self) -> None:
         """Assign the kind `gradients` to the current `.grad` of the model's parameters."""
-        if self._model is not None:
-            for number in self.numbers_of(p.grad for p in self._model.parameters()):
-                if self.trace.storages[number].kind == "temporary":
-                    self.trace.storages[number].kind = "gradients"
+        for parameter in self._model.parameters() if self._model is not None else ():
+            for plain in plain_tensors(parameter.grad) if parameter.grad is not None else ():
+                number = self._numbers.get(plain.untyped_storage()._cdata, -1)
+                storage = self.trace.storages.get(number)
+                if storage is not None and storage.kind == "temporary":
+                    storage.kind = "gradients"
 
     # ----------------------------------------------------------------------------------- modules
 
@@ -310,9 +294,7 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device if type(args[0]) is FakeTensor else args[0].device
         kwargs = kwargs or {}
         inputs: list[Tensor] = []
-        _collect(args, inputs)
-        if kwargs:
-            _collect(tuple(kwargs.values()), inputs)
+        _collect((*args, *kwargs.values()), inputs)
         for tensor in inputs:
             if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
                 return NotImplemented  # what it wraps comes back here, one by one
@@ -351,10 +333,10 @@ class Recorder(TorchDispatchMode):
         for index in indices:
             if index is None or index.dtype is not torch.bool:
                 whole.append(index)
-            else:
-                with self:
-                    places = torch.nonzero(index)
-                    whole += [places[:, i] for i in range(index.dim())]
+                continue
+            with self:
+                places = torch.nonzero(index)
+                whole += [places[:, i] for i in range(index.dim())]
         return _INDEX(x, whole)
 
     def _owner(self, taken: tuple[Operand, ...]) -> str:
@@ -369,18 +351,12 @@ class Recorder(TorchDispatchMode):
 _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _ITEM = torch.ops.aten._local_scalar_dense.default
-_COUNTING = {
-    torch.ops.aten.arange.default,
-    torch.ops.aten.arange.start,
-    torch.ops.aten.arange.start_step,
-}
+_COUNTING = {getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")}
 _SMALL = 2**20
 """Most elements of an operator that runs on real tensors."""
 _NOTHING = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten._unsafe_view.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("detach", "alias", "lift_fresh", "_unsafe_view")
 }
 """Operators besides views that launch nothing."""
 
