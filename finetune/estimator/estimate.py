@@ -117,12 +117,12 @@ class Estimate(JupyterMixin):
 
     def _parts(self) -> Iterator[RenderableType]:
         measured, held, memory = self.measured, self.measured.footprint, self.place.memory_bytes
-        need = f" ({_size(held.shown)} of {_size(memory)})"
+        need = f"{_size(held.shown)} of {_size(memory)}"
         if self.fit == "does not fit":
-            need = f" (needs {_size(held.allocated + held.outside)} of {_size(memory)})"
+            need = f"needs {_size(held.allocated + held.outside)} of {_size(memory)}"
         yield Text.assemble(
             (self.name, "bold"), f" on {self.place}: ", (measured.resolution.label, "bold"), ", ",
-            (self.fit, STYLE[self.fit]), need,
+            (self.fit, STYLE[self.fit]), f" ({need})",
         )  # fmt: skip
         counts = f"{count(measured.parameters)} parameters, {count(measured.trainable)} trainable"
         yield Text(counts, "dim")

@@ -132,14 +132,11 @@ def _does_not_fit(
 
 def advice(config: RunConfig, device: Device) -> str:
     """Changes for a run that does not fit, without their measured effect."""
-    steps = []
-    for change in changes(config, device):
-        if change.kind in KINDS_IN_BOUND:
-            hint = " (adapters: the recipe's _lora_ sibling)" if change.kind == "method" else ""
-            steps.append(" ".join(change.typed) + hint)
+    hints = {"method": " (adapters: the recipe's _lora_ sibling)"}
+    offered = (c for c in changes(config, device) if c.kind in KINDS_IN_BOUND)
+    steps = [" ".join(change.typed) + hints.get(change.kind, "") for change in offered]
     steps += ["shard over several GPUs (train.fsdp)", "a smaller model (`python -m finetune ls`)"]
-    steps.append("`python -m finetune tiny_lora_fp8` runs anywhere")
-    return "; ".join(steps)
+    return "; ".join([*steps, "`python -m finetune tiny_lora_fp8` runs anywhere"])
 
 
 # -------------------------------------------------------------------------------------- lower bound

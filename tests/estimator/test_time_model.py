@@ -76,7 +76,7 @@ def test_kinds_of_kernels():
     assert kind_of(op("aten._to_copy.default", [x], [operand(2, 4, 8)])) == "copy"
     assert kind_of(op("aten._fused_adamw_.default", [x], [])) == "optimizer"
     assert kind_of(op("aten.sqrt.default", [x], [x], phase="optimizer")) == "optimizer"
-    assert kind_of(op("bitsandbytes.dequantize_4bit.default", [x], [x])) == "dequantise"
+    assert kind_of(op("bitsandbytes.dequantize_4bit.default", [x], [x])) == "dequantize"
     assert kind_of(op("aten.silu.default", [x], [x])) == "pointwise"
 
 

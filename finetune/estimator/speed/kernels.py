@@ -8,7 +8,7 @@
     copy        casts, clones, transposes, concatenations, fills
     gather      rows picked by index (embedding, its backward), not the whole table
     optimizer   weight update
-    dequantise  packed 4-bit or 8-bit codes to 16-bit weights
+    dequantize  packed 4-bit or 8-bit codes to 16-bit weights
     none        views, allocations, synchronizations: no kernel
 
 Eager PyTorch launches one kernel per operator, which reads each input and writes each output once.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from finetune.estimator.trace.trace import Op, Operand
 
 Kind = Literal[
-    "gemm", "attention", "pointwise", "reduction", "copy", "gather", "optimizer", "dequantise",
+    "gemm", "attention", "pointwise", "reduction", "copy", "gather", "optimizer", "dequantize",
     "none",
 ]  # fmt: skip
 Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks"]
@@ -143,7 +143,7 @@ def _kind(full_name: str, phase: str) -> Kind:
     if "attention" in name:
         return "attention"
     if "dequant" in name:
-        return "dequantise"
+        return "dequantize"
     updates = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad", "_foreach_"))
     if updates or phase == "optimizer":
         return "optimizer"

@@ -86,7 +86,7 @@ class Shared(_Row):
     blocks: PositiveFloat
     masked_attention: PositiveFloat
     pipeline_k: PositiveFloat
-    dequantise: PositiveFloat
+    dequantize: PositiveFloat
     kernel_us: PositiveFloat
     scatter_time: PositiveFloat
     scatter_ratio: PositiveFloat
@@ -167,14 +167,11 @@ def efficiency_of(gpu: Gpu, attention: AttentionKernel | None = None) -> Efficie
     if attention is None:
         picked = sdpa_kernel(gpu.capability, installed_torch(), head_dim=128, masked=False)
         attention = "cudnn" if picked == "cudnn" else "flash"
-    flash = family.attention["flash"]
-    masked: dict[Direction, float] = {
-        direction: share * table.shared.masked_attention for direction, share in flash.items()
-    }
+    flash, slower = family.attention["flash"], table.shared.masked_attention
     return Efficiency(
         gemm=own.gemm if own else family.gemm,
         attention=family.attention.get(attention, flash),
-        masked=masked,
+        masked={direction: share * slower for direction, share in flash.items()},
         shared=table.shared,
         origin=own.origin if own else family.origin,
     )
@@ -298,8 +295,8 @@ class Roofline:
 
     def _bandwidth(self, launch: Launch) -> float:
         shared = self.efficiency.shared
-        if launch.kind == "dequantise":
-            return self.gpu.gb_s * 1e9 * shared.dequantise
+        if launch.kind == "dequantize":
+            return self.gpu.gb_s * 1e9 * shared.dequantize
         speed = self.gpu.gb_s * 1e9 * shared.bandwidth
         if launch.pattern != "straight":
             speed *= shared.columns if launch.pattern == "columns" else shared.transpose

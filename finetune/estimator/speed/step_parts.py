@@ -93,7 +93,7 @@ _CASTING = words(
 _MULTIPLYING = words("mul mul_ div div_")
 _BY_KIND = {
     "optimizer": StepPart.OPTIMIZER, "attention": StepPart.ATTENTION,
-    "dequantise": StepPart.DEQUANTIZE,
+    "dequantize": StepPart.DEQUANTIZE,
 }  # fmt: skip
 _SMALL = 2**16
 _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
