@@ -18,7 +18,7 @@ from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE, analysis, recipes, runs, train
 from finetune.cli.estimate import estimate
 from finetune.config.recipe import is_path, list_recipes
-from finetune.errors import FinetuneError, RecipeNotFoundError, nearest
+from finetune.errors import FinetuneError, RecipeNotFoundError, did_you_mean
 from finetune.logging import quiet_libraries
 
 # Click's own errors of usage; newer typers carry a click of their own inside.
@@ -33,9 +33,9 @@ class _RecipeOrVerb(TyperGroup):
         if first is not None and args[first] not in self.commands:
             word = args[first]
             if first == 0 and not is_path(word) and word not in list_recipes():
-                hint = nearest(word, [*self.commands, *list_recipes()])
                 raise RecipeNotFoundError(
-                    f"there is no recipe or verb {word!r}" + (f"; {hint}" if hint else ""),
+                    f"there is no recipe or verb {word!r}"
+                    + did_you_mean(word, [*self.commands, *list_recipes()]),
                     fix="`python -m finetune ls` lists the recipes, --help the verbs; a path to a "
                     "YAML file works too",
                 )

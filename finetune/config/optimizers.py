@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.errors import ConfigError, nearest
+from finetune.errors import ConfigError, did_you_mean
 
 SMALLEST_QUANTIZED = 4096
 BLOCK = 256
@@ -238,9 +238,11 @@ def chosen(train: dict[str, Any]) -> Optimizer:
 def check_name(name: str, where: str = "train.optim") -> None:
     """Raise `ConfigError` with the nearest name unless there is such an optimizer."""
     if name not in OPTIMIZERS:
-        hint = nearest(name, [known for known, facts in OPTIMIZERS.items() if not facts.refused])
         raise ConfigError(
-            f"there is no optimizer {name!r}" + (f"; {hint}" if hint else ""),
+            f"there is no optimizer {name!r}"
+            + did_you_mean(
+                name, [known for known, facts in OPTIMIZERS.items() if not facts.refused]
+            ),
             where=where,
             fix="adamw_torch_fused is the usual one; adamw_8bit and adamw_torch_4bit need less "
             "memory (README, Optimizers, lists all)",
@@ -258,10 +260,9 @@ def check_optimizer(train: dict[str, Any]) -> None:
         raise cannot_have(facts, "anywhere", facts.refused, facts.instead)
     for key in arguments(train) if "*" not in facts.arguments else ():
         if key not in facts.arguments:
-            hint = nearest(key, facts.arguments)
             known = ", ".join(facts.arguments)
             raise ConfigError(
-                f"{facts.name} has no argument {key!r}" + (f"; {hint}" if hint else ""),
+                f"{facts.name} has no argument {key!r}{did_you_mean(key, facts.arguments)}",
                 where="train.optim_args",
                 why="it would be ignored",
                 fix=f"known: {known}" if known else "~train.optim_args",

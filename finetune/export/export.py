@@ -24,7 +24,7 @@ from rich.console import Console
 from finetune import __version__
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
-from finetune.errors import ConfigError, nearest
+from finetune.errors import ConfigError, did_you_mean
 from finetune.export import compressed_tensors, parity
 from finetune.export.merge import Merger
 from finetune.export.parity import Batches, Observation, Parity, batches_of, load_stock
@@ -217,9 +217,8 @@ def check_export(
 
 def _refuse_target(to: str, run: FinishedRun) -> None:
     if to not in TARGETS:
-        hint = nearest(to, TARGETS)
         raise ConfigError(
-            f"there is no export to {to!r}" + (f"; {hint}" if hint else ""),
+            f"there is no export to {to!r}{did_you_mean(to, TARGETS)}",
             where=f"--to {to}",
             fix=f"one of {', '.join(TARGETS)}",
         )

@@ -38,7 +38,7 @@ from pydantic import (
 
 from finetune.config.paths import ASSETS
 from finetune.config.yaml import parse_yaml, read_text, shown
-from finetune.errors import ConfigError, nearest
+from finetune.errors import ConfigError, did_you_mean
 from finetune.hardware.device import Device
 
 TABLE = ASSETS / "gpus.yaml"
@@ -161,8 +161,7 @@ def _read(path: Path) -> tuple[Gpu, ...]:
     line = next((lines[at[:n]] for n in range(len(at), -1, -1) if at[:n] in lines), 1)
     what, fix = problem["msg"].removeprefix("Value error, "), ""
     if problem["type"] == "extra_forbidden":
-        hint = nearest(at[1], Gpu.model_fields)
-        what = f"a GPU has no field {at[1]!r}" + (f"; {hint}" if hint else "")
+        what = f"a GPU has no field {at[1]!r}{did_you_mean(at[1], Gpu.model_fields)}"
         fix = f"known: {', '.join(Gpu.model_fields)}"
     elif problem["type"] == "missing":
         what, fix = f"{at[-1]} is missing", f"add {at[-1]}; {shown(TABLE)} says what it is"

@@ -65,25 +65,27 @@ class Product:
         """The same product with the operands in the other order."""
         return replace(self, x=self.w, w=self.x, of_x=self.of_w, of_w=self.of_x)
 
+    def _shared(self, x: bool, w: bool, y: bool) -> Labels:
+        """Labels that are in exactly these of the three."""
+        of = self.of_x, self.of_w, self.of_y
+        labels = self.of_y if y else self.of_w
+        return tuple(i for i in labels if tuple(i in each for each in of) == (x, w, y))
+
     @property
     def batch(self) -> Labels:
-        """Labels of all three."""
-        return tuple(i for i in self.of_y if i in self.of_x and i in self.of_w)
+        return self._shared(True, True, True)
 
     @property
     def contracted(self) -> Labels:
-        """Labels of both operands and not of the result."""
-        return tuple(i for i in self.of_w if i in self.of_x and i not in self.of_y)
+        return self._shared(True, True, False)
 
     @property
     def rows(self) -> Labels:
-        """Labels of x and the result."""
-        return tuple(i for i in self.of_y if i in self.of_x and i not in self.of_w)
+        return self._shared(True, False, True)
 
     @property
     def columns(self) -> Labels:
-        """Labels of w and the result."""
-        return tuple(i for i in self.of_y if i in self.of_w and i not in self.of_x)
+        return self._shared(False, True, True)
 
     @property
     def is_linear(self) -> bool:

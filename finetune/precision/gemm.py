@@ -88,7 +88,7 @@ def _scaled_mm(
 
 _library.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
 _library.impl(
-    "scaled_mm", lambda a, b, *rest: a.new_empty(len(a), b.shape[1], dtype=rest[-1]), "Meta"
+    "scaled_mm", lambda a, b, *rest: a.new_empty((a.shape[0], b.shape[1]), dtype=rest[-1]), "Meta"
 )
 EMULATED = torch.ops.finetune.scaled_mm
 """The emulated GEMM as an operator overload, as dispatch modes see it."""

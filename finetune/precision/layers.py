@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from finetune.errors import PlanError, nearest
+from finetune.errors import PlanError, did_you_mean
 
 Role = Literal["base", "head", "adapter", "router"]
 HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
@@ -188,9 +188,9 @@ def matched(
         hits = [name for name in names if matches(pattern, name)]
         if not hits:
             words = sorted({p for name in names for p in name.split(".") if not p.isdigit()})
-            hint = nearest(pattern, [*words, *names, *known])
             raise PlanError(
-                f"{where} pattern {pattern!r} matches no {what}" + (f"; {hint}" if hint else ""),
+                f"{where} pattern {pattern!r} matches no {what}"
+                + did_you_mean(pattern, [*words, *names, *known]),
                 where=where,
                 why=f"a layer meant to stay in high precision would silently {fate}",
                 fix=(f"parts are {', '.join(known)}; " if known else "")
@@ -259,9 +259,8 @@ def resolve(model: Any, names: Iterable[str]) -> list[str]:
         candidates = (name, name.removeprefix(prefix), prefix + name)
         match = next((c for c in candidates if c in known), None)
         if match is None:
-            hint = nearest(name, known)
             raise PlanError(
-                f"{name!r} is no linear layer of this model" + (f"; {hint}" if hint else ""),
+                f"{name!r} is no linear layer of this model{did_you_mean(name, known)}",
                 where=type(model).__name__,
                 why="it was named to be stored in FP8",
             )
@@ -324,7 +323,7 @@ def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
                     f"{local!r} is declared to multiply and is no matrix of its module",
                     where=f"{prefix or 'the model'} ({type(module).__name__}): {found}",
                     why="its matmuls would silently run in high precision",
-                    fix=f"mend {ATTRIBUTE}, or what was given to register_parameter_matmuls",
+                    fix=f"correct {ATTRIBUTE}, or what was given to register_parameter_matmuls",
                 )
             yield f"{prefix}.{local}" if prefix else local, module, value
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune.errors import ConfigError, nearest
+from finetune.errors import ConfigError, did_you_mean
 from finetune.runs.folder import COMPARISON, Run
 
 DEPTH = 3
@@ -126,11 +126,10 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
         return runs[0]
     inside = newest_runs(folder.parent, folder.name) if folder.is_dir() else []
     recipes = sorted({run.parent.name for run in newest_runs(out)})
-    hint = nearest(name, [LAST, *recipes])
     newest = ", ".join(map(str, (inside or newest_runs(out))[:SHOWN]))
-    what = "there is no run yet" if name == LAST else f"there is no run {name!r}"
+    what = f"there is no run {name!r}{did_you_mean(name, [LAST, *recipes])}"
     raise ConfigError(
-        what + (f"; {hint}" if hint and name != LAST else ""),
+        "there is no run yet" if name == LAST else what,
         where=str((out if name == LAST else folder).resolve()),
         why="a run folder holds config.yaml" if folder.is_dir() else "",
         fix=f"the newest: {newest}"

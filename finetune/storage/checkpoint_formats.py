@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.errors import StorageNotComputeError, nearest
+from finetune.errors import StorageNotComputeError, did_you_mean
 from finetune.precision.formats import E4M3
 from finetune.precision.stored import Fp8Bits
 from finetune.precision.weights import BLOCK, Granularity, Tile, slab_rows, tile_of
@@ -182,9 +182,8 @@ def tile_named(name: str, shape: tuple[int, int]) -> Tile:
     rows, x, columns = name.partition("x")
     if x and rows.isdigit() and columns.isdigit():
         return int(rows), int(columns)
-    hint = nearest(name, KINDS)
     raise StorageNotComputeError(
-        f"there is no granularity {name!r}" + (f"; {hint}" if hint else ""),
+        f"there is no granularity {name!r}{did_you_mean(name, KINDS)}",
         where="config.json: quantization_config.modules",
     )
 

@@ -31,7 +31,7 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming, renam
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from finetune.errors import ConfigError, StorageNotComputeError, nearest, some
+from finetune.errors import ConfigError, StorageNotComputeError, did_you_mean, some
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import linear_shape, resolve, storable, why_own_forward
 from finetune.precision.stored import Fp8Bits, iter_stored, put, refuse_training, release
@@ -91,9 +91,8 @@ def check_granularity(granularity: str) -> Granularity:
     for kind in KINDS:
         if granularity == kind:
             return kind
-    hint = nearest(str(granularity), KINDS)
     raise ConfigError(
-        f"there is no granularity {granularity!r}" + (f"; {hint}" if hint else ""),
+        f"there is no granularity {granularity!r}" + did_you_mean(str(granularity), KINDS),
         where="granularity",
         fix="row (a scale for each output channel), tensor (one) or block (128 x 128)",
     )
@@ -188,7 +187,7 @@ class Fp8StorageQuantizer(HfQuantizer):
                 f"{converter.target_patterns[0]!r} is {param.get_dtype()} in the checkpoint",
                 where="quantization_config of config.json",
                 why="that says the layer is held in FP8; a cast without a scale would ruin it",
-                fix="mend the configuration, or load the original weights",
+                fix="correct the configuration, or load the original weights",
             )
         return super().get_new_dtype(converter, param, dtype)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import BUILTIN, DataConfig, ModelConfig
-from finetune.errors import DataError, DataNotFoundError, nearest
+from finetune.errors import DataError, DataNotFoundError, did_you_mean
 from finetune.training.model import ASSETS, load_shape
 
 if TYPE_CHECKING:
@@ -131,9 +131,8 @@ def _load(data: DataConfig, path: str | None, split: str, where: str) -> Dataset
         return _load_hub(data, data.name, split)
     packaged = {BUILTIN + file.stem: file for file in (ASSETS / "data").glob("*.jsonl")}
     if data.name not in packaged:
-        hint = nearest(data.name, packaged)
         raise DataNotFoundError(
-            f"there is no packaged data set {data.name!r}" + (f"; {hint}" if hint else ""),
+            f"there is no packaged data set {data.name!r}{did_you_mean(data.name, packaged)}",
             where="data.name",
             fix=f"packaged data sets: {', '.join(packaged)}",
         )
@@ -147,9 +146,8 @@ def _load_file(path: Path, where: str) -> Dataset:
     where, loader = f"{where}: {path}", LOADERS.get(path.suffix.lower())
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
-        hint = nearest(path.name, siblings)
         raise DataNotFoundError(
-            f"there is no data file {str(path)!r}" + (f"; {hint}" if hint else ""),
+            f"there is no data file {str(path)!r}{did_you_mean(path.name, siblings)}",
             where=where.replace(str(path), str(path.resolve())),
             fix="give a JSONL, JSON, CSV or Parquet file, absolute or relative to this folder",
         )

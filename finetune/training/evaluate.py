@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
-from finetune.errors import ConfigError, DataError, DataNotFoundError, nearest
+from finetune.errors import ConfigError, DataError, DataNotFoundError, did_you_mean
 from finetune.hardware.requirements import EVAL_EXTRA, require
 from finetune.runs.receipt import describe
 from finetune.training.model import ASSETS
@@ -113,9 +113,8 @@ def manager_of(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
         if name.startswith(BUILTIN):
             if name.removeprefix(BUILTIN) not in packaged:
                 known = sorted(BUILTIN + task for task in packaged)
-                hint = nearest(name, known)
                 raise ConfigError(
-                    f"there is no packaged task {name!r}" + (f"; {hint}" if hint else ""),
+                    f"there is no packaged task {name!r}{did_you_mean(name, known)}",
                     where="eval.tasks",
                     fix=f"packaged tasks: {', '.join(known)}; others by lm-eval's name",
                 )
@@ -130,9 +129,8 @@ def _leaves(manager: TaskManager, name: str) -> list[str]:
     """Tasks of a name: itself, or those of a group or a tag."""
     entry = manager.task_index.get(name)
     if entry is None:
-        close = nearest(name, manager.all_tasks)
         raise ConfigError(
-            f"lm-eval has no task {name!r}" + (f"; {close}" if close else ""),
+            f"lm-eval has no task {name!r}{did_you_mean(name, manager.all_tasks)}",
             where="eval.tasks",
             fix=f"`lm-eval ls tasks` lists them; {BUILTIN}harbour_choice is packaged",
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from finetune.errors import ConfigError, nearest
+from finetune.errors import ConfigError, did_you_mean
 from finetune.runs.folder import CHECKPOINTS, checkpoints_in
 
 
@@ -63,12 +63,11 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
     step = steps[-1] if checkpoint == "last" and steps else checkpoint
     if step in saved:
         return TrainedRun(folder, config, saved[step])
-    hint = nearest(step, steps)
     fix = "it saved none, and no last weights either: train it again"
     if weights.is_dir():
         fix = "leave --checkpoint out: it has its last weights"
     raise ConfigError(
-        f"there is no checkpoint {checkpoint!r}" + (f"; {hint}" if hint else ""),
+        f"there is no checkpoint {checkpoint!r}{did_you_mean(step, steps)}",
         where=str((folder / CHECKPOINTS).resolve()),
         fix=f"it has {', '.join(steps)}" if steps else fix,
     )

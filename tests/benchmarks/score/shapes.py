@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import ConfigError, nearest
+from finetune.errors import ConfigError, did_you_mean
 
 _FILE = Path(__file__).with_name("scored_shapes.yaml")
 
@@ -77,7 +77,7 @@ def shape_of(model: str) -> Shape:
             f"No shape is known for the model {model!r}.",
             where=_FILE.name,
             why="without its sizes nothing can be predicted.",
-            fix=nearest(model.lower(), names) or "add it to the file.",
+            fix=did_you_mean(model.lower(), names).removeprefix("; ") or "add it to the file.",
         )
     return shapes[found]
 
