@@ -105,15 +105,10 @@ def cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """Values of FP8 bit patterns in float32, exactly.
-
-    E4M3's bits are moved into those of a float16, whose exponent range holds them 2^8 smaller:
-    on CPUs ten times faster than torch's conversion.
-    """
+    """Values of FP8 bit patterns in float32, exactly."""
     if codes.dtype is not E4M3.dtype or codes.device.type != "cpu":
         return codes.float()
-    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    values = bits.view(torch.float16).float().mul_(256.0)
+    values = decode_bits(codes.view(torch.uint8)).float()
     return torch.where(values.abs() == 480.0, torch.nan, values)  # the pattern of NaN
 
 

@@ -14,13 +14,13 @@ dA needs x, which in LoRA is most of what a layer keeps for backward. Where the 
 FP8, the codes that fprop made of x can be kept instead, at half the bytes: x̂ = codes · scale, with
 its scale folded into u. Siblings fed the same tensor keep the same codes.
 
-Adapters are float32 masters (or what the user made them), computed in the type of autocast, and
-never in FP8 at any rank. PEFT's module, names and files stay as they are; only the class of its
-layer changes, and only in training does it go this way. Dropout, several active adapters, DoRA and
-other variants, and biases of adapters go PEFT's way, with the same base.
+Adapters are float32 masters (or of the user's type), computed in the type of autocast, and never in
+FP8 at any rank. PEFT's module, names and files do not change; only the class of its layer does, and
+only training is fused. Dropout, several active adapters, DoRA and other variants, and biases of
+adapters run in PEFT's own forward, with the same base.
 
-Hooks on the base layer run as ever, around base and adapter; those on `lora_A` and `lora_B`
-themselves are not called, since nobody calls these modules.
+Hooks on the base layer run around base and adapter; those on `lora_A` and `lora_B` are not called,
+as these modules are not.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.backends.base import (
-    Fp8Mixin,
-    ObservedMixin,
-    Owner,
-    multiplying,
-)
+from finetune.precision.backends.base import Fp8Mixin, ObservedMixin, Owner, multiplying
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
 from finetune.precision.layers import by_rows, compute_dtype, is_conv1d, linear_shape
@@ -50,13 +45,7 @@ from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop
 
 
 class Adapter(NamedTuple):
-    """Adapter data for its base layer.
-
-    Attributes:
-        a, b: masters [r, K] and [N, r].
-        scaling: s.
-        owners: names of the two, for observers of their GEMMs.
-    """
+    """Masters [r, K] and [N, r] of an adapter, its s, and their names for observers of GEMMs."""
 
     a: Tensor
     b: Tensor
@@ -173,7 +162,7 @@ class FusedMixin(ObservedMixin):
         if args or kwargs or not this.training or why_not_fused(this, active):
             return self.plain_class.forward(this, x, *args, **kwargs)
         (name,) = active
-        # Nobody looks: then a compiled layer must not depend on its name. Each decoder layer would
+        # Without observers a compiled layer must not depend on its name: each decoder layer would
         # be a graph of its own, and those past `torch._dynamo.config.recompile_limit` none.
         a_name = b_name = ""
         if self.fp8_observers:

@@ -29,7 +29,6 @@ Sources: torchao `float8/config.py` (rowwise); DeepSeek-V3 technical report, sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -62,27 +61,12 @@ BLOCK, MX_BLOCK, NV_BLOCK = 128, 32, 16
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True)
-class Formats:
-    """Formats of the three operands of a linear layer."""
-
-    x: Format
-    w: Format
-    g: Format
-
-    @classmethod
-    def of(cls, precision: PrecisionConfig) -> Formats:
-        """Formats of a precision. `hybrid` has E5M2 gradients: they need range more than digits."""
-        if precision.scaling == "nvfp4":
-            return cls(E2M1, E2M1, E2M1)
-        return {
-            "hybrid": cls(E4M3, E4M3, E5M2),
-            "e4m3": cls(E4M3, E4M3, E4M3),
-            "e5m2": cls(E5M2, E5M2, E5M2),
-        }[precision.fp8_format]
-
-    def __getitem__(self, operand: Operand) -> Format:
-        return {"x": self.x, "w": self.w, "g": self.g}[operand]
+def formats_of(precision: PrecisionConfig) -> dict[Operand, Format]:
+    """Formats of the operands. `hybrid` has E5M2 gradients: they need range more than digits."""
+    if precision.scaling == "nvfp4":
+        return dict.fromkeys(OPERANDS, E2M1)
+    both = E5M2 if precision.fp8_format == "e5m2" else E4M3
+    return {"x": both, "w": both, "g": E4M3 if precision.fp8_format == "e4m3" else E5M2}
 
 
 class Rule:
@@ -96,7 +80,7 @@ class Rule:
     reuses = False
 
     def __init__(self, precision: PrecisionConfig) -> None:
-        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
+        self.formats, self.pow2 = formats_of(precision), precision.pow2_scales
         self.in_bf16 = multiply_in_bf16(precision)
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
@@ -349,7 +333,7 @@ class DelayedState:
     """
 
     def __init__(self, layers: int, precision: PrecisionConfig) -> None:
-        self.formats, self.pow2 = Formats.of(precision), precision.pow2_scales
+        self.formats, self.pow2 = formats_of(precision), precision.pow2_scales
         self.in_bf16 = multiply_in_bf16(precision)
         self.largest = torch.tensor([self.formats[o].max for o in OPERANDS] * layers)
         self.margin = precision.margin

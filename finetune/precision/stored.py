@@ -233,24 +233,24 @@ def requantize(module: nn.Module, granularity: Granularity) -> None:
 def recast(module: StoredMixin, tile: Tile) -> None:
     """Requantize a stored layer to another tile, in float32, some rows at a time.
 
-    From one scale to one per row nothing is cast. Elsewhere a second E4M3 rounding error is added,
+    From one scale to one per row nothing is cast. Else a second E4M3 rounding error is added,
     nearly independent of the first, so together they are about √2 of one (measured by
     `python -m tests.benchmarks.fp8_loading --errors`):
 
         ‖W - row(block(W))‖ ≈ (‖W - block(W)‖² + ‖W - row(W)‖²)^½
     """
-    (n, k), held, inverse = module.bits.shape, module.stored_tile, module.weight_scale
-    one = held == (n, k)
+    (n, k), old, inverse = module.bits.shape, module.stored_tile, module.weight_scale
+    one = old == (n, k)
     if one and tile == (1, k):
         module.weight_scale, module.stored_tile = inverse.repeat(n, 1), tile
         return
-    rows = slab_rows((n, k), module.bits.device, tile, held)
+    rows = slab_rows((n, k), module.bits.device, tile, old)
 
     def slabs() -> Iterator[Tensor]:
         for start in range(0, n, rows):
             stop = min(start + rows, n)
-            above = slice(None) if one else slice(start // held[0], -(-stop // held[0]))
-            part = (stop - start, k) if one else held
+            above = slice(None) if one else slice(start // old[0], -(-stop // old[0]))
+            part = (stop - start, k) if one else old
             yield dequantize_weight(module.bits[start:stop], inverse[above], part)
 
     bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)

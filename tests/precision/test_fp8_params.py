@@ -197,7 +197,7 @@ def test_what_is_held_are_fp8_bits() -> None:
     model(torch.randn(16, 64, requires_grad=True)).sum().backward()
     rule = model[0].fp8_rule
     assert isinstance(rule, HeldWeight)
-    kinds = {codes.values.dtype for _, codes in rule._held.values()}
+    kinds = {codes.values.dtype for _, codes in rule._cached.values()}
     assert kinds == {torch.float8_e4m3fn}
     assert model[0].weight.dtype is torch.float32, "the optimizer's master"
     assert list(model.state_dict()) == ["0.weight", "0.bias"]

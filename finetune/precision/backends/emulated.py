@@ -26,12 +26,15 @@ from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import (
     DelayedRule,
     DelayedState,
-    Formats,
     Operand,
     Randomness,
     Rule,
+    formats_of,
     make_rule,
 )
+
+DELAYED_TENSORS = ("history", "current", "scale")
+"""Tensors of a `DelayedState` that belong to a checkpoint."""
 
 
 class EmulatedLinear(torch.autograd.Function):
@@ -106,14 +109,14 @@ class HeldWeight(Rule):
 
     The parameter is the optimizer's high-precision master. The cache is invalidated by every
     optimizer step and by any other change of the weight's bits. Writes through `.data` (merging
-    adapters, averaging weights) do not change `_version`, so the bits are compared by a
-    fingerprint, at about a fifth of the cost of a cast.
+    adapters, averaging weights) do not change `_version`, so hashes of the bits are compared, at
+    about a fifth of the cost of a cast.
     """
 
     def __init__(self, rule: Rule, updates: Updates) -> None:
         self.rule, self.updates = rule, updates
         self.reuses = rule.reuses
-        self._held: dict[Hashable, tuple[Tensor, Codes]] = {}
+        self._cached: dict[Hashable, tuple[Tensor, Codes]] = {}
         self._made_after = updates.count
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
@@ -121,17 +124,17 @@ class HeldWeight(Rule):
         if operand != "w" or not isinstance(whole, nn.Parameter):  # a copy has no lasting address
             return self.rule.cast(operand, x, dim)
         if self._made_after != self.updates.count:
-            self._held.clear()
+            self._cached.clear()
             self._made_after = self.updates.count
         # A parameter may contain many matrices, and be multiplied in either orientation.
         key, bits = (dim, x.data_ptr(), x.shape, x.stride()), row_hashes(x)
-        if key not in self._held or not torch.equal(self._held[key][0], bits):
+        if key not in self._cached or not torch.equal(self._cached[key][0], bits):
             codes = self.rule.cast(operand, x, dim)
             # E2M1 numbers are E4M3 numbers too, and torch has no four-bit type that computes.
             kind = E4M3.dtype if codes.fmt is E2M1 else codes.fmt.dtype
-            self._held[key] = bits, codes._replace(values=codes.values.to(kind))
-        held = self._held[key][1]
-        return held._replace(values=decode(held.values).to(torch.bfloat16))
+            self._cached[key] = bits, codes._replace(values=codes.values.to(kind))
+        codes = self._cached[key][1]
+        return codes._replace(values=decode(codes.values).to(torch.bfloat16))
 
 
 class Updates:
@@ -198,13 +201,10 @@ class EmulatedBackend(Backend):
 
     def effective(self) -> dict[str, Any]:
         p = self.precision
-        formats = Formats.of(p)
         report: dict[str, Any] = {
             "engine": "finetune emulation",
             "scaling": p.scaling,
-            "x": formats.x.name,
-            "w": formats.w.name,
-            "g": formats.g.name,
+            **{operand: fmt.name for operand, fmt in formats_of(p).items()},
             "power_of_two_scales": p.pow2_scales,
             "high_gemms": sorted(self.high),
             "fp8_params": p.fp8_params,
@@ -224,13 +224,13 @@ class EmulatedBackend(Backend):
     def rounds_stochastically(self) -> bool:
         """True if gradients are rounded stochastically in some GEMM."""
         p = self.precision
-        asked = p.scaling == "nvfp4" and p.stochastic_rounding
-        return asked and not {"dgrad", "wgrad"} <= self.high
+        requested = p.scaling == "nvfp4" and p.stochastic_rounding
+        return requested and not {"dgrad", "wgrad"} <= self.high
 
     def state_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         if self.state is not None:
-            tensors |= {name: getattr(self.state, name) for name in ("history", "current", "scale")}
+            tensors |= {name: getattr(self.state, name) for name in DELAYED_TENSORS}
             tensors["steps"] = torch.tensor(self.state.steps)
         if self.randomness.state is not None:
             tensors["random"] = self.randomness.state
@@ -238,7 +238,7 @@ class EmulatedBackend(Backend):
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         if self.state is not None:
-            for name in ("history", "current", "scale"):
+            for name in DELAYED_TENSORS:
                 restore(getattr(self.state, name), tensors, name)
             self.state.steps = int(tensors["steps"])
         if self.rounds_stochastically:

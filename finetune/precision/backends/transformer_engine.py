@@ -54,10 +54,8 @@ def te_recipe(precision: PrecisionConfig) -> Any:
     kind = recipe.Float8BlockScaling if blockwise else recipe.Float8CurrentScaling
     made = kind(fp8_format=fmt, **high)
     # TE reads this setting off the recipe object, and offers an environment variable to set it.
-    quantisation = recipe.QParams(power_2_scale=precision.pow2_scales, amax_epsilon=0.0)
-    made.fp8_quant_fwd_inp = quantisation
-    made.fp8_quant_fwd_weight = quantisation
-    made.fp8_quant_bwd_grad = quantisation
+    scales = recipe.QParams(power_2_scale=precision.pow2_scales, amax_epsilon=0.0)
+    made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = scales
     return made
 
 
@@ -111,16 +109,14 @@ class TransformerEngineBackend(Backend):
         self._engines.append(engine)
         return {"fp8_engine": engine}
 
-    @contextlib.contextmanager
-    def region(self) -> Iterator[None]:
-        with self._autocast(update=True):
-            yield
+    def region(self) -> contextlib.AbstractContextManager[None]:
+        return self._autocast(update=True)
 
     def region_if_outside(self) -> contextlib.AbstractContextManager[None]:
         """Context of a layer that is called outside the model's forward."""
-        return (
-            contextlib.nullcontext() if self._inside else self._autocast(update=not in_backward())
-        )
+        if self._inside:
+            return contextlib.nullcontext()
+        return self._autocast(update=not in_backward())
 
     @contextlib.contextmanager
     def _autocast(self, *, update: bool) -> Iterator[None]:
@@ -163,9 +159,7 @@ class TransformerEngineBackend(Backend):
 
     def scale_in_force(self, module: nn.Module, operand: Literal["x", "w", "g"]) -> Tensor | None:
         engine: Any = module.fp8_engine
-        wanted, index = {"x": ("scaling_fwd", 0), "w": ("scaling_fwd", 1), "g": ("scaling_bwd", 0)}[
-            operand
-        ]
+        wanted, index = "scaling_bwd" if operand == "g" else "scaling_fwd", int(operand == "w")
         states = {direction: state.scale for direction, state in _delayed_states(engine)}
         return states[wanted][index] if wanted in states else None
 

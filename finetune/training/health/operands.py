@@ -53,8 +53,8 @@ from finetune.precision.planner import LayerPlan, PrecisionPlan
 from finetune.precision.scaling import (
     BLOCK,
     NV_BLOCK,
-    Formats,
     Operand,
+    formats_of,
     make_rule,
     multiply_in_bf16,
     scaled,
@@ -139,7 +139,7 @@ def inspect_operand(
         update = {"scaling": "tensorwise"} if precision.scaling == "delayed" else {}
         codes = make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
     else:
-        fmt = Formats.of(precision)[operand]
+        fmt = formats_of(precision)[operand]
         values = to_codes(scaled(x, scale), fmt, saturate=True)
         codes = Codes(values, scale.reciprocal(), fmt, multiply_in_bf16(precision))
     back, wide = codes.dequantize(), x.float()
@@ -164,7 +164,7 @@ def inspect_sample(
     largest = amax(rows)
     run = {"blockwise": BLOCK, "nvfp4": NV_BLOCK}.get(precision.scaling, 1) if operand == "w" else 1
     if scale is None and precision.scaling in ("tensorwise", "delayed"):
-        fmt = Formats.of(precision)[operand]
+        fmt = formats_of(precision)[operand]
         scale = scale_from_amax(largest, fmt, pow2=precision.pow2_scales)
     every = -(-rows.shape[0] // max(SAMPLE_ROWS, run))
     sample = rows
@@ -389,7 +389,7 @@ class OperandWatch:
         assert self.conversion is not None
         precision = self.conversion.plan.precision
         if amax > 0 and math.isfinite(amax):
-            fmt, pow2 = Formats.of(precision)[operand], precision.pow2_scales
+            fmt, pow2 = formats_of(precision)[operand], precision.pow2_scales
             wanted = float(scale_from_amax(torch.tensor(amax), fmt, pow2=pow2))
             lag = abs(math.log2(scale * 2**precision.margin / wanted))
             sums.drift = max(sums.drift or 0.0, lag)
