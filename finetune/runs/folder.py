@@ -99,8 +99,6 @@ class Run:
 
     folder: Path
 
-    # ---------------------------------------------------------------------------------- the files
-
     @cached_property
     def start(self) -> dict[str, Any]:
         """`run.json`; empty in folders older than it."""
@@ -134,8 +132,6 @@ class Run:
     def steps(self) -> list[dict[str, Any]]:
         """`steps.jsonl` (step, seconds, tokens); empty where it was not written."""
         return list(_rows_of(_read(self.folder / "steps.jsonl")))
-
-    # ------------------------------------------------------------------------------ what they say
 
     @property
     def recipe(self) -> str:
@@ -257,9 +253,8 @@ class Run:
     @cached_property
     def tail(self) -> list[dict[str, Any]]:
         """The last rows of `metrics.jsonl`, without reading a long one."""
-        file = self.folder / "metrics.jsonl"
         try:
-            with file.open("rb") as opened:
+            with (self.folder / "metrics.jsonl").open("rb") as opened:
                 size = opened.seek(0, os.SEEK_END)
                 opened.seek(max(0, size - TAIL_BYTES))
                 text = opened.read().decode("utf-8", errors="replace")
@@ -314,7 +309,7 @@ def _json_of(file: Path) -> dict[str, Any]:
 
 
 def _whole(data: dict[str, Any], parts: Iterable[str]) -> dict[str, Any]:
-    """The same with `parts` that are no mappings made empty ones: one bad file spoils no table."""
+    """Replace `parts` that are no mappings by empty ones: one bad file spoils no table."""
     return data | {key: {} for key in parts if key in data and not isinstance(data[key], dict)}
 
 

@@ -53,15 +53,8 @@ from finetune.storage.quantizer import (
 
 # Arguments of `from_pretrained` that are passed on to the loading of the configuration.
 HUB = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
+    *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision"),
+    *("subfolder", "token", "trust_remote_code"),
 )
 
 
@@ -138,9 +131,7 @@ def load_stored(
 
 
 def stored_layers(model: nn.Module, storage: Storage | None) -> dict[str, Any]:
-    """Layers of a frozen base that `model.storage` keeps in FP8 or NF4, by name.
-
-    The model may be plain or with adapters, also on the meta device.
+    """Layers of a frozen base, plain or with adapters, that `model.storage` keeps in FP8 or NF4.
 
     Raises:
         PlanError: there is no layer that could be stored in FP8.
@@ -281,7 +272,7 @@ def build_stored(
         filling.fill(model, "", model)
         filling.store_due(model)
     model.tie_weights()
-    _refuse_uninitialised(model)
+    _refuse_uninitialized(model)
     adopt(model, Fp8StorageQuantizer(Fp8StorageConfig()))
     return model
 
@@ -345,7 +336,7 @@ class _Filling:
         return real
 
 
-def _refuse_uninitialised(model: nn.Module) -> None:
+def _refuse_uninitialized(model: nn.Module) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     left = [name for name, t in tensors if t.is_floating_point() and bool(t.isnan().any())]
     if left:

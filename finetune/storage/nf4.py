@@ -52,10 +52,9 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    prefix = ""
-    base: Any = model
-    if isinstance(model, PeftModel):
-        base, prefix = model.get_base_model(), "base_model.model."
+    adapted = isinstance(model, PeftModel)
+    base: Any = model.get_base_model() if adapted else model
+    prefix = "base_model.model." if adapted else ""
     # Maps names inside PEFT's wrapping to those of the loaded model.
     inside = re.compile(r"\.(base_layer|lora_|modules_to_save|original_module).*")
     plain = [inside.sub("", key) for key in get_keys_to_not_convert(base)]

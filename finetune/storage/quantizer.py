@@ -3,19 +3,19 @@
     AutoModelForCausalLM.from_pretrained(path, quantization_config=Fp8StorageConfig("row"))
 
 Importing this module registers `fp8_storage`. Transformers builds the model on the meta device;
-here the linear layers change class (`finetune.precision.weights`), so that they expect codes and
+here the linear layers change class (`finetune.precision.stored`), so that they expect codes and
 scales. Then tensors come one by one from the memory-mapped files:
 
 * of a 16-bit checkpoint each is quantized where it arrives, before the next is read, so no more
   than one weight is ever held in high precision;
 * of an FP8 checkpoint, our own or a published one, codes go in as they are.
 
-Afterwards every stored layer is looked at: codes without NaN, finite scales of the right shape. All
-parameters are left frozen: what FP8 storage is a base for trains adapters, and norms and embeddings
-alone would otherwise train by accident.
+Afterwards every stored layer is checked: codes without NaN, finite scales of the right shape. All
+parameters are frozen: FP8 storage is a base for adapters, and norms and embeddings alone would
+train by accident.
 
-Experts that a model holds in one 3-D parameter are no linear layers. A 16-bit checkpoint of such a
-model keeps them as they are, with a warning; a published FP8 one is refused.
+Experts in one 3-D parameter are no linear layers. A 16-bit checkpoint of such a model keeps them as
+they are, with a warning; a published FP8 one is refused.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ log = logging.getLogger(__name__)
 
 
 class Fp8StorageConfig(QuantizationConfigMixin):
-    """Configuration of FP8 storage: the layers, and what shares a scale in them.
+    """Configuration of FP8 storage: the layers, and the scope of their scales.
 
     Args:
         granularity: `row`, `tensor` or `block` (128 x 128).
         keep: patterns of linear layers that stay in the type of the model.
         modules: granularity -> names of the linear layers to store, in place of all but the head,
             routers and adapters. Filled in once a model is loaded, and saved with it.
-        published: the `quantization_config` of a checkpoint in somebody else's layout.
+        published: the `quantization_config` of a checkpoint in another layout.
 
     Raises:
         ConfigError: an unknown granularity.
@@ -83,11 +83,7 @@ class Fp8StorageConfig(QuantizationConfigMixin):
 
 
 def check_granularity(granularity: str) -> Granularity:
-    """A granularity by its name.
-
-    Raises:
-        ConfigError: there is no such granularity.
-    """
+    """A granularity by its name. Raises `ConfigError` for an unknown one."""
     for kind in KINDS:
         if granularity == kind:
             return kind
@@ -99,10 +95,10 @@ def check_granularity(granularity: str) -> Granularity:
 
 
 class _TrainsAdaptersOnly:
-    """`is_qat_trainable`, raising where its truth is looked at.
+    """Value of `is_qat_trainable` that raises in a condition.
 
-    Transformers reads it of every quantized model that a `Trainer` is given, and looks at the value
-    only where there are no adapters (`validate_quantization_for_training`, Transformers 5.17).
+    Transformers reads it of every quantized model that a `Trainer` is given, and tests it only
+    without adapters (`validate_quantization_for_training`, Transformers 5.17).
     """
 
     def __bool__(self) -> NoReturn:
@@ -121,7 +117,7 @@ class QuantizeWeight(ConversionOps):
     ) -> dict[str, Any]:
         """Convert {full name: tensor, or a list of one}; a weight becomes codes and scales."""
         result: dict[str, Any] = {}
-        for name in list(input_dict):
+        for name in list(input_dict):  # taken out: one weight in high precision at a time
             value = input_dict.pop(name)
             value = value[0] if isinstance(value, list) else value
             if not self.quantizer.param_needs_quantization(model, name):
@@ -135,7 +131,7 @@ class QuantizeWeight(ConversionOps):
             bits = bits.t().contiguous() if module.transposed_weight else bits
             result[name] = Fp8Bits(bits)
             result[name.removesuffix(".weight") + SCALE] = inverse
-            del value, w  # one weight in high precision at a time
+            del value, w
         return result
 
 
@@ -196,8 +192,6 @@ class Fp8StorageQuantizer(HfQuantizer):
         renamed = [] if scale == SCALE else [WeightRenaming(rf"\{scale}$", SCALE)]
         return [*weight_conversions, *renamed]
 
-    # Before loading, on the meta device.
-
     def _process_model_before_weight_loading(
         self,
         model: Any,
@@ -206,8 +200,8 @@ class Fp8StorageQuantizer(HfQuantizer):
         **kwargs: Any,
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
-        found = self.pre_quantized and self.quantization_config.modules is None
-        tiles = self._found(model, checkpoint_files or []) if found else self._named(model)
+        published = self.pre_quantized and self.quantization_config.modules is None
+        tiles = self._found(model, checkpoint_files or []) if published else self._named(model)
         if not self.pre_quantized:
             _warn_of_experts(model, dtype)
         for name, tile in tiles.items():
@@ -250,21 +244,18 @@ class Fp8StorageQuantizer(HfQuantizer):
                 )
             if name not in known:
                 continue  # Transformers reports what the model has no place for
-            module = model.get_submodule(name.removesuffix(".weight"))
+            name = name.removesuffix(".weight")
+            module = model.get_submodule(name)
             shape = linear_shape(module)
             if shape is None or why_own_forward(module):
-                raise refuse_layout(
-                    f"{key} of a {type(module).__name__}", "only linear layers are stored"
-                )
+                kind = type(module).__name__
+                raise refuse_layout(f"{key} of a {kind}", "only linear layers are stored")
             if companion is None:
                 raise refuse_layout(f"{key} without {self._layout.scale[1:]}", "codes need scales")
-            name = name.removesuffix(".weight")
             tiles[name] = tile_of_scale(name, shape, companion, self._layout.block)
         if not tiles:
-            raise refuse_layout(
-                f"{self._layout.method}, without E4M3 weights in its files",
-                "there is nothing to store",
-            )
+            what = f"{self._layout.method}, without E4M3 weights in its files"
+            raise refuse_layout(what, "there is nothing to store")
         if self.quantization_config.published:
             log.warning(
                 "load_in_fp8: %d layers in the layout of %s; what it says about activations is "
@@ -274,12 +265,8 @@ class Fp8StorageQuantizer(HfQuantizer):
             )
         return tiles
 
-    # After loading.
-
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        devices = getattr(model, "hf_device_map", None)
-        if devices is not None:
-            _refuse_offload(devices)
+        _refuse_offload(getattr(model, "hf_device_map", None) or {})
         missing = [
             name
             for name in sorted(self._names)
@@ -318,17 +305,13 @@ def adopt(model: Any, quantizer: Fp8StorageQuantizer) -> None:
 
 
 def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
-    """Write into a model's configuration which of its layers are stored.
+    """Write into a model's configuration, of storage a new one or `config`, its stored layers.
 
-    Without it others would read saved codes back as the weights themselves.
-
-    Args:
-        model: a `PreTrainedModel`, also with PEFT's layers in it.
-        config: the one to fill in; left out: a new one.
+    Without it others would read saved codes back as the weights themselves. The model may have
+    PEFT's layers in it.
     """
     config = config or Fp8StorageConfig()
-    config.published = None
-    config.modules = {}
+    config.published, config.modules = None, {}
     for name, module in iter_stored(model):
         kind = granularity_name(module.stored_tile, tuple(module.bits.shape))
         config.modules.setdefault(kind, []).append(name.removesuffix(".base_layer"))
@@ -347,9 +330,9 @@ def _shape(module: nn.Module) -> tuple[int, int]:
 def _expect_codes(module: Any, tile: Tile, dtype: torch.dtype) -> None:
     """Make a layer on the meta device one that codes can be loaded into."""
     n, k = _shape(module)
-    grid = (-(-n // tile[0]), -(-k // tile[1]))
-    bits = torch.empty(n, k, dtype=torch.uint8, device="meta")
-    scales = torch.empty(grid, dtype=torch.float32, device="meta")
+    grid = -(-n // tile[0]), -(-k // tile[1])
+    with torch.device("meta"):
+        bits, scales = torch.empty(n, k, dtype=torch.uint8), torch.empty(grid, dtype=torch.float32)
     put(module, bits, scales, tile, dtype)
     module._is_hf_initialized = True  # a weight that is missing is an error, not a random one
 

@@ -216,11 +216,8 @@ class Witness:
             self.called.add(name)
             self.enter(name, shape)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            self.leave()
-
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        leave = module.register_forward_hook(lambda *_: self.leave(), always_call=True)
+        self._handles += [module.register_forward_pre_hook(before, prepend=True), leave]
 
     def _watch_layer(self, layer: LayerPlan, module: nn.Module) -> None:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -231,11 +228,8 @@ class Witness:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _watch_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
-        def before(module: nn.Module, args: Any) -> None:
-            self.called.add(layer.name)
-
-        self._handles.append(owner.register_forward_pre_hook(before))
-        self._handles += self._attribution.follow(layer.name, owner)
+        called = owner.register_forward_pre_hook(lambda *_: self.called.add(layer.name))
+        self._handles += [called, *self._attribution.follow(layer.name, owner)]
 
     # ------------------------------------------------------------------------------ which GEMM
 
@@ -284,8 +278,7 @@ class Witness:
             return "dgrad" if backward else "fprop"
         rows, columns = shape
         contracts_outputs = k == rows and columns in (m, n)
-        makes_weight = {m, n} == {rows, columns}
-        if contracts_outputs and makes_weight:
+        if contracts_outputs and {m, n} == {rows, columns}:
             # As many tokens as outputs: shapes cannot tell. Every engine runs dgrad first.
             done: Counter[str] = Counter()
             for (who, gemm, _), seen in self.seen.items():
@@ -353,18 +346,15 @@ class _Dispatch(TorchDispatchMode):
             # fprop [tokens, K] @ [experts, K, N]; in backward the roles of tokens change, and the
             # product of all sizes but the number of groups stays.
             a, b = args[:2]
-            sizes = {2: a.numel() * b.shape[-1], 3: a.shape[-2] * b.numel()}[a.dim()]
-            if a.dim() == b.dim() == 2:  # wgrad [K, tokens] @ [tokens, N]
-                sizes = a.shape[0] * b.numel()
+            sizes = a.numel() * b.shape[-1] if a.dim() == 2 else a.shape[-2] * b.numel()
             precision = min(operand_precision(a), operand_precision(b))
             self.witness.count_grouped(a, b, 2 * sizes, precision)
         elif packet in _ATTENTION_MATMULS:
             backward = packet.__name__.endswith("backward")
             q, k = args[1:3] if backward else args[0:2]
             flops = 2 * q[..., 0].numel() * k.shape[-2] * q.shape[-1] * _ATTENTION_MATMULS[packet]
-            self.witness.add(
-                ATTENTION, "dgrad" if backward else "fprop", operand_precision(q), flops
-            )
+            gemm: Gemm = "dgrad" if backward else "fprop"
+            self.witness.add(ATTENTION, gemm, operand_precision(q), flops)
         elif packet in flop_registry:  # convolutions and whatever else torch counts
             result = func(*args, **(kwargs or {}))
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
