@@ -148,16 +148,10 @@ def contract(p: Product, linear: Linear) -> Tensor:
 
 
 def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor:
-    """Tokens sorted by expert, each multiplied by its expert's weight.
+    """Tokens x [S, K] sorted by expert, multiplied by their expert's weight in w [E, N, K].
 
-    Args:
-        x: [S, K].
-        w: [E, N, K].
-        ends: end of each expert's tokens; rows past the last are nobody's and come out as 0.
-        linear: makes the 2-D products.
-
-    Returns:
-        [S, N].
+    With `ends` [2, 5], rows 0 and 1 are of the first expert and 2 to 4 of the second. Rows past the
+    last end are nobody's and come out as 0. Returns [S, N].
     """
     starts = [0, *ends[:-1]]
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -176,11 +170,8 @@ def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor
 def gathered(p: Product, source: Tensor, index: Tensor, linear: Linear) -> Tensor:
     """A product whose weight is `source[index]`, from `source`: each matrix is multiplied once.
 
-    Args:
-        p: its first weight label is the batch, of size S.
-        source: [E, ...] where `p.w` is [S, ...].
-        index: integers [S].
-        linear: makes the 2-D products.
+    `source` is [E, ...] where `p.w` is [S, ...], of which the batch is the first label; `index` are
+    S integers.
     """
     index = index.remainder(source.shape[0])
     ends = torch.bincount(index, minlength=source.shape[0]).cumsum(0).tolist()

@@ -167,7 +167,7 @@ class Conversion:
     def call(self) -> Iterator[None]:
         """Context of a call of the root: step begin, the engines' regions, observers.
 
-        A block and not a pair of hooks: hooks do not run after Ctrl-C in between.
+        Not a pair of hooks, the second of which would not run after Ctrl-C.
         """
         with contextlib.ExitStack() as stack:
             if self.backend is not None:

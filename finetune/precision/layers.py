@@ -79,15 +79,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def by_rows(x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """Forward of a linear layer, given its product of matrices.
+    """Forward of a linear layer, x [..., K] -> [..., N], by its product [M, K] -> [M, N].
 
-    Args:
-        x: [..., K], cast to the compute type.
-        bias: [N] or None.
-        multiply: [M, K] -> [M, N].
-
-    Returns:
-        [..., N].
+    The input is cast to the compute type.
     """
     y = multiply(x.reshape(-1, x.shape[-1]).to(compute_dtype(x)))
     y = y if bias is None else y + bias.to(y.dtype)
@@ -201,11 +195,7 @@ def matched(
 
 
 def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
-    """Names of the linear layers that are stored in FP8 by default.
-
-    Args:
-        model: on any device.
-        keep: patterns of layers to leave out, as in `precision.keep`.
+    """Names of the linear layers that are stored in FP8 by default, but those that `keep` matches.
 
     Raises:
         PlanError: a pattern that matches no linear layer, or no layer is left.

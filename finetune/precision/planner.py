@@ -228,14 +228,14 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
 
 
 def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
-    """Raise `StorageNotComputeError` for quantised weights that FP8 GEMMs cannot be fed from.
+    """Raise `StorageNotComputeError` for quantized weights that FP8 GEMMs cannot read.
 
-    Storage (4-bit, 8-bit, `load_in_fp8`) saves memory and is dequantised before each matmul;
+    Storage (4-bit, 8-bit, `load_in_fp8`) saves memory and is dequantized before each matmul;
     compute multiplies in FP8. Frozen weights stored in FP8 can do both (`precision.frozen`).
     """
-    stored = {f"{name}.weight" for name, _ in iter_stored(model)}
-    quantised = [
-        (name, f"{name}.weight" in stored)
+    stored = dict(iter_stored(model))
+    quantized = [
+        (name, name in stored)
         for name, weight, _ in iter_weights(model)
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
     ]
@@ -243,13 +243,13 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
     flag = next((name for name in flags if getattr(model, name, False)), None)
     if not flag and getattr(getattr(model, "config", None), "quantization_config", None):
         flag = "config.quantization_config"
-    where = next((name for name, ours in quantised if not ours), flag)
-    if quantised and all(ours for _, ours in quantised):
+    where = next((name for name, ours in quantized if not ours), flag)
+    if quantized and all(ours for _, ours in quantized):
         if precision.frozen == "fp8":
             return
         raise StorageNotComputeError(
             "this model is stored in FP8 (load_in_fp8), and FP8 compute was not told to use that",
-            where=quantised[0][0],
+            where=quantized[0][0],
             why="load_in_fp8 is about storage: weights are dequantised before a 16-bit matmul; "
             "frozen weights can also be multiplied as they are stored",
             fix="frozen='fp8' with adapters over it, in setup_fp8_mixed_precision_training("

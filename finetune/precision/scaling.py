@@ -240,13 +240,9 @@ class NvRule(Rule):
 def nvfp4_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales of NVFP4 blocks: x ≈ code · block · inverse, and code = round(x · scale).
 
-    Args:
-        amax: float32, largest magnitude of each block.
-
     Returns:
-        inverse: float32 scalar, amax of the tensor over 6 · 448.
-        block: float32 numbers of E4M3, of the shape of `amax`.
-        scale: float32, of the shape of `amax`.
+        `inverse`, a float32 scalar: amax of the tensor over 6 · 448; `block`, numbers of E4M3, and
+        `scale`, both float32 and of the shape of `amax`, the largest magnitude of each block.
     """
     largest = amax.max()
     encode = torch.full_like(largest, E4M3.max * E2M1.max).div_(largest).clamp_(max=FLOAT_MAX)

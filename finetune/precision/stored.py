@@ -183,14 +183,10 @@ class StoredMixin(Swapped):
 
 
 def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype) -> None:
-    """Turn a linear layer into a stored one with these codes; its own weight is dropped.
+    """Turn a linear layer, also on the meta device, into a stored one; its own weight is dropped.
 
-    Args:
-        module: a linear layer, also on the meta device.
-        bits: uint8 [N, K].
-        inverse: float32, one for each tile.
-        tile: tile that shares a scale.
-        dtype: type of the model.
+    The new weight is `bits`, uint8 [N, K], with a float32 `inverse` scale for each tile; `dtype` is
+    the type of the model.
     """
     bits = bits.t() if is_conv1d(type(module)) else bits
     module.weight = Fp8Bits(bits.contiguous())

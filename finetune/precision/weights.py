@@ -174,10 +174,7 @@ def multiply(
 ) -> Tensor:
     """Multiply a `cast` operand by stored codes: [M, C] @ [C, D] -> [M, D] in `dtype`.
 
-    Args:
-        a: codes [M, C] and their inverse scale.
-        bits: uint8 [C, D], in any layout.
-        inverse: float32 inverse scale of each column, [1, D], or one number.
+    `bits` are uint8 in any layout, with a float32 inverse scale per column, [1, D], or one number.
     """
     if how.emulate:
         b = Codes(decode_bits(bits), inverse, E4M3, how.in_bf16)

@@ -58,10 +58,7 @@ from transformers.utils import can_return_tuple
 def rotary_table(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine of rotary angles, float32 [B, 1, T, size / 2] (Su et al. 2021).
 
-    Args:
-        positions: int64 [B, T].
-        size: neurons per head.
-        theta: base; pair i turns by theta^(-2i / size) per token.
+    Of positions [B, T] and a head of `size` neurons; pair i turns by theta^(-2i / size) per token.
     """
     pairs = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device)
     angles = positions[:, None, :, None].float() * theta ** (-pairs / size)
@@ -78,14 +75,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Linear attention, in parallel: the sum of `v` weighted by plain inner products.
 
-    Args:
-        q: [B, H, T, N].
-        k: [B, H, S, N].
-        v: [B, 1, S, D], shared by all heads.
-        visible: bool [B or 1, 1, T, S].
-
-    Returns:
-        [B, H, T, D].
+    q [B, H, T, N], k [B, H, S, N], v [B, 1, S, D] shared by all heads, visible bool
+    [B or 1, 1, T, S] -> [B, H, T, D].
     """
     if q.dtype == torch.float16:  # sums of N squares: past float16's range, whatever autocast says
         with torch.autocast(q.device.type, enabled=False):

@@ -39,11 +39,7 @@ class Observer(Protocol):
 
 
 class ObservedMixin(Swapped):
-    """Mixin for a module that multiplies by matrices outside modules.
-
-    Attributes:
-        fp8_observers: observers of these GEMMs, usually none.
-    """
+    """Mixin for a module that multiplies by matrices outside modules; usually without observers."""
 
     fp8_observers: list[Observer]
 

@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-from torchao.float8.float8_scaling_utils import (
-    get_maybe_axiswise_dim,
-    hp_tensor_to_float8_dynamic,
-)
+from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from finetune.config.schema import Gemm, PrecisionConfig
