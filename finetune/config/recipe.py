@@ -173,7 +173,7 @@ def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None
 def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
     """`precision.scaling=mxfp8` or `precision.compute=bf16` alone replace the recipe's own.
 
-    With them goes what belongs to it: settings of delayed scaling, weights held in FP8.
+    Settings that belong to them go too: of delayed scaling, of weights stored in FP8.
     """
     named, section = set(map(_key, overrides)), data.get("precision")
     if not isinstance(section, dict):

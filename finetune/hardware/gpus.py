@@ -11,7 +11,7 @@ spaces, dashes and the maker's names, but whole too: `H100` is the SXM module an
 Workstation Edition, which are sold under the bare name; `A100` alone is an error, for there is one
 of 40 and one of 80 GB.
 
-Lines of one's own stand in a file of the same form: the one that the environment variable
+A user's own lines stand in a file of the same form: the one that the environment variable
 `FINETUNE_GPUS` names, else `~/.config/fp8-finetune/gpus.yaml`. A line whose `name` is also in the
 table replaces that of the table, for instance to give it a price.
 """

@@ -14,7 +14,7 @@ outputs, not H products, and its dgrad then sums over heads inside the GEMM. One
 broadcast belongs to x. What remains as batch is a loop; weights and inputs are unbound once, so
 that backward stacks gradients instead of adding H tensors of full size. In grouped products
 (experts) tokens come sorted by expert, and in gathered ones each row brings the number of its
-expert; both are a loop over the experts that have tokens, and cost one synchronisation with the
+expert; both are a loop over the experts that have tokens, and cost one synchronization with the
 device.
 
 Not a linear product, and refused: a label summed in one operand alone, repeated labels, three
@@ -151,7 +151,7 @@ def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor
     """Tokens x [S, K] sorted by expert, multiplied by their expert's weight in w [E, N, K].
 
     With `ends` [2, 5], rows 0 and 1 are of the first expert and 2 to 4 of the second. Rows past the
-    last end are nobody's and come out as 0. Returns [S, N].
+    last end belong to no expert and come out as 0. Returns [S, N].
     """
     starts = [0, *ends[:-1]]
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -163,8 +163,8 @@ def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor
     ]
     if not found:  # keeps the result connected to both operands
         found = [linear(pieces[0], w[0], None)]
-    nobodys = found[0].new_zeros(pieces[-1].shape[0], w.shape[1])
-    return torch.cat([*found, nobodys])
+    rest = found[0].new_zeros(pieces[-1].shape[0], w.shape[1])
+    return torch.cat([*found, rest])
 
 
 def gathered(p: Product, source: Tensor, index: Tensor, linear: Linear) -> Tensor:

@@ -104,9 +104,9 @@ class Conversion:
 
     def _parameters(self) -> dict[str, tuple[int, bool]]:
         """Identity and trainability of every parameter that conversion must not touch."""
-        held = {f"{layer.name}.weight" for layer in self.plan.stored}
+        stored = {f"{layer.name}.weight" for layer in self.plan.stored}
         named = self.model.named_parameters()
-        return {name: (id(p), p.requires_grad) for name, p in named if name not in held}
+        return {name: (id(p), p.requires_grad) for name, p in named if name not in stored}
 
     def _swap(self, module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
         self._swapped.append(module)
@@ -211,7 +211,7 @@ def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
 
     Args:
         plan: its `precision.backend` must be concrete (see `finetune.hardware.device.resolve`).
-        hardware: the device multiplies FP8; otherwise torchao emulates.
+        hardware: True if the device multiplies FP8; if not, torchao emulates.
     """
     layers = sum(not layer.stored for layer in plan.fp8_layers)
     if not layers:

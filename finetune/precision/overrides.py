@@ -12,7 +12,7 @@ in FP8.
 
 Every choice must decide over something. One that matches nothing, whose every module another
 choice decides over, or that requests the impossible (an embedding is a lookup and no matmul, so it
-has no FP8), is an error that names what to use: a part meant for high precision would otherwise
+has no FP8), is an error that names what to use: a part meant for high precision would
 silently run in FP8, or the other way round.
 
 The module itself changes class (`OverrideMixin`), whatever autocast says: a linear layer multiplies

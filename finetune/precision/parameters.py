@@ -69,8 +69,8 @@ class Parameters:
         """Name of the parameter that `x` is or is a view of."""
         if type(x) not in (Tensor, *PLAIN) or x.layout is not torch.strided:
             return None
-        held = self._by_storage.get(x.untyped_storage()._cdata, {})
-        for name, parameter in held.values():
+        there = self._by_storage.get(x.untyped_storage()._cdata, {})
+        for name, parameter in there.values():
             begin = parameter.storage_offset()
             inside = begin <= x.storage_offset() < begin + max(parameter.numel(), 1)
             if inside and x.dtype == parameter.dtype:

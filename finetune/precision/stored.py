@@ -178,8 +178,8 @@ class StoredMixin(Swapped):
 
     def extra_repr(self) -> str:
         rows, columns = self.stored_tile
-        held = super().extra_repr()
-        return f"{held}, held in {E4M3.name}, scale of {rows}x{columns}"
+        plain = super().extra_repr()
+        return f"{plain}, held in {E4M3.name}, scale of {rows}x{columns}"
 
 
 def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype) -> None:

@@ -40,7 +40,7 @@ CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"
 """The trainer's own state, without which training cannot go on."""
 QUIET = 900.0
-"""Seconds without a change after which a run that nobody can be asked about counts as killed."""
+"""Seconds without a change after which a run whose process cannot be asked counts as killed."""
 TAIL_BYTES = 1 << 16
 _RECEIPT = ("run", "precision", "environment", "trainable", "memory")
 

@@ -117,7 +117,7 @@ class Receipt(JupyterMixin):
             moments and their scales as they are stored, on this process.
         layers: every linear layer.
         environment: versions, device, seed, processes, patches in force.
-        memory: `measured_gib`, the most that a step or the training held (None: not measured);
+        memory: `measured_gib`, the peak of a step or of the training (None: not measured);
             `measured`, what that is or why it is missing; `reserved_gib`, the most that torch's
             allocator kept (GPUs); `predicted_gib`, `predicted_reserved_gib` and `predicted`, the
             same as they were expected before the run, and by whom.
@@ -160,8 +160,8 @@ class Receipt(JupyterMixin):
             kind = p["ran"].upper()
             share = f"{self.fp8_flop_share:.1%} of matmul FLOPs ran in {kind}"
             return f"{kind} {p['backend']}/{p['scaling']}, {self.status}: {share}"
-        held = ", ".join(f"{n} weights held in {k}" for k, n in p.get("storage", {}).items())
-        return f"{p['ran'].upper()}, {self.status}: no matmul ran in FP8" + (held and f"; {held}")
+        kept = ", ".join(f"{n} weights held in {k}" for k, n in p.get("storage", {}).items())
+        return f"{p['ran'].upper()}, {self.status}: no matmul ran in FP8" + (kept and f"; {kept}")
 
     def __rich__(self) -> RenderableType:
         """Headline, loud lines, layers by group, trainable parameters, memory."""

@@ -260,7 +260,7 @@ def build_stored(
 
     Raises:
         ConfigError: an unknown granularity.
-        PlanError: a name that is no linear layer, or a model that leaves weights uninitialised.
+        PlanError: a name that is no linear layer, or a model that leaves weights uninitialized.
     """
     granularity = check_granularity(granularity)
     with torch.device("meta"):
@@ -320,7 +320,7 @@ class _Filling:
     def _real(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor.to(self.device)
-        if id(tensor) in self.made:  # tied: initialised by the module that had it first
+        if id(tensor) in self.made:  # tied: initialized by the module that had it first
             real = self.made[id(tensor)][1]
             real._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
             return real

@@ -1,7 +1,7 @@
 """A frozen base in four bits: QLoRA (Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes.
 
 NF4 has 16 levels at the quantiles of a normal distribution; 64 weights in a row share an absmax,
-itself quantised: 4.127 bits per weight (`finetune.storage.sizes`). Weights are dequantised to BF16
+itself quantized: 4.127 bits per weight (`finetune.storage.sizes`). Weights are dequantized to BF16
 before each matmul and get no gradient. Transformers chooses the layers: all linear ones but the
 output head, tied weights and the last module.
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def quantization_config() -> BitsAndBytesConfig:
-    """Configuration of QLoRA's storage in Transformers: NF4, double quantisation, BF16 compute."""
+    """Configuration of QLoRA's storage in Transformers: NF4, double quantization, BF16 compute."""
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -67,7 +67,7 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
 
 
 def build_random(shape: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """Build a model of random weights, quantising each linear layer as it is made.
+    """Build a model of random weights, quantizing each linear layer as it is made.
 
     At most one layer exists in full precision. `**kwargs` are for `from_config`.
     """
@@ -95,7 +95,7 @@ def build_random(shape: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
 
 
 def _fill(layer: Any, model: PreTrainedModel, device: Any, dtype: Any) -> None:
-    """Draw a plain layer as its class initialises it, and store its weight in four bits."""
+    """Draw a plain layer as its class initializes it, and store its weight in four bits."""
     import torch
     from bitsandbytes.nn import Params4bit
     from torch import nn
@@ -108,7 +108,7 @@ def _fill(layer: Any, model: PreTrainedModel, device: Any, dtype: Any) -> None:
     model._initialize_weights(plain)
     w_nk = plain.weight.data if isinstance(plain, nn.Linear) else plain.weight.data.T.contiguous()
     layer.weight = Params4bit(w_nk, requires_grad=False, **layer.weight.__dict__).to(device)
-    layer.weight._is_hf_initialized = True  # parents that initialise their layers leave it alone
+    layer.weight._is_hf_initialized = True  # parents that initialize their layers leave it alone
     if biased:
         layer.bias = nn.Parameter(plain.bias.data, requires_grad=False)
 
@@ -139,8 +139,8 @@ def masters_kept(model: nn.Module) -> Iterator[None]:
     For the construction of an `SFTTrainer`: TRL 1.16 casts adapters of a 4-bit base to BF16.
     """
     four_bit = any(stored_as(module) for module in model.modules())
-    held = [(p, p.data) for p in model.parameters() if p.requires_grad and four_bit]
+    masters = [(p, p.data) for p in model.parameters() if p.requires_grad and four_bit]
     yield
-    for parameter, data in held:
+    for parameter, data in masters:
         if parameter.dtype != data.dtype:
             parameter.data = data.to(parameter.device)

@@ -7,7 +7,7 @@ here the linear layers change class (`finetune.precision.stored`), so that they 
 scales. Then tensors come one by one from the memory-mapped files:
 
 * of a 16-bit checkpoint each is quantized where it arrives, before the next is read, so no more
-  than one weight is ever held in high precision;
+  than one weight ever exists in high precision;
 * of an FP8 checkpoint, our own or a published one, codes go in as they are.
 
 Afterwards every stored layer is checked: codes without NaN, finite scales of the right shape. All

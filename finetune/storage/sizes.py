@@ -1,7 +1,7 @@
 """Bytes of weights stored in FP8 or NF4, with scales; arithmetic without torch.
 
 FP8 has one float32 scale per row or per tensor. In NF4 (QLoRA: Dettmers et al. 2023, arXiv
-2305.14314, by bitsandbytes with double quantisation) 64 weights in a row share an absmax, itself
+2305.14314, by bitsandbytes with double quantization) 64 weights in a row share an absmax, itself
 stored in 8 bits, 256 of them under one float32:
 
     bits per weight = 4 + 8 / 64 + 32 / (64 · 256) = 4.127

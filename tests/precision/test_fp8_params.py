@@ -10,7 +10,7 @@ from torch import nn
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
 from finetune.precision.backends import emulated
-from finetune.precision.backends.emulated import EmulatedBackend, HeldWeight
+from finetune.precision.backends.emulated import CachedWeight, EmulatedBackend
 from finetune.precision.formats import row_hashes
 from finetune.precision.scaling import BlockwiseRule, MxRule, NvRule, RowwiseRule, TensorwiseRule
 from finetune.training import session
@@ -196,7 +196,7 @@ def test_what_is_held_are_fp8_bits() -> None:
     convert.apply(model, planner.plan(model, fp8("rowwise", fp8_params=True)))
     model(torch.randn(16, 64, requires_grad=True)).sum().backward()
     rule = model[0].fp8_rule
-    assert isinstance(rule, HeldWeight)
+    assert isinstance(rule, CachedWeight)
     kinds = {codes.values.dtype for _, codes in rule._cached.values()}
     assert kinds == {torch.float8_e4m3fn}
     assert model[0].weight.dtype is torch.float32, "the optimizer's master"

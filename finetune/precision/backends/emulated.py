@@ -104,7 +104,7 @@ def _unpack(kind: tuple[Format, bool] | None, values: Any, inverse: Any) -> Code
     return None if kind is None else Codes(values, inverse, *kind)
 
 
-class HeldWeight(Rule):
+class CachedWeight(Rule):
     """A rule that casts its weight once per update and caches it as FP8 bit patterns.
 
     The parameter is the optimizer's high-precision master. The cache is invalidated by every
@@ -187,12 +187,12 @@ class EmulatedBackend(Backend):
         else:
             rule = make_rule(self.precision, self.randomness)
         if self._updates is not None:
-            rule = HeldWeight(rule, self._updates)
+            rule = CachedWeight(rule, self._updates)
         return {"fp8_rule": rule}
 
     def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
         rule: Any = module.fp8_rule
-        rule = rule.rule if isinstance(rule, HeldWeight) else rule
+        rule = rule.rule if isinstance(rule, CachedWeight) else rule
         return rule.scale_in_force(operand) if isinstance(rule, DelayedRule) else None
 
     def begin_step(self) -> None:

@@ -58,7 +58,7 @@ _FIRST_OPERAND: dict[Any, int] = dict.fromkeys(
     [EMULATED, *_existing("mm", "bmm", "_scaled_mm", "_scaled_mm_v2")], 0
 ) | dict.fromkeys(_existing("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_"), 1)
 _FOUR_BIT = {"bitsandbytes::gemm_4bit"}
-"""Products x Wᵀ, (x, codes, (N, K), ...), of a weight that is dequantised to the type of x."""
+"""Products x Wᵀ, (x, codes, (N, K), ...), of a weight that is dequantized to the type of x."""
 _GROUPED = _existing("_grouped_mm", "_scaled_grouped_mm")
 _ATTENTION = [
     f"_scaled_dot_product_{kind}"
@@ -94,7 +94,7 @@ def operand_precision(x: Any) -> str:
     data = getattr(x, "_data", None)  # torchao's Float8TrainingTensor
     if isinstance(data, Tensor) and data.dtype in FP8_DTYPES:
         return "fp8"
-    for low in ("fp8", "fp4"):  # Transformer Engine's quantised tensors
+    for low in ("fp8", "fp4"):  # Transformer Engine's quantized tensors
         if getattr(x, f"_{low}_dtype", None) is not None:
             return low
     return _DTYPES.get(x.dtype, str(x.dtype).removeprefix("torch."))
@@ -132,7 +132,7 @@ class Witness:
         for observers in self._joined:
             observers.append(self)
         for name, module in modules.items():
-            # What a module multiplies besides its layers is nobody's, also in a checkpoint's
+            # A module's GEMMs besides its layers belong to no layer, also in a checkpoint's
             # recomputation, which begins inside an autograd node of some layer.
             if name not in self._plan:
                 self._name_call(module, OTHER, (0, 0))
@@ -237,12 +237,12 @@ class Witness:
         """Count one GEMM [m, k] @ [k, n], contracting k."""
         if not batch * m * n * k:  # an expert without tokens
             return
-        nobody = OTHER, in_backward(), (0, 0)
-        name, backward, shape = self._stack[-1] if self._stack else nobody
+        no_layer = OTHER, in_backward(), (0, 0)
+        name, backward, shape = self._stack[-1] if self._stack else no_layer
         self.count, self.last = self.count + 1, (m, n, k)
         if backward and batch > 1 and not set(shape) <= {m, n, k}:
             # A checkpoint recomputes what saved this node's inputs: attention, not the layer.
-            name, backward, shape = nobody
+            name, backward, shape = no_layer
         if batch > 1 and name == OTHER:
             name = BATCHED
         head = self._head
