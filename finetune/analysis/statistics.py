@@ -47,9 +47,7 @@ def student(values: Sequence[float], confidence: float, n: int = 0) -> Interval:
 
     Another `n` than `len(values)` plans for n observations with the same spread.
     """
-    from scipy.special import (
-        stdtrit,  # the quantile of `scipy.stats.t`, without its second of import
-    )
+    from scipy.special import stdtrit  # quantile of `scipy.stats.t`, without its second of import
 
     n = n or len(values)
     mean = fmean(values)

@@ -205,7 +205,7 @@ def evaluate(
         console.print(f"kept in {kept}", highlight=False, soft_wrap=True)
 
 
-def _keep(folder: Path, weights: Path, asked: dict[str, Any], scores: dict[str, Any]) -> Path:
+def _keep(folder: Path, weights: Path, requested: dict[str, Any], scores: dict[str, Any]) -> Path:
     """Add the scores of a finished run's last weights to its report; others stay apart.
 
     A run without a report did not finish, and a report that only holds scores would say it had.
@@ -213,7 +213,7 @@ def _keep(folder: Path, weights: Path, asked: dict[str, Any], scores: dict[str, 
     run = Run(folder)
     if weights.name != "model" or not run.report:
         kept = folder / f"tasks-{weights.name}.json"
-        text = {"weights": weights.name, "eval": asked, "tasks": scores}
+        text = {"weights": weights.name, "eval": requested, "tasks": scores}
         write_whole(kept, json.dumps(text, indent=1) + "\n")
         return kept
     kept = folder / "report.json"

@@ -75,16 +75,12 @@ def measure_point(job: Job, emit: Emit, train: Train | None = None) -> None:
         why = f"{error.what}: {error.why}" if error.why else error.what
         emit({"kind": "failed", "error": why, "out_of_memory": short})
     except (MemoryError, RuntimeError) as error:
-        text = str(error).strip()
-        if not _is_out_of_memory(error, text.lower()):
+        text, signs = str(error).strip(), ("out of memory", "alloc_failed", "allocate memory")
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not full and not any(sign in text.lower() for sign in signs):
             raise
         line = f"out of memory: {text.splitlines()[0]}" if text else "out of memory"
         emit({"kind": "failed", "error": line, "out_of_memory": True})
-
-
-def _is_out_of_memory(error: BaseException, text: str) -> bool:
-    signs = ("out of memory", "alloc_failed", "allocate memory")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(s in text for s in signs)
 
 
 # --------------------------------------------------------------------------------- before it trains
@@ -134,22 +130,14 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
     running = session.install(ahead.resolution, ahead.plan)
     try:
         measured = train_steps(
-            job, device, MemoryMeter(running), held=ahead.plan.stored, monitored=True
+            job, device, MemoryMeter(running), stored=ahead.plan.stored, monitored=True
         )
         receipt, label = running.receipt(), running.resolution.label
     finally:
         session.uninstall()
-    precision = receipt.precision
-    return {
-        **measured,
-        "precision": label,
-        "proven": receipt.status,
-        "backend": precision["backend"],
-        "scaling": precision["scaling"],
-        "compile": precision["compile"],
-        "fp8_share": receipt.fp8_flop_share,
-        **_work(receipt, job, device),
-    }
+    executed = {key: receipt.precision[key] for key in ("backend", "scaling", "compile")}
+    facts = {"precision": label, "proven": receipt.status, "fp8_share": receipt.fp8_flop_share}
+    return measured | executed | facts | _work(receipt, job, device)
 
 
 def train_steps(
@@ -157,7 +145,7 @@ def train_steps(
     device: Device,
     meter: MemoryMeter,
     *,
-    held: Sequence[LayerPlan] = (),
+    stored: Sequence[LayerPlan] = (),
     monitored: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
     kind: type[SFTTrainer] | None = None,
@@ -166,7 +154,7 @@ def train_steps(
 
     Args:
         meter: measures the memory of a step.
-        held: layers whose weights are stored in FP8 from the beginning.
+        stored: layers whose weights are stored in FP8 from the beginning.
         monitored: monitor health, as a run does.
         kind: class of trainer; default `trl.SFTTrainer`.
 
@@ -199,7 +187,7 @@ def train_steps(
             train=random_rows(config.model, count, job.point.length, job.round),
             held_out=None,
             tokenizer=tokenizer,
-            stored=held,
+            stored=stored,
             callbacks=[meter, timer, *callbacks],
             kind=kind,
         )
@@ -218,8 +206,13 @@ def train_steps(
         "reserved_gib": memory.get("reserved_gib"),
         "memory": memory["measured"],
         "note": job.note,
-        "environment": _environment(device),
-    }
+        "environment": {
+            "versions": {name: v for name in LIBRARIES if (v := version(name))},
+            "device": {"kind": device.kind, "name": device.name,
+                       "memory_gib": round(device.memory_gib, 1)},
+            "threads": torch.get_num_threads(),
+        },
+    }  # fmt: skip
 
 
 def _work(receipt: Receipt, job: Job, device: Device) -> dict[str, Any]:
@@ -244,18 +237,6 @@ def _check_batch(job: Job, meter: MemoryMeter) -> None:
             f"a micro-batch had {rows} x {length} tokens{', padded' if padded else ''}",
             why=f"{job.point.tokens} were asked for, and tokens/s would be wrong",
         )
-
-
-def _environment(device: Device) -> dict[str, Any]:
-    return {
-        "versions": {name: v for name in LIBRARIES if (v := version(name))},
-        "device": {
-            "kind": device.kind,
-            "name": device.name,
-            "memory_gib": round(device.memory_gib, 1),
-        },
-        "threads": torch.get_num_threads(),
-    }
 
 
 def serve(measure: Callable[[str, Emit], None]) -> None:

@@ -31,11 +31,9 @@ class Row:
     """One point of one recipe.
 
     Attributes:
-        batch, length: rows of a micro-batch, tokens of a row.
-        tokens: tokens of an optimizer step.
+        batch, length, tokens: rows of a micro-batch; tokens of a row, of an optimizer step.
         precision, backend, scaling, compile: as executed, from the receipt.
         proven: status of the receipt; without one, an observation of the run.
-        fp8_share: share of matmul FLOPs that ran in FP8.
         rounds: seconds of each timed step, a list for each round (process).
         tflop: 10^12 matmul FLOPs of a step, recomputation not counted.
         peak_seconds: seconds of those FLOPs at the GPU's peaks; None for an unknown GPU.
@@ -99,8 +97,8 @@ class Row:
     @property
     def explanation(self) -> str:
         """Full error or status, if `state` shortens it."""
-        said = self.error or self.proven
-        return "" if said == self.state else said
+        text = self.error or self.proven
+        return "" if text == self.state else text
 
     def facts(self) -> dict[str, Any]:
         """Figures computed from the row, for the files."""
@@ -192,16 +190,16 @@ class Benchmark(JupyterMixin):
         return json.dumps({"kind": "benchmark", **data, "rows": rows}, indent=1)
 
     def _against(self, row: Row) -> dict[str, Any]:
-        found = {}
-        for name in self.references:
-            if ratio := self.ratio(row, name):
-                found[name] = {
-                    "speed": ratio.value,
-                    "interval": ratio.interval and list(ratio.interval),
-                    "predicted_speed": self.predicted_ratio(row, name),
-                    "memory": self.memory_ratio(row, name),
-                }
-        return found
+        return {
+            name: {
+                "speed": ratio.value,
+                "interval": ratio.interval and list(ratio.interval),
+                "predicted_speed": self.predicted_ratio(row, name),
+                "memory": self.memory_ratio(row, name),
+            }
+            for name in self.references
+            if (ratio := self.ratio(row, name))
+        }
 
     @classmethod
     def from_json(cls, text: str) -> Benchmark:

@@ -123,13 +123,9 @@ class Facts:
     """Observed facts of one step.
 
     Attributes:
-        groups: layer groups, with times.
         parts: seconds by step part; they add up to the step.
-        recompute_seconds: time that checkpointing spent on recomputation.
         adapter_seconds: time in adapters: GEMMs and elementwise operations.
-        payoff: sizes from which FP8 pays on this GPU; None if unknown.
-        compiled: the receipt's line on `torch.compile`.
-        adapters: the receipt's line on fusing adapters.
+        compiled, adapters: the receipt's lines on `torch.compile` and on fusing adapters.
         masked: attention runs under an explicit mask over packed rows.
         trainable: number of trainable parameters.
     """

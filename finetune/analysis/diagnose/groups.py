@@ -52,11 +52,8 @@ class LayerGroup:
         shape: (N, K); (0, 0) for matmuls outside of layers.
         fprop, dgrad, wgrad: executed precision, `none` if the GEMM did not run.
         tokens: M of a GEMM, the mean over calls; 0 outside of layers.
-        calls: calls in the observed micro-step, by GEMM.
-        flops: floating-point operations of the observed micro-step.
-        share: share of that micro-step's matmul FLOPs, 0 to 1.
-        snr_db: mean over layers in dB, by quantized operand (x, w, g).
-        worst_snr_db: dB of the worst layer, by operand.
+        calls, flops, share: of the observed micro-step; the share is of its matmul FLOPs.
+        snr_db, worst_snr_db: mean over layers, and the worst layer, by quantized operand (x, w, g).
         gemm_seconds, cast_seconds: time per optimizer step.
         bf16_seconds: time of the same GEMMs in BF16 here; None if not measured.
         kernels: (name, seconds of one step), longest first.

@@ -277,13 +277,9 @@ def _gap_plot(
 
 
 def _differences(c: Sides) -> Table:
+    keys = ("a", "b", "why")
     rows = [
-        (
-            d.condition,
-            c.num(f"differences[{i}].a", as_text(d.a)),
-            c.num(f"differences[{i}].b", as_text(d.b)),
-            c.num(f"differences[{i}].why", d.why),
-        )
+        (d.condition, *(c.num(f"differences[{i}].{k}", as_text(getattr(d, k))) for k in keys))
         for i, d in enumerate(c.found.differences)
     ]
     return Table(("condition", *c.labels, "why it matters"), rows)

@@ -192,15 +192,15 @@ def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
         axes.plot(row.seeds, [y - 0.22] * len(row.seeds), "|", color=LIGHT["muted"], markersize=7)
         (dot,) = axes.plot([row.gap], [y], "o", color=LIGHT["ink"], markersize=9)
         dot.set_gid(f"series-{number}")
-        said = signed(row.gap)
+        text = signed(row.gap)
         if row.interval:
-            said += f" ({signed(row.interval[0])} to {signed(row.interval[1])})"
-        for text, x, align in (
+            text += f" ({signed(row.interval[0])} to {signed(row.interval[1])})"
+        for shown, x, align in (
             (row.label, 0.0 if narrow else -0.015, "left" if narrow else "right"),
-            (said, 1.0 if narrow else 1.015, "right" if narrow else "left"),
+            (text, 1.0 if narrow else 1.015, "right" if narrow else "left"),
         ):
             axes.annotate(
-                text, (x, y + 0.25 * narrow), xycoords=("axes fraction", "data"), ha=align,
+                shown, (x, y + 0.25 * narrow), xycoords=("axes fraction", "data"), ha=align,
                 va="bottom" if narrow else "center_baseline", fontsize=11 - narrow,
             )  # fmt: skip
     axes.set_xlim(-reach, reach)

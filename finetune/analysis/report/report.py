@@ -153,15 +153,13 @@ def _page(compared: Sequence[Path], runs: Sequence[Run], base: Path) -> Page:
 
 
 def _write(page: Page, base: Path) -> Report:
-    pictures = []
-    for plot in page.plots:
-        picture = base / f"{plot.name}.png"
+    pictures = {base / f"{plot.name}.png": plot for plot in page.plots}
+    for picture, plot in pictures.items():
         to_png(plot, picture)
-        pictures.append(picture)
-    written = {"report.html": as_html(page), "report.md": as_markdown(page)}
-    for name, text in written.items():
-        (base / name).write_text(text, encoding="utf-8")
-    return Report(base, base / "report.html", base / "report.md", tuple(pictures), page.verdict)
+    html, markdown = base / "report.html", base / "report.md"
+    html.write_text(as_html(page), encoding="utf-8")
+    markdown.write_text(as_markdown(page), encoding="utf-8")
+    return Report(base, html, markdown, tuple(pictures), page.verdict)
 
 
 # --------------------------------------------------------------------------------------- rendering

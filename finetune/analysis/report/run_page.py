@@ -9,6 +9,8 @@ from functools import cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from finetune.analysis.report.curves import (
     curve,
     gradients_and_speed,
@@ -99,11 +101,9 @@ class RunSource(Source):
             return f"Not {self.requested}", "bad"
         if not self.run.proven:
             return f"{self.executed}, not proven", "bad"
-        return (
-            (f"{self.executed}, proven", "good")
-            if self.is_low
-            else (f"{self.executed}, as asked", "plain")
-        )
+        if self.is_low:
+            return f"{self.executed}, proven", "good"
+        return f"{self.executed}, as asked", "plain"
 
     # ------------------------------------------------------------------------------------- figures
 
@@ -299,14 +299,11 @@ class RunSource(Source):
             for prompt, answer, file, key, step in self.answers_of(number):
                 when = self.num("trained" if file == REPORT else f"step {step:,}", file, key)
                 prompts.setdefault(prompt, []).append((when, answer))
-        return {prompt: _some(found) for prompt, found in prompts.items()}
-
-
-def _some(found: list[tuple[Cell, str]]) -> list[tuple[Cell, str]]:
-    if len(found) <= SHOWN_ANSWERS:
-        return found
-    last = len(found) - 1
-    return [found[round(i * last / (SHOWN_ANSWERS - 1))] for i in range(SHOWN_ANSWERS)]
+        shown = {}
+        for prompt, said in prompts.items():
+            at = np.linspace(0, len(said) - 1, min(len(said), SHOWN_ANSWERS)).round().astype(int)
+            shown[prompt] = [said[i] for i in at]
+        return shown
 
 
 def run_page(s: RunSource) -> Page:
