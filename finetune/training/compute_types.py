@@ -84,16 +84,6 @@ def refuse_half_weights(model: nn.Module) -> None:
         )
 
 
-def skip_like_any_other(optimizer: torch.optim.Optimizer) -> None:
-    """Make a fused optimizer's steps skippable from outside, like any other's.
-
-    It would skip inside its kernel unreported: the learning rate would advance, and skipped steps
-    would count as steps.
-    """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer._step_supports_amp_scaling = False
-
-
 def refuse_vanished_scale(scale: float, skipped: int) -> None:
     """Raise `ProofError` when the scale has backed off below the smallest useful one."""
     if scale < SMALLEST_SCALE:

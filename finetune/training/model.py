@@ -272,7 +272,8 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     """
     from transformers import AutoTokenizer
 
-    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else locate(model)
+    source = locate(model)
+    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else source
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
     except (OSError, ValueError) as error:

@@ -33,6 +33,20 @@ AUTOCAST: dict[Compute, str] = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "
 """Accelerate's mixed precision by compute precision: BF16 around FP8 GEMMs."""
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context manager that gives one object an attribute of its own, and its former one back."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:  # another library's
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
 class Patches:
     """Temporary replacements of class methods."""
 

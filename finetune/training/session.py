@@ -184,8 +184,10 @@ class Session:
         if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier train()
             optimizer = optimizer.optimizer
         self._undo.callback(optimizer.register_step_pre_hook(self._check_owner).remove)
-        if self.precision.compute == "fp16":
-            compute_types.skip_like_any_other(optimizer)
+        if self.precision.compute == "fp16" and hasattr(optimizer, "_step_supports_amp_scaling"):
+            # A fused optimizer would skip inside its kernel unreported: the learning rate would
+            # advance, and skipped steps would count as steps.
+            optimizer._step_supports_amp_scaling = False
         if self.device.kind == "cpu" and is_torchao(optimizer):
             self._undo.callback(low_bit.step_uncompiled(optimizer))
 

@@ -220,12 +220,14 @@ def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cl
     commas = cli("evaluate", str(report.folder), "--tasks", ",", "--data", "x")
     assert commas.code == 2
     assert "no task is named" in commas.err
-    (report.folder / "report.part").mkdir()  # nothing can be written there, not even by root
+    (
+        report.folder / "report.json.partial"
+    ).mkdir()  # nothing can be written there, not even by root
     lost = cli("evaluate", str(report.folder), "--limit", "2", "--json")
     assert lost.code == 2
     assert json.loads(lost.out)["harbour_choice"]["n"] == 2
     assert "could not be kept" in lost.err
-    (report.folder / "report.part").rmdir()
+    (report.folder / "report.json.partial").rmdir()
     (report.folder / "report.json").unlink()  # as of a run that failed after its training
     apart = cli("evaluate", str(report.folder), "--limit", "2")
     assert apart.out.strip().endswith("tasks-model.json")

@@ -40,6 +40,7 @@ from finetune.precision.convert import Conversion
 from finetune.precision.planner import PrecisionPlan
 from finetune.runs.folder import newest_checkpoint
 from finetune.training.health.nonfinite import KINDS, Finder, Finding, all_finite, check_parameters
+from finetune.training.patches import replaced
 
 LEAST_SCALE = 1.0
 """FP16: at this loss scale gradients are unscaled, and a nonfinite one stays so."""
@@ -129,13 +130,23 @@ class Finiteness:
         Gradients are overwritten: training must not go on.
         """
         self.model.zero_grad(set_to_none=True)
-        accelerator = self.trainer.accelerator
-        with torch.compiler.set_stance("force_eager"), _frozen_scales(self.conversion):
+        accelerator, plain = self.trainer.accelerator, self.trainer.accelerator.backward
+
+        def backward(loss: Tensor, **kwargs: Any) -> None:
+            finder.see_loss(loss)
+            plain(loss, **kwargs)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(replaced(accelerator, "backward", backward))
+            if self.conversion is not None and self.conversion.backend is not None:
+                # Scales stay as they are.
+                stack.enter_context(replaced(self.conversion.backend, "begin_step", lambda: None))
             for index, batch in enumerate(self._batches):
                 torch.set_rng_state(batch.on_cpu)
                 if batch.on_gpu is not None:
                     torch.cuda.set_rng_state(batch.on_gpu)
-                with Finder(self.model) as finder, _loss_shown_to(finder, accelerator):
+                with Finder(self.model) as finder:
                     batch.call()
                     finder.see_gradients()
                 found = first_found(finder.found)
@@ -168,34 +179,6 @@ def first_found(finding: Finding | None) -> Finding | None:
         if one is not None
     ]
     return min(found, key=lambda one: KINDS.index(one.kind), default=None)
-
-
-@contextlib.contextmanager
-def _loss_shown_to(finder: Finder, accelerator: Any) -> Iterator[None]:
-    backward = accelerator.backward
-
-    def watched(loss: Tensor, **kwargs: Any) -> None:
-        finder.see_loss(loss)
-        backward(loss, **kwargs)
-
-    accelerator.backward = watched
-    try:
-        yield
-    finally:
-        accelerator.backward = backward
-
-
-@contextlib.contextmanager
-def _frozen_scales(conversion: Conversion | None) -> Iterator[None]:
-    backend = conversion.backend if conversion is not None else None
-    if backend is None:
-        yield
-        return
-    backend.begin_step = lambda: None
-    try:
-        yield
-    finally:
-        del backend.begin_step
 
 
 def advise(finding: Finding | None, plan: PrecisionPlan | None, checkpoint: Path | None) -> str:

@@ -37,6 +37,7 @@ from finetune.training.health.operands import (
     merge_sums,
 )
 from finetune.training.health.speed import Speed
+from finetune.training.patches import replaced
 
 Ratios = dict[str, Ratio]
 OVERFLOW_WARNING = 0.01
@@ -84,8 +85,10 @@ class HealthMonitor(TrainerCallback):
         self._watch = OperandWatch(model, conversion)
         self.close()
         self._finiteness = Finiteness(self.trainer, model, conversion)
-        self._wrap("training_step", self._training_step)
-        self._wrap("_save_checkpoint", self._save)
+        wrappers = {"training_step": self._training_step, "_save_checkpoint": self._save}
+        for name, wrapper in wrappers.items():
+            wrapped = partial(wrapper, getattr(self.trainer, name))
+            self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._speed.restart()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -95,14 +98,6 @@ class HealthMonitor(TrainerCallback):
     def close(self) -> None:
         """Restore the trainer's methods. Idempotent."""
         self._undo.close()
-
-    def _wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        own = vars(self.trainer)
-        if name in own:  # another library's wrapper
-            self._undo.callback(setattr, self.trainer, name, own[name])
-        else:
-            self._undo.callback(delattr, self.trainer, name)
-        setattr(self.trainer, name, partial(wrapper, getattr(self.trainer, name)))
 
     @property
     def _model(self) -> nn.Module:
