@@ -22,7 +22,7 @@ STYLE = (
     "@media(prefers-color-scheme:dark){svg{color:#d0d7de}}</style>"
 )
 COLORS = {"a": "#e07b39", "b": "#4c78dd"}
-LEFT, RIGHT, TOP, BOTTOM = 44, 430, 16, 256
+LEFT, RIGHT, TOP, BOTTOM = 32, 420, 16, 256
 """The plot in a drawing of 720 x 290."""
 
 
@@ -77,11 +77,11 @@ def draw(folder: Path) -> str:
         at = TOP + 16 + 20 * n
         dash = ' stroke-dasharray="5 4"' if side == "a" else ""
         parts.append(
-            f'<path d="M290 {at - 4}H320" stroke="{COLORS[side]}" stroke-width="2"{dash}/>'
-            + _text(328, at, facts[side]["label"], "start", 13)
+            f'<path d="M276 {at - 4}H306" stroke="{COLORS[side]}" stroke-width="2"{dash}/>'
+            + _text(314, at, facts[side]["label"], "start", 13)
         )
-    parts.append(_text(290, TOP + 56, "lines: training loss", "start", 11))
-    parts.append(_text(290, TOP + 72, "points: eval loss", "start", 11))
+    parts.append(_text(276, TOP + 56, "lines: training loss", "start", 11))
+    parts.append(_text(276, TOP + 72, "points: eval loss", "start", 11))
     parts += words(folder, facts)
     body = "\n".join(parts)
     return (
@@ -98,7 +98,7 @@ def words(folder: Path, facts: dict[str, Any]) -> list[str]:
     eval_a, eval_b = (mean(loss[side]) for side in "ab")
     rows = [
         ("From the receipt", ""),
-        ("verified", f"{receipt['fp8_flop_share']:.1%} of matmul FLOPs in FP8"),
+        ("verified", f"{receipt['fp8_flop_share']:.1%} of FLOPs in FP8"),
         ("engine", f"{precision['backend']}, {precision['scaling']} scaling"),
         ("trainable", f"{trainable['before']:,} parameters"),
         ("updated", f"{trainable['moved']:,} of them"),
@@ -112,8 +112,8 @@ def words(folder: Path, facts: dict[str, Any]) -> list[str]:
     for n, (name, value) in enumerate(rows):
         at = TOP + 16 + 24 * n
         weight = ' font-weight="600"' if name and not value else ""
-        parts.append(_text(466, at, name, "start", 13, weight))
-        parts.append(_text(540, at, value, "start", 13))
+        parts.append(_text(450, at, name, "start", 13, weight))
+        parts.append(_text(526, at, value, "start", 13))
     return parts
 
 

@@ -68,13 +68,13 @@ def settings(name: str, section: type[Section]) -> str:
         values = next((x["enum"] for x in choices if "enum" in x), None)
         kinds = [x["type"] for x in choices if x.get("type") not in (None, "null")]
         shown = ", ".join(f"`{v}`" for v in values) if values else " or ".join(kinds)
-        default = f"`{_yaml(field.default)}`"
+        default = f"default: `{_yaml(field.default)}`"
         if field.is_required():
             default = "required"
         elif field.default is None:
-            default = "depends" if name == "precision" else "none"
-        rows.append((f"`{key}`", shown, default, str(field.description)))
-    return table((f"`{name}.`", "values", "default", "meaning"), rows)
+            default = "default: depends" if name == "precision" else "default: none"
+        rows.append((f"`{key}`<br>{default}", f"{shown}<br>{field.description}"))
+    return table((f"`{name}.`", "values, and meaning"), rows)
 
 
 def _yaml(value: Any) -> str:
@@ -350,7 +350,8 @@ def python_api() -> str:
             parts.append(
                 f"::: finetune.{home[name]}.{name}\n"
                 "    options:\n"
-                f"      heading_level: 3\n"
+                "      heading_level: 3\n"
+                f"      heading: finetune.{name}\n"
                 f"      toc_label: {name}\n"
             )
     return "\n\n".join(parts)
