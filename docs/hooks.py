@@ -26,8 +26,9 @@ CODE = re.compile(r"(^```.*?^```|`[^`\n]+`|^    .*?$)", re.S | re.M)
 
 
 def notes() -> list[str]:
-    """Notes, in the order of their numbers, as files of the repository."""
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/notes/*.md"))
+    """Notes as files of the repository: their index, then by number."""
+    found = (str(path.relative_to(ROOT)) for path in ROOT.glob("docs/notes/*.md"))
+    return sorted(found, key=lambda file: (not file.endswith("index.md"), file))
 
 
 def page_of(file: str) -> str | None:

@@ -18,7 +18,7 @@ from finetune.config.recipe import list_recipes, load_recipe
 
 ROOT = Path(__file__).parents[2]
 STARTS = ("python -m ", "python docs/", "python -c ", "pytest ", "torchrun ", "accelerate launch ")
-PLACEHOLDERS = {"RECIPE": "tiny_lora_fp8", "RUN": "runs/x", "OUT": "out", "mine.yaml": "x.yaml"}
+PLACEHOLDERS = {"RECIPE": "tiny_lora_fp8", "RUN": "runs/x", "OUT": "out"}
 BLOCK = re.compile(r'^```bash(?: title="([^"]+)")?\n(.*?)^```', re.S | re.M)
 
 
@@ -59,7 +59,7 @@ def commands_of(path: Path) -> list[Command]:
 def check(command: str) -> None:
     """What a command names is there: verb, options, recipe, settings, file, test."""
     words = shlex.split(command)
-    if words[0] in ("torchrun", "accelerate"):
+    if words[0] in ("torchrun", "accelerate") and "-m" in words:
         words = ["python", *words[words.index("-m") :]]
     match [PLACEHOLDERS.get(word, word) for word in words]:
         case ["python", "-m", "finetune", *rest]:

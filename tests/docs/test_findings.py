@@ -7,24 +7,18 @@ that defines the options; a test is a function in the file.
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-import typer
 
-from finetune.cli.app import app
-from finetune.config.recipe import list_recipes, load_recipe
+from tests.docs.commands import ROOT, STARTS, check
 
-ROOT = Path(__file__).parents[2]
 SUMMARY = ROOT / "FP8_FINDINGS.md"
 NOTES = sorted((ROOT / "docs" / "notes").glob("[0-9]*.md"))
 DOCUMENTS = [SUMMARY, ROOT / "docs" / "notes" / "index.md", *NOTES]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 FINDINGS = TEXTS[SUMMARY]
-STARTS = ("python -m ", "python -c ", "pytest ")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
-PLACEHOLDERS = {"RECIPE": "tiny_lora_fp8", "RUN": "runs/x", "OUT": "out"}
 
 
 def commands_of(text: str) -> set[str]:
@@ -40,56 +34,7 @@ COMMANDS = sorted(set().union(*map(commands_of, TEXTS.values())))
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_a_command_names_is_there(command) -> None:
-    match [PLACEHOLDERS.get(word, word) for word in shlex.split(command)]:
-        case ["python", "-m", "finetune", *rest]:
-            check_finetune(rest)
-        case ["python", "-m", "pytest", *rest] | ["pytest", *rest]:
-            check_pytest(rest)
-        case ["python", "-m", module, *rest]:
-            check_module(module, rest)
-        case ["python", "-c", code]:
-            compile(code, "<finding>", "exec")
-
-
-def check_finetune(words: list[str]) -> None:
-    """The verb and its options parse; a recipe takes the settings."""
-    group = typer.main.get_command(app)
-    if words and words[0] not in group.commands:
-        words = ["run", *words]
-    if not words:
-        return
-    verb, *rest = words
-    context = group.commands[verb].make_context(verb, rest)
-    recipe = context.params.get("recipe")
-    assert recipe is None or recipe in list_recipes()
-    if recipe is not None and (overrides := context.params.get("overrides")):
-        load_recipe(recipe, overrides)
-
-
-def check_pytest(words: list[str]) -> None:
-    """Files, functions, and words of -k that a test of those files carries."""
-    files = [word for word in words if word.startswith("tests/")]
-    text = ""
-    for word in files:
-        file, _, name = word.partition("::")
-        content = (ROOT / file).read_text(encoding="utf-8")
-        assert not name or f"def {name}(" in content, f"no test {name} in {file}"
-        text += content
-    if "-k" in words:
-        for part in re.findall(r"\w+", words[words.index("-k") + 1]):
-            assert part in ("or", "and", "not") or re.search(rf"def test_\w*{part}", text), part
-
-
-def check_module(module: str, words: list[str]) -> None:
-    """The file is there, and names the options."""
-    path = ROOT / module.replace(".", "/")
-    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-    assert file.is_file(), f"{module} is not there"
-    text = file.read_text(encoding="utf-8")
-    for word in words:
-        if word.startswith("--"):
-            option = word.partition("=")[0]
-            assert re.search(rf"{option}\b", text), f"{module} has no option {option}"
+    check(command)
 
 
 def anchors(path: Path) -> set[str]:
