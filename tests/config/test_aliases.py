@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from typing import Any
 
 import pytest
 
@@ -54,8 +55,9 @@ def test_what_nothing_says_here_is_to_be_left_out(name) -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe("tiny_full_fp8", [f"precision.{name}=1"])
     assert caught.value.fix.startswith("leave it out: ")
+    made: Any = 1
     with pytest.raises(UnknownArgumentError, match="leave it out: "):
-        setup_fp8_mixed_precision_training("emulated", cpu=True, **{name: 1})
+        setup_fp8_mixed_precision_training("emulated", cpu=True, **{name: made})
 
 
 def test_a_dtype_of_torch_as_a_value() -> None:
@@ -69,11 +71,11 @@ def test_a_dtype_of_torch_as_a_value() -> None:
     "name", ["fp8_hybrid", "fp8_e4m3", "fp8_margin", "fp8_amax_history_len", "format", "eval"]
 )
 def test_in_a_script_the_argument_that_it_names_is_accepted(name) -> None:
-    value = {"format": "hybrid", "eval": "fp8"}.get(name) or FIRST_VALUES.get(name, True)
+    value: Any = {"format": "hybrid", "eval": "fp8"}.get(name) or FIRST_VALUES.get(name, True)
     with pytest.raises(UnknownArgumentError) as caught:
         setup_fp8_mixed_precision_training("emulated", scaling="delayed", cpu=True, **{name: value})
     key, _, shown = caught.value.fix.removeprefix("write ").partition("=")
-    accepted = {key: shown.strip("'") if shown.startswith("'") else int(shown)}
+    accepted: dict[str, Any] = {key: shown.strip("'") if shown.startswith("'") else int(shown)}
     setup_fp8_mixed_precision_training("emulated", scaling="delayed", cpu=True, **accepted)
 
 
