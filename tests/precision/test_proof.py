@@ -50,6 +50,15 @@ def test_frozen_weight_that_became_trainable(make_llama, setup_backend) -> None:
         step(accelerator, model, optimizer)
 
 
+def test_adapters_attached_after_preparation(make_llama, setup_backend) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ProofError, match=r"added after preparation[\s\S]*lora_A[\s\S]*attach"):
+        step(accelerator, adapted, optimizer)
+
+
 def test_weight_that_does_not_move(make_llama, setup_backend) -> None:
     model = make_llama()
     model.unused = nn.Linear(32, 32)

@@ -46,8 +46,9 @@ def step(accelerator, model, optimizer, seed: int = 0) -> None:
 def test_training_in_evaluation_mode(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
     model.eval()
-    with pytest.raises(ProofError, match=r"did not run[\s\S]*evaluation mode"):
+    with pytest.raises(ProofError, match=r"did not run[\s\S]*evaluation mode") as caught:
         step(accelerator, model, optimizer)
+    assert caught.value.fix.startswith("model.train()")
 
 
 def test_calling_the_inner_model(make_llama, setup_backend) -> None:

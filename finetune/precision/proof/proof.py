@@ -78,6 +78,7 @@ class Proof:
         self.layers: list[LayerReceipt] = []
         self.flop_share: dict[str, float] = {}
         self._before = trainable_before
+        self._names = {name for name, _ in conversion.model.named_parameters()}
         self.trainable = {"before": sum(trainable_before.values())} | dict.fromkeys(
             ("after", "in_optimizer", "moved", "below_resolution", "optimizer_state_bytes"), 0
         )
@@ -193,13 +194,29 @@ class Proof:
                 where=", ".join(other[:6]) or "all layers",
                 why=f"of the matmul FLOPs of the first step {shares.get(requested, 0):.1%} ran in "
                 f"{requested.upper()}",
-                fix="look at the plan with `python -m finetune validate RECIPE`; a layer called "
-                "outside the model's forward, or replaced after preparation, is not converted; a "
-                "model in evaluation mode (model.eval()) multiplies in high precision; SFTTrainer "
-                "multiplies the output head inside its loss, past the head's layer; a declared "
-                "parameter is to be multiplied itself or as a view (autocast casts it), not a copy"
-                + ("; FP32 needs model.dtype=float32" if requested == "fp32" else ""),
+                fix=self._remedy(requested, bool(silent)),
             )
+
+    def _remedy(self, requested: str, silent: bool) -> str:
+        """Advice on a precision that did not run: the likely cause alone, where it shows."""
+        if not self.model.training:
+            return (
+                "model.train() before the step: in evaluation mode (model.eval()) layers multiply "
+                "in high precision"
+            )
+        if requested == "fp32":
+            return "model.dtype=float32, and no autocast around the step"
+        if silent:
+            return (
+                "multiply by calling the layer: one whose weight is multiplied outside of it "
+                "(SFTTrainer does so with the output head in its loss) stays in high precision, "
+                "with keep=[its name]; a declared parameter is multiplied itself or as a view "
+                "(autocast casts it), not as a copy"
+            )
+        return (
+            "replace or move layers before the model is prepared, and call the prepared model "
+            "itself; the plan is shown by `python -m finetune validate RECIPE`"
+        )
 
     def _layer_receipts(self, witness: Witness) -> list[LayerReceipt]:
         by_layer: dict[str, list[tuple[str, str, Seen]]] = {}
@@ -240,6 +257,15 @@ class Proof:
         self.trainable["after"] = sum(p.numel() for p in trainable.values())
         unfrozen = sorted(trainable.keys() - self._before.keys())
         froze = sorted(self._before.keys() - trainable.keys())
+        if added := sorted(set(unfrozen) - self._names):
+            self._fail(
+                "trainable parameters were added after preparation",
+                where=some(added),
+                why="layers that were not there when the model was prepared are not converted, and "
+                "no optimizer made before has them",
+                fix="attach adapters first (get_peft_model, or the trainer's peft_config), then "
+                "prepare the model",
+            )
         if unfrozen or froze:
             self._fail(
                 "preparation changed which parameters train",
