@@ -1,6 +1,7 @@
 """What mkdocs calls while it builds the site: generated tables, pages from elsewhere, links.
 
-* `<!-- generated: NAME -->` becomes a table made from the code (`site_reference.py`).
+* `<!-- generated: NAME -->` becomes a table made from the code, `<!-- output: COMMAND -->` what a
+  command prints (`site_reference.py`).
 * The findings, the notes and the changelog stand outside of `pages/`; they become pages too.
 * Links are written as files of the repository, so that they work where it is read. Here a link to
   a page leads to the page, one to any other file becomes its name, and a picture comes along.

@@ -2,17 +2,23 @@
 
 A page holds `<!-- generated: NAME -->` where a table belongs; `hooks.py` puts the text of
 `GENERATED[NAME]()` there while the site is built, and `tests/docs/test_site.py` checks that nothing
-is missing. To print one of them: `python docs/site_reference.py NAME`.
+is missing. `<!-- output: COMMAND -->` becomes what a command prints, so that no page shows old
+output. To print a table: `python docs/site_reference.py NAME`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 from finetune.config.optimizers import (
@@ -42,6 +48,7 @@ from finetune.hardware.device import (
     version,
 )
 
+ROOT = Path(__file__).parents[1]
 RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
 APPLE = Device("mps", "Apple GPU", None, 32.0)
 
@@ -494,9 +501,32 @@ GENERATED: dict[str, Callable[[], str]] = {
 """Name in a page -> the function that makes its text."""
 
 
+OUTPUT = re.compile(r"<!-- output: (python -m finetune [^\n]+) -->")
+"""In a page: a command, whose output stands there when the site is built."""
+
+
+@functools.cache
+def output(command: str) -> str:
+    """A block with a command and what it prints at 80 columns, run in an empty folder."""
+    words = [sys.executable, *shlex.split(command)[1:]]
+    surroundings = os.environ | {
+        "COLUMNS": "80",
+        "NO_COLOR": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), *sys.path) if path),
+        "OMP_NUM_THREADS": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=True, cwd=folder, env=surroundings
+        )
+    lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
+    return "\n".join(["```text", f"$ {command}", *lines, "```"])
+
+
 def insert(text: str) -> str:
     """A page with its generated parts put in."""
-    return re.sub(r"<!-- generated: ([\w ]+) -->", lambda m: GENERATED[m[1]](), text)
+    text = re.sub(r"<!-- generated: ([\w ]+) -->", lambda m: GENERATED[m[1]](), text)
+    return OUTPUT.sub(lambda found: output(found[1]), text)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ class Command(NamedTuple):
     Attributes:
         text: As written, without the comment.
         document: File of the repository.
-        mark: Why it is not run: title of the block, or "inline"; empty if a test has to run it.
+        mark: Why it is not run: title of the block, "inline", or "output" (run when the site is
+            built); empty if a test has to run it.
     """
 
     text: str
@@ -51,6 +52,7 @@ def commands_of(path: Path) -> list[Command]:
         for line in block.splitlines()
         if line.startswith(STARTS)
     ]
+    found += [Command(x, name, "output") for x in re.findall(r"<!-- output: ([^\n]+) -->", text)]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
     inline = [x for x in re.findall(r"`([^`\n]+)`", prose) if x.startswith(STARTS)]
     return found + [Command(x, name, "inline") for x in inline]
