@@ -183,11 +183,11 @@ def refused() -> str:
         for recipe, overrides in cases:
             error = refusal(recipe, overrides, gpu)
             words = f"`{recipe}`" + (f" with `{overrides}`" if overrides else "")
-            place = "anywhere" if gpu == "CPU" else gpu
+            place = "" if gpu == "CPU" else f"<br>on {gpu}"
             said = ": ".join(part for part in (error.what, error.why) if part)
             fix = f" **Fix:** {_plain(error.fix)}." if error.fix else ""
-            rows.append((words, place, f"{_plain(said)}.{fix}"))
-    return table(("settings", "on", "refused because"), rows)
+            rows.append((words + place, f"{_plain(said)}.{fix}"))
+    return table(("settings", "refused because"), rows)
 
 
 def _plain(text: str) -> str:
