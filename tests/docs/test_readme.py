@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
+import finetune
+from finetune import setup_fp8_mixed_precision_training
 from finetune.config.paths import shipped_shape
 from finetune.config.recipe import list_recipes
+from finetune.config.schema import PrecisionConfig, RunConfig
 from tests.docs.commands import BLOCK, ROOT, Command, check, commands_of, documents
 
+HELPER = setup_fp8_mixed_precision_training
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = [block for _, block in BLOCK.findall(README)]
 SMALL = {
@@ -112,6 +120,23 @@ def test_command_runs(command, cli, tmp_path) -> None:
     undecided = {"compare": 3}.get(words[0], 0)  # four steps of one seed decide nothing
     assert done.code in (0, undecided), done.err[-2000:]
     assert done.out.strip()
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.stem)
+def test_code_of_the_documents_is_code(path) -> None:
+    """Python parses and imports public names; the precision of YAML blocks is accepted."""
+    text = path.read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "finetune":
+                assert {alias.name for alias in node.names} <= set(finetune.__all__)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == HELPER.__name__:
+                known = inspect.signature(HELPER).parameters.keys() | PrecisionConfig.model_fields
+                assert {keyword.arg for keyword in node.keywords} <= known
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.S | re.M):
+        sections = yaml.safe_load(block)
+        assert sections.keys() <= RunConfig.model_fields.keys()
+        PrecisionConfig(**sections.get("precision", {}))
 
 
 def test_a_wrong_command_would_be_found() -> None:
