@@ -111,7 +111,7 @@ def _receipt(recipe: str, *, fp8: bool) -> dict[str, Any]:
     ]  # fmt: skip
     head = {"name": "lm_head", "shape": [512, 128], "role": "head", "fprop": "bf16",
             "dgrad": "fp32", "wgrad": "fp32", "calls": {}, "flops": 240_000_000,
-            "reason": "output head: its rounding goes straight into the loss"}  # fmt: skip
+            "reason": "output head: errors here hit the loss directly"}  # fmt: skip
     precision = {"asked": ran, "ran": ran, "fallback": "", "compile": "off", "reason": ""}
     if fp8:
         precision |= {"backend": "emulated", "scaling": "delayed", "format": "hybrid"}

@@ -64,17 +64,20 @@ class Findings(JupyterMixin):
         shown = ".".join(map(str, d.capability)) if d.capability else "none"
         gemm = {} if self.gemm is None else {"FP8 GEMM, real": self.gemm}
         hardware = {"FP8 hardware": self.fp8, "MXFP8 / NVFP4 hardware": self.block_fp8}
-        table = Table("", "here", "because", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table = Table("", "here", "why", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        shown_before: set[str] = set()
         for name, verdict in (hardware | self.backends | gemm).items():
-            mark = Text("ok", style="green") if verdict else Text("no", style="red")
-            table.add_row(name, mark, verdict.reason)
+            mark = Text("yes", style="green") if verdict else Text("no", style="yellow")
+            repeated = verdict.reason in shown_before and not verdict
+            table.add_row(name, mark, "no FP8 unit" if repeated else verdict.reason)
+            shown_before.add(verdict.reason)
         return Group(
             Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),
             Text(f"memory {d.memory_gib:.1f} GiB, {self.free_gib:.1f} GiB free"),
             Text("  ".join(f"{k} {v}" for k, v in self.versions.items() if v), style="dim"),
             *(Text(), table, Text(), Text(f"auto: {self.auto}")),
             *(Text(f"! {line}", style="bold red") for line in self.known_bad),
-            Text(f"advice: {self.advice}"),
+            Text(f"next: {self.advice}"),
         )
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from finetune.config.recipe import list_recipes
+
 MISUSE, INTERRUPTED = 2, 130
 """Exit codes: the user's mistake, and Ctrl-C (128 + SIGINT)."""
 
@@ -15,7 +17,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[section.key=value]...", help="Set a value; ~section.key unsets."),
 ]
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")]
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Name, or path to a YAML file.", autocompletion=list_recipes
+    ),
+]
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Run folder, `last`, or a recipe's name.")
 ]

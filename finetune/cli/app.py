@@ -25,8 +25,41 @@ from finetune.logging import quiet_libraries
 _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+VERBS: dict[str, dict[str, tuple[Any, str]]] = {
+    "Train": {
+        "run": (train.run, "Train a recipe (the verb may be left out)."),
+        "ls": (recipes.ls, "List the recipes, or with --runs the runs."),
+        "cp": (recipes.cp, "Copy a recipe to edit it."),
+        "cat": (recipes.cat, "Print a recipe, with --resolved complete."),
+        "schema": (recipes.schema, "Print the JSON schema of recipes, for editors."),
+    },
+    "Plan": {
+        "validate": (recipes.validate, "Check a recipe, show each layer's precision."),
+        "estimate": (estimate, "Predict memory and speed on any GPU."),
+        "doctor": (analysis.doctor, "Show what this machine can do in FP8."),
+    },
+    "Understand": {
+        "diagnose": (analysis.diagnose, "Show what runs in FP8, where the time goes."),
+        "compare": (analysis.compare, "Train FP8 and BF16: do they end the same?"),
+        "benchmark": (analysis.benchmark, "Measure speed and memory side by side."),
+        "evaluate": (train.evaluate, "Score a run on lm-eval tasks."),
+    },
+    "Share": {
+        "generate": (train.generate, "Prompt a trained model."),
+        "report": (analysis.report, "Write one page about runs: HTML, plots."),
+        "export": (runs.export, "Export weights, checked: merged, FP8, NVFP4."),
+    },
+}
+"""Heading of the help -> verb -> its function and its line."""
+
+
 class _RecipeOrVerb(TyperGroup):
     """A first word that is no verb is a recipe: `finetune X` is `finetune run X`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for heading, verbs in VERBS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, line) for name, (_, line) in verbs.items()])
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         first = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
@@ -45,7 +78,6 @@ class _RecipeOrVerb(TyperGroup):
 
 app = typer.Typer(
     cls=_RecipeOrVerb,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=False,
@@ -93,20 +125,6 @@ def _start(
         print("\nStart here: python -m finetune tiny_lora_fp8\nRecipes:    python -m finetune ls")
 
 
-for name, verb in {
-    "run": train.run,
-    "estimate": estimate,
-    "generate": train.generate,
-    "evaluate": train.evaluate,
-    "benchmark": analysis.benchmark,
-    "report": analysis.report,
-    "diagnose": analysis.diagnose,
-    "compare": analysis.compare,
-    "export": runs.export,
-    "ls": recipes.ls,
-    "cat": recipes.cat,
-    "cp": recipes.cp,
-    "validate": recipes.validate,
-    "doctor": analysis.doctor,
-}.items():
-    app.command(name)(verb)
+for verbs in VERBS.values():
+    for name, (verb, line) in verbs.items():
+        app.command(name, short_help=line)(verb)

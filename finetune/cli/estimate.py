@@ -47,7 +47,7 @@ def estimate(
         typer.Option(help="The largest batch and rows, the best GPU, or the fewest GPUs, instead."),
     ] = None,
     whole: Annotated[
-        bool, typer.Option(help="Rehearse all layers, also where the first ones tell enough.")
+        bool, typer.Option(help="Simulate all layers, also where the first ones are enough.")
     ] = False,
     calibrate: Annotated[
         bool, typer.Option(help="Measure this machine first (under a minute), and keep it.")
@@ -81,6 +81,8 @@ def estimate(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
         )
     checked = load_recipe(recipe, overrides or ())
+    if not as_json:
+        Console(stderr=True).print(f"simulating a step of {checked.name} ...", style="dim")
     from finetune.estimator import estimate as estimator
 
     if fit is not None:

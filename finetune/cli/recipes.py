@@ -18,6 +18,9 @@ from finetune.config.schema import RunConfig
 from finetune.config.yaml import read_text
 from finetune.errors import ConfigError, FinetuneError
 
+SCHEMA = "recipe.schema.json"
+"""JSON schema of recipes, which lies next to them."""
+
 
 def _row(name: str, config: RunConfig) -> dict[str, Any]:
     from finetune.estimator.closed_form.preview import preview
@@ -101,8 +104,10 @@ def cp(
         )
     if not target.parent.is_dir():
         raise ConfigError(f"there is no folder {str(target.parent)!r}", where=str(target.resolve()))
+    # The schema stays where it is installed; a copy elsewhere names it in full.
+    text = read_text(source).replace(f"$schema={SCHEMA}", f"$schema={source.parent / SCHEMA}")
     try:
-        target.write_text(read_text(source), encoding="utf-8")
+        target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     print(f"{target}\nrun it: python -m finetune {_as_argument(target)}")
@@ -110,6 +115,14 @@ def cp(
 
 def _as_argument(path: Path) -> str:
     return shlex.quote(str(path) if len(path.parts) > 1 or path.suffix else f"./{path}")
+
+
+def schema() -> None:
+    """Print the JSON schema of recipes: completion and checks in editors.
+
+    Recipes name it in their first line (`yaml-language-server: $schema=...`).
+    """
+    print(json.dumps(RunConfig.model_json_schema(), indent=1))
 
 
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -146,7 +159,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     file = checked.source
     origin = file.name if file.parent.name == "recipes" else str(file)
     print(f"{checked.name}: valid ({origin})\n\n{the_plan}\n")
-    stored = f"; frozen base held in {config.model.storage}" if config.model.storage else ""
+    stored = f"; frozen base stored in {config.model.storage}" if config.model.storage else ""
     print(f"parameters: {need.parameters:,}, trainable {need.trainable:,}{stored}")
     print(f"memory:     at least {need}" + (f"; TOO SMALL HERE: {short}" if short else ""))
     print(f"here:       {here}")

@@ -63,10 +63,8 @@ def generate(
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer; left out: eval.max_new_tokens.")
     ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: the likeliest token each time.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the draws, with a temperature.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     checkpoint: Checkpoint = None,
     out: RunsFolder = Path("runs"),
     as_json: AsJson = False,
@@ -137,7 +135,7 @@ def _lines(notes: Console) -> Iterator[str]:
         return
     typed = _is_typed()
     if typed:
-        notes.print("a prompt a line; Ctrl-D leaves", style="dim")
+        notes.print("One prompt per line. Ctrl-D to quit.", style="dim")
     while True:
         if typed:
             notes.print("> ", end="")

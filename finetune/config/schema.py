@@ -360,7 +360,7 @@ class EvalConfig(Section):
 
     at_start: bool = Field(
         default=True,
-        description="held-out loss, and samples, before the first step too, where `train` "
+        description="eval loss, and samples, before the first step too, where `train` "
         "evaluates at all and does not say `eval_on_start` itself: a curve begins at its base",
     )
     samples: bool = Field(

@@ -125,7 +125,7 @@ class Advised:
             )
             return Group(*parts, Text(nothing, "bold"))
         cost = [found.memory, *([] if found.slower is None else [found.speed])]
-        cost += ["trains otherwise"] if found.rank in ("otherwise", "adapters") else []
+        cost += ["changes training"] if found.rank in ("otherwise", "adapters") else []
         line = Text.assemble(("fits with ", "bold green"), found.typed, f" ({', '.join(cost)})")
         return Group(*parts, line)
 

@@ -60,7 +60,7 @@ class Alternative(Option):
 
 def table_of(alternatives: Sequence[Alternative]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("beside", "memory", "speed", "range", "how"):
+    for column in ("alternative", "memory", "speed", "range", "settings"):
         table.add_column(column, justify="right" if column in ("memory", "speed") else "left")
     for other in alternatives:
         if other.allocated is None:

@@ -147,7 +147,7 @@ class Estimate(JupyterMixin):
     def _memory(self) -> Table:
         held = self.measured.footprint
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("memory, at its fullest in")
+        table.add_column("peak memory during")
         for phase in held.phases:
             style = "bold" if phase == held.highest else "dim"
             table.add_column(phase, justify="right", style=style)
@@ -157,16 +157,14 @@ class Estimate(JupyterMixin):
             if max(row) >= 0.005:
                 table.add_row(label, *(f"{value:.2f}" if value >= 0.005 else "" for value in row))
         totals = [sum(kinds.values()) / unit for kinds in held.phases.values()]
-        table.add_row(f"together, {name}", *(f"{total:.2f}" for total in totals), style="bold")
+        table.add_row(f"total, {name}", *(f"{total:.2f}" for total in totals), style="bold")
         return table
 
     def _allocator(self) -> Iterator[Text]:
         held = self.measured.footprint
         if held.owned > 0.05 * held.tensors:
-            owner = held.owner or "the head and the loss"
-            yield Text(
-                f"most of what is in passing at the peak belongs to {owner}: {_size(held.owned)}"
-            )
+            owner = held.owner or "output head and loss"
+            yield Text(f"largest temporary at the peak: {owner}, {_size(held.owned)}")
         if self.place.device.kind != "cuda":
             return
         about = "about " if held.about else ""
@@ -195,7 +193,7 @@ class Estimate(JupyterMixin):
             for name in sorted(pace.classes, key=pace.share, reverse=True)
             if pace.share(name) >= 0.01
         ]
-        yield Text("of it " + ", ".join(parts), "dim")
+        yield Text("breakdown: " + ", ".join(parts), "dim")
         if self.tokens is not None and self.run_seconds is not None:
             cost = f", costs {self.cost:.2f}" if self.cost is not None else ""
             took = duration(self.run_seconds)
@@ -209,8 +207,8 @@ class Estimate(JupyterMixin):
             return
         is_fp8 = self.measured.config.precision.compute == "fp8"
         gain = 1 / self.twin.speed.value if is_fp8 else self.twin.speed.value
-        pays = f"FP8 is {gain:.2f} times as fast as BF16 here"
-        lost = f"FP8 does not pay here: {gain:.2f} times the speed of BF16"
+        pays = f"FP8 runs at {gain:.2f}x the speed of BF16 here"
+        lost = f"FP8 does not pay here: {gain:.2f}x the speed of BF16"
         yield Text(pays if gain > 1.02 else lost, "bold")
         for reason in self.twin.why:
             yield Text(f"  {reason}")

@@ -123,7 +123,7 @@ class Parity:
     def __str__(self) -> str:
         return (
             f"loss {self.loss_reference:.4f} -> {self.loss_export:.4f}, KL {self.kl:.2g}, "
-            f"logit error {self.logit_error:.2%}, same token likeliest {self.agreement:.1%}"
+            f"logit error {self.logit_error:.2%}, top-1 agreement {self.agreement:.1%}"
         )
 
 
@@ -271,7 +271,7 @@ def check_reference(loss: float, reported: float | None) -> None:
     if reported is not None and not abs(loss - reported) <= REFERENCE_GAP * max(reported, 1.0):
         raise ParityError(
             "the run's model cannot be put together again",
-            where=f"held-out loss {reported:.4f} in the run's report.json, {loss:.4f} now",
+            where=f"eval loss {reported:.4f} in the run's report.json, {loss:.4f} now",
             why="the weights behind model.name, or the rows, are not those of the run any more",
             fix="give the run its weights and rows back (model.revision, the folder it used)",
         )

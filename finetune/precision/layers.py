@@ -35,8 +35,8 @@ from finetune.errors import PlanError, did_you_mean
 
 Role = Literal["base", "head", "adapter", "router"]
 HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
-IN_HEAD = "output head: its rounding goes straight into the loss"
-BESIDE_ADAPTERS = "trained in full beside the adapters (modules_to_save)"
+IN_HEAD = "output head: errors here hit the loss directly"
+BESIDE_ADAPTERS = "trained in full next to the adapters (modules_to_save)"
 ATTRIBUTE = "fp8_matmuls"
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -108,7 +108,7 @@ def iter_roles(model: nn.Module) -> Iterator[tuple[str, Any, Role, str]]:
         parts = name.split(".")
         role: tuple[Role, str] = "base", ""
         if is_low_rank(name):
-            role = "adapter", "adapter: small, and what is being learned"
+            role = "adapter", "LoRA adapter: small, and what is trained"
         elif "modules_to_save" in parts:
             role = "adapter", BESIDE_ADAPTERS
         # A classifier is a child of the root; deeper down, a layer of that name is an ordinary one.

@@ -204,7 +204,7 @@ def fused_adapters(layers: Iterable[Any]) -> str:
     if not reasons:
         return ""
     left = [f"{count} as PEFT has them: {why}" for why, count in reasons.items() if why]
-    return "; ".join([f"{reasons['']} of {reasons.total()} in one function with their base", *left])
+    return "; ".join([f"{reasons['']} of {reasons.total()} fused with their base layer", *left])
 
 
 def iter_fusable(model: nn.Module) -> Iterator[tuple[str, Any]]:

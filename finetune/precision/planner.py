@@ -45,6 +45,7 @@ from finetune.precision.weights import Granularity, serves
 ALIGNMENT = 16
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 ALIGNED = "linear layer, aligned"
+AS_CONFIGURED = "as configured"
 """Reason of a layer that runs in FP8 without anybody having named it."""
 
 
@@ -286,14 +287,14 @@ class _Storing:
         """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""
         if row.compute != "fp8":
             kind = stored_as(module)
-            reason = f"{row.reason}; weight held in {kind}" if kind else row.reason
+            reason = f"{row.reason}; weight stored in {kind}" if kind else row.reason
             return replace(row, reason=reason)
         copied = row.name.endswith(".original_module")  # PEFT trains a copy of it in its place
         single = id(module.weight) not in self._shared and id(module) not in self._adapted
         if self.precision.frozen != "fp8" or not row.frozen or copied or not single:
             return row
         granularity: Granularity = "row" if self.precision.scaling == "rowwise" else "tensor"
-        reason = f"frozen, held in FP8 by {granularity}"
+        reason = f"frozen, stored in FP8 (per-{granularity} scale)"
         stored = isinstance(module, StoredMixin)
         if stored and not serves(module.stored_tile, row.shape, granularity):
             reason += ", cast again from what the checkpoint holds"
@@ -315,7 +316,7 @@ def _plan_layer(
     wanted = choice.compute if choice is not None else precision.compute
     if wanted != "fp8":
         usual = "bf16" if precision.compute == "fp8" else precision.compute
-        reason = choice.reason if choice is not None else "asked"
+        reason = choice.reason if choice is not None else AS_CONFIGURED
         return LayerPlan(name, shape, role, frozen, wanted, reason, override=wanted != usual)
     reason = choice.reason if choice is not None and choice.asked else ""  # for this very layer
     if reason and cannot:
@@ -345,7 +346,7 @@ def _as_parameter(row: LayerPlan) -> LayerPlan:
     reason = row.reason
     if row.compute == "fp8":
         reason = reason.replace(ALIGNED, "parameter that multiplies, aligned")
-    elif reason == "asked":
+    elif reason == AS_CONFIGURED:
         reason = "multiplied as its module does it"
     return replace(row, reason=reason, kind="parameter")
 

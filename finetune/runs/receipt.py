@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.runs.folder import CHECKPOINTS, checkpoints_in, write_whole
-from finetune.units import percent, size_of_gib
+from finetune.units import elapsed, percent, size_of_gib
 
 PEFT_WRAPPERS = ("base_layer", "default")
 """Parts that PEFT adds to the names of layers: the layer it wraps, and its first adapter."""
@@ -158,26 +158,37 @@ class Receipt(JupyterMixin):
         p = self.precision
         if p["ran"] in ("fp8", "fp4"):
             kind = p["ran"].upper()
-            share = f"{self.fp8_flop_share:.1%} of matmul FLOPs ran in {kind}"
-            return f"{kind} {p['backend']}/{p['scaling']}, {self.status}: {share}"
-        kept = ", ".join(f"{n} weights held in {k}" for k, n in p.get("storage", {}).items())
-        return f"{p['ran'].upper()}, {self.status}: no matmul ran in FP8" + (kept and f"; {kept}")
+            share = f"{self.fp8_flop_share:.1%} of matmul FLOPs"
+            scales = SCALES.get(p["scaling"], f"{p['scaling']} scaling")
+            engine = "frozen base" if p["backend"] == "frozen" else p["backend"]
+            return f"{kind} {self._verdict}: {share} ({engine}, {scales})"
+        kept = ", ".join(f"{n} weights stored in {k}" for k, n in p.get("storage", {}).items())
+        return f"{p['ran'].upper()} {self._verdict}: no matmul ran in FP8" + (kept and f"; {kept}")
+
+    @property
+    def _verdict(self) -> str:
+        return "verified" if self.status == "proven" else self.status
 
     def __rich__(self) -> RenderableType:
         """Headline, loud lines, layers by group, trainable parameters, memory."""
         return Group(*self._parts())
 
     def _parts(self) -> Iterator[RenderableType]:
-        yield Text(self.headline, style="bold")
+        verified = self.status == "proven" and not self.precision.get("fallback")
+        yield Text(self.headline, style="bold green" if verified else "bold yellow")
         if self.precision.get("fallback"):
-            yield Text(f"! {self.precision['fallback']}", style="bold red")
-        yield Text(f"  compile: {self.precision.get('compile', 'off')}", style="dim")
+            yield Text(f"! {self.precision['fallback']}", style="bold yellow")
+        yield from self._facts()
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in ("layers", "", "fprop", "dgrad", "wgrad", "FLOPs", "reason"):
             table.add_column(column, no_wrap=column not in ("", "reason"))
         for row in group_layers(self.layers):
             table.add_row(*row)
+        yield Text()
         yield table
+
+    def _facts(self) -> Iterator[RenderableType]:
+        yield Text(f"torch.compile: {self.precision.get('compile', 'off')}", style="dim")
         if self.role_share.get("adapter"):
             shares = ", ".join(f"{role} {share:.1%}" for role, share in self.role_share.items())
             yield Text(f"matmul FLOPs: {shares}")
@@ -185,15 +196,15 @@ class Receipt(JupyterMixin):
                 yield Text(f"adapters: {self.precision['adapters']}", style="dim")
         if t := self.trainable:
             state, owned = t.get("optimizer_state_bytes", 0), t["in_optimizer"]
-            yield Text(
-                f"trainable parameters: {t['before']:,} before, {t['after']:,} after preparation, "
-                f"{owned:,} in the optimizer, {t['moved']:,} moved"
-                + (
-                    f"; {state / owned:.2f} bytes of optimizer state each"
-                    if state and owned
-                    else ""
+            each = f"; {state / owned:.2f} bytes of optimizer state each" if state and owned else ""
+            if t["before"] == t["after"] == owned == t["moved"]:
+                yield Text(f"{owned:,} trainable parameters, all updated{each}")
+            else:
+                yield Text(
+                    f"trainable parameters: {t['before']:,} before and {t['after']:,} after "
+                    f"preparation, {owned:,} in the optimizer, {t['moved']:,} updated{each}",
+                    style="yellow",
                 )
-            )
             if t.get("below_resolution"):
                 yield Text(
                     f"! {t['below_resolution']:,} parameters get updates smaller than their type "
@@ -205,10 +216,25 @@ class Receipt(JupyterMixin):
             yield Text(line)
 
 
+SCALES = {
+    "rowwise": "row-wise scales",
+    "rowwise_with_gw_hp": "row-wise scales, wgrad high",
+    "tensorwise": "tensor-wise scales",
+    "delayed": "delayed scaling",
+    "blockwise": "block scales",
+}
+"""Setting of `precision.scaling` -> its name in the headline."""
+
+
+def whole(line: str, style: str = "") -> Text:
+    """A line with a path or command to copy: never wrapped or cropped by us."""
+    return Text(line, style=style, no_wrap=True, overflow="ignore")
+
+
 def memory_line(memory: dict[str, Any]) -> str:
     """`Receipt.memory` in one line; empty when it has neither a prediction nor a measurement.
 
-    `memory: predicted 37.9 MiB, measured 38.0 MiB (+0.3 %)`: of the prediction.
+    `tensors: predicted 37.9 MiB, measured 38.0 MiB (+0.3 %)`: of the prediction.
     """
     parts = []
     for kind, predicted, measured in (
@@ -220,7 +246,7 @@ def memory_line(memory: dict[str, Any]) -> str:
         if measured is not None:
             over = predicted and percent(measured / predicted - 1, sign=True, space=True)
             parts.append(f"{kind}measured {size_of_gib(measured)}" + (f" ({over})" if over else ""))
-    return f"memory: {', '.join(parts)}" if parts else ""
+    return f"tensors: {', '.join(parts)}" if parts else ""
 
 
 @dataclass(frozen=True)
@@ -239,7 +265,7 @@ class RunReport(JupyterMixin):
         folder: the run folder.
         receipt: the proof of what ran.
         first_loss, final_loss: first and last logged training loss.
-        eval_loss: last held-out loss, None without held-out rows.
+        eval_loss: last eval loss, None without held-out rows.
         tokens_per_s: median over logging intervals, the first left out.
         seconds: duration of training, evaluation included.
         peak_memory_gib: peak of allocated memory.
@@ -267,32 +293,41 @@ class RunReport(JupyterMixin):
     def _parts(self) -> Iterator[RenderableType]:
         for sample in self.samples:
             yield Text("> ", style="dim") + Text(sample.prompt, style="italic")
-            yield Text(f"  {sample.answer}")
+            yield Text(f"  {sample.answer or '(empty answer)'}")
         for name, scores in self.tasks.items():
             yield Text(f"{name}: {describe(scores)}")
         yield Text()
+        yield Text(", ".join(self._facts()), style="bold")
         yield self.receipt
-        yield Text(", ".join(self._facts()))
+        yield Text()
         if self.interrupted:
-            resume = f"go on with train.resume_from_checkpoint={self.folder}"
-            saved = checkpoints_in(self.folder / CHECKPOINTS)
-            end = resume if saved else "before a checkpoint was saved"
-            yield Text(f"interrupted; {end}", style="yellow", no_wrap=True, overflow="ignore")
-        elif self.receipt.status != "proven":
+            yield whole(f"Interrupted. {self._after_interrupt}", "yellow")
+            return
+        if self.receipt.status != "proven":
             yield Text(
-                "! this run is not proven: the proof needs two optimizer steps with a learning "
+                "! this run is not verified: the proof needs two optimizer steps with a learning "
                 "rate above zero",
-                style="bold red",
+                style="bold yellow",
             )
-        yield Text(f"run folder: {self.folder}", no_wrap=True, overflow="ignore")
+        yield whole(f"run folder: {self.folder}")
+        yield whole(f'next: python -m finetune generate {self.folder} "..."   (or report, export)')
+
+    @property
+    def _after_interrupt(self) -> str:
+        if not checkpoints_in(self.folder / CHECKPOINTS):
+            return f"No checkpoint was saved yet; logs are in {self.folder}"
+        recipe = self.folder / "config.yaml"
+        return f"Resume: python -m finetune {recipe} train.resume_from_checkpoint={self.folder}"
 
     def _facts(self) -> Iterator[str]:
-        if self.first_loss is not None:
-            yield f"loss {self.first_loss:.3f} -> {self.final_loss:.3f}"
+        if self.first_loss is not None and self.final_loss is not None:
+            fell = f"{self.first_loss:.3f} -> " if self.first_loss != self.final_loss else ""
+            yield f"loss {fell}{self.final_loss:.3f}"
         if self.eval_loss is not None:
-            yield f"held-out loss {self.eval_loss:.4f}"
-        yield f"{self.seconds:.0f} s"
-        yield f"peak memory {self.peak_memory_gib:.2f} GiB"
+            yield f"eval loss {self.eval_loss:.4f}"
+        yield elapsed(self.seconds)
+        held = "GPU memory" if self.receipt.memory.get("reserved_gib") else "process memory (RSS)"
+        yield f"peak {held} {self.peak_memory_gib:.2f} GiB"
         if self.tokens_per_s:
             yield f"{self.tokens_per_s:,.0f} tok/s"
 

@@ -87,22 +87,20 @@ class ProgressBar(TrainerCallback):
             return
         row, step = self.metrics.rows[-1], f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in row:
-            self.console.print(f"{step} | held-out loss {row['eval_loss']:.4f}", highlight=False)
+            self.console.print(f"{step} | eval loss {row['eval_loss']:.4f}", highlight=False)
         if "loss" not in row:
-            return
-        facts = f"loss {row['loss']:.4f}  {row.get('tokens_per_s', 0):,} tok/s"
-        if self._bar is not None:
-            self._bar.update(self._task, facts=facts)
             return
         norm, rate = row.get("grad_norm", float("nan")), row.get("learning_rate", 0.0)
         per_step = row["seconds"] / max(state.global_step, 1)
-        minutes, seconds = divmod(round(per_step * (state.max_steps - state.global_step)), 60)
-        self.console.print(
-            f"{step} | {facts} | lr {rate:.2e} | norm {norm:.3f} | {minutes}:{seconds:02d} left | "
-            f"{self.metrics.precision}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        parts = [f"epoch {row.get('epoch', 0.0):.2f}", f"loss {row['loss']:.4f}"]
+        parts += [f"grad_norm {norm:.3f}", f"lr {rate:.2e}", f"{per_step:.2f} s/step"]
+        speed = f"{row.get('tokens_per_s', 0):,} tok/s"
+        if self._bar is not None:  # it shows the time left, too
+            self._bar.update(self._task, facts=speed)
+        else:
+            minutes, seconds = divmod(round(per_step * (state.max_steps - state.global_step)), 60)
+            parts += [speed, f"{minutes}:{seconds:02d} left"]
+        self.console.print(" | ".join([step, *parts]), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Restore the terminal, also after an error."""

@@ -209,7 +209,7 @@ def _unreadable(path: Path, loader: str, error: Exception) -> DataError:
         f"{path.name} cannot be read as {loader}",
         where=where,
         why=why,
-        fix="mend that line; every row needs the same columns with the same types",
+        fix="fix that line; every row needs the same columns with the same types",
     )
 
 
@@ -264,7 +264,7 @@ def _formatted(
                 f"row {index + 1} of {source} cannot be trained on",
                 where=f"{source}: row {index + 1}",
                 why=str(error),
-                fix="mend or remove that row",
+                fix="fix or remove that row",
             ) from error
 
     columns = rows.column_names

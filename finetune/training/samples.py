@@ -264,7 +264,7 @@ class SampleWriter(TrainerCallback):
         for one in self.samples:
             line = Text(f"step {state.global_step}/{state.max_steps} | sample | ")
             line.append(_short(one.prompt, PROMPT), style="italic").append(" | ")
-            line.append(_short(one.answer, ANSWER) or "(nothing)")
+            line.append(_short(one.answer, ANSWER) or "(empty answer)")
             self.console.print(line, soft_wrap=True)
 
 

@@ -153,9 +153,9 @@ class Session:
         by_parameters = conversion.plan.fp8_parameters
         if p.compile == "off":
             why = "; casts are not fused, slower than BF16" if unfused else ""
-            self.compiled = f"off: asked{why}"
+            self.compiled = f"off, as configured{why}"
         elif p.compile == "auto" and not unfused:
-            self.compiled = "off: only torchao and frozen weights on a GPU need it"
+            self.compiled = f"off (not needed on {self.device.kind.upper()})"
         elif count := conversion.compile_layers():
             left = "; forwards that multiply by parameters are left out" if by_parameters else ""
             self.compiled = f"on: {count} decoder layers, after the witnessed step{left}"

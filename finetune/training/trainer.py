@@ -129,7 +129,13 @@ class _Run:
         self.scores: dict[str, dict[str, Any]] = {}
         if self.is_main:
             self._make_folder(out)
-        self.console.print(f"[bold]{recipe.name}[/] -> {self.folder}", highlight=False)
+        method = "full fine-tuning" if config.lora is None else f"LoRA r={config.lora.r}"
+        self.console.print(
+            f"[bold]{recipe.name}[/]: {config.model.name}, {method}, {ahead.resolution.label} "
+            f"on {ahead.device.name}\nrun folder: {self.folder}",
+            highlight=False,
+            soft_wrap=True,
+        )
         self.console.print(f"data: {self.rows.description}", highlight=False)
         if note:
             self.console.print(f"[yellow]! {note}[/]")

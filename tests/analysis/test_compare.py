@@ -504,8 +504,8 @@ def test_a_comparison_from_command_to_verdict(pretend, tmp_path):
     out, err = pretend("tiny_full_fp8", code=0, report=True)
     assert "[6/6]" in err
     assert out.startswith("equivalent: FP8 ends where BF16 ends, within 1 %, over 3 seeds")
-    assert "speed: FP8 at 0.667 times BF16 (0.667 to 0.667)" in out
-    assert "peak memory: FP8 at 0.800 times BF16" in out
+    assert "speed: FP8 runs at 0.667x the speed of BF16 (0.667 to 0.667)" in out
+    assert "peak memory: FP8 takes 0.800x that of BF16" in out
     assert "emulated" in out
     assert "hellaswag acc_norm" in out
     assert "Here." in out
@@ -541,7 +541,7 @@ def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend
     assert told["verdict"] == "not equivalent"
     assert told["reasons"] == [
         "training loss: FP8, seed 43, ends at nan",
-        "held-out loss: FP8, seed 43, ends at 0",
+        "eval loss: FP8, seed 43, ends at 0",
     ]
     assert (told["losses"], told["speed"]) == ({}, None)
     folder = folders(tmp_path)[0]
@@ -552,7 +552,7 @@ def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend
     metrics = folder / found.runs[0].a / "metrics.jsonl"
     metrics.write_text("".join(x for x in metrics.read_text().splitlines(True) if "eval" not in x))
     out, _ = pretend(str(folder), code=2)
-    assert "1 of 6 runs logged no held-out loss" in out
+    assert "1 of 6 runs logged no eval loss" in out
 
 
 def test_a_reference_that_ends_in_no_number_is_refused(pretend, tmp_path):

@@ -260,7 +260,7 @@ def layer(name: str, shape=(128, 64), role="base", **more) -> LayerReceipt:
     return LayerReceipt(name, shape, role, flops=2 * 256 * shape[0] * shape[1] * calls, **values)
 
 
-HIGH = {"fprop": "bf16", "dgrad": "bf16", "reason": "adapter: small, and what is being learned"}
+HIGH = {"fprop": "bf16", "dgrad": "bf16", "reason": "LoRA adapter: small, and what is trained"}
 
 
 def test_every_layer_is_in_one_group_and_shares_add_up() -> None:
@@ -383,7 +383,7 @@ AT_WORK = {
         groups=[group(wgrad="bf16", gemm_seconds=0.2)],
     ),
     "adapters": facts(config("llama_8b_lora_fp8", "lora.dropout=0.1"), adapter_seconds=0.1,
-                      adapters="0 of 64 in one function; 64 as PEFT has them: dropout"),
+                      adapters="0 of 64 fused with their base layer; 64 as PEFT has them: dropout"),
     "recomputation": facts(recompute_seconds=0.1),
     "attention": facts(parts={ATTENTION: 0.5}, masked=True),
     "output head": facts(groups=[group(), group("lm_head", role="head", gemm_seconds=0.1, **BF16)]),
@@ -424,7 +424,7 @@ def test_a_step_that_is_all_fp8_products_has_no_cause() -> None:
     [("dropout", ("lora.dropout=0",)), ("adapter with a bias", ("lora.bias=none",))],
 )
 def test_adapters_that_are_not_fused_say_why(reason, change) -> None:
-    text = f"0 of 64 in one function with their base; 64 as PEFT has them: {reason}"
+    text = f"0 of 64 fused with their base layer; 64 as PEFT has them: {reason}"
     seen = causes.adapters(facts(adapter_seconds=0.1, adapters=text))
     assert seen is not None
     assert (seen.change, reason in seen.text) == (change, True)

@@ -15,7 +15,7 @@ import pytest
 import finetune
 from finetune.cli.analysis import _is_override
 from finetune.cli.recipes import _as_argument
-from finetune.config.recipe import find_recipe, list_recipes, load_recipe
+from finetune.config.recipe import find_recipe, list_recipes, load_recipe, recipes_folder
 from tests.conftest import CPU, H100
 
 
@@ -199,7 +199,7 @@ def test_validate_shows_plan_memory_and_backend(cli, on):
     assert "adapter" in done.out
     assert "GiB without activations" in done.out
     assert "here:       FP8 frozen/rowwise" in done.out
-    assert "frozen, held in FP8 by row" in done.out
+    assert "frozen, stored in FP8 (per-row scale)" in done.out
 
 
 def test_validate_as_json_keeps_adapters_and_head_out_of_fp8(cli, on, monkeypatch):
@@ -251,7 +251,7 @@ def test_doctor_as_json_has_a_reason_for_every_backend(cli):
 def test_doctor_prints_its_advice(cli):
     done = cli("doctor")
     assert done.code == 0
-    for part in ("FP8 hardware", "te/delayed", "emulated/rowwise", "auto: ", "advice: "):
+    for part in ("FP8 hardware", "te/delayed", "emulated/rowwise", "auto: ", "next: "):
         assert part in done.out
 
 
@@ -484,3 +484,30 @@ def test_paths_are_quoted_and_a_path_is_no_setting(tmp_path):
     assert _is_override(str(recipe))
     recipe.write_text("")
     assert not _is_override(str(recipe))
+
+
+# ----------------------------------------------------------------------------- editors and shells
+
+
+def test_the_schema_of_recipes_is_the_shipped_one(cli):
+    shipped = recipes_folder() / "recipe.schema.json"
+    assert json.loads(cli("schema").out) == json.loads(shipped.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_names_its_schema(name):
+    assert "\n# yaml-language-server: $schema=recipe.schema.json\n" in find_recipe(name).read_text()
+
+
+def test_a_copy_names_the_installed_schema(cli, tmp_path):
+    assert cli("cp", "tiny_lora_fp8", tmp_path / "mine.yaml").code == 0
+    line = next(x for x in (tmp_path / "mine.yaml").read_text().splitlines() if "$schema" in x)
+    assert Path(line.partition("$schema=")[2]).is_file()
+
+
+def test_help_groups_the_verbs_and_cuts_no_line(cli):
+    out = cli("--help").out
+    for heading in ("Train:", "Plan:", "Understand:", "Share:"):
+        assert f"\n{heading}\n" in out
+    assert "..." not in out.partition("Train:")[2]
+    assert max(map(len, out.splitlines())) <= 80

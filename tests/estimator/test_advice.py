@@ -305,7 +305,7 @@ def test_advice_in_words_and_as_data(run):
 
 def test_a_set_that_fits_is_shown_with_what_it_costs():
     one = Advice(("train.optim=adamw_8bit",), None, 3 * 2**30, 0.02, "why", "otherwise")
-    assert "fits with train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, trains otherwise)" in (
+    assert "fits with train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, changes training)" in (
         _shown(Advised("tight", (), one))
     )
     both = Advice(("a=1", "b=2"), None, 5 * 2**30, None, "both")

@@ -175,7 +175,7 @@ def test_flops_do_not_depend_on_how_adapters_run(make_llama, setup_backend):
         receipts.append(get_receipt())
     a, b = ({row.name: (row.calls, row.flops) for row in r.layers} for r in receipts)
     assert a == b
-    assert receipts[0].precision["adapters"] == "14 of 14 in one function with their base"
+    assert receipts[0].precision["adapters"] == "14 of 14 fused with their base layer"
     assert receipts[1].precision["adapters"] == ""
 
 

@@ -179,7 +179,7 @@ def test_storage_in_fp8_with_bf16_compute(tmp_path, weights) -> None:
     assert receipt.precision["storage"] == {"fp8": 28}
     base = [row for row in receipt.layers if row.role == "base"]
     assert {row.fprop for row in base} == {"bf16"}
-    assert receipt.precision["adapters"] == "28 of 28 in one function with their base"
+    assert receipt.precision["adapters"] == "28 of 28 fused with their base layer"
 
 
 @pytest.mark.parametrize("layout", ["blocks", "own"])

@@ -85,12 +85,12 @@ def test_the_receipt_proves_it_and_tells_the_storage(reports) -> None:
     assert receipt["status"] == "proven"
     assert receipt["precision"]["ran"] == "bf16"
     assert receipt["precision"]["storage"] == {"nf4": LAYERS}
-    assert f"{LAYERS} weights held in nf4" in reports["qlora"].receipt.headline
+    assert f"{LAYERS} weights stored in nf4" in reports["qlora"].receipt.headline
     base = [row for row in receipt["layers"] if row["role"] == "base"]
     assert len(base) == LAYERS
     assert {(row["fprop"], row["wgrad"]) for row in base} == {("bf16", "none")}
     assert sum(row["dgrad"] == "bf16" for row in base) == LAYERS - 3, "the first block's q, k, v"
-    assert all("weight held in nf4" in row["reason"] for row in base)
+    assert all("weight stored in nf4" in row["reason"] for row in base)
     adapters = [row for row in receipt["layers"] if row["role"] == "adapter"]
     assert {row["wgrad"] for row in adapters} == {"bf16"}
     assert not [row for row in adapters if "nf4" in row["reason"]]
@@ -364,6 +364,6 @@ def test_validate_shows_storage_and_memory(monkeypatch, capsys) -> None:
     from finetune.cli.recipes import validate
 
     validate("tiny_qlora_bf16")
-    assert "frozen base held in nf4" in capsys.readouterr().out
+    assert "frozen base stored in nf4" in capsys.readouterr().out
     validate("tiny_qlora_bf16", as_json=True)
     assert json.loads(capsys.readouterr().out)["storage"] == "nf4"

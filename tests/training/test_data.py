@@ -291,7 +291,7 @@ def test_an_unknown_packaged_set_names_the_nearest(load):
         pytest.param(
             "a.jsonl",
             '{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n',
-            ["a.jsonl cannot be read as json", "where: a.jsonl:3", "not JSON", "mend that line"],
+            ["a.jsonl cannot be read as json", "where: a.jsonl:3", "not JSON", "fix that line"],
             id="broken-line",
         ),
         pytest.param(

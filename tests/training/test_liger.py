@@ -68,7 +68,7 @@ def test_frozen_layers_and_adapters_run_inside_ligers_modules(
     with_liger = losses(make_llama, setup_backend, monkeypatch, liger=True)
     receipt = get_receipt()
     assert receipt.status == stock.status == "proven"
-    assert receipt.precision["adapters"] == "14 of 14 in one function with their base"
+    assert receipt.precision["adapters"] == "14 of 14 fused with their base layer"
     rows = [[(r.name, r.fprop, r.dgrad, r.wgrad) for r in x.layers] for x in (stock, receipt)]
     assert rows[0] == rows[1]
     assert with_liger == pytest.approx(plain, rel=1e-2)

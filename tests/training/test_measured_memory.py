@@ -214,7 +214,7 @@ def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
     report = train(small("tiny_lora_bf16"), out=tmp_path, console=QUIET)
     memory = report.receipt.memory
     assert memory.items() >= foretold.items()
-    assert memory_line(memory).startswith("memory: predicted 30.7 MiB, measured ")
+    assert memory_line(memory).startswith("tensors: predicted 30.7 MiB, measured ")
     assert json.loads((report.folder / "receipt.json").read_text())["memory"] == memory
     assert asked == [((2, 32, False), 1)]
 
@@ -228,10 +228,10 @@ def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
         ({}, ""),
         (
             {"predicted_gib": 37.9 / 1024, "measured_gib": 38.0 / 1024},
-            "memory: predicted 37.9 MiB, measured 38.0 MiB (+0.3 %)",
+            "tensors: predicted 37.9 MiB, measured 38.0 MiB (+0.3 %)",
         ),
-        ({"measured_gib": 2.5}, "memory: measured 2.5 GiB"),
-        ({"predicted_gib": 2.5, "measured_gib": None}, "memory: predicted 2.5 GiB"),
+        ({"measured_gib": 2.5}, "tensors: measured 2.5 GiB"),
+        ({"predicted_gib": 2.5, "measured_gib": None}, "tensors: predicted 2.5 GiB"),
         (
             {
                 "predicted_gib": 50.0,
@@ -239,7 +239,7 @@ def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
                 "predicted_reserved_gib": 60.0,
                 "reserved_gib": 60.0,
             },
-            "memory: predicted 50.0 GiB, measured 49.0 GiB (-2.0 %), reserved predicted 60.0 GiB, "
+            "tensors: predicted 50.0 GiB, measured 49.0 GiB (-2.0 %), reserved predicted 60.0 GiB, "
             "reserved measured 60.0 GiB (+0.0 %)",
         ),
     ],
@@ -251,7 +251,7 @@ def test_the_line_of_a_receipt(memory, line) -> None:
         console.quiet = False
         console.print(Receipt("proven", {"ran": "bf16"}, memory=memory))
     assert line in shown.get()
-    assert ("memory:" in shown.get()) == bool(line)
+    assert ("tensors:" in shown.get()) == bool(line)
 
 
 @pytest.mark.parametrize(

@@ -343,5 +343,5 @@ def _unfair(differences: Sequence[Difference]) -> UnfairPairError:
         where="; ".join([f"{first.where}: {first.a}, {first.b}", *more]),
         why=first.why,
         fix=f"give both the same: {first.where}={as_text(first.b)} on the command line sets both; "
-        "--allow insists, and the result then lists what differs",
+        "--allow overrides the check, and the result then lists what differs",
     )

@@ -24,7 +24,7 @@ from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON, Run, write_whole
 from finetune.units import percent, plural
 
-NAMES = {"train": "training loss", "eval": "held-out loss"}
+NAMES = {"train": "training loss", "eval": "eval loss"}
 STYLES = {
     "equivalent": "bold green", "not equivalent": "bold red", "undecided": "bold yellow",
     "refused": "bold red",
@@ -226,13 +226,13 @@ class Comparison(JupyterMixin, _Part):
         if (s := self.speed) is not None:
             between = f" ({s.interval[0]:.3f} to {s.interval[1]:.3f})" if s.interval else ""
             lines.append(
-                f"speed: {a} at {s.ratio:.3f} times {b}{between}; "
+                f"speed: {a} runs at {s.ratio:.3f}x the speed of {b}{between}; "
                 f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s"
                 + (", emulated" if self.emulated else "")
             )
         if (m := self.memory) is not None:
             peaks = f"{m.a_gib:.3f} and {m.b_gib:.3f} GiB"
-            lines.append(f"peak memory: {a} at {m.ratio:.3f} times {b}; {peaks}")
+            lines.append(f"peak memory: {a} takes {m.ratio:.3f}x that of {b}; {peaks}")
         return [Text(line) for line in lines]
 
     def _task_table(self) -> list[RenderableType]:

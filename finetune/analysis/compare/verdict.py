@@ -121,7 +121,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         refused += [f"{d.condition}: {d.why}" for d in differences]
     unheld = sum(o.eval is None for o in outcomes)
     if 0 < unheld < len(outcomes):
-        refused.append(f"{unheld} of {len(outcomes)} runs logged no held-out loss")
+        refused.append(f"{unheld} of {len(outcomes)} runs logged no eval loss")
     broken_a, broken_b = _broken(found, pairs)
     refused += broken_b
     found = found.model_copy(update={"differences": differences, "notes": list(found.notes)})

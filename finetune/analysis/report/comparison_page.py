@@ -47,7 +47,7 @@ from finetune.runs.folder import COMPARISON as FILE
 from finetune.runs.lookup import is_run
 from finetune.units import count, percent, size_of_gib
 
-LOSSES = {"train": ("Training loss", "loss"), "eval": ("Held-out loss", "eval_loss")}
+LOSSES = {"train": ("Training loss", "loss"), "eval": ("Eval loss", "eval_loss")}
 VERDICTS: dict[str, tuple[str, Tone, str]] = {
     "equivalent": ("Equivalent", "good", "Within a margin of |, {a} trains as {b} does. "),
     "not equivalent": (

@@ -139,7 +139,7 @@ def loss_plot(s: Source) -> Plot | None:
         return None
     ends = [f"{s.label} from {s.y[0]:.3f} to {s.y[-1]:.3f}" for s in series if s.weight != "faint"]
     return Plot(
-        *("loss", "Training and held-out loss", "nats per token"),
+        *("loss", "Training and eval loss", "nats per token"),
         f"Loss over {s.run.last_step} steps: {'; '.join(ends)}.",
         tuple(series),
         note=treatment(len(train.y), train.window),

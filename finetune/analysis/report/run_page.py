@@ -321,7 +321,7 @@ def several_page(runs: Sequence[RunSource]) -> Page:
     unit, half = "nats per token", {"from_zero": True, "size": "half"}
     losses = (
         overlay(runs, "loss", "loss", "Training loss", unit, size="wide"),
-        overlay(runs, "eval_loss", "held_out_loss", "Held-out loss", unit, size="wide"),
+        overlay(runs, "eval_loss", "held_out_loss", "Eval loss", unit, size="wide"),
     )
     shown = {
         "table": Table((*head, "memory"), [*map(_row, runs)], numeric=(4, 5, 6, 7, 8)),

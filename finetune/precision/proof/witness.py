@@ -40,7 +40,7 @@ BATCHED = "(batched)"
 EXPERTS = "(experts)"
 OTHER = "(other)"
 NOT_LINEAR = {
-    ATTENTION: "scores and weighted sum stay in high precision",
+    ATTENTION: "attention scores and weighted sum: kept in high precision",
     BATCHED: "batched matmuls outside linear layers, such as attention scores",
     EXPERTS: "grouped matmuls of weights that are not declared (fp8_matmuls)",
     OTHER: "not a linear layer",
