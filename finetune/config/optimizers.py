@@ -245,7 +245,7 @@ def check_name(name: str, where: str = "train.optim") -> None:
             ),
             where=where,
             fix="adamw_torch_fused is the usual one; adamw_8bit and adamw_torch_4bit need less "
-            "memory (README, Optimizers, lists all)",
+            "memory (docs/pages/reference/optimizers.md lists all)",
         )
 
 
