@@ -182,41 +182,22 @@ class Proof:
             for row in rows
             if row.fprop == "none" != row.wgrad
         ]
-        other += [
-            f"{row.name} {gemm}={getattr(row, gemm)}"
-            for row in rows
-            for gemm in GEMMS
-            if getattr(row, gemm) not in (planned[row.name].would_run(gemm), "none")
-        ]
+        wrong: list[LayerReceipt] = []
+        for row in rows:
+            for gemm in GEMMS:
+                if getattr(row, gemm) not in (planned[row.name].would_run(gemm), "none"):
+                    other.append(f"{row.name} {gemm}={getattr(row, gemm)}")
+                    wrong.append(row)
         if other or not shares.get(requested):
             self._fail(
                 f"{requested.upper()} was asked and did not run",
                 where=", ".join(other[:6]) or "all layers",
                 why=f"of the matmul FLOPs of the first step {shares.get(requested, 0):.1%} ran in "
                 f"{requested.upper()}",
-                fix=self._remedy(requested, bool(silent)),
+                fix=self._remedy(
+                    requested, bool(silent), [planned[row.name].role for row in wrong]
+                ),
             )
-
-    def _remedy(self, requested: str, silent: bool) -> str:
-        """Advice on a precision that did not run: the likely cause alone, where it shows."""
-        if not self.model.training:
-            return (
-                "model.train() before the step: in evaluation mode (model.eval()) layers multiply "
-                "in high precision"
-            )
-        if requested == "fp32":
-            return "model.dtype=float32, and no autocast around the step"
-        if silent:
-            return (
-                "multiply by calling the layer: one whose weight is multiplied outside of it "
-                "(SFTTrainer does so with the output head in its loss) stays in high precision, "
-                "with keep=[its name]; a declared parameter is multiplied itself or as a view "
-                "(autocast casts it), not as a copy"
-            )
-        return (
-            "replace or move layers before the model is prepared, and call the prepared model "
-            "itself; the plan is shown by `python -m finetune validate RECIPE`"
-        )
 
     def _layer_receipts(self, witness: Witness) -> list[LayerReceipt]:
         by_layer: dict[str, list[tuple[str, str, Seen]]] = {}
