@@ -35,6 +35,7 @@ from finetune.precision.backends.base import in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.formats import row_hashes
 from finetune.precision.planner import GEMMS
+from finetune.precision.proof.remedies import remedy, why_still
 from finetune.precision.proof.witness import NOT_LINEAR, Seen, Witness
 from finetune.runs.receipt import LayerReceipt
 
@@ -194,8 +195,11 @@ class Proof:
                 where=", ".join(other[:6]) or "all layers",
                 why=f"of the matmul FLOPs of the first step {shares.get(requested, 0):.1%} ran in "
                 f"{requested.upper()}",
-                fix=self._remedy(
-                    requested, bool(silent), [planned[row.name].role for row in wrong]
+                fix=remedy(
+                    requested,
+                    training=self.model.training,
+                    silent=bool(silent),
+                    roles={planned[row.name].role for row in wrong},
                 ),
             )
 
@@ -309,7 +313,7 @@ class Proof:
             self._fail(
                 f"{len(dead)} trainable parameters do not train",
                 where=some(dead),
-                why=f"{_why_still([trainable[name] for name in dead])}, and their bits are "
+                why=f"{why_still([trainable[name] for name in dead])}, and their bits are "
                 f"unchanged after {EFFECTIVE_STEPS} optimizer steps with a learning rate above "
                 "zero",
                 fix="check that they take part in the loss; freeze them if they are not meant to; "
@@ -332,15 +336,6 @@ def _row(
     calls = {gemm: sum(s.calls for of, _, s in seen if of == gemm) for gemm in GEMMS}
     flops = sum(s.flops for _, _, s in seen)
     return LayerReceipt(name, shape, role, calls=calls, flops=flops, reason=reason, **ran)
-
-
-def _why_still(dead: list[nn.Parameter]) -> str:
-    """No gradient at all is a hole in the graph; a gradient of zeros is one of the numbers."""
-    zeros = sum(p.grad is not None for p in dead)
-    if not zeros:
-        return "no gradient reached them"
-    who = "all" if zeros == len(dead) else f"{zeros}"
-    return f"the gradients of {who} of them are zeros throughout"
 
 
 # ------------------------------------------------------- backwards, whoever starts them
