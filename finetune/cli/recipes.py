@@ -44,7 +44,7 @@ def ls(
     out: Annotated[Path | None, typer.Option(help="With --runs: folder of runs.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the shipped recipes (≈GiB is a preview of peak memory on one GPU), or the runs."""
+    """List the shipped recipes, a pair of FP8 and BF16 per line, or the runs."""
     if runs:
         from finetune.cli.runs import list_runs
 
@@ -56,17 +56,33 @@ def ls(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    console = Console()
-    keys = [key for key in rows[0] if key not in ("data", "preview_gib")]
-    columns = (*(Column(key, no_wrap=True) for key in keys), Column("≈GiB", justify="right"))
-    gap = 2 if console.width >= 86 else 1
-    table = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    pairs: dict[str, dict[str, Any]] = {}
     for row in rows:
-        gib = row["preview_gib"]  # in as many digits as it is worth
-        shown = "-" if gib is None else f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}"
-        style = None if "fp8" in row["precision"] else "dim"
-        table.add_row(*(row[key] for key in keys), shown, style=style)
+        name, _, compute = row["recipe"].rpartition("_")
+        pairs.setdefault(name, row)[compute] = row
+    keys = ("model", "method", "length")
+    names = (Column(key, no_wrap=True) for key in ("recipe", *keys))
+    right = (Column(f"{compute} ≈GiB", justify="right") for compute in COMPUTES)
+    table = Table(*names, *right, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name, row in pairs.items():
+        memory = (_digits(row[x]["preview_gib"]) if x in row else "-" for x in COMPUTES)
+        table.add_row(name, *(row[key] for key in keys), *memory)
+    console = Console(soft_wrap=True)
     console.print(table)
+    console.print(
+        "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU\n"
+        "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
+        style="dim",
+        highlight=False,
+    )
+
+
+COMPUTES = ("fp8", "bf16")
+
+
+def _digits(gib: float | None) -> str:
+    """Memory in as many digits as a preview is worth."""
+    return "-" if gib is None else f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}"
 
 
 def cat(
