@@ -46,6 +46,7 @@ from finetune.export.shards import (
 )
 from finetune.hardware.device import version
 from finetune.hardware.requirements import require
+from finetune.runs.card import model_card
 from finetune.runs.lookup import read_run
 from finetune.training.model import locate
 
@@ -190,8 +191,23 @@ def export_run(
         record = _record(finished, to, source, batches.rows, measured) | layers
         write_json(folder / RECORD, record, indent=1)
         parity.check(measured, to, str(folder))
+        _write_card(finished, folder, to, f"{batches.rows}: {measured}")
     say(f"parity on {batches.rows}: {measured}")
     return Export(out, to, measured, batches.rows, tuple(quantized), tuple(kept))
+
+
+def _write_card(finished: FinishedRun, folder: Path, to: str, compared: str) -> None:
+    """Write the card of the run's model anew, with the form of the weights and the comparison."""
+    run = read_run(finished.folder)
+    card = model_card(
+        finished.config,
+        run.receipt,
+        run.report,
+        adapter=to == "adapter",
+        target=to,
+        parity=compared,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def check_export(

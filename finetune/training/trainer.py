@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from finetune.config.sft import sft_config
 from finetune.errors import ConfigError, FinetuneError
 from finetune.hardware.device import this_device
 from finetune.precision.stored import stored_weights
+from finetune.runs.card import model_card
 from finetune.runs.folder import write_start
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
@@ -256,7 +258,19 @@ class _Run:
         )
         if self.is_main:
             (self.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+            self._write_card(report)
         return report
+
+    def _write_card(self, report: RunReport) -> None:
+        model = self.folder / "model"
+        if model.is_dir():  # an interrupted run has none
+            card = model_card(
+                self.config,
+                asdict(report.receipt),
+                asdict(report),
+                adapter=self.config.lora is not None,
+            )
+            (model / "README.md").write_text(card, encoding="utf-8")
 
 
 def _new_folder(out: Path, name: str) -> Path:

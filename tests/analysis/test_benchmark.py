@@ -372,6 +372,7 @@ def test_recipes_side_by_side_for_real() -> None:
     assert found.environment["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_packed_rows_fill_their_bins() -> None:
     config = load_recipe(BF16, ["train.packing=true"]).config
     job = Job("a", at_point(config, Point(2, 32), 1), steps=1)

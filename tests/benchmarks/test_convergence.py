@@ -85,6 +85,7 @@ def test_every_recipe_has_a_plan(recipe) -> None:
     assert len(layers) == 6 * 7 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "recipe"), [("llama", "tensorwise"), ("bdh", "bf16")])
 def test_a_finished_run_is_read_and_one_of_other_settings_is_done_again(
     model, recipe, tmp_path, monkeypatch

@@ -114,6 +114,7 @@ def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:
         assert rows[name].facts()["gib_over_predicted"] == pytest.approx(1, abs=0.02), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_accelerates_own_conversion_trains_a_part(tmp_path, monkeypatch) -> None:
     found = climb(

@@ -17,6 +17,7 @@ def measure(name: str, checkpointing: bool) -> Memory:
     return lora_memory.measure(SMALL, CONTENDERS[name], checkpointing=checkpointing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_weights_and_saved_activations_of_an_fp8_base(checkpointing):
     bf16, fp8 = measure(BASELINE, checkpointing), measure("FP8", checkpointing)

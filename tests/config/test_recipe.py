@@ -566,14 +566,14 @@ def read_back(config: RunConfig) -> RunConfig:
 
 
 @given(CONFIG)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_typed_value_survives_writing_and_reading(data):
     config = RunConfig.model_validate(data)
     assert read_back(config) == config
 
 
 @given(st.dictionaries(TEXT, FREE_FORM, max_size=4))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_free_form_value_survives_writing_and_reading(values):
     config = RunConfig.model_validate(
         {"model": {"name": "m"}, "data": {"name": "d"}, "train": {"fsdp_config": values}}

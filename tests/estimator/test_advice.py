@@ -243,6 +243,7 @@ def test_with_more_memory_less_is_changed(run):
     assert ranks[0] == RANKS.index("adapters")
 
 
+@pytest.mark.slow
 def test_advice_is_the_same_twice(run):
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=3)
     assert advised(config, place)[1] == advised(config, place)[1]
@@ -254,6 +255,7 @@ def test_where_nothing_helps_it_says_so(run):
     assert "no set of these changes makes it fit" in _shown(found)
 
 
+@pytest.mark.slow
 def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
     """Sharding, pretended: what is held divided by the number of GPUs."""
     real = FirstLayers.at

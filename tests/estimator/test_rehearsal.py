@@ -37,10 +37,7 @@ CASES = {case.name: case for case in predicted_memory.CASES}
 QUICK_RECIPES = ("tiny_full_bf16", "llama_8b_full_fp8", "llama_8b_lora_fp8", "bdh_tiny_full_fp8")
 SMALLEST = (
     "tiny full fp16, accumulation 4",
-    "tiny full bf16, adafactor",
-    "small full delayed, checkpointing",
     "tiny LoRA 8, frozen FP8",
-    "tiny DoRA bf16",
     "tiny QLoRA nf4",
     "BDH tiny full tensorwise",
 )
@@ -83,9 +80,11 @@ def engine(name: str) -> str:
     return has[0] if precision.compute == "fp8" else ""
 
 
-ENGINES = [(name, engine(name)) for name in list_recipes()]
+# One of each model, method and engine: the others differ from these in sizes.
+SAME = ("llama_1b_", "gpt2_350m_", "bdh_100m_", "llama_8b_lora32_", "tiny_lora_", "qwen_7b_full_")
+ENGINES = [(name, engine(name)) for name in list_recipes() if not name.startswith(SAME)]
 QUICK_ENGINES = [pair for pair in ENGINES if pair[0] in QUICK_RECIPES]
-ENGINES += [(name, "te") for name in ("gpt2_350m_full_fp8", "llama_8b_lora_fp8")]
+ENGINES += [(name, "te") for name in ("gpt2_124m_full_fp8", "llama_8b_lora_fp8")]
 
 
 @pytest.mark.parametrize(("name", "backend"), slow_but(QUICK_ENGINES, ENGINES))
@@ -123,8 +122,7 @@ def phases(config: RunConfig, layers: int, backend: str = "torchao") -> dict[str
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("llama_8b_full_bf16", ""), ("llama_8b_full_fp8", "torchao"), ("llama_8b_full_fp8", "te"),
-        ("llama_8b_lora_fp8", "torchao"), ("llama_8b_qlora_bf16", ""), ("gpt2_350m_full_bf16", ""),
+        ("llama_8b_full_fp8", "te"), ("llama_8b_lora_fp8", "torchao"), ("llama_8b_qlora_bf16", ""),
     ],
 )  # fmt: skip
 def test_two_and_four_layers_tell_of_eight(name, backend) -> None:
@@ -136,7 +134,7 @@ def test_two_and_four_layers_tell_of_eight(name, backend) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_1b_full_fp8", "llama_1b_lora_bf16"])
+@pytest.mark.parametrize("name", ["llama_1b_full_fp8"])
 def test_more_rows_and_longer_ones_hold_more(name) -> None:
     def peaks(rows: int, length: int) -> list[int]:
         changes = [f"train.per_device_train_batch_size={rows}", f"train.max_length={length}"]

@@ -165,6 +165,7 @@ def test_rows_end_where_the_model_does(run):
     assert (found.value, found.next) == (4096, None)
 
 
+@pytest.mark.slow
 def test_where_not_even_one_row_fits_it_says_so(run):
     found = largest_rows(run(), place_of("4090", memory_gib=1))
     assert (found.value, found.next, found.measured) == (0, 1, None)

@@ -499,7 +499,7 @@ def ratio(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch", "published"),
-    [("0.5B", 32, 1.10), ("1.5B", 32, 1.24), ("3B", 16, 1.29), ("7B", 16, 1.37), ("14B", 8, 1.48)],
+    [("0.5B", 32, 1.10), ("3B", 16, 1.29), ("14B", 8, 1.48)],
 )
 def test_llm_q_on_an_h100(size, batch, published):
     """IST-DASLab/llmq README, FP8 over BF16 tokens per second, 524,288 tokens per update."""

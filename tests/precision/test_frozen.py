@@ -70,6 +70,7 @@ def test_gemms_are_those_of_the_operands_codes(granularity, pow2):
     torch.testing.assert_close(dx, folded.to(dx.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_scaled_mm_and_emulation_differ_by_accumulation_only(granularity, transposed):

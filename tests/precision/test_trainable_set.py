@@ -101,7 +101,7 @@ ROWS = [{"text": "The harbour is calm and the boats are home before the night fa
 
 
 @pytest.mark.parametrize("method", ["full tied", "lora 16"])
-@pytest.mark.parametrize(("backend", "scaling"), [BACKENDS[0], BACKENDS[2], BACKENDS[3]])
+@pytest.mark.parametrize(("backend", "scaling"), [BACKENDS[2], BACKENDS[3]])
 def test_stock_sft_trainer(
     make_llama, setup_backend, tokenizer, tmp_path, backend, scaling, method
 ) -> None:

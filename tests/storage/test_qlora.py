@@ -123,6 +123,7 @@ def test_the_adapter_is_an_ordinary_float32_one(reports) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing(tmp_path) -> None:
     overrides = ["train.max_steps=2", "train.warmup_steps=0", "data.prompts=[hello]"]
     overrides += ["train.gradient_checkpointing=true", "data.max_rows=16"]

@@ -117,6 +117,7 @@ def test_the_scale_grows_after_the_interval(tmp_path) -> None:
     assert rows[-1]["skipped_steps"] == 0
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_with_scale_and_count(tmp_path) -> None:
     settings = [
         "precision.loss_scale_init=4194304", "precision.loss_scale_growth_interval=3",
@@ -164,6 +165,7 @@ def test_adapters_train_over_a_frozen_bfloat16_base(tmp_path) -> None:
     assert {row.fprop for row in base} == {"fp16"}
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_unscaled_once(tmp_path) -> None:
     settings = ["train.gradient_accumulation_steps=2", "train.per_device_train_batch_size=2"]
     fp16 = logs(run(tmp_path, *settings))

@@ -161,12 +161,7 @@ def test_on_a_gpu_the_allocator_counts(monkeypatch) -> None:
     ("name", "changes"),
     [
         ("tiny_full_fp8", ("train.gradient_checkpointing=true",)),
-        pytest.param(
-            *("tiny_lora_fp8", ("train.gradient_accumulation_steps=2",)), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            *("tiny_full_bf16", ("train.optim=adamw_torch_8bit",)), marks=pytest.mark.slow
-        ),
+        ("tiny_lora_fp8", ("train.gradient_accumulation_steps=2",)),
     ],
 )
 def test_measuring_changes_no_bit_of_a_run(name, changes, tmp_path, monkeypatch) -> None:

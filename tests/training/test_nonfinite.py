@@ -390,6 +390,7 @@ SAVING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_checkpoint_receipt_and_metrics_are_kept(tmp_path, monkeypatch, capsys) -> None:
     """By the command line: exit code 2, and a fix that resumes from what is there."""
 

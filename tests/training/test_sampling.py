@@ -21,7 +21,6 @@ from finetune.config.schema import EvalConfig
 from finetune.errors import ConfigError
 from finetune.training import samples as sampling
 from finetune.training.samples import answer, undisturbed
-from tests.conftest import slow_but
 
 SHORT = (
     "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",
@@ -83,7 +82,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", slow_but(["delayed"], ["adapters", "delayed"]))
+@pytest.mark.parametrize("case", ["adapters", "delayed"])
 def test_training_is_bit_for_bit_as_without_samples(case, run, delayed_run, tmp_path) -> None:
     """Dropout and checkpointing; and amax histories that evaluation in FP8 records into."""
     if case == "adapters":
@@ -361,6 +360,7 @@ def test_generate_interrupted(run, cli, monkeypatch) -> None:
     assert cli("generate", str(run[0].folder), "hi").code == 130
 
 
+@pytest.mark.slow
 def test_a_full_run_that_evaluates_in_fp8_is_asked_in_fp8(delayed_run) -> None:
     """With the scales of delayed scaling; the session that it takes is gone afterwards."""
     from finetune.precision.convert import conversion_of

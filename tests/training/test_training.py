@@ -16,10 +16,7 @@ from finetune.training.model import TINY_LLAMA
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)
-QUICK_RECIPES = [
-    *("tiny_full_fp8", "tiny_lora_fp8", "tiny_qlora_bf16", "bdh_tiny_full_fp8"),
-    *("llama_8b_lora_fp8", "llama_8b_full_fp8"),
-]
+QUICK_RECIPES = ["tiny_lora_fp8", "bdh_tiny_full_fp8", "llama_8b_full_fp8"]
 """One of each method; `RECIPES` adds one of each model and twin.
 
 The rest differ from these in sizes, which a shrunken run does not have, and every recipe is planned
@@ -27,8 +24,7 @@ in tests/precision/test_planner.py.
 """
 RECIPES = [
     *QUICK_RECIPES,
-    *("tiny_full_bf16", "tiny_lora_bf16", "bdh_100m_full_bf16", "gpt2_124m_full_fp8"),
-    *("llama_1b_full_bf16", "llama_8b_qlora_bf16", "llama_70b_lora_fp8", "qwen_7b_lora_fp8"),
+    *("tiny_full_bf16", "gpt2_124m_full_fp8", "llama_8b_qlora_bf16", "llama_70b_lora_fp8"),
 ]
 SMALL = (
     "data.name=builtin:harbour",
@@ -159,6 +155,7 @@ def test_saved_weights_are_plain_hugging_face_weights(tmp_path) -> None:
     assert model.state_dict().keys() == base.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_own_data_file(tmp_path) -> None:
     file = tmp_path / "mine.jsonl"
     rows = [{"question": f"What is {i}?", "answer": f"It is number {i}."} for i in range(24)]
@@ -269,9 +266,7 @@ def test_resuming_under_another_scaling_is_refused(tmp_path) -> None:
         train(load_recipe("tiny_full_fp8", [*base, resume]), out=tmp_path, console=QUIET)
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["my data #1 é.jsonl"], ["mine[1].jsonl", "my data #1 é.jsonl", "a*b.jsonl"])
-)
+@pytest.mark.parametrize("name", ["my data #[1] é*.jsonl"])
 def test_odd_file_names(name, tmp_path) -> None:
     rows = [{"text": f"boat number {i} is in the harbour"} for i in range(16)]
     (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
