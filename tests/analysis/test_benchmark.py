@@ -350,7 +350,7 @@ def test_quartiles_are_those_of_all_rounds() -> None:
 # ------------------------------------------------------------------------------------------ a point
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recipes_side_by_side_for_real() -> None:
     found = finetune.benchmark(
         FP8, vs=[BF16], grid="batch=2 length=32", steps=3, rounds=1, run=run_here,
@@ -486,6 +486,7 @@ def test_what_is_predicted_far_too_large_is_left_out(device, free, needed, tried
 # --------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.long
 @pytest.mark.slow  # torch starts again in the process
 def test_a_point_in_a_process_of_its_own(monkeypatch, capsys) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

@@ -760,7 +760,7 @@ def test_on_a_gpu_steps_are_timed_by_events_that_nothing_waits_for(tmp_path, mon
 # --------------------------------------------------------------------------------- a run, for real
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_really_ran_is_in_the_receipt_and_steps_are_timed(tmp_path):
     """One short run each, in this process; the same judge as of separate ones."""
     outcomes = []

@@ -285,6 +285,7 @@ def test_forty_series_look_different():
     assert len({tuple(style(i).items()) for i in range(40)}) == 40
 
 
+@pytest.mark.long
 @pytest.mark.slow  # draws 10,000 steps of 24 health curves
 def test_ten_thousand_steps_make_less_than_two_megabytes(tmp_path):
     report = finetune.report(make_run(tmp_path / "long", steps=10_000, groups=GROUPS))

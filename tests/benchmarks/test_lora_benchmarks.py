@@ -49,7 +49,7 @@ def test_the_real_operator_is_measured_too() -> None:
     assert names == [TORCHAO, "ours", "ours, bf16 kept", "BF16"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_learn_over_both_bases(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(convergence, "HELD_OUT_ROWS", 16)
     monkeypatch.setattr(lora_loss, "BYTES", 100_000)
@@ -89,6 +89,7 @@ def one_layer(folder, monkeypatch) -> str:
     return f"model.name={folder}"
 
 
+@pytest.mark.long
 @pytest.mark.slow  # compiles
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about its own environment
 def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:

@@ -218,7 +218,7 @@ def test_rows_go_through_the_functions_of_estimate(job, monkeypatch) -> None:
     assert [call["layers"] for call in seen] == [2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_frozen_shards_keep_the_inputs_of_all_layers(job) -> None:
     """Under FSDP 1 with adapters and reentrant checkpointing: inputs of layers and gradients."""
     from tests.benchmarks.score.memory import memory_of
@@ -317,7 +317,7 @@ def test_held_out_rows_are_scored_apart() -> None:
     json.dumps(board.to_json())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_row_is_in_one_place(tmp_path) -> None:
     rows = [
         ROW,

@@ -137,7 +137,7 @@ def plain(made_once) -> RunReport:
     return made_once("plain moments", lambda folder: run(folder, *overrides))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_4bit"])
 def test_the_loss_falls_as_with_plain_moments(name, plain, tmp_path) -> None:
     report = run(tmp_path, f"train.optim={name}", "train.max_steps=15")
@@ -173,7 +173,7 @@ def test_it_steps_in_float32_compute_too(name, tmp_path) -> None:
     assert report.receipt.flop_share == {"fp32": pytest.approx(1.0)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rounding_by_chance_acts(tmp_path) -> None:
     """At a learning rate below what BF16 holds, some weights move all the same."""
     settings = ["model.dtype=bfloat16", "train.optim=adamw_torch_8bit", "train.learning_rate=1e-6"]

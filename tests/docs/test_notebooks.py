@@ -31,7 +31,7 @@ def test_all_notebooks_are_there() -> None:
     assert [path.stem for path in NOTEBOOKS] == NAMES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @EACH
 def test_runs_on_a_cpu_in_two_minutes(path, tmp_path, monkeypatch) -> None:
     for name, value in {"IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "jupyter"}.items():

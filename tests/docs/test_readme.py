@@ -105,7 +105,7 @@ def one_layer(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(one, marks=[pytest.mark.slow] if takes_long(one) else []) for one in must_run()],
+    [pytest.param(one, marks=[pytest.mark.long] if takes_long(one) else []) for one in must_run()],
 )
 def test_command_runs(command, cli, tmp_path) -> None:
     """Each in a fresh folder."""

@@ -186,7 +186,7 @@ def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
 # ------------------------------------------------------------------------- a run that does not fit
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "overrides", "memory"),
     [
@@ -210,7 +210,7 @@ def test_what_is_advised_frees_what_it_says(run, tmp_path, name, overrides, memo
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_order_is_rank_and_then_cost_in_speed(run):
     _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=3))
     order = [(RANKS.index(one.rank), round(one.slower, 3)) for one in found.each]
@@ -218,6 +218,7 @@ def test_the_order_is_rank_and_then_cost_in_speed(run):
     assert len({one.change for one in found.each}) == len(found.each)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", [pytest.param(2.2, marks=pytest.mark.slow), 3.0, 4.0])
 def test_what_is_said_to_fit_together_fits(run, tmp_path, memory):
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=memory)

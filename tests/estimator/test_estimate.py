@@ -141,7 +141,7 @@ def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
     assert result.twin.why
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_alternatives_are_possible_or_say_why_not(config):
     result = estimate(config, gpu="H100", alternatives=True)
     found = {other.label: other for other in result.others}
@@ -174,7 +174,7 @@ def test_json_says_the_same_as_the_words(result):
     assert all(note in words for note in result.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("section", "values"),
     [
@@ -199,7 +199,7 @@ def test_layers_that_differ_in_turn_are_not_alike():
     assert not are_alike(Qwen3MoeConfig(num_hidden_layers=9, decoder_sparse_step=3))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("optimizer", "bytes_each"), [("paged_ademamix_32bit", 12)])
 def test_paged_states_are_not_memory_of_the_device(config, optimizer, bytes_each):
     pytest.importorskip("bitsandbytes")
@@ -248,7 +248,7 @@ def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(con
     assert {key: os.environ[key] for key in launched} == launched
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(config, make_llama):
     from transformers import Trainer, TrainingArguments
 
@@ -301,7 +301,7 @@ def test_settings_of_data_are_not_asked_of_made_up_rows(config):
         measure(changed(config, train={"padding_free": True}), H100)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
     from finetune.estimator import gate
     from finetune.hardware.device import this_device
@@ -316,7 +316,7 @@ def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
         assert "a batch of 4 x 128 tokens" in told["predicted"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_question_has_the_same_answer(config):
     first, again = (estimate(config, gpu="L40S").facts() for _ in range(2))
     assert first == again

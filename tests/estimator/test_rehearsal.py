@@ -118,7 +118,7 @@ def phases(config: RunConfig, layers: int, backend: str = "torchao") -> dict[str
     return {name: sum(kinds.values()) for name, kinds in found.phases.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -163,7 +163,7 @@ def test_checkpointing_and_accumulation_act() -> None:
     assert 0 < waiting < 2**20  # three more batches of ids
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_uncompiled_optimizer_of_torchao_is_named_for_a_gpu() -> None:
     config = load_recipe("tiny_full_bf16", ["train.optim=adamw_torch_8bit"]).config
     for place, named in ((place_of("H100"), True), (place_of(), False)):

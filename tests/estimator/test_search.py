@@ -132,7 +132,7 @@ def test_more_memory_never_gives_less():
 # --------------------------------------------------------------------------------- rows and length
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_largest_micro_batch_has_a_neighbour_that_does_not_fit(run):
     config, place = run(), place_of("4090", memory_gib=4)
     found = largest_rows(config, place)

@@ -30,7 +30,7 @@ def steps(made_once) -> dict[str, Any]:
     return made_once("FSDP2 under TRL", lambda folder: run_worker(folder, list(RECIPES)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", RECIPES)
 def test_two_processes_hold_what_is_estimated(steps, case: str, tmp_path: Path) -> None:
     config, device = recipe_config(case, tmp_path), this_device()

@@ -52,7 +52,7 @@ def highest(model: Fsdp2, moments: Sequence[Moment], **kwargs: Any) -> Peak:
     return max(model.find_peaks(moments, **kwargs), key=lambda peak: peak.total)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_hold_what_is_predicted(steps: dict[str, Any], case: str) -> None:
     alone = steps["alone"][case]

@@ -211,7 +211,7 @@ def test_each_form_is_smaller_than_the_one_before(exported):
     assert size["adapter"] < size["nvfp4"] < size["fp8"] < size["merged"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_full_run_is_copied_and_can_be_quantised(full_run, tmp_path):
     done = export_run(full_run, "merged", tmp_path / "merged", console=QUIET)
     ours, theirs = (load_file(f / "model.safetensors") for f in (done.folder, full_run / "model"))
@@ -329,7 +329,7 @@ def test_original_weights_instead_of_merged_ones_are_found(lora_run, said):
     assert len(found.failures(parity.BOUNDS["nvfp4"])) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
     none = parity.Bounds(0.0, 0.0, 0.0, 1.0, "nothing may differ")
     monkeypatch.setitem(parity.BOUNDS, "fp8", none)

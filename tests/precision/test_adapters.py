@@ -169,7 +169,7 @@ def test_checkpointing_gives_the_same_bits(make_llama, precision, reentrant):
     assert all(torch.equal(plain[n], recomputed[n]) for n in plain)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about their own environment
 @pytest.mark.parametrize("precision", [FP8, {"compute": "bf16"}], ids=["fp8", "bf16"])
 def test_a_decoder_layer_compiles_without_a_graph_break(make_llama, precision):
@@ -188,7 +188,7 @@ def test_a_decoder_layer_compiles_without_a_graph_break(make_llama, precision):
     assert apart(compiled, eager) < 2e-2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_all_decoder_layers_are_one_compiled_graph(make_llama):
     """Layers past `recompile_limit` would run uncompiled if each were a graph of its own."""

@@ -31,7 +31,7 @@ def losses(make_llama, setup_backend, compile: str) -> list[float]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # inductor warns about its own environment
 def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     eager = losses(make_llama, setup_backend, "off")
@@ -96,7 +96,7 @@ class Net(nn.Module):
         return self.block(x)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
 @pytest.mark.parametrize(
     "scaling",

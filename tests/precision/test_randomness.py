@@ -95,7 +95,7 @@ def test_state_goes_on_where_it_was() -> None:
     assert torch.equal(other.uniform(like), second)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resuming_is_bit_identical(tmp_path) -> None:
     """The generator's state lies beside the checkpoint; without it the run is another one."""
     overrides = [

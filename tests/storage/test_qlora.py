@@ -71,7 +71,7 @@ def held_bytes(layer) -> int:
 # --------------------------------------------------------------------------------------- training
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_ends_where_lora_over_a_plain_base_ends(reports) -> None:
     qlora, lora = reports["qlora"], reports["lora"]
     assert qlora.eval_loss == pytest.approx(lora.eval_loss, rel=0.03)

@@ -39,7 +39,7 @@ def facts(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("two"), modes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "experts"])
 def test_two_processes_train_in_fp8_with_the_same_scales(mode, facts) -> None:
     first, second = facts[mode]
@@ -87,7 +87,7 @@ def test_without_reduce_amax_scales_differ(facts) -> None:
     assert not all(g)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reduce_amax_takes_the_largest_of_all_processes(tmp_path) -> None:
     """With it scales are identical, those of the process that saw most; without they differ."""
     both = launch(tmp_path, "delayed", "tests.amax_worker")["delayed"]

@@ -356,7 +356,7 @@ def test_lora(make_llama, setup_backend, tmp_path) -> None:
     assert "health/adapter/w_snr_db" not in row, "adapters stay in high precision"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes(tmp_path) -> None:
     """Rows are of both processes, and a NaN in one of them stops both, by its name."""
     for mode, (first, second) in launch(tmp_path, "ddp,fsdp", "tests.health_worker").items():
@@ -422,7 +422,7 @@ def test_evaluation_is_untouched(make_llama, setup_backend, tmp_path) -> None:
     assert not any(isinstance(c, HealthMonitor) for c in trainer.callback_handler.callbacks)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_run_folder_and_the_other_logs(tmp_path) -> None:
     """`health/...` rows in metrics.jsonl; rows of the loss are what they were without."""
     rows = {}

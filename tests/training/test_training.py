@@ -80,7 +80,7 @@ def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
     assert (report.folder / "model").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["full"])  # LoRA: the next test
 def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
     """The shipped pair, whole: same seed, same data; the loss falls and the style is learnt."""
@@ -99,7 +99,7 @@ def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
         assert all(s.answer.endswith("Fair winds.") for s in report.samples)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_fp8_base_at_rank_32_learns_what_a_bf16_base_does(tmp_path) -> None:
     """Much of the shipped pair at another rank: what it ends at is in FP8_FINDINGS.md."""
     asked = ["lora.r=32", "lora.alpha=64", "train.max_steps=40", "train.eval_steps=40"]
@@ -168,7 +168,7 @@ def test_own_data_file(tmp_path) -> None:
     assert all(not key.endswith("_extra_state") for key in load_file(adapter))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fp8", slow_but([True], [True, False]))
 def test_packing_and_checkpointing(fp8, tmp_path) -> None:
     overrides = [
