@@ -232,7 +232,7 @@ def test_what_is_said_to_fit_together_fits(run, tmp_path, memory):
     assert found.together.frees == measured.footprint.allocated - other.allocated
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_more_memory_less_is_changed(run):
     config = run("tiny_full_bf16")
     ranks = []

@@ -57,7 +57,7 @@ def test_two_processes_train_in_fp8_with_the_same_scales(mode, facts) -> None:
     assert first["history"] == second["history"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_base_held_in_fp8_is_sharded_as_codes(facts) -> None:
     """FSDP2 gathers bytes, whatever its mixed precision is, and trains as DDP does."""
     one, sharded, first = (facts[mode] for mode in ("frozen", "frozen_fsdp", "frozen_ram"))
@@ -73,7 +73,7 @@ def test_a_base_held_in_fp8_is_sharded_as_codes(facts) -> None:
     assert losses[2] == losses[1], "with the weights of the first process alone"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_reduce_amax_scales_differ(facts) -> None:
     first, second = facts["local"]
     assert first["status"] == second["status"] == "proven"
