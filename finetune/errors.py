@@ -133,13 +133,7 @@ def some(names: Sequence[str], shown: int = 6) -> str:
     return (", ".join(names[:shown]) or "none") + more
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`"did you mean 'x'?"` for the closest known word, or an empty string when none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else ""
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`nearest` as the end of a sentence: `"; did you mean 'x'?"`, or an empty string."""
-    hint = nearest(word, known)
-    return f"; {hint}" if hint else ""
+    """The closest known word as the end of a sentence, `"; did you mean 'x'?"`, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

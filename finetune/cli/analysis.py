@@ -43,7 +43,7 @@ def benchmark(
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV.")] = False,
 ) -> None:
-    """Measure speed and memory: random weights, synthetic tokens, each point a process."""
+    """Measure speed and memory: random weights, synthetic tokens."""
     if as_json and as_csv:
         raise ConfigError("--json and --csv were both asked for", fix="leave one of them out")
     if ladder is not None:
@@ -114,7 +114,7 @@ def compare(
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a recipe and its BF16 twin over the same seeds: is FP8 as good, and is it faster?"""
+    """Train FP8 and BF16: do they end the same, and is it faster?"""
     from finetune.analysis.compare import compare as comparing
     from finetune.analysis.report.report import write_report
 
@@ -198,7 +198,7 @@ def diagnose(
     force: Annotated[bool, typer.Option(help="Run although memory seems too small.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what runs in which precision, where the time goes, and why FP8 is or is not faster."""
+    """Show what runs in FP8, where the time goes, and why."""
     checked = load_recipe(recipe, overrides or ())
     if out is not None:
         make_folder(out, out)
@@ -228,7 +228,7 @@ def report(
     to: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write report.html, report.md and plots: what ran, how it went, what it cost."""
+    """Write one page about runs: HTML, Markdown, plots."""
     from finetune.analysis.report.report import write_report
 
     done = write_report(runs, to)
@@ -239,7 +239,7 @@ def report(
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine can do in FP8, and why."""
+    """Show what this machine can do in FP8, and why."""
     from finetune.analysis.doctor import examine
 
     findings = examine()

@@ -7,6 +7,7 @@ what to do, and exits with 2.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -25,32 +26,36 @@ from finetune.logging import quiet_libraries
 _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-VERBS: dict[str, dict[str, tuple[Any, str]]] = {
+VERBS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
-        "run": (train.run, "Train a recipe (the verb may be left out)."),
-        "ls": (recipes.ls, "List the recipes, or with --runs the runs."),
-        "cp": (recipes.cp, "Copy a recipe to edit it."),
-        "cat": (recipes.cat, "Print a recipe, with --resolved complete."),
-        "schema": (recipes.schema, "Print the JSON schema of recipes, for editors."),
+        "run": train.run,
+        "ls": recipes.ls,
+        "cp": recipes.cp,
+        "cat": recipes.cat,
+        "schema": recipes.schema,
     },
     "Plan": {
-        "validate": (recipes.validate, "Check a recipe, show each layer's precision."),
-        "estimate": (estimate, "Predict memory and speed on any GPU."),
-        "doctor": (analysis.doctor, "Show what this machine can do in FP8."),
+        "validate": recipes.validate,
+        "estimate": estimate,
+        "doctor": analysis.doctor,
     },
     "Understand": {
-        "diagnose": (analysis.diagnose, "Show what runs in FP8, where the time goes."),
-        "compare": (analysis.compare, "Train FP8 and BF16: do they end the same?"),
-        "benchmark": (analysis.benchmark, "Measure speed and memory side by side."),
-        "evaluate": (train.evaluate, "Score a run on lm-eval tasks."),
+        "diagnose": analysis.diagnose,
+        "compare": analysis.compare,
+        "benchmark": analysis.benchmark,
+        "evaluate": train.evaluate,
     },
     "Share": {
-        "generate": (train.generate, "Prompt a trained model."),
-        "report": (analysis.report, "Write one page about runs: HTML, plots."),
-        "export": (runs.export, "Export weights, checked: merged, FP8, NVFP4."),
+        "generate": train.generate,
+        "report": analysis.report,
+        "export": runs.export,
     },
 }
-"""Heading of the help -> verb -> its function and its line."""
+"""Heading of the help -> verb -> its function, whose docstring's first line is that of the help."""
+
+
+def _first_line(verb: Callable[..., None]) -> str:
+    return str(verb.__doc__).splitlines()[0]
 
 
 class _RecipeOrVerb(TyperGroup):
@@ -59,7 +64,7 @@ class _RecipeOrVerb(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for heading, verbs in VERBS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, line) for name, (_, line) in verbs.items()])
+                formatter.write_dl([(name, _first_line(verb)) for name, verb in verbs.items()])
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         first = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
@@ -126,5 +131,5 @@ def _start(
 
 
 for verbs in VERBS.values():
-    for name, (verb, line) in verbs.items():
-        app.command(name, short_help=line)(verb)
+    for name, verb in verbs.items():
+        app.command(name)(verb)

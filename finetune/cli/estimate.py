@@ -57,7 +57,7 @@ def estimate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what memory and time a recipe will take, on a GPU that need not be here."""
+    """Predict memory and speed, on a GPU that need not be here."""
     if score is not None:
         raise ConfigError(
             "estimate has no scoreboard",

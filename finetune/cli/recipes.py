@@ -44,7 +44,7 @@ def ls(
     out: Annotated[Path | None, typer.Option(help="With --runs: folder of runs.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the shipped recipes, a pair of FP8 and BF16 per line, or the runs."""
+    """List the recipes, or with --runs the runs."""
     if runs:
         from finetune.cli.runs import list_runs
 
@@ -56,17 +56,18 @@ def ls(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    pairs: dict[str, dict[str, Any]] = {}
+    pairs: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         name, _, compute = row["recipe"].rpartition("_")
-        pairs.setdefault(name, row)[compute] = row
+        pairs.setdefault(name, {})[compute] = row
     keys = ("model", "method", "length")
     names = (Column(key, no_wrap=True) for key in ("recipe", *keys))
     right = (Column(f"{compute} ≈GiB", justify="right") for compute in COMPUTES)
     table = Table(*names, *right, box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name, row in pairs.items():
-        memory = (_digits(row[x]["preview_gib"]) if x in row else "-" for x in COMPUTES)
-        table.add_row(name, *(row[key] for key in keys), *memory)
+    for name, pair in pairs.items():
+        one = next(iter(pair.values()))  # they differ in precision alone
+        memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
+        table.add_row(name, *(one[key] for key in keys), *memory)
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(
@@ -93,7 +94,7 @@ def cat(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print a recipe, as written or complete (a recipe itself)."""
+    """Print a recipe, with --resolved complete."""
     if resolved or overrides or as_json:
         checked = load_recipe(recipe, overrides or ())
         if as_json:
@@ -134,7 +135,7 @@ def _as_argument(path: Path) -> str:
 
 
 def schema() -> None:
-    """Print the JSON schema of recipes: completion and checks in editors.
+    """Print the JSON schema of recipes, for editors.
 
     Recipes name it in their first line (`yaml-language-server: $schema=...`).
     """
@@ -142,7 +143,7 @@ def schema() -> None:
 
 
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a recipe and show its precision plan, without loading weights."""
+    """Check a recipe, show each layer's precision; loads no weights."""
     checked = load_recipe(recipe, overrides or ())
     from finetune.estimator.gate import bound_of, why_too_small
     from finetune.hardware.device import resolve, this_device

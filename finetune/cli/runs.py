@@ -137,7 +137,7 @@ def export(
     force: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export a run's weights, and check that they say what the run's model says."""
+    """Export weights, checked: adapter, merged, FP8, NVFP4."""
     from finetune.export.export import export_run
 
     console = Console(stderr=True) if as_json else Console(highlight=False)

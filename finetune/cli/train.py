@@ -44,7 +44,7 @@ def run(
     if as_json:
         print(report.to_json())
     elif int(os.environ.get("RANK", "0")) == 0:
-        Console(highlight=False).print(report)
+        Console(highlight=False).print(report, crop=False)  # paths to copy stay whole
     if report.interrupted:
         sys.exit(INTERRUPTED)
 
@@ -69,7 +69,7 @@ def generate(
     out: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Ask the model of a run, as it was trained."""
+    """Prompt a trained model."""
     if seed is not None and temperature == 0:
         raise ConfigError(
             "--seed would change nothing",
@@ -164,7 +164,7 @@ def evaluate(
     out: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Score a run's model on tasks of lm-eval (HellaSwag and others), and keep the result."""
+    """Score a run on lm-eval tasks, and keep the result."""
     folder = find_run(run, out)
     from finetune.config.schema import BUILTIN, EvalConfig
     from finetune.training.reload import loaded, open_trained

@@ -19,7 +19,7 @@ from finetune.config.paths import PACKAGE
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.config.sft import convert_train
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
-from finetune.errors import ConfigError, RecipeNotFoundError, nearest
+from finetune.errors import ConfigError, RecipeNotFoundError, did_you_mean
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -75,9 +75,8 @@ def find_recipe(name: str) -> Path:
     shipped = recipes_folder() / f"{name}.yaml"
     if shipped.is_file():
         return shipped
-    hint = nearest(name, list_recipes())
     raise RecipeNotFoundError(
-        f"there is no recipe {name!r}" + (f"; {hint}" if hint else ""),
+        f"there is no recipe {name!r}" + did_you_mean(name, list_recipes()),
         fix="`python -m finetune ls` lists them; a path to a YAML file works too",
     )
 
@@ -104,9 +103,9 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             )
         if path[0] not in SECTIONS:
             replacement = in_recipe(path[-1], value)
-            hint = "" if replacement else nearest(path[0], SECTIONS)
             raise ConfigError(
-                f"{item!r}: there is no section {path[0]!r}" + (f"; {hint}" if hint else ""),
+                f"{item!r}: there is no section {path[0]!r}"
+                + did_you_mean(path[0], () if replacement else SECTIONS),
                 fix=replacement or f"sections are {', '.join(SECTIONS)}",
             )
         section, (*parents, last) = data, path
@@ -253,10 +252,9 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     if first["type"] == "extra_forbidden":
         known = list(_section_fields(at[:-1]))
         replacement = in_recipe(at[-1], first["input"])
-        hint = "" if replacement else nearest(at[-1], known)
         kind = f"section {at[-1]!r}" if len(at) == 1 else f"key {at[-1]!r} in section {at[0]!r}"
         return ConfigError(
-            f"there is no {kind}" + (f"; {hint}" if hint else ""),
+            f"there is no {kind}" + did_you_mean(at[-1], () if replacement else known),
             where=where(at),
             why="a key that nothing reads would be ignored silently",
             fix=replacement or f"known: {', '.join(known)}",
@@ -266,9 +264,9 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     if first["type"] == "literal_error":
         expected = re.findall(r"'([^']+)'", first.get("ctx", {})["expected"])
         given = plain_dtype(first["input"])
-        hint = f"write {given}" if given in expected else nearest(given, expected)
+        hint = f"; write {given}" if given in expected else did_you_mean(given, expected)
         return ConfigError(
-            f"{dotted} cannot be {first['input']!r}" + (f"; {hint}" if hint else ""),
+            f"{dotted} cannot be {first['input']!r}{hint}",
             where=where(at),
             fix=f"one of {', '.join(expected)}",
         )

@@ -14,7 +14,7 @@ from finetune.config.aliases import in_recipe
 from finetune.config.optimizers import OWN_NAMES, check_name
 from finetune.config.schema import RunConfig
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
-from finetune.errors import ConfigError, nearest
+from finetune.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from trl import SFTConfig
@@ -58,9 +58,9 @@ def convert_train(
             )
         if key not in fields:
             replacement = in_recipe(key, value)
-            hint = "" if replacement else nearest(key, fields)
             raise ConfigError(
-                f"trl.SFTConfig has no argument {key!r}" + (f"; {hint}" if hint else ""),
+                f"trl.SFTConfig has no argument {key!r}"
+                + did_you_mean(key, () if replacement else fields),
                 where=where(at),
                 why="the train section is handed unchanged to trl.SFTConfig",
                 fix=replacement or "see the SFTConfig page of TRL's documentation",

@@ -26,7 +26,7 @@ def caveats(measured: Measured) -> tuple[str, ...]:
     if place.gpu is None and on_gpu:
         notes.append(
             "only the memory of this GPU is known: it is taken to have FP8 (compute capability "
-            "9.0), and no time is told"
+            "9.0), and no time is predicted"
         )
     if on_gpu and measured.compiled:
         notes.append(
@@ -76,7 +76,7 @@ def _of_several(measured: Measured) -> Iterator[str]:
     if place.count > 8:
         yield (
             "all GPUs are taken to be in one machine: over a network communication takes longer "
-            "than told here"
+            "than predicted here"
         )
     if not train.get("fsdp"):
         yield (
@@ -92,12 +92,12 @@ def _of_several(measured: Measured) -> Iterator[str]:
     if settings.version != 2:
         yield (
             "FSDP1 is estimated as FSDP2: it gathers the next group too and holds its flat "
-            "gradient, one to two decoder layers more than told here"
+            "gradient, one to two decoder layers more than predicted here"
         )
     if settings.offload:
-        yield "cpu_offload is not modelled: GPUs hold less than told here, and steps take longer"
+        yield "cpu_offload is not modelled: GPUs hold less than predicted, and steps take longer"
     if settings.wrapping != "TRANSFORMER_BASED_WRAP":
         yield (
             f"auto_wrap_policy {settings.wrapping} is estimated as TRANSFORMER_BASED_WRAP: larger "
-            "groups hold more than told here while they are gathered, smaller ones less"
+            "groups hold more than predicted here while they are gathered, smaller ones less"
         )

@@ -29,6 +29,7 @@ Sources: torchao `float8/config.py` (rowwise); DeepSeek-V3 technical report, sec
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
@@ -69,7 +70,7 @@ def formats_of(precision: PrecisionConfig) -> dict[Operand, Format]:
     return {"x": both, "w": both, "g": E4M3 if precision.fp8_format == "e4m3" else E5M2}
 
 
-class Rule:
+class Rule(ABC):
     """Casting rule of one layer's operands.
 
     Attributes:
@@ -83,9 +84,9 @@ class Rule:
         self.formats, self.pow2 = formats_of(precision), precision.pow2_scales
         self.in_bf16 = multiply_in_bf16(precision)
 
+    @abstractmethod
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         """Codes of a matrix whose dimension `dim` (0 or 1) is contracted."""
-        raise NotImplementedError
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:

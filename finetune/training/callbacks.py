@@ -20,24 +20,31 @@ class MetricsWriter(TrainerCallback):
 
     Attributes:
         rows: written rows, newest last.
+        step_seconds: seconds per step since the log or evaluation before the last log.
     """
 
     def __init__(self, path: Path, precision: str) -> None:
         self.path, self.precision = path, precision
         self.rows: list[dict[str, Any]] = []
+        self.step_seconds = float("nan")
         self._started = self._last = time.perf_counter()
-        self._last_tokens = 0.0
+        self._last_tokens, self._last_step = 0.0, 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._started = self._last = time.perf_counter()
+        self._last_step = state.global_step  # a resumed run does not begin at 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         now = time.perf_counter()
         row = {"step": state.global_step, "seconds": round(now - self._started, 3), **(logs or {})}
-        tokens = row.get("num_tokens")
-        if "loss" in row and tokens is not None:
-            row["tokens_per_s"] = round((tokens - self._last_tokens) / max(now - self._last, 1e-9))
-            self._last, self._last_tokens = now, tokens
+        if "loss" in row:
+            seconds = max(now - self._last, 1e-9)
+            if (tokens := row.get("num_tokens")) is not None:
+                row["tokens_per_s"] = round((tokens - self._last_tokens) / seconds)
+                self._last_tokens = tokens
+            if steps := state.global_step - self._last_step:
+                self.step_seconds = seconds / steps
+            self._last, self._last_step = now, state.global_step
         row["precision"] = self.precision
         self.write(row, state)
 
@@ -49,7 +56,8 @@ class MetricsWriter(TrainerCallback):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._last = time.perf_counter()  # exclude evaluation from training time
+        # Evaluation is no training time.
+        self._last, self._last_step = time.perf_counter(), state.global_step
 
     def values(self, key: str) -> list[float]:
         """All values written under `key`, oldest first."""
@@ -91,7 +99,7 @@ class ProgressBar(TrainerCallback):
         if "loss" not in row:
             return
         norm, rate = row.get("grad_norm", float("nan")), row.get("learning_rate", 0.0)
-        per_step = row["seconds"] / max(state.global_step, 1)
+        per_step = self.metrics.step_seconds
         parts = [f"epoch {row.get('epoch', 0.0):.2f}", f"loss {row['loss']:.4f}"]
         parts += [f"grad_norm {norm:.3f}", f"lr {rate:.2e}", f"{per_step:.2f} s/step"]
         speed = f"{row.get('tokens_per_s', 0):,} tok/s"

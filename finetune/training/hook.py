@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.aliases import in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
-from finetune.errors import ConfigError, UnknownArgumentError, nearest
+from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean
 from finetune.runs.receipt import Receipt
 from finetune.training import session
 
@@ -93,9 +93,9 @@ def setup_fp8_mixed_precision_training(
     if unknown:
         word = sorted(unknown)[0]
         replacement = in_script(word, more[word])
-        hint = "" if replacement else nearest(word, [*named, *others])
         raise UnknownArgumentError(
-            f"there is no setting {word!r}" + (f"; {hint}" if hint else ""),
+            f"there is no setting {word!r}"
+            + did_you_mean(word, () if replacement else [*named, *others]),
             where="setup_fp8_mixed_precision_training(...)",
             why="neither this function nor accelerate.Accelerator knows it",
             fix=replacement or "see help(finetune.setup_fp8_mixed_precision_training)",

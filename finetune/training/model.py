@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS, shipped_shape
 from finetune.config.schema import BUILTIN, LoraSection, ModelConfig, RunConfig
-from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, nearest
+from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, did_you_mean
 from finetune.storage import nf4
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def locate(model: ModelConfig) -> str:
                 )
             return str(folder)
         known = sorted(BUILTIN + p.parent.name for p in ASSETS.glob("*/config.json"))
-        hint = nearest(name, known)
         raise ModelNotFoundError(
-            f"there is no packaged model {name!r}" + (f"; {hint}" if hint else ""),
+            f"there is no packaged model {name!r}" + did_you_mean(name, known),
             where="model.name",
             fix=f"packaged models: {', '.join(known)}",
         )
@@ -283,9 +282,9 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
         return AutoTokenizer.from_pretrained(TINY_LLAMA), note
     token = model.pad_token
     if token is not None and token not in (vocabulary := tokenizer.get_vocab()):
-        hint = nearest(token, [t for t in vocabulary if "pad" in t])
         raise ConfigError(
-            f"the tokenizer has no token {token!r}" + (f"; {hint}" if hint else ""),
+            f"the tokenizer has no token {token!r}"
+            + did_you_mean(token, [t for t in vocabulary if "pad" in t]),
             where="model.pad_token",
             why="a new token would have no trained embedding",
             fix="~model.pad_token uses the tokenizer's own",

@@ -520,3 +520,19 @@ def test_help_groups_the_verbs_and_cuts_no_line(cli):
         assert f"\n{heading}\n" in out
     assert "..." not in out.partition("Train:")[2]
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_is_to_be_copied_is_neither_wrapped_nor_cropped(cli, monkeypatch, tmp_path):
+    """The folder of a run and the next command, at 80 columns."""
+    from finetune.runs.receipt import Receipt, RunReport
+
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = tmp_path / ("a_recipe_with_a_long_name" * 3) / "20261122-120000-aaaa"
+    for interrupted in (False, True):
+        receipt = Receipt("proven", {"ran": "bf16"})
+        report = RunReport(folder, receipt, 2.0, 1.0, None, None, 3.0, 0.1, interrupted=interrupted)
+        monkeypatch.setattr("finetune.api.train", lambda *_, report=report, **__: report)
+        lines = cli("tiny_lora_bf16").out.splitlines()
+        assert any(str(folder) in line for line in lines), lines
+        if not interrupted:
+            assert any(f"generate {folder} " in line for line in lines)

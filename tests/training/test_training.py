@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -241,11 +243,40 @@ def test_first_interrupt_saves_and_stops(tmp_path, monkeypatch) -> None:
     assert (report.folder / "receipt.json").is_file()
     (checkpoint,) = (report.folder / "checkpoints").glob("checkpoint-*")
     monkeypatch.undo()
-    overrides.append(f"train.resume_from_checkpoint={report.folder}")
-    resumed = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    console = Console(width=80, file=io.StringIO())
+    console.print(report, crop=False)
+    (line,) = (x for x in console.file.getvalue().splitlines() if "Resume: " in x)  # pyright: ignore
+    _, _, _, recipe, *overrides = shlex.split(line.partition("Resume: ")[2])
+    resumed = train(load_recipe(recipe, overrides), out=tmp_path, console=QUIET)
     assert not resumed.interrupted
+    assert resumed.folder.parent == report.folder.parent
     first = json.loads((resumed.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == int(checkpoint.name.rpartition("-")[2]) + 1
+
+
+def test_seconds_per_step_are_those_since_the_last_log_also_of_a_resumed_run(
+    tmp_path, monkeypatch
+) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from finetune.training import callbacks
+
+    now = [0.0]
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+    metrics = callbacks.MetricsWriter(tmp_path / "metrics.jsonl", "FP8")
+    state: Any = SimpleNamespace(global_step=100, is_world_process_zero=True)
+    metrics.on_train_begin(None, state, None)
+    found = []
+    for step, seconds in ((102, 4.0), (104, 9.0)):
+        state.global_step, now[0] = step, seconds
+        metrics.on_log(None, state, None, logs={"loss": 1.0})
+        found.append(metrics.step_seconds)
+    now[0] = 60.0  # an evaluation of 51 seconds
+    metrics.on_evaluate(None, state, None)
+    state.global_step, now[0] = 105, 63.0
+    metrics.on_log(None, state, None, logs={"loss": 1.0})
+    assert [*found, metrics.step_seconds] == [2.0, 2.5, 3.0]
 
 
 @pytest.mark.slow

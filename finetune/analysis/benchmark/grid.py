@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from finetune.config.paths import shipped_shape, shipped_shapes
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
-from finetune.errors import ConfigError, ModelNotFoundError, nearest
+from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
 from finetune.training.data import MASKING
 from finetune.training.model import locate
 
@@ -104,8 +104,7 @@ def _parsed(text: str) -> Grid:
     for word in text.split():
         key, equals, values = word.partition("=")
         if key not in KEYS or not equals:
-            hint = nearest(key, KEYS)
-            raise ValueError(f"{word!r} is no part of a grid" + (f"; {hint}" if hint else ""))
+            raise ValueError(f"{word!r} is no part of a grid" + did_you_mean(key, KEYS))
         if key in found:
             raise ValueError(f"{key} is given twice")
         for value in values.split(","):

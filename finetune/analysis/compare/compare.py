@@ -38,7 +38,7 @@ from finetune.config.recipe import (
     with_overrides,
 )
 from finetune.config.schema import RunConfig
-from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, nearest
+from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean
 from finetune.hardware.device import Device, resolve, this_device
 from finetune.runs.folder import new_folder
 
@@ -216,8 +216,8 @@ def twin_of(name: str) -> str:
         twin = str(source.with_name(stem + source.suffix)) if is_path(name) else stem
         if Path(twin).is_file() or twin in list_recipes():
             return twin
-        hint = nearest(stem, [] if is_path(name) else list_recipes())
-        what = f"{name} has no twin {twin!r}" + (f"; {hint}" if hint else "")
+        known = [] if is_path(name) else list_recipes()
+        what = f"{name} has no twin {twin!r}" + did_you_mean(stem, known)
         why = "a recipe is compared with the one that differs from it in precision alone"
     raise RecipeNotFoundError(
         what,

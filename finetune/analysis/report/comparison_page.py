@@ -59,7 +59,7 @@ VERDICTS: dict[str, tuple[str, Tone, str]] = {
     ),
     "refused": (
         *("Refused", "bad"),
-        "{a} and {b} cannot be compared, so no gap and no speed-up is told (margin |). ",
+        "{a} and {b} cannot be compared, so no gap and no speed-up is given (margin |). ",
     ),
 }  # fmt: skip
 """Headline, tone and sentence by verdict; the margin replaces the bar."""
