@@ -1,32 +1,31 @@
 """Model card of trained weights, filled from the run: what, from what, on what, in which precision.
 
 Replaces the card that PEFT or TRL writes, most of whose fields say that more information is needed.
-Names no path of the machine: a base in a folder is named by the folder's last part.
+Names no path of the machine (`finetune.runs.names`).
 """
 
 from __future__ import annotations
 
-import re
+import math
 from dataclasses import fields
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from finetune.config.paths import ASSETS
 from finetune.config.schema import RunConfig
+from finetune.runs.names import device_name, is_hub_id, long_name, method_name, short_name
 from finetune.runs.receipt import Receipt
 
 TARGETS = {
-    "": "as trained",
+    "": "all weights, as trained",
     "adapter": "adapter, as trained",
     "merged": "adapter merged into the original weights",
     "fp8": "quantized to FP8 (W8A8, compressed-tensors)",
     "nvfp4": "quantized to NVFP4 (W4A4, compressed-tensors)",
 }
-"""Form of the weights -> its name on the card; the first is that of a run folder."""
-
+"""Form of the weights -> its name on the card; the first is that of a full fine-tuning's run."""
 
 FIELDS = {field.name for field in fields(Receipt)}
 
@@ -50,35 +49,29 @@ def model_card(
         target: one of `TARGETS`.
         parity: comparison of an export with the run's model.
     """
-    template = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    template.filters["exp"] = math.exp
     text = (ASSETS / "model_card.md.j2").read_text(encoding="utf-8")
-    name = config.model.name
-    device = receipt.get("environment", {}).get("device", {})
+    base, data = config.model.name, config.data.path or config.data.name or ""
+    environment = receipt.get("environment", {})
     return template.from_string(text).render(
         adapter=adapter,
-        base=shown_name(name),
-        base_id=name if is_hub_id(name) else "",
+        title=f"{short_name(base)} on {short_name(data)}",
+        base=long_name(base),
+        base_id=base if is_hub_id(base) else "",
         conditions=receipt.get("conditions", {}),
         config=config,
-        data=shown_name(str(config.data.path or config.data.name or "")),
-        device=device.get("name", "unknown"),
-        form=TARGETS[target],
+        data=long_name(data),
+        data_id=data if config.data.name and is_hub_id(data) else "",
+        device=device_name(environment.get("device", {})) or "unknown",
+        form=TARGETS[target or ("adapter" if adapter else "")],
         headline=Receipt(**{k: v for k, v in receipt.items() if k in FIELDS}).headline,
-        method="full fine-tuning" if config.lora is None else f"LoRA, rank {config.lora.r}",
+        method=method_name(config.lora and config.lora.r, config.model.storage),
         parity=parity,
+        quantized=target in ("fp8", "nvfp4"),
         report=report,
-        versions=receipt.get("environment", {}).get("versions", {}),
+        versions=environment.get("versions", {}),
         written_by=f"fp8-finetune {version('fp8-finetune')}",
     )
-
-
-def is_hub_id(name: str) -> bool:
-    """True for `organization/model`, unless a folder of that name is here."""
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(name).exists()
-
-
-def shown_name(name: str) -> str:
-    """A model or data set without the path of this machine."""
-    if name.startswith("builtin:"):
-        return f"{name.removeprefix('builtin:')} (packaged with fp8-finetune)"
-    return name if is_hub_id(name) else Path(name).name

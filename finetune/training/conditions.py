@@ -15,6 +15,7 @@ from torch import nn
 
 from finetune.precision.lora import fused_adapters
 from finetune.precision.proof.proof import named_trainable
+from finetune.runs.names import recipe_name
 from finetune.training.session import Session
 
 
@@ -77,7 +78,7 @@ def _model(model: Any) -> dict[str, Any]:
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     config = base.config
     return {
-        "name": base.name_or_path,
+        "name": recipe_name(base.name_or_path),
         "type": config.model_type,
         "layers": getattr(config, "num_hidden_layers", None),
         "hidden": getattr(config, "hidden_size", None),
