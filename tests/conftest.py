@@ -20,6 +20,7 @@ import torch
 
 torch.set_num_threads(1)
 
+from finetune.errors import FinetuneError
 from finetune.hardware.device import Device, this_device
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 79.6)
@@ -111,6 +112,17 @@ def made_once(tmp_path_factory):
         return pickle.loads(value.read_bytes())
 
     return once
+
+
+@pytest.fixture
+def tried(request):
+    """A function that adds an error, its fix and what was done to the report of `--junitxml`."""
+
+    def add(provoked: str, error: FinetuneError, did: str) -> None:
+        values = {"provoked": provoked, "error": error.what, "fix": error.fix, "did": did}
+        request.node.user_properties.extend(values.items())
+
+    return add
 
 
 @pytest.fixture

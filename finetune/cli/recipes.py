@@ -117,16 +117,26 @@ def cp(
         target = target.with_name(target.name + ".yaml")
     if target.exists() and not force:
         raise ConfigError(
-            f"{target} is there already", where=str(target.resolve()), fix="choose another, --force"
+            f"{target} is there already",
+            where=str(target.resolve()),
+            fix="--force replaces it; or another name",
         )
     if not target.parent.is_dir():
-        raise ConfigError(f"there is no folder {str(target.parent)!r}", where=str(target.resolve()))
+        raise ConfigError(
+            f"there is no folder {str(target.parent)!r}",
+            where=str(target.resolve()),
+            fix=f"mkdir -p {shlex.quote(str(target.parent))}",
+        )
     # The schema stays where it is installed; a copy elsewhere names it in full.
     text = read_text(source).replace(f"$schema={SCHEMA}", f"$schema={source.parent / SCHEMA}")
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}",
+            where=str(target.resolve()),
+            fix="a folder that you may write to",
+        ) from None
     print(f"{target}\nrun it: python -m finetune {_as_argument(target)}")
 
 

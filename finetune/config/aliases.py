@@ -7,6 +7,8 @@ two names is one that two lines of a recipe can contradict): each error names th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 SETTINGS = {
     # NeMo, Megatron-LM, Transformer Engine
     "fp8": "precision.compute=fp8",
@@ -77,6 +79,30 @@ def in_script(name: str, value: object) -> str:
     if name in SETTINGS or key in ARGUMENTS:
         return f"write {ARGUMENTS.get(key, key)}={(fixed if equals else value)!r}"
     return ""
+
+
+def as_arguments(ways: Iterable[str]) -> str:
+    """The settings of a `RefusedError` as arguments of `setup_fp8_mixed_precision_training`.
+
+    >>> as_arguments(["format=hybrid", "~margin", "compute=bf16 ~high_gemms"])
+    "fp8_format='hybrid', or leave margin out"
+    """
+    shown = []
+    for way in ways:
+        words = [
+            f"leave {ARGUMENTS.get(word[1:], word[1:])} out"
+            if word.startswith("~")
+            else f"{ARGUMENTS.get(key, key)}={_value(value)!r}"
+            for word in way.split()
+            for key, _, value in [word.partition("=")]
+        ]
+        if "compute=" not in way:  # it is always fp8 there
+            shown.append(" and ".join(words))
+    return ", or ".join(shown)
+
+
+def _value(text: str) -> str | list[str]:
+    return text[1:-1].split(",") if text.startswith("[") else text
 
 
 def plain_dtype(value: object) -> str:

@@ -291,6 +291,6 @@ def arguments(train: dict[str, Any]) -> dict[str, str]:
             raise ConfigError(
                 f"train.optim_args cannot be {text!r}",
                 where="train.optim_args",
-                fix="write key=value,key=value",
+                fix="~train.optim_args, or write it as key=value,key=value",
             )
     return {key: value for key, _, value in pairs}

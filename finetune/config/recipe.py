@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
 from finetune.config.paths import PACKAGE
+from finetune.config.refusal import RefusedError
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.config.sft import convert_train
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
@@ -270,6 +271,23 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
             where=where(at),
             fix=f"one of {', '.join(expected)}",
         )
-    message = first["msg"].removeprefix("Value error, ")
-    given = "" if first["type"] == "value_error" else f" (given: {first['input']!r})"
-    return ConfigError(f"{dotted}: {message}{given}", where=where(at))
+    refusal = first.get("ctx", {}).get("error")
+    if isinstance(refusal, RefusedError):
+        return ConfigError(f"{dotted}: {refusal.what}", where=where(at), fix=refusal.typed(at[0]))
+    return ConfigError(
+        f"{dotted}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})",
+        where=where(at),
+        fix=_usual(at),
+    )
+
+
+def _usual(at: KeyPath) -> str:
+    """The fix for a value that a key cannot take: its default, or what the key is."""
+    if len(at) == 1:
+        return f"write {at[0]}.key=value for each key of the section"
+    section: Any = RunConfig.model_fields[at[0]].annotation
+    parts = (section, *getattr(section, "__args__", ()))
+    field = next(part for part in parts if isinstance(part, type)).model_fields[at[1]]
+    if field.is_required():
+        return f"{'.'.join(at[:2])} is a {field.description}"
+    return f"~{'.'.join(at[:2])} takes the default, {field.default}"

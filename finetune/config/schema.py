@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from finetune.config.refusal import RefusedError
+
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 BackendName = Literal["te", "torchao", "emulated"]
 Scaling = Literal[
@@ -235,60 +237,61 @@ class PrecisionConfig(Section):
             ("nvfp4", NVFP4_ONLY, "which does neither"),
         ):  # a setting of another scaling rule would be ignored silently
             for name in self._changed(*names) if self.scaling != scaling else ():
-                raise ValueError(
-                    f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}; "
-                    f"set scaling={scaling} or leave {name} out"
+                raise RefusedError(
+                    f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}",
+                    *(f"scaling={scaling}", f"~{name}"),
                 )
         for name in self._changed(*FP16_ONLY) if self.compute != "fp16" else ():
-            raise ValueError(
-                f"{name} belongs to fp16 and compute is {self.compute!r}, which needs no loss "
-                f"scaling; set compute=fp16 or leave {name} out"
-            )
+            what = f"{name} belongs to fp16, and {self.compute} needs no loss scaling"
+            raise RefusedError(what, "compute=fp16", f"~{name}")
         if self.scaling == "nvfp4" and self.format is not None:
-            raise ValueError("nvfp4 has one format, E2M1 with E4M3 block scales; leave format out")
+            raise RefusedError("nvfp4 has one format, E2M1 with E4M3 block scales", "~format")
         serves = {"hadamard": {"wgrad"}, "stochastic_rounding": {"dgrad", "wgrad"}}
         for name in self._changed(*NVFP4_ONLY):
             if serves[name] <= self.gemms_kept_high:
-                raise ValueError(
+                raise RefusedError(
                     f"{name}=false acts on nothing: the GEMMs that it is about are kept in high "
-                    f"precision; leave {name} out, or take them out of high_gemms"
+                    "precision",
+                    *(f"~{name}", "~high_gemms"),
                 )
         if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
             kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
-            raise ValueError(
-                f"scales of {self.scaling} are {kind} by definition; leave power_of_two_scales out"
+            raise RefusedError(
+                f"scales of {self.scaling} are {kind} by definition", "~power_of_two_scales"
             )
         for name in self._changed(*FP8_ONLY) if self.compute != "fp8" else ():
-            raise ValueError(
-                f"{name} belongs to FP8 compute and compute is {self.compute!r}; set "
-                f"compute=fp8 or leave {name} out"
+            raise RefusedError(
+                f"{name} belongs to FP8 compute and compute is {self.compute!r}",
+                *("compute=fp8", f"~{name}"),
             )
         if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
-            raise ValueError(
+            raise RefusedError(
                 "fprop, dgrad and wgrad are all kept in high precision, so nothing would run in "
-                "FP8; take one out of high_gemms, or set compute=bf16"
+                "FP8",
+                *("high_gemms=[wgrad]", "compute=bf16 ~high_gemms"),
             )
+        self._check_frozen()
+        return self
+
+    def _check_frozen(self) -> None:
         if self.frozen != "fp8":
             if self.saved_input != "fp8":
-                raise ValueError(
-                    "saved_input belongs to weights held in FP8; set frozen=fp8 or leave it out"
-                )
-        elif self.scaling not in FROZEN_SCALINGS:
-            raise ValueError(
-                f"frozen=fp8 multiplies under current scaling, per row or per tensor, and scaling "
-                f"is {self.scaling!r}; set scaling=rowwise or tensorwise, or frozen=bf16"
-            )
+                fitting = "" if self.scaling in FROZEN_SCALINGS else " scaling=rowwise"
+                what = "saved_input belongs to weights stored in FP8"
+                raise RefusedError(what, f"frozen=fp8{fitting}", "~saved_input")
+            return
+        plain = "frozen=bf16" + (" ~saved_input" if self.saved_input != "fp8" else "")
+        if self.scaling not in FROZEN_SCALINGS:
+            what = f"multiplies under current scaling, and scaling is {self.scaling!r}"
+            ways = [f"scaling={scaling}" for scaling in FROZEN_SCALINGS]
         elif self.format not in (None, "e4m3"):
-            raise ValueError(
-                f"frozen=fp8 multiplies E4M3 operands, gradients too, and format is "
-                f"{self.format!r}; leave format out, or set frozen=bf16"
-            )
+            what = f"multiplies E4M3 operands, gradients too, and format is {self.format!r}"
+            ways = ["~format"]
         elif {"fprop", "dgrad"} <= self.gemms_kept_high:
-            raise ValueError(
-                "frozen=fp8, and both GEMMs of a frozen layer are kept in high precision; take one "
-                "out of high_gemms, or set frozen=bf16"
-            )
-        return self
+            what, ways = "needs one of fprop and dgrad in FP8, both are high", ["~high_gemms"]
+        else:
+            return
+        raise RefusedError(f"frozen=fp8 {what}", *ways, plain)
 
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
@@ -347,10 +350,12 @@ class DataConfig(Section):
     def _one_source(self) -> DataConfig:
         if (self.path is None) == (self.name is None):
             given = "both are given" if self.path else "neither is given"
-            raise ValueError(f"exactly one of data.path and data.name is needed; {given}")
+            ways = ("~path", "~name") if self.path else ("path=mine.jsonl", "name=builtin:harbour")
+            what = f"exactly one of data.path and data.name is needed, and {given}"
+            raise RefusedError(what, *ways)
         if self.seed is not None and (self.eval_path or self.eval_split or not self.eval_fraction):
-            raise ValueError(
-                "seed draws the rows that eval_fraction holds out: none here; leave seed out"
+            raise RefusedError(
+                "seed draws the rows that eval_fraction sets aside: none here", "~seed"
             )
         return self
 
@@ -404,12 +409,12 @@ class EvalConfig(Section):
     def _nothing_idle(self) -> EvalConfig:
         of_tasks = ("data", "limit", "shots", "batch_size", "chat_template")
         for name in () if self.tasks else self._changed(*of_tasks):
-            raise ValueError(
-                f"{name} is about tasks, and none is named; set eval.tasks, or leave {name} out"
+            raise RefusedError(
+                f"{name} is about tasks, and none is named", "tasks=hellaswag", f"~{name}"
             )
         if not self.samples and self._changed("max_new_tokens"):
-            raise ValueError(
-                "max_new_tokens is about samples, and samples=false; leave one of them out"
+            raise RefusedError(
+                "max_new_tokens is about samples, and samples=false", "~max_new_tokens", "~samples"
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def convert_train(
             raise ConfigError(
                 f"train.{key} cannot be set here: {OWNED_BY_US[key]}",
                 where=where(at),
-                fix=f"remove train.{key}",
+                fix=f"~train.{key}, or delete that line of the recipe",
             )
         if key not in fields:
             replacement = in_recipe(key, value)
@@ -63,7 +64,9 @@ def convert_train(
                 + did_you_mean(key, () if replacement else fields),
                 where=where(at),
                 why="the train section is handed unchanged to trl.SFTConfig",
-                fix=replacement or "see the SFTConfig page of TRL's documentation",
+                fix=replacement
+                or f"~train.{key}, or delete that line of the recipe (TRL's page on SFTConfig has "
+                "all arguments)",
             )
         result[key] = _convert(key, plain_data(value), types[key], where(at))
         if key == "optim":
@@ -76,7 +79,7 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
     if not isinstance(value, PlainText):
         if value is not None and type(value) not in kinds:
             names = " or ".join(sorted(k.__name__ for k in kinds & _YAML_KINDS))
-            raise ConfigError(f"train.{key} must be {names}, not {value!r}", where=where)
+            raise _wrong_kind(key, names, value, where)
         return value
     text = SPECIAL_FLOATS.get(value, str(value)) if float in kinds else str(value)
     if text in ("true", "false") and bool not in kinds:
@@ -92,7 +95,12 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
     if str in kinds or not kinds & {bool, int, float}:
         return text
     names = " or ".join(sorted(k.__name__ for k in kinds & {bool, int, float}))
-    raise ConfigError(f"train.{key} must be {names}, not {text!r}", where=where)
+    raise _wrong_kind(key, names, text, where)
+
+
+def _wrong_kind(key: str, names: str, value: Any, where: str) -> ConfigError:
+    fix = f"~train.{key} takes TRL's default"
+    return ConfigError(f"train.{key} must be {names}, not {value!r}", where=where, fix=fix)
 
 
 _YAML_KINDS = {bool, int, float, str, list, dict}
@@ -150,7 +158,14 @@ def sft_config(
         raise ConfigError(
             f"trl.SFTConfig refuses this combination: {str(error).strip().splitlines()[0]}",
             where="section train",
+            fix=_settings_in(str(error), train),
         ) from error
+
+
+def _settings_in(text: str, train: Mapping[str, Any]) -> str:
+    """The settings that an error of SFTConfig names, as they are taken back."""
+    named = [f"~train.{key}" for key in train if re.search(rf"\b{key}\b", text)]
+    return ", or ".join(named) or "change the settings that it names; ~train.KEY is TRL's default"
 
 
 @dataclass(frozen=True)
@@ -186,7 +201,9 @@ def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:
             raise ConfigError(
-                f"train.fsdp_config cannot be read: {error}", where="train.fsdp_config"
+                f"train.fsdp_config cannot be read: {error}",
+                where="train.fsdp_config",
+                fix="the name of a JSON file, or ~train.fsdp_config",
             ) from None
     found = {key.removeprefix("fsdp_"): value for key, value in given.items()}
     layers = found.get("transformer_layer_cls_to_wrap")

@@ -292,7 +292,11 @@ def estimate(
     name, config = (run.name, run.config) if isinstance(run, Recipe) else (run.model.name, run)
     for what, value in (("tokens", tokens), ("price", price), ("length", length)):
         if value is not None and value <= 0:
-            raise ConfigError(f"{what} cannot be {value:g}", where=f"--{what} {value:g}")
+            raise ConfigError(
+                f"{what} cannot be {value:g}",
+                where=f"--{what} {value:g}",
+                fix=f"--{what} with a number above 0, or leave it out",
+            )
     check_sizes(config)
     if length is not None:
         config = changed(config, train={"max_length": length})

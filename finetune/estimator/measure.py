@@ -299,4 +299,5 @@ def changed(config: RunConfig, **sections: dict[str, Any] | None) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(said, fix="leave that change out") from None

@@ -24,6 +24,7 @@ from finetune.errors import ConfigError, some
 from finetune.export.shards import Checkpoint, Weight
 
 ADAPTER = "default"
+AS_IT_IS = "--to adapter keeps the adapter as it is"
 NOT_WEIGHTS = ("layer_replication", "trainable_token_indices", "target_parameters")
 
 
@@ -99,7 +100,7 @@ class Merger:
                 f"the run began with another {name} than the original weights hold",
                 where=self.where,
                 why="the adapter file has a copy of it, which differs",
-                fix="--to adapter keeps the adapter as it is",
+                fix=AS_IT_IS,
             )
         owner, _, leaf = name.rpartition(".")
         if name in self.replaced:
@@ -113,7 +114,9 @@ class Merger:
             return stored
         assert merged.shape == stored.shape, name
         if not merged.isfinite().all():
-            raise ConfigError(f"{name} is not finite with the adapter merged", where=self.where)
+            raise ConfigError(
+                f"{name} is not finite with the adapter merged", where=self.where, fix=AS_IT_IS
+            )
         return merged.detach().to(stored.dtype).contiguous()
 
     def _adapted(self, base: nn.Module) -> dict[str, Any]:
@@ -140,8 +143,7 @@ class Merger:
         return layers
 
     def _unmergeable(self, why: str) -> ConfigError:
-        fix = "--to adapter keeps it as it is"
-        return ConfigError("this adapter cannot be merged", where=self.where, why=why, fix=fix)
+        return ConfigError("this adapter cannot be merged", where=self.where, why=why, fix=AS_IT_IS)
 
     def _incomplete(self, names: list[str]) -> ConfigError:
         return ConfigError(
@@ -156,7 +158,7 @@ class Merger:
             where=f"{self.where}: {some(names, 3)}",
             why="left out, the export would not be what was trained (the model may be another one, "
             "or stores several such weights as parts of one)",
-            fix="--to adapter keeps the adapter as it is",
+            fix=AS_IT_IS,
         )
 
 

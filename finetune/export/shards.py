@@ -131,7 +131,7 @@ def weights_folder(model: ModelConfig) -> Path:
             "the weights under this adapter are stored nowhere",
             where="model.weights: random",
             why="the run drew them by chance, and other versions or devices draw others",
-            fix="adapters are exported of runs with model.weights=pretrained",
+            fix="train it with model.weights=pretrained",
         )
     source = locate(model)
     if Path(source).is_dir():
@@ -267,7 +267,9 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
         (partial / RECORD).write_text('{"finished": false}\n', encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{str(out)!r} cannot be written: {error.strerror}", where=str(out.resolve())
+            f"{str(out)!r} cannot be written: {error.strerror}",
+            where=str(out.resolve()),
+            fix="choose a folder that you may write to",
         ) from None
     try:
         yield partial

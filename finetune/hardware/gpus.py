@@ -159,7 +159,8 @@ def _read(path: Path) -> tuple[Gpu, ...]:
         problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     at = tuple(str(part) for part in problem["loc"])
     line = next((lines[at[:n]] for n in range(len(at), -1, -1) if at[:n] in lines), 1)
-    what, fix = problem["msg"].removeprefix("Value error, "), ""
+    what = problem["msg"].removeprefix("Value error, ")
+    fix = f"lines of the form of {shown(TABLE)}"
     if problem["type"] == "extra_forbidden":
         what = f"a GPU has no field {at[1]!r}{did_you_mean(at[1], Gpu.model_fields)}"
         fix = f"known: {', '.join(Gpu.model_fields)}"

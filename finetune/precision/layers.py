@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from finetune.errors import PlanError, did_you_mean
+from finetune.errors import PlanError, did_you_mean, some
 
 Role = Literal["base", "head", "adapter", "router"]
 HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
@@ -187,7 +187,8 @@ def matched(
                 + did_you_mean(pattern, [*words, *names, *known]),
                 where=where,
                 why=f"a layer meant to stay in high precision would silently {fate}",
-                fix=(f"parts are {', '.join(known)}; " if known else "")
+                fix=(f"~{where}; " if where.startswith("precision.") else "")
+                + (f"parts are {', '.join(known)}; " if known else "")
                 + f"layer names are made of: {', '.join(words)}",
             )
         found |= dict.fromkeys(hits, pattern)
@@ -253,6 +254,7 @@ def resolve(model: Any, names: Iterable[str]) -> list[str]:
                 f"{name!r} is no linear layer of this model{did_you_mean(name, known)}",
                 where=type(model).__name__,
                 why="it was named to be stored in FP8",
+                fix=f"its linear layers: {some(sorted(known))}",
             )
         found.append(match)
     return found

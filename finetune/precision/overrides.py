@@ -133,15 +133,15 @@ class Choices:
                 f"this model has no part {key!r}",
                 where=where,
                 why="a choice that reaches nothing would be ignored silently",
-                fix=f"parts of this model: {', '.join(present)}; or a pattern of module names",
+                fix=f"{without(key)}, or a part of this model: {', '.join(present)}",
             )
         if not any(self._key_of(name) == key for name in names):
             raise PlanError(
                 f"precision.map.{key} decides over nothing",
                 where=where,
                 why=f"more specific choices decide over {names[0]!r} and whatever else it names",
-                fix=f"take {key} out of precision.map, or those out of precision.keep, first_n, "
-                "last_n and the patterns of precision.map",
+                fix=f"{without(key)}, or those out of precision.keep, first_n, last_n and the "
+                "patterns of precision.map",
             )
         if compute != "fp8":
             return
@@ -151,7 +151,7 @@ class Choices:
                 f"{self.precision.compute}",
                 where=where,
                 why="there is no FP8 engine in such a run",
-                fix="set precision.compute=fp8, and map the other parts to bf16",
+                fix=f"{without(key)}, or precision.compute=fp8",
             )
         lookup = next((name for name in names if self.parts[name] in NO_MATMUL), None)
         if lookup:
@@ -160,7 +160,7 @@ class Choices:
                 where=where,
                 why="FP8 compute is about matmuls: an embedding is a lookup and a norm is "
                 "elementwise; FP8 would only lose digits there",
-                fix="choose bf16, fp16 or fp32",
+                fix=f"{without(key)}, or choose bf16, fp16 or fp32",
             )
 
     def _check_kept(self, names: list[str], pattern: str) -> None:
@@ -169,7 +169,8 @@ class Choices:
                 f"precision.keep pattern {pattern!r} decides over nothing",
                 where="precision.keep",
                 why=f"precision.map chooses fp8 for {names[0]!r} and whatever else it names",
-                fix="take one of the two out",
+                fix=f"{without(self._patterns[names[0]])}, or take {pattern!r} out of "
+                "precision.keep",
             )
 
     def _high_blocks(self, model: nn.Module) -> dict[str, str]:
@@ -183,12 +184,21 @@ class Choices:
                 f"first_n={first} and last_n={last} keep all {count} decoder blocks high",
                 where="precision.first_n, precision.last_n",
                 why="no block would be left to run in FP8",
-                fix=f"choose fewer than {count} together, or precision.compute=bf16",
+                fix=f"fewer than {count} together, as precision.first_n={(count - 1) // 2} "
+                f"precision.last_n={(count - 1) // 2}; or precision.compute=bf16 "
+                "~precision.first_n ~precision.last_n",
             )
         reasons = {f"{name}.{i}.": f"in a block kept by first_n={first}" for i in range(first)}
         for i in range(count - last, count):
             reasons[f"{name}.{i}."] = f"in a block kept by last_n={last}"
         return reasons
+
+
+def without(key: str) -> str:
+    """The override that takes a key out of `precision.map`."""
+    if "." in key:  # a dot separates keys of an override
+        return f"take {key!r} out of precision.map"
+    return f"~precision.map.{key}"
 
 
 def _decoder_blocks(model: nn.Module, names: list[str]) -> tuple[str, int]:
@@ -203,7 +213,7 @@ def _decoder_blocks(model: nn.Module, names: list[str]) -> tuple[str, int]:
             "first_n and last_n were asked of a model without a list of decoder blocks",
             where="precision.first_n, precision.last_n",
             why="its blocks share one set of weights, or are not held in an nn.ModuleList",
-            fix="name modules in precision.keep or precision.map instead",
+            fix="~precision.first_n ~precision.last_n, and name modules in precision.keep instead",
         )
     # Experts are lists inside a block: the outermost list comes first, whatever its length.
     depth = min(name.count(".") for _, name in lists)

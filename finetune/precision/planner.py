@@ -216,7 +216,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             where=type(model).__name__,
             why="; ".join(f"{n} layers: {r}" for r, n in reasons.items())
             or "no linear layers, and no parameters declared to multiply (fp8_matmuls)",
-            fix="keep fewer layers, or choose precision.compute=bf16",
+            fix="precision.compute=bf16" + (", or ~precision.keep" if precision.keep else ""),
         )
     if precision.frozen == "fp8" and not result.stored:
         raise PlanError(
@@ -249,7 +249,7 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
         if precision.frozen == "fp8":
             return
         raise StorageNotComputeError(
-            "this model is stored in FP8 (load_in_fp8), and FP8 compute was not told to use that",
+            "this model is stored in FP8 (load_in_fp8), and frozen='fp8' was not set",
             where=quantized[0][0],
             why="load_in_fp8 is about storage: weights are dequantised before a 16-bit matmul; "
             "frozen weights can also be multiplied as they are stored",
@@ -324,7 +324,7 @@ def _plan_layer(
             f"FP8 was chosen for {name!r}, which cannot take it",
             where=reason,
             why=cannot,
-            fix="leave it out of precision.map, or choose bf16",
+            fix="~precision.map, or bf16 for this layer",
         )
     high = cannot if reason else why_high or cannot
     if high:
@@ -341,7 +341,7 @@ def _as_parameter(row: LayerPlan) -> LayerPlan:
             f"{row.compute} was chosen for {row.name!r}, a parameter that its module multiplies",
             where=row.reason,
             why="only linear layers can be made to compute in a type of their own",
-            fix="leave it out of precision.map, or choose fp8 or what the rest of the model has",
+            fix="~precision.map, or for this parameter what the rest of the model has",
         )
     reason = row.reason
     if row.compute == "fp8":

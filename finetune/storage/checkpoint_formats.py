@@ -185,6 +185,7 @@ def tile_named(name: str, shape: tuple[int, int]) -> Tile:
     raise StorageNotComputeError(
         f"there is no granularity {name!r}{did_you_mean(name, KINDS)}",
         where="config.json: quantization_config.modules",
+        fix=f"one of {', '.join(KINDS)}, or ROWSxCOLUMNS such as 128x128",
     )
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FORMATS = "messages; prompt and completion; instruction, input and output (Alpaca); text"
+ADD_ROWS = 'add rows, such as {"prompt": "Where?", "completion": "Here."}'
 PAIRS = {
     "prompt-completion": ("prompt", "completion"),
     "prompt-response": ("prompt", "response"),
@@ -158,8 +159,8 @@ def _load_file(path: Path, where: str) -> Dataset:
             fix=f"use {', '.join(LOADERS)}",
         )
     if path.stat().st_size == 0:
-        raise DataError(f"{path.name} is empty", where=where, fix="add rows")
-    no_rows = DataError(f"{path.name} has no rows", where=where, fix="add rows")
+        raise DataError(f"{path.name} is empty", where=where, fix=ADD_ROWS)
+    no_rows = DataError(f"{path.name} has no rows", where=where, fix=ADD_ROWS)
     try:
         options = _csv_as_text(path) if loader == "csv" else {}
         rows: Any = load_dataset(
@@ -228,7 +229,11 @@ def _load_hub(data: DataConfig, name: str, split: str) -> Dataset:
             "data.name=null",
         ) from error
     if not len(rows):
-        raise DataError(f"{name} has no rows in split {split!r}", where="data.name")
+        raise DataError(
+            f"{name} has no rows in split {split!r}",
+            where="data.name",
+            fix="data.split=NAME of a split that has rows; the data set's page lists them",
+        )
     return rows
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.config.aliases import in_script
+from finetune.config.aliases import as_arguments, in_script
+from finetune.config.refusal import RefusedError
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean
 from finetune.runs.receipt import Receipt
@@ -98,7 +100,8 @@ def setup_fp8_mixed_precision_training(
             + did_you_mean(word, () if replacement else [*named, *others]),
             where="setup_fp8_mixed_precision_training(...)",
             why="neither this function nor accelerate.Accelerator knows it",
-            fix=replacement or "see help(finetune.setup_fp8_mixed_precision_training)",
+            fix=replacement
+            or f"leave {word} out; help(finetune.setup_fp8_mixed_precision_training) lists all",
         )
     settings |= {
         "compute": "fp8",
@@ -121,9 +124,13 @@ def setup_fp8_mixed_precision_training(
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
+        refusal = first.get("ctx", {}).get("error")
         raise ConfigError(
-            f"{key}: {first['msg']}" if key else first["msg"].removeprefix("Value error, "),
+            refusal.what if isinstance(refusal, RefusedError) else f"{key}: {first['msg']}",
             where="setup_fp8_mixed_precision_training(...)",
+            fix=as_arguments(
+                refusal.ways if isinstance(refusal, RefusedError) else _values(key, first)
+            ),
         ) from None
     running = session.install(precision)
     watch_trainers(running)
@@ -134,6 +141,13 @@ def setup_fp8_mixed_precision_training(
     except BaseException:
         session.uninstall()
         raise
+
+
+def _values(key: str, problem: Any) -> list[str]:
+    """Settings that solve a pydantic error: the values that exist, or the default."""
+    if problem["type"] != "literal_error":
+        return [f"~{key.partition('.')[0]}"]
+    return [f"{key}={value}" for value in re.findall(r"'([^']+)'", problem["ctx"]["expected"])]
 
 
 def teardown_fp8_mixed_precision_training() -> None:

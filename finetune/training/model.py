@@ -311,4 +311,8 @@ def lora_config(lora: LoraSection) -> LoraConfig:
             bias=lora.bias,
         )
     except ValueError as error:
-        raise ConfigError(f"peft refuses these adapters: {error}", where="lora") from error
+        raise ConfigError(
+            f"peft refuses these adapters: {error}",
+            where="lora",
+            fix="change what it names in the section lora; ~lora.KEY takes the default",
+        ) from error

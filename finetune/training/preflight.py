@@ -161,7 +161,7 @@ def _check_head(made: PrecisionPlan) -> None:
                 "its layer",
                 where=f"lora.target_modules: {layer.plain_name}",
                 why="TRL fuses the head with the loss, past any adapter; it refuses this too",
-                fix=f"leave it out of lora.target_modules, or train it in full: "
+                fix="~lora.target_modules, or train the head in full: ~lora.target_modules "
                 f"lora.modules_to_save=[{layer.plain_name}]",
             )
         if layer.role == "head" and (layer.override or layer.compute == "fp8"):
@@ -205,7 +205,8 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
             where=f"{where}, and no section lora",
             why="quantised weights get no gradient, and an update would be lost between two of "
             "their levels",
-            fix="add a section lora (as the _qlora_ recipes do), or take plain weights",
+            fix="lora.r=8: adapters over them, as in the _qlora_ recipes; or ~model.storage, or a "
+            "16-bit model.name where it is published quantized",
         )
     if compute == "fp8":
         raise PrecisionError(
@@ -213,8 +214,8 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
             where=f"{where}, precision.compute=fp8",
             why="model.storage dequantises weights before a BF16 matmul; FP8 GEMMs need plain "
             "weights, or frozen ones held as the FP8 codes that they multiply",
-            fix="precision.compute=bf16 (QLoRA); or ~model.storage and precision.frozen=fp8: FP8 "
-            "compute on small frozen weights",
+            fix="precision.compute=bf16 (QLoRA); or ~model.storage precision.frozen=fp8 "
+            "precision.scaling=rowwise, FP8 compute on frozen weights stored in FP8",
         )
     if compute != "bf16":
         raise PrecisionError(
@@ -253,12 +254,12 @@ def _check_stored_layers(storage: Storage | None, made: PrecisionPlan) -> None:
                 "layers that are held quantised were to train in full",
                 where=f"model.storage={storage}, lora.modules_to_save: {copied}",
                 why="quantised weights get no gradient",
-                fix="leave them to adapters (lora.target_modules), or ~model.storage",
+                fix="~lora.modules_to_save, or ~model.storage",
             )
         if layer.compute != "bf16":
             raise PlanError(
                 f"{layer.compute.upper()} was chosen for {layer.name!r}, which is held quantised",
                 where=f"model.storage={storage}, {layer.reason}",
                 why="it is dequantised to BF16 and multiplied in BF16",
-                fix="leave it out of precision.map, or ~model.storage",
+                fix="~precision.map, or bf16 for this layer; or ~model.storage",
             )

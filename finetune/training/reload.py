@@ -141,7 +141,7 @@ def _load(run: TrainedRun) -> Any:
             "the weights under this adapter are stored nowhere",
             where="model.weights: random",
             why="the run drew them by chance, and other versions or devices draw others",
-            fix="runs with model.weights=pretrained can be asked",
+            fix="train it with model.weights=pretrained",
         )
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
     return PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)

@@ -101,7 +101,12 @@ def check_room_for(prompt: str, length: int, most: int, room: int | None, where:
             where=where,
             why=f"it has {length:,} tokens, the answer up to {most:,}, and the model {room:,} "
             "positions (max_position_embeddings)",
-            fix="a shorter prompt, or fewer tokens of an answer",
+            fix="a shorter prompt"
+            + (
+                f", or eval.max_new_tokens={room - length} (--max-new-tokens of generate)"
+                if room > length
+                else ""
+            ),
         )
 
 

@@ -327,7 +327,7 @@ def test_a_typo_gets_the_nearest_name(typo, meant) -> None:
         ("adamw_torch_4bit", "blocksize=64", "did you mean 'block_size'"),
         ("adamw_torch_4bit", "block_size=wide", "block_size is a number"),
         ("adamw_torch_8bit", "bf16_stochastic_round=maybe", "true or false"),
-        ("sgd", "momentum", "write key=value"),
+        ("sgd", "momentum", "write it as key=value"),
     ],
 )
 def test_arguments_that_would_not_act_are_refused(name, given, message, tmp_path) -> None:

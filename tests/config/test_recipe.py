@@ -400,7 +400,7 @@ def test_a_wrong_override_is_quoted(load, override, said):
         pytest.param(
             BASE + "  bf16: true\n",
             "r.yaml:9",
-            ["train.bf16 cannot be set here", "precision.compute decides it", "remove train.bf16"],
+            ["train.bf16 cannot be set here", "precision.compute decides it", "~train.bf16"],
             id="train-bf16-reserved",
         ),
         pytest.param(

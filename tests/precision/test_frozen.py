@@ -325,10 +325,13 @@ def test_merging_into_codes_is_refused_with_the_way_out(make_llama, setup_backen
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        ({"scaling": "delayed"}, "set scaling=rowwise or tensorwise, or frozen=bf16"),
-        ({"scaling": "mxfp8"}, "set scaling=rowwise or tensorwise"),
+        (
+            {"scaling": "delayed"},
+            "set scaling=rowwise or set scaling=tensorwise or set frozen=bf16",
+        ),
+        ({"scaling": "mxfp8"}, "set scaling=rowwise or set scaling=tensorwise"),
         ({"scaling": "tensorwise", "format": "hybrid"}, "leave format out"),
-        ({"high_gemms": ("fprop", "dgrad")}, "both GEMMs"),
+        ({"high_gemms": ("fprop", "dgrad")}, "leave high_gemms out"),
         ({"frozen": None, "saved_input": "high"}, "set frozen=fp8"),
         ({"compute": "bf16", "backend": "auto"}, "frozen belongs to FP8 compute"),
     ],
@@ -359,7 +362,9 @@ def test_the_helper_takes_it_by_name():
     setup_fp8_mixed_precision_training(
         "emulated", emulation="allow", cpu=True, scaling="rowwise", frozen="fp8"
     )
-    with pytest.raises(ConfigError, match="set scaling=rowwise or tensorwise"):
+    with pytest.raises(
+        ConfigError, match="scaling='rowwise', or scaling='tensorwise', or frozen='bf16'"
+    ):
         setup_fp8_mixed_precision_training("emulated", scaling="delayed", frozen="fp8")
 
 

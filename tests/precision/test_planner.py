@@ -237,10 +237,10 @@ def test_what_is_asked_where_the_rest_is_high_is_high(make_llama) -> None:
         ({"first_n": 1, "last_n": 1}, "keep all 2 decoder blocks high", "fewer than 2"),
         ({"first_n": 5}, "keep all 2 decoder blocks high", "precision.compute=bf16"),
         ({"keep": ("self_attn",), "map": {"attn": "fp8"}}, "map.attn decides over nothing", "keep"),
-        ({"map": {"q_proj": "fp32", "*q_proj": "bf16"}}, "map.q_proj decides over nothing", "take"),
-        ({"map": {"attn": "fp32", "self_attn": "bf16"}}, "map.attn decides over nothing", "take"),
-        ({"keep": ("q_proj",), "map": {"self_attn": "fp8"}}, "pattern 'q_proj' decides", "two"),
-        ({"keep": ("model",)}, "no layer of this model can take it", "keep fewer layers"),
+        ({"map": {"q_proj": "fp32", "*q_proj": "bf16"}}, "map.q_proj decides over nothing", "~"),
+        ({"map": {"attn": "fp32", "self_attn": "bf16"}}, "map.attn decides over nothing", "~"),
+        ({"keep": ("q_proj",), "map": {"self_attn": "fp8"}}, "pattern 'q_proj' decides", "~"),
+        ({"keep": ("model",)}, "no layer of this model can take it", "precision.keep"),
     ],
 )  # fmt: skip
 def test_a_choice_that_cannot_be_honoured(make_llama, settings, what, fix) -> None:

@@ -246,7 +246,7 @@ def test_bfloat16_weights_are_refused_before_loading(tmp_path) -> None:
 @pytest.mark.parametrize("compute", ["fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("setting", ["loss_scale_init=1024", "loss_scale_growth_interval=10"])
 def test_loss_scaling_belongs_to_float16(compute, setting) -> None:
-    with pytest.raises(ConfigError, match=r"belongs to fp16[\s\S]*set compute=fp16"):
+    with pytest.raises(ConfigError, match=r"belongs to fp16[\s\S]*precision\.compute=fp16"):
         load_recipe("tiny_full_bf16", [f"precision.compute={compute}", f"precision.{setting}"])
 
 

@@ -235,7 +235,8 @@ def _check_batch(job: Job, meter: MemoryMeter) -> None:
     if padded or rows * length != job.point.tokens:
         raise ConfigError(
             f"a micro-batch had {rows} x {length} tokens{', padded' if padded else ''}",
-            why=f"{job.point.tokens} were asked for, and tokens/s would be wrong",
+            why=f"{job.point.tokens} were requested, and tokens/s would be wrong",
+            fix="~train.pad_to_multiple_of ~train.packing, or a length that the tokenizer gives",
         )
 
 

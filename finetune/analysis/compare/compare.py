@@ -21,6 +21,7 @@ from rich.console import Console
 from finetune.analysis.compare.fairness import requested_differences, settle_compile
 from finetune.analysis.compare.jobs import Watcher, cores, places, plan_jobs, run_jobs
 from finetune.analysis.compare.result import (
+    AGAIN,
     Comparison,
     Difference,
     PairOfRuns,
@@ -135,7 +136,7 @@ def judge_again(
         raise ConfigError(
             f"the comparison names {len(found.runs)} pairs of runs for {len(found.seeds)} seeds",
             where=str(folder),
-            fix="compare again",
+            fix=AGAIN,
         )
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence

@@ -80,7 +80,9 @@ class Job:
             RunFailedError: the process left none.
         """
         if (folder := self.folder) is None:
-            raise RunFailedError("a run left no run folder", where=f"{self.name}: {self.log}")
+            raise RunFailedError(
+                "a run left no run folder", where=self.name, fix=f"read its output: {self.log}"
+            )
         return folder
 
     def start(self, threads: int | None) -> None:
@@ -240,7 +242,7 @@ def _failure(job: Job) -> RunFailedError:
     where = f"{job.name}: {job.log}"
     if parts:
         where += f"; {parts['where']}" if "where" in parts else ""
-        why, fix = parts.get("why", ""), parts.get("fix", "")
+        why, fix = parts.get("why", ""), parts.get("fix", f"read its output: {job.log}")
         return RunFailedError(parts["error"], where=where, why=why, fix=fix)
     code = job.process.returncode
     how = f"by signal {-code}" if code < 0 else f"with code {code}"
@@ -249,7 +251,8 @@ def _failure(job: Job) -> RunFailedError:
         f"a run ended {how}{memory}",
         where=where,
         why=f"its last words: {next((line for line in reversed(lines) if line), 'none')}",
-        fix="the log has all it said",
+        fix=f"read its output: {job.log}"
+        + ("; then --jobs 1, or a smaller train.per_device_train_batch_size" if memory else ""),
     )
 
 

@@ -24,6 +24,7 @@ from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON, Run, write_whole
 from finetune.units import percent, plural
 
+AGAIN = "compare again: python -m finetune compare RECIPE"
 NAMES = {"train": "training loss", "eval": "eval loss"}
 STYLES = {
     "equivalent": "bold green", "not equivalent": "bold red", "undecided": "bold yellow",
@@ -274,12 +275,13 @@ def read_comparison(path: Path | str) -> Comparison:
             f"{str(path)!r} holds no comparison",
             where=where,
             why=f"{COMPARISON} is written when all runs of a comparison have ended",
-            fix="compare the recipes: python -m finetune compare tiny_full_fp8",
+            fix=AGAIN,
         )
     try:
         found = Comparison.model_validate_json(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        raise ConfigError(f"{file.name} cannot be read: {error}", where=where) from None
+        said = str(error).splitlines()[0]
+        raise ConfigError(f"{file.name} cannot be read: {said}", where=where, fix=AGAIN) from None
     found.folder = file.parent
     return found
 

@@ -23,6 +23,7 @@ from typing import Any
 from finetune.analysis import statistics
 from finetune.analysis.compare.fairness import executed_differences
 from finetune.analysis.compare.result import (
+    AGAIN,
     EMULATED,
     NAMES,
     Comparison,
@@ -85,18 +86,22 @@ def read_outcome(folder: Path) -> Outcome:
             "a run of the comparison cannot be read",
             where=str(folder),
             why=f"{' and '.join(unread)} is missing, or holds nothing whole",
-            fix="compare again",
+            fix=AGAIN,
         )
     if missing := [key for key in RECEIPT if key not in run.receipt]:
         raise ConfigError(
             f"the receipt of a run has no {', '.join(missing)}",
             where=str(folder / "receipt.json"),
             why="another version wrote it, or training ended before it began",
-            fix="compare again",
+            fix=AGAIN,
         )
     losses = [row["loss"] for row in run.rows if "loss" in row]
     if not losses:
-        raise RunFailedError("a run logged no loss", where=str(folder / "metrics.jsonl"))
+        raise RunFailedError(
+            "a run logged no loss",
+            where=str(folder / "metrics.jsonl"),
+            fix="compare with train.logging_steps=1",
+        )
     last = min(len(losses), max(LAST_LEAST, round(len(losses) * LAST_SHARE)))
     return Outcome(
         run=run,

@@ -294,7 +294,7 @@ def shares_model(config: RunConfig, place: Place) -> bool:
             "fp8_params with FSDP is not supported",
             where="precision.fp8_params=true",
             why="FSDP gathers each weight anew for every use, so there is nothing to hold",
-            fix="~precision.fp8_params; or use DDP",
+            fix="~precision.fp8_params, or ~train.fsdp ~train.fsdp_config (DDP)",
         )
     return True
 

@@ -113,7 +113,7 @@ def load_calibration(device: str) -> Calibration | None:
             "a stored calibration cannot be read",
             where=str(path),
             why=f"{error.error_count()} of its fields are wrong or missing",
-            fix="calibrate again, or delete the file",
+            fix="python -m finetune estimate --calibrate, or delete the file",
         ) from error
 
 

@@ -161,7 +161,8 @@ def efficiency_of(gpu: Gpu, attention: AttentionKernel | None = None) -> Efficie
             f"{gpu.capability[0]}.{gpu.capability[1]})",
             where=str(TABLE),
             why=f"step times are predicted for: {known}",
-            fix="estimate with --gpu and a GPU of one of these, or calibrate on that machine",
+            fix="--gpu with a GPU of one of these, or on that machine: python -m finetune estimate "
+            "--calibrate",
         )
     own = next((row for row in table.devices if gpu.name in row.names), None)
     if attention is None:
@@ -288,7 +289,7 @@ class Roofline:
             raise ConfigError(
                 f"{self.gpu.name} has no matrix units for {peak}",
                 why="the step holds matrix products in that precision",
-                fix="choose a precision that this GPU has, or another GPU",
+                fix="precision.compute=bf16, or --gpu with another GPU",
             )
         factor = {"fp8_rowwise": shared.rowwise, "fp8_blocks": shared.blocks}.get(precision, 1.0)
         return self.gpu.tflops[peak] * 1e12 * gemm[peak] * factor

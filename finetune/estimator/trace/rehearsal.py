@@ -194,7 +194,8 @@ def _rehearsal_errors(config: RunConfig) -> Iterator[None]:
             f"{config.model.name} cannot be rehearsed: {said}",
             where="the rehearsal of a training step, on tensors without memory",
             why="the trainer takes no such settings, or code reads values, which are not there",
-            fix="other settings; or train it, and read the measured memory from its receipt",
+            fix="change the setting that the message names; or train it: its receipt has the "
+            "measured memory",
         ) from error
 
 
