@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import site_reference
@@ -20,6 +21,7 @@ import finetune
 from finetune import setup_fp8_mixed_precision_training
 from finetune.config import refusal
 from finetune.config.recipe import load_recipe
+from finetune.config.schema import DataConfig
 from finetune.errors import ConfigError, FinetuneError, PrecisionError
 from finetune.hardware.device import Device
 from finetune.training.preflight import preflight
@@ -261,6 +263,50 @@ def test_each_argument_that_the_helper_names_is_accepted(settings, tried) -> Non
     tried(f"setup_fp8_mixed_precision_training(**{settings})", caught.value, "; ".join(fixes))
 
 
+# ---------------------------------------------------------------------------------------- of rows
+
+ROW = b'{"prompt": "Where?", "completion": "Here."}\n'
+LATIN = b'{"text": "caf\xe9"}\n'
+FILES: list[tuple[str, bytes, str, str, bytes]] = [
+    ("a.jsonl", b"", "add rows, such as", "a.jsonl", ROW),
+    ("a.jsonl", b"\n \n", "add rows, such as", "a.jsonl", ROW),
+    ("a.txt", ROW, "use .jsonl", "a.jsonl", ROW),
+    ("a.jsonl", ROW + b"{no\n", "fix that line", "a.jsonl", ROW),
+    (
+        "a.jsonl",
+        b'{"text": "caf\xe9"}\n',
+        "save it as UTF-8",
+        "a.jsonl",
+        b'{"text": "caf\xc3\xa9"}\n',
+    ),
+    ("a.csv", b"in,out\na,b\n", "prompt and completion", "a.csv", b"prompt,completion\na,b\n"),
+    ("a.jsonl", b'{"messages": "Hi"}\n', "fix or remove that row", "a.jsonl", ROW),
+]
+"""A file, words of its error's fix, and the file after that."""
+
+
+@pytest.mark.parametrize(("name", "content", "says", "better", "fixed"), FILES)
+def test_rows_changed_as_the_error_says_are_read(
+    name, content, says, better, fixed, tmp_path, tried
+) -> None:
+    from transformers import AutoTokenizer
+
+    from finetune.training.data import load_data
+    from finetune.training.model import TINY_LLAMA
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+
+    def read(file: str, content: bytes):
+        (tmp_path / file).write_bytes(content)
+        return load_data(DataConfig(path=str(tmp_path / file), eval_fraction=0), tokenizer, 0)
+
+    with pytest.raises(FinetuneError) as caught:
+        read(name, content)
+    assert says in caught.value.fix
+    assert len(read(better, fixed).train) == 1
+    tried(f"{name}: {content.decode('latin-1')!r}", caught.value, f"{better}: {fixed.decode()!r}")
+
+
 # ------------------------------------------------------------------------------ of the command line
 
 
@@ -272,6 +318,11 @@ def there(cli, tmp_path):
     return cli
 
 
+def slow(wrong: str, right: str) -> Any:
+    return pytest.param(wrong, right, marks=pytest.mark.slow)
+
+
+TINY = "estimate tiny_full_fp8 --gpu H100"
 COMMANDS = [
     ("tiny_lora_fp", "ls"),
     ("validate no/such.yaml", "ls"),
@@ -280,10 +331,14 @@ COMMANDS = [
     ("cp tiny_lora_fp8 new/mine.yaml", "cp tiny_lora_fp8 new/mine.yaml"),
     ("ls --out runs", "ls --runs --out runs"),
     ("cat tiny_full_fb8", "cat tiny_full_fp8"),
-    pytest.param(
-        "report nothing", "report runs/tiny_full_fp8/20260101-000000-aaaa", marks=pytest.mark.slow
-    ),
+    slow("report nothing", "report runs/tiny_full_fp8/20260101-000000-aaaa"),
     ("ls --runs --out nowhere", "ls --runs --out runs"),
+    slow("estimate tiny_full_fp8 --gpus 0", "estimate tiny_full_fp8 --gpus 1"),
+    slow("estimate tiny_full_fp8 --gpu H10", "estimate tiny_full_fp8 --gpu H100"),
+    slow("estimate tiny_full_fp8 --fit gpus", "estimate tiny_full_fp8 --fit gpus --gpu H100"),
+    slow("estimate --gpu H100", "estimate tiny_lora_fp8 --gpu H100"),
+    slow(f"{TINY} train.max_length=null", f"{TINY} train.max_length=512"),
+    slow(f"{TINY} train.max_length=9999", f"{TINY} train.max_length=512"),
 ]
 """A command that ends with an error, and the one that its fix says."""
 

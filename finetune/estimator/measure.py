@@ -265,14 +265,14 @@ def check_sizes(config: RunConfig) -> None:
         if value is not None and int(value) < 1:
             raise ConfigError(f"train.{key} is {value}", where=f"train.{key}", fix="1 or more")
     length = config.train.get("max_length", 1024)
+    shape = load_shape(config.model).get_text_config(decoder=True)
+    limit = getattr(shape, "max_position_embeddings", None)
     if length is None:
         raise ConfigError(
             "rows have no greatest length, so their memory has no end",
             where="train.max_length: null",
-            fix="train.max_length=2048, or what your longest row has",
+            fix=f"train.max_length={min(2048, limit or 2048)}, or what your longest row has",
         )
-    shape = load_shape(config.model).get_text_config(decoder=True)
-    limit = getattr(shape, "max_position_embeddings", None)
     if limit is not None and length > limit:
         raise ConfigError(
             f"rows of {length} tokens are longer than {config.model.name} can take",

@@ -209,7 +209,7 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
             "fp8_params with FSDP is not supported",
             where="precision.fp8_params=true",
             why="FSDP gathers each weight anew for every use, so there is nothing to hold",
-            fix="~precision.fp8_params; or use DDP",
+            fix="~precision.fp8_params, or ~train.fsdp ~train.fsdp_config (DDP)",
         )
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise PrecisionError(

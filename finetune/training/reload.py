@@ -13,6 +13,7 @@ that round differently (attention, other batch sizes) may flip a near tie betwee
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
     config = load_recipe(str(folder / "config.yaml"), check_train=False).config
     saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}
     steps, weights = list(saved), folder / "model"
+    again = f"python -m finetune {shlex.quote(str(folder / 'config.yaml'))}"
     if checkpoint is None:
         if weights.is_dir():
             return TrainedRun(folder, config, weights)
@@ -58,12 +60,12 @@ def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
             why="it was interrupted, was stopped, or is still training",
             fix=f"--checkpoint last, or one of {', '.join(steps)}"
             if steps
-            else "it saved no checkpoint either: train it again",
+            else f"it saved no checkpoint: `{again}` trains it again",
         )
     step = steps[-1] if checkpoint == "last" and steps else checkpoint
     if step in saved:
         return TrainedRun(folder, config, saved[step])
-    fix = "it saved none, and no last weights either: train it again"
+    fix = f"it saved none, and no last weights either: `{again}` trains it again"
     if weights.is_dir():
         fix = "leave --checkpoint out: it has its last weights"
     raise ConfigError(

@@ -330,8 +330,8 @@ def test_generate_refuses_with_a_way_out(run, cli, tmp_path) -> None:
     assert "it has 2, 3" in cli("generate", "last", "hi", "--checkpoint", "7", *words).err
     assert "--seed would change nothing" in cli("generate", "last", "hi", "--seed", "1", *words).err
     (broken / "checkpoints").rename(broken / "away")
-    assert "train it again" in cli("generate", "last", "hi", "--checkpoint", "last", *words).err
-    assert "train it again" in cli("generate", "last", "hi", *words).err
+    assert "trains it again" in cli("generate", "last", "hi", "--checkpoint", "last", *words).err
+    assert "trains it again" in cli("generate", "last", "hi", *words).err
     (broken / "away").rename(broken / "checkpoints")
     config = broken / "config.yaml"
     config.write_text(config.read_text().replace("builtin:tiny_llama", "builtin:tiny_lama"))
