@@ -1,10 +1,35 @@
-"""Libraries speak through us: their progress bars and start-up notes are silenced."""
+"""Output to a terminal or a pipe: our consoles, and libraries kept quiet."""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+PIPE_WIDTH = 1000
+"""Columns of an output that is no terminal: a row of a table, or a sentence, is one line there."""
+
+
+def output(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """A console that wraps lines between words in a terminal, and nowhere in a pipe or file."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, quiet=quiet, highlight=False)
+    if not console.is_terminal and not console.is_jupyter and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def whole(line: str, style: str = "") -> Text:
+    """A line with a path or command to copy, to be printed with `crop=False`: never wrapped."""
+    from rich.text import Text
+
+    return Text(line, style=style, no_wrap=True, overflow="ignore")
 
 
 def quiet_libraries() -> None:

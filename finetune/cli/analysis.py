@@ -14,6 +14,7 @@ from rich.console import Console
 from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
+from finetune.logging import output, whole
 from finetune.runs.folder import make_folder
 
 NOTHING_MEASURED = 1
@@ -57,7 +58,7 @@ def benchmark(
         )
     from finetune.analysis.benchmark.benchmark import benchmark as measure
 
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    progress = output(stderr=True)
     found = measure(
         recipe,
         vs=vs or (),
@@ -77,7 +78,7 @@ def benchmark(
     else:
         console = Console(highlight=False, width=max(120, Console().width))
         console.print(found)
-        console.print(f"rows: {found.folder}/benchmark.json and .csv", soft_wrap=True)
+        console.print(whole(f"rows: {found.folder}/benchmark.json and .csv"), crop=False)
     if found.interrupted:
         progress.print(f"interrupted; rows until then are in {found.folder}", style="yellow")
         sys.exit(INTERRUPTED)
@@ -150,17 +151,17 @@ def compare(
             out=out,
             jobs=jobs,
             force=force,
-            console=Console(stderr=True, highlight=False),
+            console=output(stderr=True),
         )
     assert found.folder is not None
-    console = Console(highlight=False)
+    console = output()
     if as_json:
         print(found.to_json(), flush=True)
     else:
         console.print(found)
     report = write_report(found.folder)  # last: the verdict is out should its page fail
     if not as_json:
-        console.print(f"report: {report.html}", soft_wrap=True)
+        console.print(whole(f"report: {report.html}"), crop=False)
     code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
     if code:
         sys.exit(code)
@@ -205,16 +206,16 @@ def diagnose(
     from finetune.analysis.diagnose.diagnose import diagnose as look
 
     main_process = int(os.environ.get("RANK", "0")) == 0
-    progress = Console(stderr=True, quiet=not main_process)
+    progress = output(stderr=True, quiet=not main_process)
     found = look(checked, weights=weights, steps=steps, force=force, console=progress)
     if not main_process:
         return
     if as_json:
         print(found.to_json())
     else:
-        Console(highlight=False, soft_wrap=True).print(found)
+        output().print(found)
     if out is not None:
-        progress.print(f"diagnosis: {found.save(out)}", highlight=False)
+        progress.print(whole(f"diagnosis: {found.save(out)}"), crop=False)
 
 
 # ------------------------------------------------------------------------------------------- report
@@ -246,4 +247,4 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print(findings.to_json())
     else:
-        Console(highlight=False).print(findings)
+        output().print(findings)

@@ -20,7 +20,7 @@ from finetune.cli import INTERRUPTED, MISUSE, analysis, recipes, runs, train
 from finetune.cli.estimate import estimate
 from finetune.config.recipe import is_path, list_recipes
 from finetune.errors import FinetuneError, RecipeNotFoundError, did_you_mean
-from finetune.logging import quiet_libraries
+from finetune.logging import output, quiet_libraries
 
 # Click's own errors of usage; newer typers carry a click of their own inside.
 _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -104,7 +104,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # newer typers catch Ctrl-C and return it
-        Console(stderr=True).print("interrupted")
+        output(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from finetune.cli import AsJson, Overrides
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
+from finetune.logging import output
 
 if TYPE_CHECKING:
     from finetune.estimator.search import Choices, Largest
@@ -82,7 +82,7 @@ def estimate(
         )
     checked = load_recipe(recipe, overrides or ())
     if not as_json:
-        Console(stderr=True).print(f"simulating a step of {checked.name} ...", style="dim")
+        output(stderr=True).print(f"simulating a step of {checked.name} ...", style="dim")
     from finetune.estimator import estimate as estimator
 
     if fit is not None:
@@ -102,7 +102,7 @@ def estimate(
     if as_json:
         print(json.dumps(result.facts(), indent=1))
     else:
-        Console(highlight=False, soft_wrap=True).print(result)
+        output().print(result)
 
 
 def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:
@@ -144,8 +144,7 @@ def _calibrate() -> None:
     found = calibrate(this_device())
     kept = save_calibration(found)
     sustained = ", ".join(f"{name} {value:.3g}" for name, value in found.tflops.items())
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(
+    output(stderr=True).print(
         f"{found.device}: TFLOP/s {sustained}; {found.gb_s:.3g} GB/s; a decoder layer took "
         f"{found.layer:.2f} times what these say; measured in {found.seconds:.0f} s, kept in {kept}"
     )

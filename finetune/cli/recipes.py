@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from finetune.cli import AsJson, Overrides, RecipeName
@@ -17,6 +16,7 @@ from finetune.config.recipe import find_recipe, list_recipes, load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.yaml import read_text
 from finetune.errors import ConfigError, FinetuneError
+from finetune.logging import output
 
 SCHEMA = "recipe.schema.json"
 """JSON schema of recipes, which lies next to them."""
@@ -68,13 +68,12 @@ def ls(
         one = next(iter(pair.values()))  # they differ in precision alone
         memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
         table.add_row(name, *(one[key] for key in keys), *memory)
-    console = Console(soft_wrap=True)
+    console = output()
     console.print(table)
     console.print(
         "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
-        highlight=False,
     )
 
 

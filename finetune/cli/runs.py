@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from finetune.cli import AsJson
+from finetune.logging import output
 from finetune.runs.folder import COMPARISON
 from finetune.runs.lookup import find_comparisons, find_runs
 from finetune.units import size_of_gib
@@ -49,7 +49,7 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
     if not runs and not compared:
         print(f"no runs in {folder}/ yet: python -m finetune tiny_lora_fp8 makes one")
         return
-    console = Console()
+    console = output()
     if runs:
         console.print(_table_of(runs, console.width))
     if compared:
@@ -140,6 +140,6 @@ def export(
     """Export weights, checked: adapter, merged, FP8, NVFP4."""
     from finetune.export.export import export_run
 
-    console = Console(stderr=True) if as_json else Console(highlight=False)
+    console = output(stderr=as_json)
     done = export_run(run, to, out, force=force, console=console)
     print((done.folder / "export.json").read_text("utf-8") if as_json else f"export: {done.folder}")

@@ -25,6 +25,7 @@ from finetune.cli import (
 )
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
+from finetune.logging import output, whole
 from finetune.runs.folder import Run, write_whole
 from finetune.runs.lookup import find_run
 
@@ -40,11 +41,11 @@ def run(
     checked = load_recipe(recipe, overrides or ())
     from finetune.api import train
 
-    report = train(checked, out=out, force=force, console=Console(stderr=True) if as_json else None)
+    report = train(checked, out=out, force=force, console=output(stderr=True) if as_json else None)
     if as_json:
         print(report.to_json())
     elif int(os.environ.get("RANK", "0")) == 0:
-        Console(highlight=False).print(report, crop=False)  # paths to copy stay whole
+        output().print(report, crop=False)  # paths to copy stay whole
     if report.interrupted:
         sys.exit(INTERRUPTED)
 
@@ -83,9 +84,9 @@ def generate(
     from finetune.training.reload import loaded, open_trained
 
     trained = open_trained(folder, checkpoint)
-    notes = Console(stderr=True, highlight=False)
+    notes = output(stderr=True)
     if notes.is_terminal:
-        notes.print(f"loading {trained.weights}", style="dim", soft_wrap=True)
+        notes.print(whole(f"loading {trained.weights}", "dim"), crop=False)
     given = [] if prompts in (None, [STDIN]) else list(prompts or ())
     options = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
     most, answers = max_new_tokens or trained.config.eval.max_new_tokens, []
@@ -97,9 +98,7 @@ def generate(
         for prompt in given or _lines(notes):
             if len(given) != 1 and not as_json and not (_is_typed() and sys.stdout.isatty()):
                 # Several prompts, or of a file: each is printed above its answer.
-                Console(highlight=False).print(
-                    Text("> ") + Text(prompt), style="dim", soft_wrap=True
-                )
+                output().print(Text("> ") + Text(prompt), style="dim")
             if seed is not None:
                 set_seed(seed)
             answers.append(_answer(trained, model, tokenizer, prompt, most, **options))
@@ -186,7 +185,7 @@ def evaluate(
     from finetune.training.evaluate import load_tasks, score
 
     found = load_tasks(config.eval)
-    console = Console(stderr=True, quiet=True) if as_json else Console()
+    console = output(stderr=as_json, quiet=as_json)
     with loaded(trained) as (model, tokenizer):
         scores = score(model, tokenizer, found, config, console)
     if as_json:
@@ -200,7 +199,7 @@ def evaluate(
             fix="make the run folder writable, or copy the run and evaluate the copy",
         ) from None
     if not as_json:
-        console.print(f"kept in {kept}", highlight=False, soft_wrap=True)
+        console.print(whole(f"saved in {kept}"), crop=False)
 
 
 def _keep(folder: Path, weights: Path, requested: dict[str, Any], scores: dict[str, Any]) -> Path:

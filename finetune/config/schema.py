@@ -101,7 +101,7 @@ class PrecisionConfig(Section):
         default=None,
         description="`hybrid`: E4M3 for activations and weights, E5M2 for gradients; `e4m3`: E4M3 "
         "everywhere; `e5m2`: E5M2 everywhere (no engine runs it, emulation does; it is not a cure "
-        "for NaN); left out: hybrid with delayed and tensorwise scaling, e4m3 otherwise (nvfp4 has "
+        "for NaN); left out: hybrid with delayed and tensorwise scaling, else e4m3 (nvfp4 has "
         "one format of its own, E2M1)",
     )
     power_of_two_scales: bool | None = Field(
@@ -331,15 +331,18 @@ class DataConfig(Section):
     name: str | None = Field(default=None, description="hub data set, or `builtin:harbour`")
     subset: str | None = Field(default=None, description="hub configuration name")
     split: str = Field(default="train", description="split to train on")
-    eval_path: str | None = Field(default=None, description="file of held-out rows")
-    eval_split: str | None = Field(default=None, description="hub split of held-out rows")
+    eval_path: str | None = Field(default=None, description="file of eval rows")
+    eval_split: str | None = Field(default=None, description="hub split of eval rows")
     eval_fraction: float = Field(
-        default=0.05, ge=0.0, lt=1.0, description="share held out when no evaluation rows are named"
+        default=0.05,
+        ge=0.0,
+        lt=1.0,
+        description="share of the rows split off for evaluation when none are named",
     )
     seed: NonNegativeInt | None = Field(
         default=None,
         description="draws which rows `eval_fraction` holds out; left out: `train.seed`. Runs of "
-        "several seeds that share it share their held-out rows",
+        "several seeds that share it share their eval rows",
     )
     max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
     prompts: tuple[str, ...] = Field(
@@ -370,7 +373,7 @@ class EvalConfig(Section):
     )
     samples: bool = Field(
         default=True,
-        description="greedy answers to `data.prompts` (or to the first held-out rows) at each "
+        description="greedy answers to `data.prompts` (or to the first eval rows) at each "
         "evaluation and at the end",
     )
     max_new_tokens: PositiveInt = Field(

@@ -46,6 +46,7 @@ from finetune.export.shards import (
 )
 from finetune.hardware.device import version
 from finetune.hardware.requirements import require
+from finetune.logging import output
 from finetune.runs.card import model_card
 from finetune.runs.lookup import read_run
 from finetune.training.model import locate
@@ -153,7 +154,7 @@ def export_run(
         MissingExtraError: a quantized export cannot be checked without compressed-tensors.
         ParityError: the export is not what was trained; it stays in `out.partial`.
     """
-    say = bind((console or Console()).print, highlight=False, soft_wrap=True)
+    say = bind((console or output()).print, soft_wrap=True)
     finished, out = open_run(run), Path(out).expanduser().resolve()
     _refuse_target(to, finished)
     config, adapter = finished.config, finished.model if finished.has_adapter else None

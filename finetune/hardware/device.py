@@ -61,7 +61,7 @@ class Device:
         if self.capability is None or self.is_rocm:
             kinds = {"mps": "Apple GPUs have", "cpu": "CPUs have"}
             what = kinds.get(self.kind, f"{self.name} has")
-            return Verdict(False, f"{what} no FP8 matrix units that these backends can use")
+            return Verdict(False, f"{what} no FP8 matrix units")
         shown = _shown(self.capability)
         if self.capability < FP8_CAPABILITY:
             return Verdict(False, f"{self.name} has compute capability {shown}; FP8 needs 8.9")
@@ -312,7 +312,7 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
     if precision.compute != "fp8":
         return Resolution(precision, precision, f"{precision.compute} was asked")
     names = AUTO_ORDER if precision.backend == "auto" else (precision.backend,)
-    refused = []
+    refused: dict[str, list[str]] = {}  # reason -> engines
     for name in names:
         verdict = backend_verdict(name, precision, device)
         # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
@@ -324,8 +324,8 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
                 reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
             return Resolution(chosen, precision, reason)
         reason = verdict.reason if hardware else device.has_fp8.reason
-        refused.append(f"{name}: {reason}")
-    why = "; ".join(dict.fromkeys(refused))
+        refused.setdefault(reason, []).append(name)
+    why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
     if precision.on_unsupported == "bf16":
         line = f"FP8 was asked, BF16 will run ({why})"
         return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)

@@ -108,7 +108,7 @@ def iter_roles(model: nn.Module) -> Iterator[tuple[str, Any, Role, str]]:
         parts = name.split(".")
         role: tuple[Role, str] = "base", ""
         if is_low_rank(name):
-            role = "adapter", "LoRA adapter: small, and what is trained"
+            role = "adapter", "LoRA adapter: trained, kept in high precision"
         elif "modules_to_save" in parts:
             role = "adapter", BESIDE_ADAPTERS
         # A classifier is a child of the root; deeper down, a layer of that name is an ordinary one.

@@ -20,6 +20,7 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
+from finetune.logging import whole
 from finetune.runs.folder import CHECKPOINTS, checkpoints_in, write_whole
 from finetune.units import elapsed, percent, size_of_gib
 
@@ -226,11 +227,6 @@ SCALES = {
 """Setting of `precision.scaling` -> its name in the headline."""
 
 
-def whole(line: str, style: str = "") -> Text:
-    """A line with a path or command to copy: never wrapped or cropped by us."""
-    return Text(line, style=style, no_wrap=True, overflow="ignore")
-
-
 def memory_line(memory: dict[str, Any]) -> str:
     """`Receipt.memory` in one line; empty when it has neither a prediction nor a measurement.
 
@@ -265,7 +261,7 @@ class RunReport(JupyterMixin):
         folder: the run folder.
         receipt: the proof of what ran.
         first_loss, final_loss: first and last logged training loss.
-        eval_loss: last eval loss, None without held-out rows.
+        eval_loss: last eval loss, None without eval rows.
         tokens_per_s: median over logging intervals, the first left out.
         seconds: duration of training, evaluation included.
         peak_memory_gib: peak of allocated memory.
@@ -287,17 +283,18 @@ class RunReport(JupyterMixin):
     interrupted: bool = False
 
     def __rich__(self) -> RenderableType:
-        """Samples, scores, receipt, facts, and what to do if it did not end well."""
+        """Loss, speed, samples, scores, receipt, and the next command."""
         return Group(*self._parts())
 
     def _parts(self) -> Iterator[RenderableType]:
+        yield Text()
+        yield Text(", ".join(self._losses()), style="bold")
+        yield Text(", ".join(self._costs()))
         for sample in self.samples:
             yield Text("> ", style="dim") + Text(sample.prompt, style="italic")
             yield Text(f"  {sample.answer or '(empty answer)'}")
         for name, scores in self.tasks.items():
             yield Text(f"{name}: {describe(scores)}")
-        yield Text()
-        yield Text(", ".join(self._facts()), style="bold")
         yield self.receipt
         yield Text()
         if self.interrupted:
@@ -310,7 +307,8 @@ class RunReport(JupyterMixin):
                 style="bold yellow",
             )
         yield whole(f"run folder: {self.folder}")
-        yield whole(f'next: python -m finetune generate {self.folder} "..."   (or report, export)')
+        yield whole(f'next: python -m finetune generate {self.folder} "..."')
+        yield whole(f"      python -m finetune report {self.folder}")
 
     @property
     def _after_interrupt(self) -> str:
@@ -319,12 +317,14 @@ class RunReport(JupyterMixin):
         recipe = self.folder / "config.yaml"
         return f"Resume: python -m finetune {recipe} train.resume_from_checkpoint={self.folder}"
 
-    def _facts(self) -> Iterator[str]:
+    def _losses(self) -> Iterator[str]:
         if self.first_loss is not None and self.final_loss is not None:
             fell = f"{self.first_loss:.3f} -> " if self.first_loss != self.final_loss else ""
             yield f"loss {fell}{self.final_loss:.3f}"
         if self.eval_loss is not None:
             yield f"eval loss {self.eval_loss:.4f}"
+
+    def _costs(self) -> Iterator[str]:
         yield elapsed(self.seconds)
         held = "GPU memory" if self.receipt.memory.get("reserved_gib") else "process memory (RSS)"
         yield f"peak {held} {self.peak_memory_gib:.2f} GiB"

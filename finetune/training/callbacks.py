@@ -64,6 +64,12 @@ class MetricsWriter(TrainerCallback):
         return [row[key] for row in self.rows if key in row]
 
 
+def step_label(state: TrainerState, console: Console) -> str:
+    """`step 20/400`; in a terminal, where a bar shows the last step, `step 20`."""
+    last = "" if console.is_terminal else f"/{state.max_steps}"
+    return f"step {state.global_step}{last}"
+
+
 class ProgressBar(TrainerCallback):
     """Step, loss, tokens/s, time left and precision, as a terminal bar or as lines."""
 
@@ -76,8 +82,8 @@ class ProgressBar(TrainerCallback):
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
         self._bar = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[facts]}"),
             TimeRemainingColumn(),
             TextColumn(self.metrics.precision, style="bold"),
@@ -93,9 +99,9 @@ class ProgressBar(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or not self.metrics.rows:
             return
-        row, step = self.metrics.rows[-1], f"step {state.global_step}/{state.max_steps}"
+        row, step = self.metrics.rows[-1], step_label(state, self.console)
         if "eval_loss" in row:
-            self.console.print(f"{step} | eval loss {row['eval_loss']:.4f}", highlight=False)
+            self.console.print(f"{step} | eval loss {row['eval_loss']:.4f}")
         if "loss" not in row:
             return
         norm, rate = row.get("grad_norm", float("nan")), row.get("learning_rate", 0.0)
@@ -108,7 +114,7 @@ class ProgressBar(TrainerCallback):
         else:
             minutes, seconds = divmod(round(per_step * (state.max_steps - state.global_step)), 60)
             parts += [speed, f"{minutes}:{seconds:02d} left"]
-        self.console.print(" | ".join([step, *parts]), highlight=False, soft_wrap=True)
+        self.console.print(" | ".join([step, *parts]))
 
     def close(self) -> None:
         """Restore the terminal, also after an error."""

@@ -86,9 +86,9 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
             test_size=count, seed=seed if data.seed is None else data.seed
         )
         rows, held_out = split["train"], split["test"]
-    description = f"{kind}, {len(rows):,} rows"
+    description = f"{kind}, {len(rows):,} training rows"
     if held_out is not None:
-        description += f" and {len(held_out):,} held out"
+        description += f", {len(held_out):,} eval rows"
     settings: dict[str, Any] = {}
     if kind == "messages":
         settings["assistant_only_loss"] = _can_mask_assistant(tokenizer)
@@ -106,7 +106,7 @@ def _refuse_hub_settings(data: DataConfig) -> None:
             raise DataError(
                 f"data.{key} is about a hub data set, and these rows are a file",
                 where=f"data.{key}",
-                fix=f"~data.{key}; held-out rows come from data.eval_path or data.eval_fraction",
+                fix=f"~data.{key}; eval rows come from data.eval_path or data.eval_fraction",
             )
 
 

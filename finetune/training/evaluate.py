@@ -292,7 +292,7 @@ def score(
     found = {name: _row(results, name) for name in results["results"]}
     if console is not None:
         for name, row in found.items():
-            console.print(f"{name}: {describe(row)}", highlight=False, soft_wrap=True)
+            console.print(f"{name}: {describe(row)}")
     return found
 
 

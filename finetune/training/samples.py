@@ -31,6 +31,7 @@ from transformers import TrainerCallback, TrainerState
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
 from finetune.runs.receipt import Sample
+from finetune.training.callbacks import step_label
 from finetune.training.memory_meter import MemoryMeter
 
 if TYPE_CHECKING:
@@ -225,8 +226,6 @@ class SampleWriter(TrainerCallback):
             self.console.print(
                 "no samples while training: FSDP shards the weights over processes; "
                 "`python -m finetune generate last` asks the finished run",
-                highlight=False,
-                soft_wrap=True,
             )
 
     def on_evaluate(
@@ -260,17 +259,16 @@ class SampleWriter(TrainerCallback):
                 "! no memory is left to answer prompts; training goes on without samples "
                 "(eval.samples=false)",
                 style="yellow",
-                soft_wrap=True,
             )
             return
         self._asked_at = state.global_step
         rows = [{"prompt": one.prompt, "answer": one.answer} for one in self.samples]
         self.metrics.write({"step": state.global_step, "samples": rows}, state)
         for one in self.samples:
-            line = Text(f"step {state.global_step}/{state.max_steps} | sample | ")
+            line = Text(f"{step_label(state, self.console)} | sample | ")
             line.append(_short(one.prompt, PROMPT), style="italic").append(" | ")
             line.append(_short(one.answer, ANSWER) or "(empty answer)")
-            self.console.print(line, soft_wrap=True)
+            self.console.print(line)
 
 
 def _short(text: str, most: int) -> str:

@@ -22,6 +22,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.errors import ConfigError, FinetuneError
 from finetune.hardware.device import this_device
+from finetune.logging import output, whole
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import model_card
 from finetune.runs.folder import write_start
@@ -116,7 +117,7 @@ class _Run:
         config, on_cpu = recipe.config, ahead.device.kind == "cpu"
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
-        self.console = console or Console(quiet=not self.is_main)
+        self.console = console or output(quiet=not self.is_main)
         self.folder = _new_folder(out, recipe.name)
         self.tokenizer, note = load_tokenizer(config.model)
         with state.main_process_first():
@@ -132,13 +133,14 @@ class _Run:
         if self.is_main:
             self._make_folder(out)
         method = "full fine-tuning" if config.lora is None else f"LoRA r={config.lora.r}"
+        p, units = ahead.resolution.precision, ahead.device.has_fp8
+        emulated = p.compute == "fp8" and (p.backend == "emulated" or not units)
         self.console.print(
             f"[bold]{recipe.name}[/]: {config.model.name}, {method}, {ahead.resolution.label} "
-            f"on {ahead.device.name}\nrun folder: {self.folder}",
-            highlight=False,
-            soft_wrap=True,
+            f"on {ahead.device.name}" + ", emulated" * emulated
         )
-        self.console.print(f"data: {self.rows.description}", highlight=False)
+        self.console.print(whole(f"run folder: {self.folder}"), crop=False)
+        self.console.print(f"data: {self.rows.description}")
         if note:
             self.console.print(f"[yellow]! {note}[/]")
 

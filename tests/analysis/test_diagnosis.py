@@ -260,7 +260,7 @@ def layer(name: str, shape=(128, 64), role="base", **more) -> LayerReceipt:
     return LayerReceipt(name, shape, role, flops=2 * 256 * shape[0] * shape[1] * calls, **values)
 
 
-HIGH = {"fprop": "bf16", "dgrad": "bf16", "reason": "LoRA adapter: small, and what is trained"}
+HIGH = {"fprop": "bf16", "dgrad": "bf16", "reason": "LoRA adapter: trained, kept in high precision"}
 
 
 def test_every_layer_is_in_one_group_and_shares_add_up() -> None:

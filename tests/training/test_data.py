@@ -215,7 +215,7 @@ def test_the_held_out_share_is_taken_once_and_nothing_is_lost(load, count, fract
     out = texts(rows.eval) if rows.eval is not None else []
     assert len(out) == held_out
     assert sorted(texts(rows.train) + out) == sorted(f"row {i}" for i in range(count))
-    said = f"text, {count - held_out} rows" + (f" and {held_out} held out" if held_out else "")
+    said = f"text, {count - held_out} training rows" + (f", {held_out} eval rows" * bool(held_out))
     assert rows.description == said
 
 
@@ -233,7 +233,7 @@ def test_a_file_of_held_out_rows_replaces_the_share(load):
     held = write("held.csv", [{"text": "held"}])
     rows = load(path, eval_path=held, eval_fraction=0.5)
     assert (len(rows.train), texts(rows.eval)) == (10, ["held"])
-    assert rows.description == "text, 10 rows and 1 held out"
+    assert rows.description == "text, 10 training rows, 1 eval rows"
 
 
 def test_max_rows_takes_the_first_rows_before_the_split(load):

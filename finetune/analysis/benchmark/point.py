@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -36,7 +35,7 @@ from finetune.estimator.measure import check_sizes, measure_well
 from finetune.estimator.place import place_here
 from finetune.hardware.device import GIB, Device, available_gib, this_device, version
 from finetune.hardware.gpus import find_gpu
-from finetune.logging import quiet_libraries
+from finetune.logging import output, quiet_libraries
 from finetune.precision.planner import LayerPlan
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, session
@@ -192,7 +191,7 @@ def train_steps(
             kind=kind,
         )
         if monitored:
-            monitor = HealthMonitor(trainer, say=Console(stderr=True).print)
+            monitor = HealthMonitor(trainer, say=output(stderr=True).print)
             trainer.add_callback(monitor)
             stack.callback(monitor.close)
         trainer.remove_callback(PrinterCallback)

@@ -41,6 +41,7 @@ from finetune.config.recipe import (
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean
 from finetune.hardware.device import Device, resolve, this_device
+from finetune.logging import output, whole
 from finetune.runs.folder import new_folder
 
 MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
@@ -49,7 +50,7 @@ ENDS = {"_fp8": "_bf16", "_bf16": "_fp8"}
 _REQUESTED = ("model.", "lora", "data.", "eval.", "precision.", "train.")
 """Prefixes of `Difference.where` for differences between the recipes."""
 _AGAIN = "the margin was chosen after the runs"
-_BEFORE = ("held-out rows are", "precision.compile=", _AGAIN)
+_BEFORE = ("eval rows are", "held-out rows are", "precision.compile=", _AGAIN)
 """Prefixes of notes written before the runs, which judging again keeps."""
 
 
@@ -88,23 +89,21 @@ def compare(
         KeyboardInterrupt: Ctrl-C; the runs have saved a checkpoint.
     """
     device = this_device()
-    console = console or Console(stderr=True, highlight=False)
+    console = console or output(stderr=True)
     _check_numbers(margin, confidence)
     at_once, threads = places(device.kind == "cuda", jobs, cores())
     pair = make_pair(a, b, overrides, seeds, device)
     differences = check_pair(pair, device, allow=allow, force=force)
     folder = new_folder(Path(out) / "compare" / f"{pair.a.name}-vs-{pair.b.name}", out)
     planned = plan_jobs((pair.a, pair.b), pair.labels, pair.seeds, folder, force=force)
-    console.print(f"{len(planned)} runs, {at_once} at a time -> {folder}", soft_wrap=True)
+    console.print(whole(f"{len(planned)} runs, {at_once} at a time -> {folder}"), crop=False)
     with Watcher(console, planned) as watcher:
         try:
             run_jobs(planned, at_once, threads, watcher)
         except KeyboardInterrupt:
             watcher.bars.stop()
-            console.print(f"interrupted; {watcher.finished} of {len(planned)} runs are whole")
-            console.print(
-                f"what there is lies in {folder}; another call starts anew", soft_wrap=True
-            )
+            console.print(f"interrupted; {watcher.finished} of {len(planned)} runs are complete")
+            console.print(whole(f"they are in {folder}; another call starts anew"), crop=False)
             raise
     where = {(job.side, job.seed): str(job.run_folder.relative_to(folder)) for job in planned}
     found = Comparison(
@@ -210,7 +209,7 @@ def twin_of(name: str) -> str:
     """
     source = find_recipe(name)
     end = next((end for end in ENDS if source.stem.endswith(end)), "")
-    what = f"the twin of {name!r} cannot be told from its name"
+    what = f"the twin of {name!r} does not follow from its name"
     why = "twins are called x_fp8 and x_bf16"
     if end:
         stem = source.stem.removesuffix(end) + ENDS[end]
@@ -262,7 +261,7 @@ def make_pair(
     alike = ["train.logging_strategy=steps", "train.logging_steps=1"]
     if all(map(_draws_held_out_rows, configs)):
         alike.append(f"data.seed={chosen[0]}")
-        notes.append(f"held-out rows are the same for all seeds (data.seed={chosen[0]})")
+        notes.append(f"eval rows are the same for all seeds (data.seed={chosen[0]})")
     a, b = (
         Recipe(recipe.name, recipe.source, with_overrides(config, alike))
         for recipe, config in zip((a, b), configs, strict=True)

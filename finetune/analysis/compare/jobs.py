@@ -293,9 +293,9 @@ class Watcher:
         report = Run(job.run_folder).report
         facts = [f"loss {report['first_loss']:.3f} -> {report['final_loss']:.3f}"]
         if report["eval_loss"] is not None:
-            facts.append(f"held-out {report['eval_loss']:.4f}")
+            facts.append(f"eval loss {report['eval_loss']:.4f}")
         facts.append(f"{report['seconds']:.0f} s, {report['status']}")
         if job.name in self._tasks:
             self.bars.remove_task(self._tasks.pop(job.name))
         line = f"[{self.finished}/{self.total}] {job.name}: {', '.join(facts)}"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line)

@@ -141,7 +141,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         ends = ([float(o.eval) for o in side if o.eval is not None] for side in (a, b))
         losses["eval"] = statistics.loss_gap(*ends, **kept)
     else:
-        found.notes.append("no rows are held out: the verdict is about the training loss alone")
+        found.notes.append("there are no eval rows: the verdict is about the training loss alone")
     found.notes.append(f"the training loss is the mean of the last {a[0].train_steps} steps")
     found.losses = losses
     found.band = {k: statistics.band(g.b) for k, g in losses.items() if len(g.b) > 1}

@@ -38,6 +38,7 @@ from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import find_gpu
+from finetune.logging import output
 from finetune.runs.receipt import Receipt
 from finetune.training.data import MASKING, Rows, load_data, random_rows
 from finetune.training.health.monitor import HealthMonitor
@@ -88,7 +89,7 @@ def diagnose(
         config = _with_train(config, MASKING)
     steps = steps or (STEPS if _micro_batches(config) <= LONG else 1)
     ahead = preflight(config, device, forecast=MemoryForecast(), force=force)
-    console = console or Console(quiet=True)
+    console = console or output(quiet=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         session_of(ahead.resolution, ahead.plan, console) as running,

@@ -226,7 +226,7 @@ class Proof:
             self._fail(
                 "the optimizer steps, and no forward and backward of the prepared model was seen",
                 where="the step before optimizer.step()",
-                why="what ran cannot be told: FP8 has not been proven",
+                why="what ran is unknown: FP8 has not been proven",
                 fix="call the prepared model itself, not its parts, and then loss.backward()",
             )
         trainable = named_trainable(self.model)
