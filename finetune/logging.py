@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ def output(*, stderr: bool = False, quiet: bool = False) -> Console:
     if not console.is_terminal and not console.is_jupyter and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console
+
+
+def busy(console: Console, what: str) -> AbstractContextManager[object]:
+    """A sign of life in a terminal while something slow runs: what it is, and a spinner."""
+    return console.status(f"{what} ...") if console.is_terminal else nullcontext()
 
 
 def whole(line: str, style: str = "") -> Text:

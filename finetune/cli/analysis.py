@@ -14,7 +14,7 @@ from rich.console import Console
 from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
-from finetune.logging import output, whole
+from finetune.logging import busy, output, whole
 from finetune.runs.folder import make_folder
 
 NOTHING_MEASURED = 1
@@ -241,9 +241,10 @@ def report(
 
 def doctor(as_json: AsJson = False) -> None:
     """Show what this machine can do in FP8, and why."""
-    from finetune.analysis.doctor import examine
+    with busy(output(stderr=True), "examining this machine"):
+        from finetune.analysis.doctor import examine
 
-    findings = examine()
+        findings = examine()
     if as_json:
         print(findings.to_json())
     else:

@@ -12,7 +12,7 @@ from finetune.cli import AsJson, Overrides
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-from finetune.logging import output
+from finetune.logging import busy, output
 
 if TYPE_CHECKING:
     from finetune.estimator.search import Choices, Largest
@@ -81,24 +81,23 @@ def estimate(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
         )
     checked = load_recipe(recipe, overrides or ())
-    if not as_json:
-        output(stderr=True).print(f"simulating a step of {checked.name} ...", style="dim")
-    from finetune.estimator import estimate as estimator
+    with busy(output(stderr=True), f"simulating a step of {checked.name}"):
+        from finetune.estimator import estimate as estimator
 
-    if fit is not None:
-        result = _searched(fit, checked.config, gpu, memory, gpus)
-    else:
-        result = estimator.estimate(
-            checked,
-            gpu=gpu,
-            memory_gib=memory,
-            gpus=gpus,
-            tokens=tokens,
-            price=price,
-            alternatives=alternatives,
-            advice=advice,
-            whole=whole,
-        )
+        if fit is not None:
+            result = _searched(fit, checked.config, gpu, memory, gpus)
+        else:
+            result = estimator.estimate(
+                checked,
+                gpu=gpu,
+                memory_gib=memory,
+                gpus=gpus,
+                tokens=tokens,
+                price=price,
+                alternatives=alternatives,
+                advice=advice,
+                whole=whole,
+            )
     if as_json:
         print(json.dumps(result.facts(), indent=1))
     else:

@@ -12,11 +12,12 @@ import typer
 from rich.table import Column, Table
 
 from finetune.cli import AsJson, Overrides, RecipeName
+from finetune.config.paths import ASSETS
 from finetune.config.recipe import find_recipe, list_recipes, load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.yaml import read_text
 from finetune.errors import ConfigError, FinetuneError
-from finetune.logging import output
+from finetune.logging import busy, output, whole
 
 SCHEMA = "recipe.schema.json"
 """JSON schema of recipes, which lies next to them."""
@@ -60,21 +61,35 @@ def ls(
     for row in rows:
         name, _, compute = row["recipe"].rpartition("_")
         pairs.setdefault(name, {})[compute] = row
-    keys = ("model", "method", "length")
-    names = (Column(key, no_wrap=True) for key in ("recipe", *keys))
-    right = (Column(f"{compute} ≈GiB", justify="right") for compute in COMPUTES)
+    gpu, speeds = _speeds()
+    names = (Column(key, no_wrap=True) for key in ("recipe", "model", "method"))
+    titles = (*(f"{compute} ≈GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
+    right = (Column(title, justify="right") for title in titles)
     table = Table(*names, *right, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name, pair in pairs.items():
         one = next(iter(pair.values()))  # they differ in precision alone
         memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
-        table.add_row(name, *(one[key] for key in keys), *memory)
+        fp8, bf16 = (speeds.get(f"{name}_{compute}", 0) for compute in COMPUTES)
+        speed = f"{fp8:,}" if fp8 else "-", f"{fp8 / bf16:.2f}x" if fp8 and bf16 else "-"
+        table.add_row(name, one["model"], one["method"], *memory, *speed)
     console = output()
     console.print(table)
     console.print(
-        "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU\n"
+        "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU; tok/s:\n"
+        f"predicted on one {gpu}, `-` where it does not fit or is not predicted\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
     )
+
+
+def _speeds() -> tuple[str, dict[str, int]]:
+    """Name of the GPU here, or else the H100, and predicted tokens/s of recipes on it."""
+    from finetune.hardware.gpus import installed_gpu
+
+    table = json.loads((ASSETS / "speeds.json").read_text())
+    gpu = installed_gpu()
+    name = gpu.name if gpu is not None and gpu.name in table else "H100"
+    return name, table[name]
 
 
 COMPUTES = ("fp8", "bf16")
@@ -154,16 +169,17 @@ def schema() -> None:
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe, show each layer's precision; loads no weights."""
     checked = load_recipe(recipe, overrides or ())
-    from finetune.estimator.gate import bound_of, why_too_small
-    from finetune.hardware.device import resolve, this_device
-    from finetune.hardware.requirements import check_extras, check_optimizer_here
-    from finetune.training.model import sketch
-    from finetune.training.preflight import check_settings
+    with busy(output(stderr=True), f"checking {checked.name}"):
+        from finetune.estimator.gate import bound_of, why_too_small
+        from finetune.hardware.device import resolve, this_device
+        from finetune.hardware.requirements import check_extras, check_optimizer_here
+        from finetune.training.model import sketch
+        from finetune.training.preflight import check_settings
 
-    config, device = checked.config, this_device()
-    model = sketch(config)
-    the_plan = check_settings(config, model)
-    need = bound_of(config, model, the_plan)
+        config, device = checked.config, this_device()
+        model = sketch(config)
+        the_plan, resolution = check_settings(config, model), None
+        need = bound_of(config, model, the_plan)
     try:
         check_extras(config)
         check_optimizer_here(config.train, device)
@@ -184,8 +200,11 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         return
     file = checked.source
     origin = file.name if file.parent.name == "recipes" else str(file)
-    print(f"{checked.name}: valid ({origin})\n\n{the_plan}\n")
+    console = output()
+    console.print(whole(f"{checked.name}: valid ({origin})", "bold"), crop=False)
     stored = f"; frozen base stored in {config.model.storage}" if config.model.storage else ""
-    print(f"parameters: {need.parameters:,}, trainable {need.trainable:,}{stored}")
-    print(f"memory:     at least {need}" + (f"; TOO SMALL HERE: {short}" if short else ""))
-    print(f"here:       {here}")
+    console.print(f"parameters: {need.parameters:,}, {need.trainable:,} of them trained{stored}")
+    console.print(f"memory: at least {need}" + (f"; [red]too small here: {short}[/]" * bool(short)))
+    console.print(f"precision here: {here}", style=None if resolution else "yellow")
+    console.print("\n", the_plan, "", sep="")
+    console.print(whole(f"next: python -m finetune estimate {recipe}"), crop=False)

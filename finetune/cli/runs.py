@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -18,19 +19,8 @@ from finetune.units import size_of_gib
 
 DEFAULT_OUT = Path("runs")
 _STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
-_TITLES = {
-    "step": "steps",
-    "eval_loss": "held out",
-    "tokens_per_s": "tok/s",
-    "memory_gib": "memory",
-}
-_COLUMNS = (
-    *("recipe", "run", "precision", "proven", "state"),
-    *("step", "loss", "eval_loss", "tokens_per_s", "memory_gib"),
-)
-_WIDE_ONLY = _COLUMNS[-2:]
-"""Left out below `WIDE` columns of terminal, where precision is shortened to its first word too."""
 WIDE = 112
+"""Columns of a terminal from which every fact of a run has a column; a pipe is as wide."""
 
 
 def list_runs(out: Path | None, *, as_json: bool) -> None:
@@ -57,33 +47,53 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
 
 
 def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
-    wide = width >= WIDE
-    keys = [key for key in _COLUMNS if wide or key not in _WIDE_ONLY]
-    titles = _TITLES if wide else _TITLES | {"eval_loss": "eval"}
-    columns = [
-        Column(
-            titles.get(key, key),
-            justify="right" if key in _COLUMNS[5:] else "left",
-            no_wrap=key != "recipe",
-            overflow="fold",
-        )
-        for key in keys
-    ]
-    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
-    for run in runs:
-        gib = run["memory_gib"]
-        cells = run | {
-            "precision": run["precision"] if wide else run["precision"].partition(" ")[0],
-            "proven": Text("yes") if run["proven"] else Text("no", style="bold red"),
-            "state": Text(run["state"], style=_STATES.get(run["state"], "red")),
-            "step": f"{run['step']}/{run['steps'] or '?'}",
-            "loss": _shown(run["loss"], ".3f"),
-            "eval_loss": _shown(run["eval_loss"], ".3f"),
-            "tokens_per_s": _shown(run["tokens_per_s"], ",.0f"),
-            "memory_gib": "-" if gib is None else size_of_gib(gib),
-        }
-        table.add_row(*(cells[key] for key in keys))
+    """A run per line; in a narrow terminal fewer facts, so that its name stays whole."""
+    shown = [_wide_row(run) if width >= WIDE else _narrow_row(run) for run in runs]
+    left = ("recipe", "run", "precision", "verified", "state")
+    columns = (
+        Column(title, justify="left" if title in left else "right", no_wrap=title == "run")
+        for title in shown[0]
+    )
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if width >= WIDE else 1, 0, 0))
+    for row in shown:
+        table.add_row(*row.values())
     return table
+
+
+def _narrow_row(run: dict[str, Any]) -> dict[str, RenderableType]:
+    ended = "" if run["state"] == "finished" else f" {run['state']}"
+    return {
+        "run": f"{run['recipe']}/{run['run']}",
+        "precision": run["precision"].partition(" ")[0],
+        "verified": _verified(run),
+        "steps": Text(f"{_steps(run)}{ended}", style=_STATES.get(run["state"], "red")),
+        "loss": _shown(run["loss"], ".3f"),
+        "eval": _shown(run["eval_loss"], ".3f"),
+    }
+
+
+def _wide_row(run: dict[str, Any]) -> dict[str, RenderableType]:
+    gib = run["memory_gib"]
+    return {
+        "recipe": run["recipe"],
+        "run": run["run"],
+        "precision": run["precision"],
+        "verified": _verified(run),
+        "state": Text(run["state"], style=_STATES.get(run["state"], "red")),
+        "steps": _steps(run),
+        "loss": _shown(run["loss"], ".3f"),
+        "eval loss": _shown(run["eval_loss"], ".3f"),
+        "tok/s": _shown(run["tokens_per_s"], ",.0f"),
+        "memory": "-" if gib is None else size_of_gib(gib),
+    }
+
+
+def _verified(run: dict[str, Any]) -> Text:
+    return Text("yes", style="green") if run["proven"] else Text("no", style="bold red")
+
+
+def _steps(run: dict[str, Any]) -> str:
+    return f"{run['step']}/{run['steps'] or '?'}"
 
 
 def _shown(value: float | None, form: str) -> str:
@@ -109,7 +119,7 @@ def _comparison(folder: Path) -> dict[str, Any]:
 
 
 def _comparisons(compared: list[dict[str, Any]], *, gap: bool) -> Table:
-    titles = ("verdict", "a against b", "seeds", "loss", "held out", "speed", "folder")
+    titles = ("verdict", "a against b", "seeds", "loss", "eval loss", "speed", "folder")
     table = Table(
         *(Column(title, overflow="fold") for title in titles),
         box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left",

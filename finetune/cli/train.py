@@ -25,7 +25,7 @@ from finetune.cli import (
 )
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
-from finetune.logging import output, whole
+from finetune.logging import busy, output, whole
 from finetune.runs.folder import Run, write_whole
 from finetune.runs.lookup import find_run
 
@@ -39,9 +39,11 @@ def run(
 ) -> None:
     """Train a recipe (the verb may be left out)."""
     checked = load_recipe(recipe, overrides or ())
-    from finetune.api import train
+    console = output(stderr=as_json, quiet=int(os.environ.get("RANK", "0")) > 0)
+    with busy(console, f"loading libraries for {checked.name}"):  # seconds
+        from finetune.api import train
 
-    report = train(checked, out=out, force=force, console=output(stderr=True) if as_json else None)
+    report = train(checked, out=out, force=force, console=console)
     if as_json:
         print(report.to_json())
     elif int(os.environ.get("RANK", "0")) == 0:

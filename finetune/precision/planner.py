@@ -17,10 +17,14 @@ way: its module decides which it contracts.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from finetune.config.schema import Compute, Gemm, PrecisionConfig
@@ -142,15 +146,19 @@ class PrecisionPlan:
         named = [layer for layer in self.layers if layer.override]
         return {item.name: item.compute for item in (*named, *self.casts)}
 
-    def __str__(self) -> str:
+    def __rich__(self) -> RenderableType:
+        """Layers as a table, those of the same place in all blocks in one row."""
         rows = Counter(
-            (_group(x.name), "{:>6d} x {:<6d}".format(*x.shape), *_shown(x)) for x in self.layers
+            (_group(x.name), "x".join(map(str, x.shape)), *_shown(x)) for x in self.layers
         )
-        rows.update((_group(x.name), " " * 15, x.compute, x.reason) for x in self.casts)
-        return "\n".join(
-            f"{count:4d} x {name:40s} {shape} {compute:5s} {reason}"
-            for (name, shape, compute, reason), count in rows.items()
-        )
+        rows.update((_group(x.name), "", x.compute, x.reason) for x in self.casts)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for title in ("", "layer", "N x K", "", "reason"):
+            table.add_column(title, no_wrap=title == "N x K", overflow="fold")
+        for (name, shape, compute, reason), count in rows.items():
+            style = "green" if compute in ("fp8", "fp4") else "dim"
+            table.add_row(str(count), name, shape, Text(compute, style=style), reason)
+        return table
 
 
 def _shown(layer: LayerPlan) -> tuple[str, str]:
@@ -164,8 +172,10 @@ def _shown(layer: LayerPlan) -> tuple[str, str]:
 
 
 def _group(name: str) -> str:
-    name = name.removeprefix("base_model.model.")
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """`base_model.model.model.layers.7.mlp.up_proj.base_layer` -> `mlp.up_proj`."""
+    name = name.removeprefix("base_model.model.").removeprefix("model.")
+    name = name.removesuffix(".base_layer").removesuffix(".default")  # PEFT's wrappers
+    return re.split(r"(?:^|\.)\d+\.", name)[-1]
 
 
 def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:

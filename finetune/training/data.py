@@ -70,7 +70,7 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         DataNotFoundError: no such file or hub data set.
         DataError: no rows, an unknown format, or a malformed row; with file and line.
     """
-    source = data.path or data.name or ""
+    source = source_of(data)
     rows, held_out = _load(data, data.path, data.split, "data.path"), None
     _refuse_hub_settings(data)
     if data.eval_path or data.eval_split:
@@ -95,6 +95,11 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         on = "the assistant's turns" if settings["assistant_only_loss"] else "every token"
         description += f", loss on {on}"
     return Rows(rows, held_out, description, settings)
+
+
+def source_of(data: DataConfig) -> str:
+    """Path or name of the training rows."""
+    return data.path or data.name or ""
 
 
 def _refuse_hub_settings(data: DataConfig) -> None:

@@ -22,7 +22,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.errors import ConfigError, FinetuneError
 from finetune.hardware.device import this_device
-from finetune.logging import output, whole
+from finetune.logging import busy, output, whole
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import model_card
 from finetune.runs.folder import write_start
@@ -30,7 +30,7 @@ from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.training import low_bit
 from finetune.training.conditions import conditions_of
-from finetune.training.data import load_data
+from finetune.training.data import load_data, source_of
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.model import load_model, load_tokenizer, lora_config
 from finetune.training.preflight import Forecast, Preflight, preflight, processes
@@ -66,7 +66,8 @@ def train(
         FinetuneError: any error that the user can fix, see `finetune.errors`.
     """
     refuse_sharded(recipe.config)
-    ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
+    with busy(console or output(), f"checking {recipe.name}"):
+        ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
     run = _Run(recipe, ahead, Path(out), console)
     with session_of(ahead.resolution, ahead.plan, run.console) as session:
         run.load(session)
@@ -120,7 +121,7 @@ class _Run:
         self.console = console or output(quiet=not self.is_main)
         self.folder = _new_folder(out, recipe.name)
         self.tokenizer, note = load_tokenizer(config.model)
-        with state.main_process_first():
+        with state.main_process_first(), busy(self.console, f"reading {source_of(config.data)}"):
             self.rows = load_data(config.data, self.tokenizer, int(config.train.get("seed", 42)))
         self.args = sft_config(config, self.folder, self.rows.settings, on_cpu=on_cpu)
         self.resume = resume_folder(config)
@@ -132,17 +133,21 @@ class _Run:
         self.scores: dict[str, dict[str, Any]] = {}
         if self.is_main:
             self._make_folder(out)
-        method = "full fine-tuning" if config.lora is None else f"LoRA r={config.lora.r}"
-        p, units = ahead.resolution.precision, ahead.device.has_fp8
-        emulated = p.compute == "fp8" and (p.backend == "emulated" or not units)
-        self.console.print(
-            f"[bold]{recipe.name}[/]: {config.model.name}, {method}, {ahead.resolution.label} "
-            f"on {ahead.device.name}" + ", emulated" * emulated
-        )
+        self._introduce(ahead)
         self.console.print(whole(f"run folder: {self.folder}"), crop=False)
         self.console.print(f"data: {self.rows.description}")
         if note:
             self.console.print(f"[yellow]! {note}[/]")
+
+    def _introduce(self, ahead: Preflight) -> None:
+        """Print model, method, precision, engine and device."""
+        config, p, units = self.config, ahead.resolution.precision, ahead.device.has_fp8
+        method = "full fine-tuning" if config.lora is None else f"LoRA r={config.lora.r}"
+        emulated = p.compute == "fp8" and (p.backend == "emulated" or not units)
+        self.console.print(
+            f"[bold]{self.recipe.name}[/]: {config.model.name}, {method}, "
+            f"{ahead.resolution.label} on {ahead.device.name}" + ", emulated" * emulated
+        )
 
     def _make_folder(self, out: Path) -> None:
         try:
@@ -180,18 +185,21 @@ class _Run:
             config, prompts, self.tokenizer, self.metrics, console, self.meter
         )
         set_seed(self.args.seed)
-        self.trainer = make_trainer(
-            config,
-            self.args,
-            train=self.rows.train,
-            held_out=self.rows.eval,
-            tokenizer=self.tokenizer,
-            stored=session.planned.stored if session.planned else (),
-            callbacks=[
-                *(self.samples, self.metrics, self.bar, self.stop),
-                *(self.keeper, self.meter, self.timer),
-            ],
-        )
+        with busy(
+            console, f"loading {config.model.name}, tokenizing {len(self.rows.train):,} rows"
+        ):
+            self.trainer = make_trainer(
+                config,
+                self.args,
+                train=self.rows.train,
+                held_out=self.rows.eval,
+                tokenizer=self.tokenizer,
+                stored=session.planned.stored if session.planned else (),
+                callbacks=[
+                    *(self.samples, self.metrics, self.bar, self.stop),
+                    *(self.keeper, self.meter, self.timer),
+                ],
+            )
         self.monitor = HealthMonitor(
             self.trainer, say=lambda line: console.print(f"[yellow]! {line}[/]")
         )

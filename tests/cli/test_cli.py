@@ -106,7 +106,7 @@ def test_ls_shows_every_name_in_full_on_a_narrow_terminal(cli):
     table = done.out.partition("\n\n")[0].splitlines()[1:]
     found = {f"{x}_{c}" for x in (row.split()[0] for row in table) for c in ("fp8", "bf16")}
     assert found >= set(list_recipes())
-    assert [row.split()[0] for row in table if row.split()[-2] == "-"] == [
+    assert [row.split()[0] for row in table if row.split()[-4] == "-"] == [
         name.removesuffix("_bf16")
         for name in list_recipes()
         if name.replace("_bf16", "_fp8") not in list_recipes()
@@ -207,7 +207,7 @@ def test_validate_shows_plan_memory_and_backend(cli, on):
     assert "tiny_lora_fp8: valid (tiny_lora_fp8.yaml)" in done.out
     assert "adapter" in done.out
     assert "GiB without activations" in done.out
-    assert "here:       FP8 frozen/rowwise" in done.out
+    assert "precision here: FP8 frozen/rowwise" in done.out
     assert "frozen, stored in FP8 (per-row scale)" in done.out
 
 
@@ -241,8 +241,8 @@ def test_validate_says_what_this_machine_cannot_do(cli, on):
     on(CPU)
     done = cli("validate", "llama_8b_full_fp8")
     assert done.code == 0
-    assert "here:       not on this machine: " in done.out
-    assert "TOO SMALL HERE: it needs at least 59.8 GiB" in done.out
+    assert "precision here: not on this machine: " in done.out
+    assert "too small here: it needs at least 59.8 GiB" in done.out
 
 
 # ---------------------------------------------------------------------------------------- doctor

@@ -140,7 +140,7 @@ def test_a_format_is_recognised_said_and_mapped(load, suffix, row, kind, becomes
     rows = load(write(f"rows.{suffix}", [row, row]))
     assert list(rows.train) == [becomes, becomes]
     assert rows.eval is None
-    assert rows.description.startswith(f"{kind}, 2 rows")
+    assert rows.description.startswith(f"{kind}, 2 training rows")
 
 
 @pytest.mark.parametrize(

@@ -129,26 +129,28 @@ class Diagnosis(JupyterMixin):
         padding = f", {percent(self.padding)} padding" if self.padding else ""
         many = facts.micro_batches > 1
         batches = f" in {facts.micro_batches} micro-batches" if many else ""
-        yield Text(receipt.headline, style="bold")
+        yield Text(
+            receipt.headline, style="bold green" if receipt.status == "proven" else "bold yellow"
+        )
         yield Text(
             f"{receipt.environment['device']['name']}; {self.data}; {self.tokens:,} tokens a step"
             f"{batches}{padding}; {short_time(self.step_seconds)} a step, "
             f"{self.tokens / self.step_seconds:,.0f} tok/s"
         )
-        yield Text(f"compile: {facts.compiled}\n", style="dim")
+        yield Text(f"torch.compile: {facts.compiled}\n", style="dim")
         yield _layer_table(facts)
         reasons: dict[str, list[str]] = {}
         for group in (group for group in self.groups if not group.is_low):
             reasons.setdefault(group.reason, []).append(group.kind)
         for reason, kinds in reasons.items():
             yield Text(f"{', '.join(dict.fromkeys(kinds))}: {reason}", style="dim")
-        note = "FLOPs: of a step's matmuls; dB: signal over noise of what is quantised\n"
+        note = "FLOPs: share of a step's matmuls; dB: signal-to-noise ratio of quantized operands\n"
         yield Text(note, style="dim")
         yield self._time_table()
         inside = {"adapters": facts.adapter_seconds, "recomputation": facts.recompute_seconds}
         shown = [f"{name} {percent(facts.share(s))}" for name, s in inside.items() if s]
         if shown:
-            yield Text(f"of these, {', '.join(shown)}", style="dim")
+            yield Text(f"included: {', '.join(shown)}", style="dim")
         yield Text()
         yield _kernel_table(facts)
         yield Text(f"\n{self.verdict}", style="bold")
@@ -160,7 +162,7 @@ class Diagnosis(JupyterMixin):
                 yield Text(f"         {advice}")
         if self.prediction is not None and self.prediction.speed is not None:
             likely, low, high = self.prediction.speed
-            yield Text(f"the estimator expects {likely:.2f} times ({low:.2f} to {high:.2f})")
+            yield Text(f"predicted: {likely:.2f}x the speed of BF16 ({low:.2f} to {high:.2f})")
             if self.prediction.why:
                 yield Text(f"  {'; '.join(self.prediction.why)}", style="dim")
         yield from (Text(note, style="dim") for note in self.notes)
@@ -209,7 +211,7 @@ def _layer_table(facts: Facts) -> Table:
 
 def _kernel_table(facts: Facts) -> Table:
     what = "kernels" if facts.device.kind == "cuda" else "operators"
-    columns = Column("layers", no_wrap=True), Column(f"{what} behind them", style="dim")
+    columns = Column("layers", no_wrap=True), Column(f"slowest {what}", style="dim")
     table = Table(*columns, **_PLAIN, padding=(0, 2, 0, 0))
     for group in facts.groups:
         shown = ", ".join(f"{_cut(name)} {short_time(seconds)}" for name, seconds in group.kernels)
