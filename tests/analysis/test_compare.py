@@ -642,7 +642,7 @@ def test_ctrl_c_stops_the_runs_and_keeps_what_they_saved(pretend, tmp_path):
         _, err = pretend("tiny_full_fp8", "--jobs", "2", code=130, PRETEND="wait")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "0 of 6 runs are whole" in err
+    assert "0 of 6 runs are complete" in err
     begun = list(tmp_path.rglob("begun"))
     assert len(begun) == 2
     assert all((file.parent / "receipt.json").is_file() for file in begun)

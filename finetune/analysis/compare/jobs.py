@@ -298,4 +298,4 @@ class Watcher:
         if job.name in self._tasks:
             self.bars.remove_task(self._tasks.pop(job.name))
         line = f"[{self.finished}/{self.total}] {job.name}: {', '.join(facts)}"
-        self.console.print(line)
+        self.console.print(line, highlight=False)
