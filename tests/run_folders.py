@@ -78,6 +78,8 @@ def make_run(
         "proven": True,
     }
     (folder / "report.json").write_text(json.dumps(report), "utf-8")
+    start = {"started": "2026-11-21T12:00:00", "command": ["finetune", recipe]}
+    (folder / "run.json").write_text(json.dumps(start), "utf-8")
     (folder / "receipt.json").write_text(json.dumps(_receipt(recipe, fp8=fp8)), "utf-8")
     return folder
 

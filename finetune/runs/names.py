@@ -55,10 +55,10 @@ def without_paths(text: str) -> str:
 
 
 def method_name(rank: int | None, storage: str | None = None) -> str:
-    """`full fine-tuning`, `LoRA, rank 8`, or `QLoRA, rank 8` over weights stored in NF4."""
+    """`full fine-tuning`, `LoRA rank 8`, or `QLoRA rank 8` over weights stored in NF4."""
     if rank is None:
         return "full fine-tuning"
-    return f"{'QLoRA' if storage == 'nf4' else 'LoRA'}, rank {rank}"
+    return f"{'QLoRA' if storage == 'nf4' else 'LoRA'} rank {rank}"
 
 
 def device_name(device: dict[str, Any]) -> str:

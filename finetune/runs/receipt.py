@@ -160,11 +160,16 @@ class Receipt(JupyterMixin):
         if p["ran"] in ("fp8", "fp4"):
             kind = p["ran"].upper()
             share = f"{self.fp8_flop_share:.1%} of matmul FLOPs"
-            scales = SCALES.get(p["scaling"], f"{p['scaling']} scaling")
-            engine = "frozen base" if p["backend"] == "frozen" else p["backend"]
-            return f"{kind} {self._verdict}: {share} ({engine}, {scales})"
+            return f"{kind} {self._verdict}: {share} ({self.engine})"
         kept = ", ".join(f"{n} weights stored in {k}" for k, n in p.get("storage", {}).items())
         return f"{p['ran'].upper()} {self._verdict}: no matmul ran in FP8" + (kept and f"; {kept}")
+
+    @property
+    def engine(self) -> str:
+        """`frozen base, row-wise scales`: what multiplied in FP8, with which scales."""
+        p = self.precision
+        scales = SCALES.get(p["scaling"], f"{p['scaling']} scaling")
+        return f"{'frozen base' if p['backend'] == 'frozen' else p['backend']}, {scales}"
 
     @property
     def _verdict(self) -> str:

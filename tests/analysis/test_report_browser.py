@@ -135,6 +135,16 @@ def test_plots_render_nothing_is_fetched_and_nothing_sticks_out(open_page, repor
     assert page.evaluate(OVERFLOW) == []
 
 
+def test_a_wide_table_says_that_it_scrolls_until_its_end(open_page):
+    page, _ = open_page("one", 360)
+    box = page.locator(".box[data-more]").first
+    assert "scroll" in box.evaluate("e => getComputedStyle(e, '::before').content")
+    box.evaluate("e => { e.id = 'wide'; e.scrollLeft = e.scrollWidth; }")
+    page.wait_for_selector("#wide:not([data-more])")
+    wide, _ = open_page("one", 1280)
+    assert wide.locator(".box[data-more]").count() == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_dark_is_dark_and_the_button_changes_it(open_page, kind):
     light_page, _ = open_page(kind)

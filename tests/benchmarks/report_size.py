@@ -34,7 +34,7 @@ def main() -> None:
         sizes = {
             name: (run / name).stat().st_size / 1e6 for name in ("metrics.jsonl", "report.html")
         }
-        plots = len(list(run.glob("*.png")))
+        plots = len(list(run.glob("plots/*.png")))
         print(
             f"{steps:,} steps, {sizes['metrics.jsonl']:.1f} MB of metrics: report.html "
             f"{sizes['report.html']:.2f} MB, {plots} plots, {seconds:.1f} s "

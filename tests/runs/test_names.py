@@ -45,7 +45,7 @@ def test_names_of_models():
 
 def test_methods_and_devices():
     assert method_name(None) == "full fine-tuning"
-    assert (method_name(8), method_name(8, "nf4")) == ("LoRA, rank 8", "QLoRA, rank 8")
+    assert (method_name(8), method_name(8, "nf4")) == ("LoRA rank 8", "QLoRA rank 8")
     assert device_name({"kind": "cpu", "name": "x86_64"}) == "CPU (x86_64)"
     assert device_name({"kind": "cuda", "name": "NVIDIA H200"}) == "NVIDIA H200"
     assert device_name({}) == ""

@@ -7,6 +7,7 @@ two one-sided tests (TOST; thick), which has to lie inside the margin for "equiv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from finetune.analysis.compare.result import EMULATED, Comparison, as_text
+from finetune.analysis.compare.result import Comparison, as_text
+from finetune.analysis.report.answers import EMPTY
 from finetune.analysis.report.curves import (
     SHARED_BUCKETS,
     curve,
@@ -42,27 +44,26 @@ from finetune.analysis.report.elements import (
     fixed,
     signed,
 )
-from finetune.analysis.report.run_page import RunSource
+from finetune.analysis.report.run_source import RunSource
 from finetune.runs.folder import COMPARISON as FILE
 from finetune.runs.lookup import is_run
+from finetune.runs.names import without_paths
 from finetune.units import count, percent, size_of_gib
 
 LOSSES = {"train": ("Training loss", "loss"), "eval": ("Eval loss", "eval_loss")}
 VERDICTS: dict[str, tuple[str, Tone, str]] = {
-    "equivalent": ("Equivalent", "good", "Within a margin of |, {a} trains as {b} does. "),
-    "not equivalent": (
-        *("Not equivalent", "bad"), "At a margin of |, {a} does not train as {b} does. ",
-    ),
+    "equivalent": ("Equivalent within {margin}", "good", "{a} trains as {b} does."),
+    "not equivalent": ("Not equivalent within {margin}", "bad", "{a} does not train as {b} does."),
     "undecided": (
-        *("Undecided", "plain"),
-        "At a margin of |, these seeds cannot tell whether {a} trains as {b} does. ",
+        *("Undecided at a margin of {margin}", "plain"),
+        "These seeds cannot tell whether {a} trains as {b} does.",
     ),
     "refused": (
         *("Refused", "bad"),
-        "{a} and {b} cannot be compared, so no gap and no speed-up is given (margin |). ",
+        "{a} and {b} cannot be compared, so no gap and no speed-up is given.",
     ),
 }  # fmt: skip
-"""Headline, tone and sentence by verdict; the margin replaces the bar."""
+"""Headline, tone and sentence by verdict."""
 
 
 @dataclass(frozen=True)
@@ -91,25 +92,23 @@ class Sides:
 def comparison_page(found: Comparison, source: Source) -> Page:
     c = Sides(found, source, *_members(found, source))
     headline, tone, lead = VERDICTS[found.verdict]
-    before, _, after = lead.format(a=found.a.recipe, b=found.b.recipe).partition("|")
+    margin = percent(found.margin, 3).rstrip("0%").rstrip(".") + "%"
     forest, gaps, facts = _gaps(c)
     parts = {
         "found": found,
         "n": c.num,
         "seeds": ", ".join(map(str, found.seeds)),
         "folder": source.link(f"{source.folder.resolve().name}/"),
-        "margin": percent(found.margin, 3).rstrip("0%").rstrip(".") + "%",
         "level": percent(found.confidence, 0),
-        "before": before,
-        "after": after,
-        "reasons": [c.num("reasons", reason.rstrip(".")) for reason in found.reasons],
+        "lead": lead.format(a=found.a.recipe, b=found.b.recipe),
+        "reasons": [c.num("reasons", _text(reason).rstrip(".")) for reason in found.reasons],
         "differences": _differences(c),
         "forest": forest,
         "gaps": gaps,
         "gap_facts": facts,
         "trajectories": _trajectories(c),
         "costs": _costs(c),
-        "emulated": EMULATED[:1].upper() + EMULATED[1:],
+        "notes": [c.num("notes", _text(note)).capitalized for note in found.notes],
         "answers": _answers(c),
         "tasks": _tasks(c),
         "runs": _runs(c),
@@ -119,7 +118,36 @@ def comparison_page(found: Comparison, source: Source) -> Page:
             if members
         ],
     }
-    return Page(" against ".join(c.labels), headline, tone, "comparison.j2", parts)
+    versus, first = " against ".join(c.labels), next(iter((*c.a, *c.b)), None)
+    chart = next((part for part in parts["trajectories"] if isinstance(part, Plot)), None)
+    return Page(
+        title=Line((f"{versus}: ", *first.title)) if first else Line((versus,)),
+        setting=first.setting if first else Line(),
+        verdict=c.num("verdict", headline.format(margin=margin)),
+        tone=tone,
+        template="comparison.j2",
+        parts=parts,
+        facts=_shared_facts(c),
+        chart=chart,
+    )
+
+
+def _shared_facts(c: Sides) -> tuple[tuple[str, str, str], ...]:
+    """(label, value, note) of the picture that represents the comparison."""
+    found, margin = c.found, f"{percent(c.found.confidence, 0)}: "
+    facts = [first.share for first in c.a[:1]]
+    key = "eval" if "eval" in found.losses else "train"
+    if (gap := found.losses.get(key)) is not None:
+        spread = gap.interval and f"{margin}{signed(gap.interval[0])} to {signed(gap.interval[1])}"
+        facts.append((f"{LOSSES[key][0]}, gap", signed(gap.gap), spread or ""))
+    if found.speed is not None:
+        facts.append(
+            ("Speed", _ratio(found.speed.ratio), "emulated, no claim" if found.emulated else "")
+        )
+    if found.memory is not None:
+        sides = (size_of_gib(gib) for gib in (found.memory.a_gib, found.memory.b_gib))
+        facts.append(("Peak memory", _ratio(found.memory.ratio), " against ".join(sides)))
+    return tuple(facts)
 
 
 def _members(found: Comparison, source: Source) -> tuple[list[RunSource], list[RunSource]]:
@@ -194,7 +222,7 @@ def _trajectories(c: Sides) -> list[Plot | Row]:
         if a is None or b is None:
             continue
         links = tuple(s.num(f"{s.run.recipe}, {s.label}", METRICS, column) for s in (*c.a, *c.b))
-        plots = [_band_plot(c, "loss" if key == "train" else "held_out_loss", title, a, b, links)]
+        plots = [_band_plot(c, "loss" if key == "train" else "eval_loss", title, a, b, links)]
         if (gap := _gap_plot(c, key, title, a, b, links)) is not None:
             plots.append(gap)
         if key == "eval" and len(plots) > 1:  # few points need no more width
@@ -279,10 +307,16 @@ def _gap_plot(
 def _differences(c: Sides) -> Table:
     keys = ("a", "b", "why")
     rows = [
-        (d.condition, *(c.num(f"differences[{i}].{k}", as_text(getattr(d, k))) for k in keys))
+        (d.condition, *(c.num(f"differences[{i}].{k}", _text(getattr(d, k))) for k in keys))
         for i, d in enumerate(c.found.differences)
     ]
     return Table(("condition", *c.labels, "why it matters"), rows)
+
+
+def _text(value: object) -> str:
+    """Text of a result as the page sets it: no path of the machine, `-0.07 %` as `−0.07%`."""
+    shown = re.sub(r"(?<=\d) %", "%", without_paths(as_text(value)))
+    return re.sub(r"(?<![\w.])-(?=\d)", "\u2212", shown)
 
 
 def _costs(c: Sides) -> Table:
@@ -307,7 +341,7 @@ def _answers(c: Sides) -> dict[str, list[tuple[Cell, str]]]:
         for s in (s for s in members[:1] if s.run.samples):
             for prompt, answer, file, key, _ in s.answers_of(-1):
                 link = s.num(f"{label}, {s.label}", file, key)
-                prompts.setdefault(prompt, []).append((link, answer))
+                prompts.setdefault(prompt, []).append((link, answer or EMPTY))
     return prompts
 
 
@@ -337,5 +371,5 @@ def _runs(c: Sides) -> Table:
                 cells += [s.link(s.run.name), s.course("loss").last, s.course("eval_loss").last]
         rows.append(tuple(cells))
     a, b = c.labels
-    head = ("seed", f"{a} run", "last loss", "held out", f"{b} run", "last loss", "held out")
+    head = ("seed", f"{a} run", "loss", "eval loss", f"{b} run", "loss", "eval loss")
     return Table(head, rows, (2, 3, 5, 6))

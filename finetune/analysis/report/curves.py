@@ -1,17 +1,13 @@
-"""Plots over steps: curves of one run, of several, and of training health.
+"""Plots over steps and over time: curves of one run and of several.
 
 A page is some 800 points wide; a run may have 10,000 steps. Every tenth step would hide a spike, so
 `envelope` keeps the smallest and the largest value of each bucket of steps. Smoothing uses all
 steps, before thinning. Steps with values that are not finite are marked.
-
-Training health shows the effect of FP8 casts on activations, weights and gradients (`x`, `w`, `g`),
-a line for each layer group; shares that are zero at every step are a sentence instead of a plot.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +16,6 @@ from numpy.typing import NDArray
 
 from finetune.analysis.report.elements import (
     METRICS,
-    Line,
     Num,
     Plot,
     Row,
@@ -28,30 +23,17 @@ from finetune.analysis.report.elements import (
     Source,
     is_number,
 )
-from finetune.analysis.report.figures import Look, style
+from finetune.analysis.report.figures import style
 
 Floats = NDArray[np.float64]
 BUCKETS, SHARED_BUCKETS, SMALL_BUCKETS = 300, 200, 150
 """Buckets, two points each, of a wide plot of one run, of several runs, and of a small plot."""
-LEAST_PERCENT = 1e-3
-"""Smaller shares are shown per million."""
-OPERANDS = {"x": "activations", "w": "weights", "g": "gradients"}
-MEASURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "snr_db": (
-        "Signal over quantisation noise",
-        "dB",
-        "Higher keeps more; E4M3 lies some six dB above E5M2.",
-        {"least": 4.0},
-    ),
-    "overflow": ("Overflow", "%", "Share of values that a cast saturated.", {"from_zero": True}),
-    "underflow": ("Underflow", "%", "Share of values that a cast made zero.", {"from_zero": True}),
-    "amax": ("Largest magnitude", "", "The amax that scales follow.", {"log": True}),
-}
-OTHERS = {
-    "grad_snr": ("Gradient signal over noise", "ratio"),
-    "update_ratio": ("Update relative to weight", "ratio of norms"),
-}
-_HEALTH_KEY = re.compile(r"health/([^/]+)/(?:([xwg])_)?(\w+)$")
+LEAST_POINTS = 3
+"""Logged values below which a series is not drawn."""
+MOST_LOSS = 20.0
+"""Losses above which perplexity, exp(loss), is not shown."""
+CLOCK = ((3, "seconds", 1), (180, "minutes", 60), (math.inf, "hours", 3600))
+"""Units of a time axis: up to so many minutes, name, seconds."""
 
 
 class Curve(NamedTuple):
@@ -73,11 +55,12 @@ class Curve(NamedTuple):
         return x.tolist(), y.tolist()
 
 
-def curve(rows: Iterable[dict[str, Any]], key: str) -> Curve:
+def curve(rows: Iterable[dict[str, Any]], key: str, over: str = "step") -> Curve:
+    """Values logged under `key`, over steps or another key."""
     pairs = [
-        (row["step"], row[key])
+        (row[over], row[key])
         for row in rows
-        if isinstance(row.get(key), (int, float)) and not isinstance(row[key], bool)
+        if isinstance(row.get(key), (int, float)) and not isinstance(row[key], bool) and over in row
     ]
     table = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
     x, y = table[:, 0], table[:, 1]
@@ -129,24 +112,57 @@ def treatment(n: int, window: int = 1, buckets: int = BUCKETS) -> str:
 
 
 def loss_plot(s: Source) -> Plot | None:
-    train, held_out = curve(s.run.rows, "loss"), curve(s.run.rows, "eval_loss")
-    series = _with_smoothed(train, "training, as logged", "training, smoothed", "training")
-    if len(held_out.x):
-        marker = "o" if len(held_out.x) <= 60 else ""
-        line = Series("held out", *held_out.line(), color="c2", dash="dashed", marker=marker)
-        series.append(line)
+    """Training and eval loss over steps, with perplexity beside."""
+    train, evaluated = curve(s.run.rows, "loss"), curve(s.run.rows, "eval_loss")
+    series = _losses(train, evaluated)
     if not series:
         return None
     ends = [f"{s.label} from {s.y[0]:.3f} to {s.y[-1]:.3f}" for s in series if s.weight != "faint"]
+    highest = max(max(one.y) for one in series)
     return Plot(
-        *("loss", "Training and eval loss", "nats per token"),
+        *("loss", "Training and eval loss", "nats per token; on the right: perplexity"),
         f"Loss over {s.run.last_step} steps: {'; '.join(ends)}.",
         tuple(series),
         note=treatment(len(train.y), train.window),
         sources=(s.num(METRICS, METRICS, "loss"),),
-        marks=train.broken + held_out.broken,
+        marks=train.broken + evaluated.broken,
         size="wide",
+        perplexity=highest < MOST_LOSS,
     )
+
+
+def loss_over_time(s: Source) -> Plot | None:
+    """The same over wall-clock time, in which evaluations count; none of a single point."""
+    train, evaluated = (curve(s.run.rows, key, "seconds") for key in ("loss", "eval_loss"))
+    most = max((*train.x, *evaluated.x), default=0.0)
+    least_points = len(train.x) < LEAST_POINTS and len(evaluated.x) < LEAST_POINTS
+    if least_points or any(np.any(np.diff(one.x) < 0) for one in (train, evaluated)):
+        return None
+    unit, seconds = next((unit, n) for minutes, unit, n in CLOCK if most <= 60 * minutes)
+    train, evaluated = (one._replace(x=one.x / seconds) for one in (train, evaluated))
+    return Plot(
+        *("loss_over_time", "Loss over time", "nats per token"),
+        f"Loss over {most / seconds:.3g} {unit} of training and evaluation.",
+        tuple(_losses(train, evaluated)),
+        note=treatment(len(train.y), train.window),
+        sources=(s.num(METRICS, METRICS, "seconds"),),
+        size="half",
+        over=unit,
+    )
+
+
+def learning_rate(s: Source) -> Plot | None:
+    drawn, source = curve(s.run.rows, "learning_rate"), s.num(METRICS, METRICS, "learning_rate")
+    return _half(drawn, "learning_rate", "Learning rate", "", source)
+
+
+def _losses(train: Curve, evaluated: Curve) -> list[Series]:
+    series = _with_smoothed(train, "training, as logged", "training, smoothed", "training")
+    if len(evaluated.x):
+        marker = "o" if len(evaluated.x) <= 60 else ""
+        line = evaluated.line()
+        series.append(Series("eval", *line, color="c2", dash="dashed", marker=marker))
+    return series
 
 
 def _with_smoothed(drawn: Curve, logged: str, smooth: str, alone: str) -> list[Series]:
@@ -180,7 +196,7 @@ def side_by_side(*plots: Plot | None) -> Row:
 
 
 def _half(drawn: Curve, name: str, title: str, unit: str, source: Num) -> Plot | None:
-    if len(drawn.x) < 2:
+    if len(drawn.x) < LEAST_POINTS:
         return None
     return Plot(
         *(name, title, unit),
@@ -220,79 +236,5 @@ def overlay(
         note=treatment(len(longest.y), longest.window, SHARED_BUCKETS),
         sources=tuple(s.num(s.label, METRICS, key) for _, s, _ in drawn),
         marks=tuple(step for one in curves for step in one.broken),
-        **options,
-    )
-
-
-# ------------------------------------------------------------------------------------------ health
-
-
-def health(s: Source) -> list[Row | Line]:
-    """Plots of training health by measure, or a line on measures that are zero at every step."""
-    logged = sorted({key for row in s.run.rows for key in row if key.startswith("health/")})
-    parsed = {key: match.groups() for key in logged if (match := _HEALTH_KEY.match(key))}
-    groups = sorted({group for group, _, _ in parsed.values()})
-    looks = {group: style(i) for i, group in enumerate(groups)}
-
-    def keys_of(operand: str | None, measure: str) -> dict[str, str]:
-        return {g: key for key, (g, x, what) in parsed.items() if (x, what) == (operand, measure)}
-
-    found: list[Row | Line] = []
-    for measure, (title, unit, note, options) in MEASURES.items():
-        plots, silent = [], []
-        for operand, label in OPERANDS.items():
-            name, about = f"{measure.removesuffix('_db')}_{label}", f"{title} of {label}"
-            keys = keys_of(operand, measure)
-            plot = _health_plot(s, keys, looks, name, label, unit, about, **options)
-            if plot and options.get("from_zero") and not any(any(x.y) for x in plot.series):
-                silent.append(label)
-            elif plot:
-                plots.append(plot)
-        found += _health_row(title, note, plots, looks)
-        if silent:
-            link = s.num(f"no {measure}", METRICS, f"health/*/*_{measure}")
-            found.append(Line((f"{' and '.join(silent).capitalize()}: ", link, " at all.")))
-    plots = [
-        _health_plot(s, keys_of(None, measure), looks, measure, title, unit, title, log=True)
-        for measure, (title, unit) in OTHERS.items()
-    ]
-    return found + _health_row("Gradients and updates", "", [p for p in plots if p], looks)
-
-
-def _health_row(title: str, note: str, plots: list[Plot], looks: dict[str, Look]) -> list[Row]:
-    shown = {s.label for plot in plots for s in plot.series}
-    legend = tuple(Series(group, (), **look) for group, look in looks.items() if group in shown)
-    return [Row(tuple(plots), legend, title, note)] if plots else []
-
-
-def _health_plot(
-    s: Source,
-    keys: dict[str, str],
-    looks: dict[str, Look],
-    name: str,
-    title: str,
-    unit: str,
-    about: str,
-    **options: Any,
-) -> Plot | None:
-    """One measure, a line for each layer group that has it."""
-    drawn = {group: curve(s.run.rows, key) for group, key in sorted(keys.items())}
-    drawn = {group: one for group, one in drawn.items() if len(one.x)}
-    if not drawn:
-        return None
-    factor = 1.0
-    if unit == "%":  # a share, mostly so small that per cent would be all zeros
-        rare = max(one.y.max() for one in drawn.values()) < LEAST_PERCENT
-        unit, factor = ("per million", 1e6) if rare else (unit, 100.0)
-    series = []
-    for group, one in drawn.items():
-        x, y = envelope(one.x, one.y, SMALL_BUCKETS)
-        series.append(Series(group, x.tolist(), (factor * y).tolist(), **looks[group]))
-    return Plot(
-        *(name, title[:1].upper() + title[1:], unit),
-        f"{about} over steps, a line for each layer group: {', '.join(drawn)}.",
-        tuple(series),
-        note=treatment(max(len(one.x) for one in drawn.values()), buckets=SMALL_BUCKETS),
-        sources=(s.num(METRICS, METRICS, next(iter(keys.values()))),),
         **options,
     )

@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from finetune import units
 from finetune.runs.folder import Run
+from finetune.runs.names import without_paths
 
 METRICS, RECEIPT, REPORT, CONFIG = "metrics.jsonl", "receipt.json", "report.json", "config.yaml"
 MISSING = "–"
@@ -67,6 +68,10 @@ class Line(tuple[str | Num, ...]):
     def md(self) -> str:
         return "".join(p.md if isinstance(p, Num) else escape_md(p) for p in self)
 
+    @property
+    def text(self) -> str:
+        return "".join(p.text if isinstance(p, Num) else p for p in self)
+
 
 Cell = str | Num | Line
 
@@ -105,7 +110,8 @@ class Source:
     def receipt(self, key: str, form: Callable[[Any], str] | None = None) -> Num:
         """Entry of `receipt.json` under a dotted key: a formatted number, or a text or none."""
         value = self.facts(key)
-        return self.num(figure(value, form) if form else str(value or ""), RECEIPT, key)
+        text = figure(value, form) if form else without_paths(str(value or ""))
+        return self.num(text, RECEIPT, key)
 
     def facts(self, key: str) -> Any:
         """Value of `receipt.json` under a dotted key; None if missing."""
@@ -155,10 +161,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of series over steps.
+    """A plot of series over steps, or over time.
 
     Attributes:
-        name: stem of its file, `loss` for `loss.png`.
+        name: stem of its file, `loss` for `plots/loss.png`.
         about: alternative text.
         note: treatment of the data, below the plot.
         sources: files it was drawn from.
@@ -168,6 +174,8 @@ class Plot:
         marks: steps at which the value was not finite.
         size: `wide` is the page's width; `half` and `third` stand side by side.
         least: smallest span of the vertical axis, so that small noise looks small.
+        over: horizontal axis, `step` or a unit of time.
+        perplexity: add an axis on the right with exp(loss).
     """
 
     name: str
@@ -184,6 +192,8 @@ class Plot:
     size: Literal["wide", "half", "third"] = "third"
     from_zero: bool = False
     least: float = 0.0
+    over: str = "step"
+    perplexity: bool = False
 
     @property
     def legend(self) -> tuple[Series, ...]:
@@ -223,13 +233,26 @@ class Row:
 
 @dataclass(frozen=True)
 class Page:
-    """A report: its template with the parts to fill in; `tone` is that of the verdict."""
+    """A report: its template with the parts to fill in.
 
-    title: str
-    verdict: str
+    Attributes:
+        title: subject of the page.
+        setting: device and date, after the title.
+        verdict: headline.
+        tone: color of the verdict.
+        facts: (label, value, note) of the picture that represents the page where it is shared;
+            none: no picture.
+        chart: plot in that picture.
+    """
+
+    title: Line
+    setting: Line
+    verdict: Num
     tone: Tone
     template: str
     parts: dict[str, Any]
+    facts: tuple[tuple[str, str, str], ...] = ()
+    chart: Plot | None = None
 
     @property
     def plots(self) -> list[Plot]:

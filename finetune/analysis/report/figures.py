@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
 import yaml
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from finetune.analysis.report.elements import Forest, Plot, Series, signed
 
@@ -53,7 +57,7 @@ DASHES: dict[str, Any] = {
 }
 FOREST_ROW = 62
 """CSS pixels per row of a forest plot."""
-_STYLE: Any = {
+PLOT_STYLE: Any = {
     key: LIGHT.get(value, value) if isinstance(value, str) else value
     for key, value in yaml.safe_load((TEMPLATES / "plots.yaml").read_text("utf-8")).items()
 }
@@ -62,7 +66,7 @@ _STYLE: Any = {
 def to_svg(plot: Plot, width: int, height: int, suffix: str = "") -> str:
     """Draw an `<svg>` of at most `width` x `height` CSS pixels; `suffix` makes its ids unique."""
     name = f"{plot.name}{suffix}"
-    with rc_context(_STYLE | {"svg.hashsalt": name}):
+    with rc_context(PLOT_STYLE | {"svg.hashsalt": name}):
         buffer = io.StringIO()
         _figure(plot, width, height).savefig(buffer, format="svg", transparent=True)
     return _themed(buffer.getvalue(), plot, name)
@@ -73,9 +77,9 @@ def to_png(plot: Plot, file: Path) -> None:
     width, height = (860, 420) if plot.size == "wide" else (560, 380)
     if isinstance(plot, Forest):
         height = 120 + FOREST_ROW * len(plot.gaps)
-    with rc_context(_STYLE):
+    with rc_context(PLOT_STYLE):
         figure = _figure(plot, width, height, titled=True)
-        figure.savefig(file, dpi=120, facecolor="white", pil_kwargs={"compress_level": 4})
+        figure.savefig(file, dpi=108, facecolor="white", pil_kwargs={"compress_level": 1})
 
 
 def _figure(plot: Plot, width: int, height: int, titled: bool = False) -> Any:
@@ -85,30 +89,36 @@ def _figure(plot: Plot, width: int, height: int, titled: bool = False) -> Any:
         _forest(axes, plot, narrow=width < 500)
         left, right, bottom = (12, 14, 28) if width < 500 else (110, 190, 28)
     else:
-        _plot(axes, plot, ticks=9 if width > 500 else 4)
-        left, right, bottom = 46, 14, 34
+        draw_plot(axes, plot, ticks=9 if width > 500 else 6 if width > 400 else 4)
+        left, right, bottom = 46, 40 if plot.perplexity else 14, 34
     top = 44 if titled else 12
     legend = plot.legend if titled else ()
     if legend:
         columns = min(len(legend), 4 if width > 700 else 3)
         top += 18 * -(-len(legend) // columns)
-        named = {s.label for s in legend}
-        handles = [x for x in (*axes.lines, *axes.collections) if x.get_label() in named]
         figure.legend(
-            handles=handles, loc="upper left", ncols=columns, fontsize=10, handlelength=2.6,
-            bbox_to_anchor=((left - 10) / width, 1 - 30 / height),
+            handles=legend_handles(axes, plot), loc="upper left", ncols=columns, fontsize=10,
+            handlelength=2.6, bbox_to_anchor=((left - 10) / width, 1 - 30 / height),
         )  # fmt: skip
     if titled:
         x, y = left / width, 1 - 24 / height
-        figure.text(x, y, f"{plot.title}, {plot.unit}", fontsize=13, weight="bold")
+        title = f"{plot.title}, {plot.unit}".removesuffix(", ")
+        figure.text(x, y, title, fontsize=13, weight="bold")
     figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
     return figure
+
+
+def legend_handles(axes: Axes, plot: Plot) -> list[Any]:
+    """What was drawn of each series in the legend, once by label."""
+    drawn = {x.get_label(): x for x in (*axes.lines, *axes.collections)}
+    return [drawn[s.label] for s in plot.legend]
 
 
 # ---------------------------------------------------------------------------------------- drawing
 
 
-def _plot(axes: Axes, plot: Plot, ticks: int) -> None:
+def draw_plot(axes: Axes, plot: Plot, ticks: int) -> None:
+    """Draw series, lines and marks, with at most `ticks` figures on the horizontal axis."""
     for number, series in enumerate(plot.series):
         _draw(axes, series, number)
     for height, label in plot.lines:
@@ -119,16 +129,12 @@ def _plot(axes: Axes, plot: Plot, ticks: int) -> None:
         )  # fmt: skip
     for step in plot.marks:
         axes.axvline(step, color=LIGHT["bad"], linewidth=1.2)
-    axes.set_xlabel("step", loc="right", labelpad=1)
-    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.margins(x=0.01)
-    low, high = axes.get_ylim()
     values = [value for s in plot.series for value in (*s.y, *s.low, *s.high)]
+    _horizontal(axes, plot, ticks)
+    low, high = axes.get_ylim()
     if plot.log and min(values) > 0 and max(values) > 4 * min(values):
         axes.set_yscale("log")
-        wide = max(values) > 100 * min(values)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5), numticks=7))
+        axes.yaxis.set_major_locator(FixedLocator(log_ticks(*axes.get_ylim())))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         if high - low < plot.least:
@@ -138,13 +144,76 @@ def _plot(axes: Axes, plot: Plot, ticks: int) -> None:
     if plot.from_zero:
         axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(_percent if plot.percent else _tick))
+    if plot.perplexity:
+        _perplexity(axes)
+
+
+def _horizontal(axes: Axes, plot: Plot, ticks: int) -> None:
+    axes.set_xlabel(plot.over, loc="right", labelpad=1)
+    axes.margins(x=0.01)
+    if plot.over == "step":
+        points = sorted({x for s in plot.series for x in s.x})
+        axes.xaxis.set_major_locator(FixedLocator(step_ticks(points, ticks)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _perplexity(axes: Axes) -> None:
+    """Axis on the right: exp of a loss in nats per token."""
+    right, limits = axes.twinx(), axes.get_ylim()
+    right.set_ylim(limits)
+    right.grid(visible=False)
+    right.yaxis.set_major_locator(FixedLocator(np.log(log_ticks(*np.exp(limits))).tolist()))
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(math.exp(value))))
+
+
+def step_ticks(points: Sequence[float], most: int) -> list[float]:
+    """Ticks at logged steps: every 1, 2, 5, 10, ... steps, else every so many logging intervals.
+
+    Points 0 25 50 ... 1000, at most 9 ticks: every 100 steps would make 11, every 200 makes 6.
+    Points 7 14 ... 49 lie at no such steps; each of the intervals makes 7 ticks.
+    """
+    whole = [round(x) for x in points]
+    interval = math.gcd(*(b - a for a, b in itertools.pairwise(whole)), whole[0]) or 1
+    sizes = [times * 10**power for power in range(10) for times in (1, 2, 5)]
+    round_steps = [size for size in sizes if size % interval == 0]
+    for step, least in [(s, 3) for s in round_steps] + [(interval * s, 1) for s in sizes]:
+        found = range(-(-whole[0] // step) * step, whole[-1] + 1, step)
+        if least <= len(found) <= most:
+            return [float(x) for x in found]
+    return [float(whole[0])]
+
+
+SUBDIVISIONS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
+"""Mantissas of ticks on a logarithmic axis, from sparse to dense."""
+
+
+def log_ticks(low: float, high: float, least: int = 4, most: int = 7) -> list[float]:
+    """The sparsest round values between two positive ones that are at least `least`.
+
+    1.2 to 5.6 holds one power of ten and (1, 3) one value; of (1, 2, 5) it holds 2 and 5, and of
+    the next 1.5, 2, 3 and 5: four ticks. Over many powers of ten every second or third is kept.
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for mantissas in SUBDIVISIONS:
+        found = [float(f"{m}e{p}") for p in powers for m in mantissas]
+        found = [tick for tick in found if low <= tick <= high]
+        if len(found) >= least:
+            return found[:: -(-len(found) // most)]
+    linear = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    return found if len(found) > 1 else [float(t) for t in linear if low <= t <= high]
 
 
 def _tick(value: float, _: int = 0) -> str:
     if abs(value) >= 10_000:
         return f"{value / 1000:,.4g}k"
-    text = f"{value:,.4g}" if abs(value) >= 1e-3 or not value else f"{value:.0e}"
-    return text.replace("e-0", "e-").replace("-", "\u2212")
+    if abs(value) >= 1e-3 or not value:
+        return f"{value:,.4g}".replace("-", "\u2212")
+    mantissa, power = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}".replace("-", "\u2212")
 
 
 def _percent(value: float, _: int) -> str:

@@ -1,4 +1,4 @@
-"""`write_report`: write `report.html`, `report.md` and PNG plots from run folders.
+"""`write_report`: write `report.html`, `report.md`, `summary.png` and `plots/` from run folders.
 
 Templates of pages (`run.j2`, `several.j2`, `comparison.j2`) are written once: `blocks.html.j2` and
 `blocks.md.j2` set their tables, plots and sections in either format.
@@ -37,7 +37,9 @@ from finetune.analysis.report.elements import (
     fixed,
 )
 from finetune.analysis.report.figures import DARK, FOREST_ROW, LIGHT, TEMPLATES, to_png, to_svg
-from finetune.analysis.report.run_page import RunSource, names_of, run_page, several_page
+from finetune.analysis.report.run_page import names_of, run_page, several_page
+from finetune.analysis.report.run_source import RunSource
+from finetune.analysis.report.summary import draw_summary
 from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON, Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
@@ -45,17 +47,27 @@ from finetune.units import count, percent
 
 SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
 """CSS pixels of plots, without scaling, so that text keeps its size."""
+PLOTS, SUMMARY = "plots", "summary.png"
+"""Folder of plots and name of the summarizing picture, beside the page."""
 PHONE = (340, 250)
 """Size of the phone version of wider plots."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A written report: two pages and PNG plots. A notebook displays it."""
+    """A written report. A notebook displays it.
+
+    Attributes:
+        html, markdown: the page in either format.
+        summary: picture that represents the page where it is shared; None for several runs.
+        pictures: plots, in `plots/`.
+        verdict: headline of the page.
+    """
 
     folder: Path
     html: Path
     markdown: Path
+    summary: Path | None
     pictures: tuple[Path, ...]
     verdict: str
 
@@ -63,6 +75,7 @@ class Report:
         return {
             "html": str(self.html),
             "markdown": str(self.markdown),
+            "summary": str(self.summary) if self.summary else None,
             "pictures": [str(picture) for picture in self.pictures],
             "verdict": self.verdict,
         }
@@ -153,13 +166,18 @@ def _page(compared: Sequence[Path], runs: Sequence[Run], base: Path) -> Page:
 
 
 def _write(page: Page, base: Path) -> Report:
-    pictures = {base / f"{plot.name}.png": plot for plot in page.plots}
+    pictures = {base / PLOTS / f"{plot.name}.png": plot for plot in page.plots}
+    if pictures:
+        (base / PLOTS).mkdir(exist_ok=True)
     for picture, plot in pictures.items():
         to_png(plot, picture)
+    summary = base / SUMMARY if page.facts else None
+    if summary:
+        draw_summary(page, summary)
     html, markdown = base / "report.html", base / "report.md"
     html.write_text(as_html(page), encoding="utf-8")
     markdown.write_text(as_markdown(page), encoding="utf-8")
-    return Report(base, html, markdown, tuple(pictures), page.verdict)
+    return Report(base, html, markdown, summary, tuple(pictures), page.verdict.text)
 
 
 # --------------------------------------------------------------------------------------- rendering
@@ -208,7 +226,8 @@ def _environment(kind: str) -> Environment:
     environment.filters["line"] = lambda text: Markup(" ".join(text.split()))
     environment.filters["anchor"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
     forms = {"count": count, "percent": percent, "fixed": fixed, "figure": figure}
-    environment.globals.update(forms, blocks=f"blocks.{kind}.j2", draw=_drawn)
+    names = {"blocks": f"blocks.{kind}.j2", "plots": PLOTS, "summary": SUMMARY}
+    environment.globals.update(forms, draw=_drawn, **names)
     return environment
 
 

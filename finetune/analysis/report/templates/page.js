@@ -10,3 +10,14 @@ button.addEventListener("click", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", say);
 say();
+
+// Tables wider than the screen say so until their end is reached.
+for (const box of document.querySelectorAll(".box")) {
+  const hint = () => {
+    box.toggleAttribute("data-more", box.scrollWidth - box.clientWidth - box.scrollLeft > 8);
+  };
+  box.addEventListener("scroll", hint, { passive: true });
+  addEventListener("resize", hint);
+  box.closest("details")?.addEventListener("toggle", hint);
+  hint();
+}

@@ -1,0 +1,377 @@
+"""Title, verdict, key figures and tables of a run folder, each with its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime
+from functools import cached_property
+from statistics import median
+from typing import Any, NamedTuple
+
+from finetune.analysis.compare.result import read_comparison
+from finetune.analysis.report.answers import Answers
+from finetune.analysis.report.curves import MOST_LOSS, curve
+from finetune.analysis.report.elements import (
+    CONFIG,
+    METRICS,
+    MISSING,
+    RECEIPT,
+    REPORT,
+    Line,
+    Num,
+    Source,
+    Table,
+    Tone,
+    figure,
+    fixed,
+    is_number,
+    signed,
+)
+from finetune.errors import ConfigError
+from finetune.runs.folder import COMPARISON
+from finetune.runs.names import device_name, method_name, short_name, without_paths
+from finetune.runs.receipt import LayerReceipt, Receipt, group_layers
+from finetune.units import count, elapsed, percent, plural, size_of_gib
+
+LOW = ("FP8", "FP4")
+COMPARED_ABOVE = 5
+"""Folders above a run in which the comparison that it belongs to may lie."""
+PEAKS = (
+    ("predicted", "predicted_gib", "predicted"),
+    ("measured", "measured_gib", "measured"),
+    ("predicted, reserved by the allocator", "predicted_reserved_gib", ""),
+    ("reserved by the allocator", "reserved_gib", ""),
+)
+
+
+class Course(NamedTuple):
+    """First and last value of a metric, linked, and all finite ones."""
+
+    first: Num
+    last: Num
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class RunSource(Answers):
+    """A run folder, with the figures and tables that pages show."""
+
+    # ------------------------------------------------------------------------------------- verdict
+
+    @property
+    def requested(self) -> str:
+        return str(self.facts("precision.asked") or "").upper()
+
+    @property
+    def executed(self) -> str:
+        return str(self.facts("precision.ran") or "").upper()
+
+    @property
+    def is_low(self) -> bool:
+        return self.executed in LOW
+
+    @property
+    def fell_back(self) -> bool:
+        """True if FP8 was requested and did not run."""
+        return self.requested in LOW and not self.is_low
+
+    @property
+    def status(self) -> str:
+        return str(self.facts("status") or "")
+
+    @property
+    def engine(self) -> Num:
+        kind = str(self.facts("precision.format") or "").upper()
+        return self.num(f"{self._receipt.engine}, {kind}", RECEIPT, "precision.effective")
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.is_low and "emulation" in str(self.facts("precision.reason"))
+
+    @property
+    def verdict(self) -> tuple[Num, Tone]:
+        """Headline on the proof of the precision, and its tone."""
+        if not self.run.receipt:
+            going = self.run.state == "running"
+            return (Num("Not verified yet"), "plain") if going else (Num("Not verified"), "bad")
+        if self.fell_back:
+            text = f"{self.requested} refused: {self.executed} executed"
+            return self.num(text, RECEIPT, "precision.fallback"), "bad"
+        if not self.run.proven:
+            return self.num(f"{self.executed} not verified", RECEIPT, "status"), "bad"
+        if self.is_low:
+            share = figure(self.facts("fp8_flop_share"), percent)
+            text = f"{self.executed} verified: {share} of matmul FLOPs"
+            return self.num(text, RECEIPT, "fp8_flop_share"), "good"
+        return self.num(f"{self.executed}, as configured", RECEIPT, "precision.ran"), "plain"
+
+    # --------------------------------------------------------------------------------------- title
+
+    @property
+    def title(self) -> Line:
+        """`tiny_llama, LoRA rank 8 on harbour`."""
+        model, data = (self.run.config.get(key) or {} for key in ("model", "data"))
+        if not (base := short_name(str(model.get("name") or ""))):
+            return Line((self.run.recipe,))
+        rank = (self.run.config.get("lora") or {}).get("r")
+        method = method_name(rank, model.get("storage"))
+        parts: list[str | Num] = [self.num(base, CONFIG, "model.name")]
+        parts += [", ", self.num(method, CONFIG, "lora.r") if rank else method]
+        if rows := data.get("path") or data.get("name"):
+            parts += [" on ", self.num(short_name(str(rows)), CONFIG, "data")]
+        return Line(parts)
+
+    @property
+    def setting(self) -> Line:
+        """Device and date."""
+        date = datetime.fromtimestamp(self.run.started).strftime("%Y-%m-%d")
+        dated = self.num(date, "run.json", "started") if self.run.start else Num(date, "./")
+        device = device_name(self.facts("environment.device") or {})
+        if not device:
+            return Line((dated,))
+        return Line((self.num(device, RECEIPT, "environment.device"), ", ", dated))
+
+    # ------------------------------------------------------------------------------------- figures
+
+    @property
+    def last_step(self) -> Num:
+        return self.num(f"{self.run.last_step:,}", METRICS, "step")
+
+    @property
+    def not_finite(self) -> Iterator[tuple[str, Num]]:
+        """Losses that were not finite, each with its first such step."""
+        for key in ("loss", "eval_loss"):
+            if broken := curve(self.run.rows, key).broken:
+                yield key, self.num(f"step {broken[0]:,.0f}", METRICS, key)
+
+    @property
+    def skipped(self) -> Num | None:
+        found = self._last("skipped_steps")
+        return self.num(figure(found, count), METRICS, "skipped_steps") if found else None
+
+    @cached_property
+    def over_bf16(self) -> Num | None:
+        """Gap of the last loss to BF16, where the run is one of a comparison with it."""
+        for folder in list(self.folder.resolve().parents)[:COMPARED_ABOVE]:
+            if not (folder / COMPARISON).is_file():
+                continue
+            try:
+                found = read_comparison(folder)
+            except ConfigError:
+                return None  # of another version: the report of that comparison says so
+            mine = any((folder / pair.a).resolve() == self.folder.resolve() for pair in found.runs)
+            key = "eval" if "eval" in found.losses else "train"
+            if not mine or found.b.label != "BF16" or key not in found.losses:
+                return None
+            source = Source(folder, self.base)
+            seeds = plural(len(found.seeds), "seed")
+            text = f"{signed(found.losses[key].gap)} against BF16 ({seeds})"
+            return source.num(text, COMPARISON, f"losses.{key}.gap")
+        return None
+
+    @property
+    def mfu(self) -> Num | None:
+        found = self._last("health/mfu")
+        return self.num(figure(found, percent), METRICS, "health/mfu") if found else None
+
+    def _last(self, key: str) -> Any:
+        return next((row[key] for row in reversed(self.run.rows) if row.get(key)), None)
+
+    def course(self, key: str) -> Course:
+        x, y, _ = curve(self.run.rows, key)
+        if not len(y):
+            return Course(Num(MISSING), Num(MISSING), [])
+        first, last = (
+            self.num(fixed(float(y[i])), METRICS, f"{key} at step {x[i]:.0f}") for i in (0, -1)
+        )
+        return Course(first, last, y.tolist())
+
+    @property
+    def perplexity(self) -> Num | None:
+        """Perplexity of the last eval loss."""
+        losses = self.course("eval_loss").values
+        if not losses or losses[-1] > MOST_LOSS:
+            return None
+        value = math.exp(losses[-1])
+        return self.num(f"{value:,.2f}" if value < 100 else count(value), METRICS, "eval_loss")
+
+    @property
+    def speed(self) -> Num:
+        """Median tokens per second."""
+        value, file = self.run.report.get("tokens_per_s"), REPORT
+        if value is None:
+            speeds = curve(self.run.rows, "tokens_per_s").y.tolist()
+            value, file = (median(speeds[1:] or speeds) if speeds else None), METRICS
+        return self.num(figure(value, count), file, "tokens_per_s")
+
+    @property
+    def memory(self) -> Num:
+        """Measured peak of a step, else of the process."""
+        if is_number(self.facts("memory.measured_gib")):
+            return self.receipt("memory.measured_gib", size_of_gib)
+        peak = figure(self.run.report.get("peak_memory_gib"), size_of_gib)
+        return self.num(peak, REPORT, "peak_memory_gib")
+
+    @property
+    def memory_note(self) -> Num | str:
+        """Prediction of the peak, or how far the measured one is from it."""
+        measured: Any = self.facts("memory.measured_gib")
+        predicted: Any = self.facts("memory.predicted_gib")
+        if not is_number(predicted) or not predicted:
+            return ""
+        text = size_of_gib(predicted)
+        if is_number(measured):
+            over = signed(measured / predicted - 1, 1)
+            text = "as predicted" if over == "+0.0%" else f"{over} of the prediction"
+        return self.num(text, RECEIPT, "memory.predicted_gib")
+
+    @property
+    def time(self) -> Num:
+        seconds, file = self.run.report.get("seconds"), REPORT
+        if seconds is None:
+            seconds, file = (self.run.rows[-1].get("seconds") if self.run.rows else None), METRICS
+        return self.num(figure(seconds, elapsed), file, "seconds")
+
+    @property
+    def role_share(self) -> dict[str, Num]:
+        shares = self._receipt.role_share.items()
+        return {r: self.num(figure(x, percent), RECEIPT, f"role_share.{r}") for r, x in shares}
+
+    @property
+    def state_bytes(self) -> Num | None:
+        """Bytes of optimizer state per parameter."""
+        t = self.facts("trainable") or {}
+        state, owned = t.get("optimizer_state_bytes"), t.get("in_optimizer")
+        if not state or not owned:
+            return None
+        return self.num(f"{state / owned:.2f}", RECEIPT, "trainable.optimizer_state_bytes")
+
+    # -------------------------------------------------------------------------------------- tables
+
+    @cached_property
+    def _receipt(self) -> Receipt:
+        """The receipt without keys unknown to this version."""
+        data = self.run.receipt
+        known = {f.name for f in fields(Receipt)} - {"layers"}
+        empty = {"status": "", "precision": {}}
+        receipt = Receipt(**empty | {k: data[k] for k in known & data.keys()})
+        inside = [f.name for f in fields(LayerReceipt)]
+        for layer in data.get("layers") or []:
+            if all(name in layer for name in inside):
+                receipt.layers.append(LayerReceipt(**{name: layer[name] for name in inside}))
+        return receipt
+
+    @property
+    def layers(self) -> Table:
+        """Layers by group with the precision of each GEMM."""
+        layers = self._receipt.layers
+        total = sum(layer.flops for layer in layers) or 1
+        rows, shares = [], []
+        for number, names, *gemms, share, reason in group_layers(layers):
+            ran = [self.num(g.upper(), RECEIPT, "layers[]") if g != "-" else MISSING for g in gemms]
+            flops = self.num(share, RECEIPT, f"layers[].flops of {total:,}")
+            why = self.num(reason, RECEIPT, "layers[].reason")
+            rows.append((names, self.num(number, RECEIPT, "layers[].name"), *ran, flops, why))
+            shares.append(float(share.rstrip("%")) / 100)
+        head = ("layers", "count", "fprop", "dgrad", "wgrad", "FLOPs", "reason")
+        return Table(head, rows, numeric=(1, 5), shares={5: shares})
+
+    @property
+    def peaks(self) -> Table:
+        """Predicted and measured memory, as bars of one scale."""
+        m = self.facts("memory") or {}
+        found = [peak for peak in PEAKS if is_number(m.get(peak[1]))]
+        rows = [
+            (label, self.receipt(f"memory.{key}", size_of_gib), self.receipt(f"memory.{why}"))
+            for label, key, why in found
+        ]
+        most = max((m[key] for _, key, _ in found), default=0) or 1
+        bars = [m[key] / most for _, key, _ in found]
+        return Table(("", "peak", "of what"), rows, (1,), {1: bars})
+
+    @property
+    def tasks(self) -> Table:
+        rows = []
+        for row in self.run.rows:
+            for task, scores in (row.get("tasks") or {}).items():
+                for metric, value in scores.items():
+                    if metric.endswith("_stderr") or not is_number(value):
+                        continue
+                    key = f"tasks.{task}.{metric} at step {row['step']}"
+                    error = scores.get(f"{metric}_stderr")
+                    step = self.num(f"{row['step']:,}", METRICS, "step")
+                    spread = self.num(f"± {error:.4f}", METRICS, key) if is_number(error) else ""
+                    score = self.num(fixed(value), METRICS, key)
+                    rows.append((task, metric, step, score, spread))
+        return Table(("task", "metric", "step", "score", "standard error"), rows, (2, 3, 4))
+
+    @property
+    def config(self) -> str:
+        try:
+            return without_paths((self.folder / CONFIG).read_text("utf-8").strip())
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    @property
+    def environment(self) -> Table:
+        return Table(("", ""), [(name, self.num(*where)) for name, *where in self._environment()])
+
+    def _environment(self) -> Iterator[tuple[str, str, str, str]]:
+        e = self.facts("environment") or {}
+        if device := e.get("device"):
+            size = device.get("memory_gib")
+            text = device_name(device) + (f", {size:.1f} GiB" if is_number(size) else "")
+            yield "device", text, RECEIPT, "environment.device"
+        for key in ("processes", "seed"):
+            if key in e:
+                yield key, str(e[key]), RECEIPT, f"environment.{key}"
+        for library, version in (e.get("versions") or {}).items():
+            yield library, str(version), RECEIPT, f"environment.versions.{library}"
+        if e.get("patches"):
+            yield "patched", ", ".join(map(str, e["patches"])), RECEIPT, "environment.patches"
+        if command := self.run.start.get("command"):
+            program, *words = map(str, command)
+            program = "python -m finetune" if program.endswith("__main__.py") else program
+            yield "command", without_paths(" ".join((program, *words))), "run.json", "command"
+        for key, value in (self.facts("conditions") or {}).items():
+            name = key.replace("_", " ")
+            yield name, without_paths(_as_words(value)), RECEIPT, f"conditions.{key}"
+
+    # ------------------------------------------------------------------------------------- picture
+
+    @property
+    def share(self) -> tuple[str, str, str]:
+        if not self.is_low:
+            return "Precision", self.executed or MISSING, ""
+        value = figure(self.facts("fp8_flop_share"), percent)
+        return f"{self.executed} share", value, "of matmul FLOPs"
+
+    @property
+    def shared_facts(self) -> tuple[tuple[str, str, str], ...]:
+        """(label, value, note) of the picture that represents the run."""
+        key, label = "eval_loss", "Eval loss"
+        if not self.course(key).values:
+            key, label = "loss", "Training loss"
+        loss = self.course(key)
+        note = self.over_bf16.text if self.over_bf16 else ""
+        if not note and len(loss.values) > 1:
+            note = f"from {loss.first.text}"
+        speed = "emulated, not the speed of FP8" if self.is_emulated else ""
+        memory = self.memory_note
+        return (
+            self.share,
+            (label, loss.last.text, note),
+            ("Tokens per second", self.speed.text, speed),
+            ("Peak memory", self.memory.text, memory.text if isinstance(memory, Num) else memory),
+        )
+
+
+def _as_words(value: Any) -> str:
+    """Nested data in a line: `{"rows": 8, "betas": [0.9, 0.999]}` is `rows 8, betas 0.9 0.999`."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_as_words(inner)}" for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_as_words, value))
+    return {"None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))

@@ -1,0 +1,159 @@
+"""Plots of reports: what is drawn of a series, ticks, colors, and the size of a long run's page."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import finetune
+from finetune.analysis.report.curves import (
+    curve,
+    envelope,
+    loss_over_time,
+    loss_plot,
+    smoothed,
+    window_of,
+)
+from finetune.analysis.report.elements import Line, Plot, Row, Series, Table
+from finetune.analysis.report.figures import (
+    DARK,
+    LIGHT,
+    draw_plot,
+    log_ticks,
+    step_ticks,
+    style,
+    to_svg,
+)
+from finetune.analysis.report.health_plots import Health
+from finetune.analysis.report.run_source import RunSource
+from tests.run_folders import GROUPS, make_run
+
+
+@pytest.fixture(scope="module")
+def run(made_once):
+    return made_once("run to plot", lambda folder: make_run(folder / "r"))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.001, 0.0052), (1e-8, 1e-3), (0.0001, 0.0009)])
+@pytest.mark.parametrize("log", [False, True])
+def test_the_figures_of_an_axis_are_told_apart(low, high, log):
+    """Thinning the drawing's coordinates leaves its text alone, and no two ticks read the same."""
+    series = Series("one", np.arange(20.0).tolist(), np.geomspace(low, high, 20).tolist())
+    svg = to_svg(Plot("p", "Plot", "", "a plot", (series,), log=log), 310, 215)
+    ticks = re.findall(r'<g id="p-ytick_\d+">.*?<text[^>]*>([^<]*)</text>', svg, flags=re.S)
+    assert 2 <= len(ticks) <= 9
+    assert len(set(ticks)) == len(ticks), ticks
+
+
+@pytest.mark.parametrize(
+    ("points", "most", "ticks"),
+    [
+        (range(0, 51, 5), 9, [0, 10, 20, 30, 40, 50]),
+        (range(5, 51, 5), 9, [10, 20, 30, 40, 50]),
+        (range(25, 1001, 25), 9, [200, 400, 600, 800, 1000]),
+        (range(7, 50, 7), 9, [7, 14, 21, 28, 35, 42, 49]),
+        (range(1, 10_001), 4, [5000, 10_000]),
+        ([50], 9, [50]),
+    ],
+)
+def test_ticks_fit_the_logging_steps(points, most, ticks):
+    assert step_ticks(list(points), most) == ticks
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (1.3, 5.5, [1.5, 2, 3, 5]),
+        (0.4, 6, [0.5, 1, 2, 5]),
+        (0.9, 1200, [1, 10, 100, 1000]),
+        (1e-12, 1, [1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2, 1]),
+        (2.05, 2.4, [2.1, 2.2, 2.3, 2.4]),
+    ],
+)
+def test_a_logarithmic_axis_has_readable_ticks(low, high, ticks):
+    assert log_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_perplexity_stands_beside_the_loss_and_the_loss_over_time(run):
+    source = RunSource(run, run)
+    over_time = loss_over_time(source)
+    assert over_time is not None
+    assert over_time.over == "seconds"
+    assert max(over_time.series[0].x) == pytest.approx(32)  # 80 steps of 0.4 s
+    axes = Figure().add_subplot()
+    draw_plot(axes, loss_plot(source), ticks=9)
+    right = axes.figure.axes[1]
+    assert np.exp(right.get_yticks()).tolist() == pytest.approx([3, 10, 30, 100])
+    assert right.get_ylim() == axes.get_ylim()
+
+
+def test_health_logged_twice_is_a_table_and_three_times_is_drawn(tmp_path):
+    for steps, drawn in ((10, False), (15, True)):  # a row of health each five steps
+        run = make_run(tmp_path / f"{steps}", steps=steps, groups=("attn",))
+        parts = Health(RunSource(run, run)).parts()
+        assert any(isinstance(part, Row) for part in parts) is drawn
+        tables = [part for part in parts if isinstance(part, Table)]
+        assert [len(table.rows) for table in tables] == ([] if drawn else [12])
+        assert "no overflow" in "".join(part.text for part in parts if isinstance(part, Line))
+
+
+def test_a_thinned_series_keeps_every_extreme():
+    rng = np.random.default_rng(0)
+    x, y = np.arange(10_000.0), rng.normal(size=10_000)
+    y[1234], y[7001] = 50, -50
+    tx, ty = envelope(x, y, 300)
+    assert len(ty) <= 602
+    assert (ty.max(), ty.min()) == (50, -50)
+    assert (tx[0], tx[-1]) == (0, 9999)
+    assert all(y[int(step)] == value for step, value in zip(tx, ty, strict=True))
+    for part in np.array_split(np.arange(10_000), 300):
+        inside = ty[(tx >= part[0]) & (tx <= part[-1])]
+        assert (inside.min(), inside.max()) == (y[part].min(), y[part].max())
+
+
+def test_smoothing_is_a_mean_and_splitting_tells_what_is_not_finite():
+    y = np.arange(200.0)
+    assert window_of(200) == 5
+    assert smoothed(y, 5)[2:-2] == pytest.approx(y[2:-2])
+    assert smoothed(y, 1) is y
+    values = (1.0, math.nan, math.inf)
+    x, finite, broken = curve([{"step": i, "loss": v} for i, v in enumerate(values)], "loss")
+    assert (x.tolist(), finite.tolist(), broken) == ([0.0], [1.0], (1.0, 2.0))
+
+
+def _contrast(one: str, other: str) -> float:
+    """Of two colours, after WCAG 2.2."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_are_readable_in_both_themes(theme):
+    for name in ("ink", "muted", "accent", "bad"):
+        assert _contrast(theme[name], theme["paper"]) >= 4.5, name
+    for name in (f"c{i}" for i in range(1, 9)):
+        assert _contrast(theme[name], theme["paper"]) >= 3, name
+    assert LIGHT.keys() == DARK.keys()
+    assert len(set(LIGHT.values())) == len(LIGHT), "a colour stands for one variable"
+
+
+def test_forty_series_look_different():
+    assert len({tuple(style(i).items()) for i in range(40)}) == 40
+
+
+@pytest.mark.long
+@pytest.mark.slow  # draws 10,000 steps of 24 health curves
+def test_ten_thousand_steps_make_less_than_two_megabytes(tmp_path):
+    report = finetune.report(make_run(tmp_path / "long", steps=10_000, groups=GROUPS))
+    assert report.html.stat().st_size < 1_000_000
+    assert "10,000 points drawn as the lowest and highest of every 34" in report.html.read_text()
