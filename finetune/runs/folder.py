@@ -51,12 +51,17 @@ def write_start(folder: Path) -> None:
 
     facts = {
         "started": datetime.now().astimezone().isoformat(timespec="milliseconds"),
-        "command": sys.argv,
+        "command": command_line(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "version": __version__,
     }
     (folder / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def command_line() -> list[str]:
+    """`sys.argv`; in a notebook `["notebook"]`, since its arguments are those of the kernel."""
+    return ["notebook"] if Path(sys.argv[0]).stem == "ipykernel_launcher" else sys.argv
 
 
 def write_whole(file: Path, text: str) -> None:

@@ -39,7 +39,7 @@ def test_the_examples() -> None:
 
 
 @pytest.mark.parametrize("name", aliases.SETTINGS)
-def test_what_the_error_says_to_write_is_accepted(name) -> None:
+def test_what_the_error_says_to_write_is_accepted(name, tried) -> None:
     value = FIRST_VALUES.get(name, "true")
     recipe = "tiny_lora_bf16" if name.startswith("load_in") else "tiny_full_fp8"
     recipe = "tiny_lora_fp8" if name.startswith("lora") else recipe
@@ -48,6 +48,7 @@ def test_what_the_error_says_to_write_is_accepted(name) -> None:
             load_recipe(recipe, [f"{key}={value}"])
         assert caught.value.fix.startswith("write ")
         load_recipe(recipe, [caught.value.fix.removeprefix("write ")])
+        tried(f"{key}={value}", caught.value, caught.value.fix.removeprefix("write "))
 
 
 @pytest.mark.parametrize("name", aliases.DROPPED)

@@ -1,65 +1,162 @@
-"""The notebooks run as they are on a CPU, come without outputs, and their GPU settings are real."""
+"""The notebooks are stored with fresh outputs, run as they are on a CPU, and open elsewhere."""
 
 from __future__ import annotations
 
 import ast
-import os
+import re
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from finetune.config.recipe import list_recipes, load_recipe
 from finetune.config.schema import PrecisionConfig
+from tests.docs import notebooks
+from tests.docs.notebooks import NOTEBOOKS, code_cells
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"), key=lambda path: path.name)
 NAMES = [
     "01_first_run", "02_will_it_fit", "03_prove_it", "04_fp8_lora", "05_fp8_vs_bf16",
     "06_sfttrainer_script",
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+STORE = f"store its outputs: python -m {notebooks.__name__}"
+LARGEST = 300_000
+SAME = 0.8
+"""Share of words that two executions of a cell have in common, in order, at least."""
 
 
-def cells(path: Path) -> list[str]:
-    """Sources of the code cells."""
-    return [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+def read(path: Path):
+    return nbformat.read(path, as_version=4)
 
 
 def test_all_notebooks_are_there() -> None:
     assert [path.stem for path in NOTEBOOKS] == NAMES
 
 
+# ---------------------------------------------------------------------------------- stored outputs
+
+
+def stale(notebook) -> list[str]:
+    """Reasons why stored outputs are not those of the sources, run once from top to bottom."""
+    cells = code_cells(notebook)
+    hashes = notebooks.source_hashes(notebook)
+    found = [
+        f"{cell.id} has changed since it was run"
+        for cell, digest in zip(cells, hashes, strict=True)
+        if cell.metadata.get("source") != digest
+    ]
+    if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
+        found.append("the cells were not run once each, in order")
+    return found + [
+        f"{cell.id} shows nothing" for cell in cells if shows(cell) and not cell.outputs
+    ]
+
+
+def shows(cell) -> bool:
+    """True if the last line of a cell is an expression, or any line prints or plots."""
+    source = re.sub(r"^([ \t]*)%.*", r"\1pass", cell.source, flags=re.MULTILINE)
+    body = ast.parse(source).body
+    last = body[-1] if body else None
+    ends = isinstance(last, ast.Expr) and not isinstance(last.value, ast.Call)
+    return ends or "print(" in source or "plt.show()" in source
+
+
+@EACH
+def test_outputs_are_those_of_the_source(path) -> None:
+    assert stale(read(path)) == [], STORE
+    assert path.stat().st_size < LARGEST
+
+
+@pytest.mark.parametrize("change", ["source", "order", "nothing"])
+def test_outputs_of_another_source_are_found(change) -> None:
+    notebook = read(NOTEBOOKS[0])
+    printing = next(cell for cell in code_cells(notebook) if "print(" in cell.source)
+    if change == "source":
+        code_cells(notebook)[1].source += "\n"
+    elif change == "order":
+        printing.execution_count += 1
+    else:
+        printing.outputs = []
+    assert stale(notebook)
+
+
+@EACH
+def test_outputs_name_no_folder_of_a_machine(path) -> None:
+    for cell in code_cells(read(path)):
+        found = re.findall(
+            r"(?<![\w.:/<])/(?:tmp|home|root|work|Users|opt)/\S*", said(cell, all=True)
+        )
+        assert found == [], cell.id
+
+
+def said(cell, *, all: bool = False) -> str:
+    """Text of a cell's outputs; with `all` their HTML, too."""
+    parts = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        parts += [output.get("text", ""), data.get("text/plain", "")]
+        parts += [data.get("text/html", "")] if all else []
+    return "\n".join(parts)
+
+
+def words(cell) -> list[str]:
+    """Words of a cell's outputs without what differs from run to run: numbers, names of runs."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", said(cell))
+    return re.findall(r"[A-Za-z_]{2,}", re.sub(r"\d{8}-\d{6}-[0-9a-f]{4}", "", text))
+
+
+def likeness(stored, executed) -> float:
+    return SequenceMatcher(None, words(stored), words(executed), autojunk=False).ratio()
+
+
+def kinds(cell) -> list[str]:
+    """Kinds of outputs; lines that follow one another are one, however they were cut."""
+    found = [
+        kind
+        for output in cell.outputs
+        for kind in (output.get("data", {}) or {output.output_type: ""})
+    ]
+    return sorted(set(found))
+
+
 @pytest.mark.long
 @EACH
-def test_runs_on_a_cpu_in_two_minutes(path, tmp_path, monkeypatch) -> None:
-    for name, value in {"IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "jupyter"}.items():
-        monkeypatch.setenv(name, str(tmp_path / value))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), *_search_path()]))
-    (tmp_path / "work").mkdir()
-    notebook = nbformat.read(path, as_version=4)
-    place = {"metadata": {"path": str(tmp_path / "work")}}
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
-    shown = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.outputs]
-    assert len(shown) > len(cells(path)) // 2
+def test_runs_on_a_cpu_in_two_minutes_and_gives_what_is_stored(path, tmp_path, monkeypatch) -> None:
+    for name in (*notebooks.ENVIRONMENT, "PYTHONPATH", "PYTHONWARNINGS"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+    stored, executed = read(path), notebooks.execute(path, tmp_path)
+    for before, after in zip(code_cells(stored), code_cells(executed), strict=True):
+        assert kinds(before) == kinds(after), f"{before.id}: {STORE}"
+        assert likeness(before, after) >= SAME, f"{before.id}: {STORE}"
 
 
-def _search_path() -> list[str]:
-    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+def test_another_output_is_not_like_the_stored_one() -> None:
+    first, second = (code_cells(read(path)) for path in NOTEBOOKS[:2])
+    assert likeness(first[2], first[2]) == 1.0
+    assert likeness(first[2], second[2]) < SAME
+
+
+# -------------------------------------------------------------------------- where and how they run
 
 
 @EACH
-def test_outputs_are_stripped(path) -> None:
-    for cell in nbformat.read(path, as_version=4).cells:
-        assert not cell.get("outputs"), "clear the outputs before committing"
-        assert cell.get("execution_count") is None
+def test_the_first_cell_installs_and_badges_open_the_notebook_elsewhere(path) -> None:
+    notebook = read(path)
+    title, *_ = notebook.cells
+    install = code_cells(notebook)[0]
+    assert title.cell_type == "markdown"
+    assert notebooks.badges(path.name) in title.source
+    assert install.source == notebooks.install_cell()
+    assert not install.outputs, "where finetune is installed, the cell is quiet"
+    links = re.findall(r"\]\((https://\S+?)\)", notebooks.badges(path.name))
+    assert all(link.endswith(f"/blob/main/notebooks/{path.name}") for link in links[1::2])
 
 
 @EACH
 def test_settings_of_the_one_cell_exist_on_both_kinds_of_machine(path) -> None:
-    """The settings for a GPU are comments in the first code cell; they replace its last lines."""
-    here = cells(path)[0]
+    """The settings for a GPU are comments in the second code cell; they replace its last lines."""
+    here = code_cells(read(path))[1].source
     gpu = "\n".join(
         line.removeprefix("# ") for line in here.splitlines() if _is_code(line.removeprefix("# "))
     )

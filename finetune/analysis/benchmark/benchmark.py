@@ -27,7 +27,7 @@ from finetune.analysis.compare.jobs import import_path
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.hardware.device import this_device
-from finetune.runs.folder import new_folder
+from finetune.runs.folder import command_line, new_folder
 from finetune.training.preflight import processes
 
 PATIENCE_S = 10.0
@@ -159,7 +159,7 @@ class Runner:
     def measure(self, jobs: Sequence[Job], points: Sequence[Point]) -> None:
         """Measure all jobs at all points; after Ctrl-C the rows until then are kept."""
         result = self.result
-        result.command, result.started = sys.argv, time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        result.command, result.started = command_line(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
             for point in points:
                 self._measure_point(jobs, point)
