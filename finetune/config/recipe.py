@@ -277,12 +277,14 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     return ConfigError(
         f"{dotted}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})",
         where=where(at),
-        fix=_usual(at),
+        fix=_usual(at, first),
     )
 
 
-def _usual(at: KeyPath) -> str:
-    """The fix for a value that a key cannot take: its default, or what the key is."""
+def _usual(at: KeyPath, problem: Any) -> str:
+    """The fix for a value that a key cannot take: a list, its default, or what the key is."""
+    if problem["type"] == "tuple_type" and isinstance(problem["input"], str):
+        return f"{'.'.join(at)}=[{problem['input']}]"
     if len(at) == 1:
         return f"write {at[0]}.key=value for each key of the section"
     section: Any = RunConfig.model_fields[at[0]].annotation
