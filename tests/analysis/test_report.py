@@ -138,7 +138,7 @@ def test_the_top_names_model_method_data_device_and_date(reports):
     title = page.partition("<title>")[2].partition("</title>")[0]
     assert title.startswith("tiny_llama, full fine-tuning on harbour, CPU (x86_64), 2026-11-21: ")
     top = page.partition("<h1>")[2].partition("<h2>Loss</h2>")[0]
-    answers = top.partition("<h2>Before and after training</h2>")[2]
+    answers = top.partition("<h2>First and last answers</h2>")[2]
     assert answers.index(">step 20</a>") < answers.index(">after training</a>")
     text = reports["comparison"].markdown.read_text("utf-8")
     assert text.startswith("# FP8 against BF16: tiny")

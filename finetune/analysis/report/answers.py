@@ -53,6 +53,11 @@ class Answers(Source):
         return shown
 
     @property
+    def asked_before(self) -> bool:
+        """True if the first answers are those of the model before training."""
+        return bool(self.run.samples) and not self.run.samples[0][0]
+
+    @property
     def before_after(self) -> dict[str, list[tuple[Cell, str]]]:
         """First and last answer to the first prompts."""
         ends = {prompt: [said[0], said[-1]] for prompt, said in self._said.items() if said[1:]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,7 +154,11 @@ def loss_over_time(s: Source) -> Plot | None:
 
 def learning_rate(s: Source) -> Plot | None:
     drawn, source = curve(s.run.rows, "learning_rate"), s.num(METRICS, METRICS, "learning_rate")
-    return _half(drawn, "learning_rate", "Learning rate", "", source)
+    plot = _half(drawn, "learning_rate", "Learning rate", "", source)
+    # A schedule has no noise that smoothing would take away.
+    return plot and replace(
+        plot, series=(Series("as scheduled", *drawn.line()),), note=treatment(len(drawn.y))
+    )
 
 
 def _losses(train: Curve, evaluated: Curve) -> list[Series]:

@@ -49,6 +49,8 @@ OTHERS = {
     "grad_snr": ("Gradient signal over noise", "ratio"),
     "update_ratio": ("Update relative to weight", "ratio of norms"),
 }
+CROWDED = 60
+"""Points above which lines are thin."""
 _HEALTH_KEY = re.compile(r"health/([^/]+)/(?:([xwg])_)?(\w+)$")
 
 
@@ -119,7 +121,8 @@ class Health:
         series = []
         for group, one in drawn.items():
             x, y = envelope(one.x, one.y, SMALL_BUCKETS)
-            series.append(Series(group, x.tolist(), (factor * y).tolist(), **self.looks[group]))
+            values, weight = (factor * y).tolist(), "thin" if len(y) > CROWDED else "normal"
+            series.append(Series(group, x.tolist(), values, weight=weight, **self.looks[group]))
         return replace(
             plot,
             unit=unit,
