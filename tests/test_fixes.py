@@ -159,6 +159,10 @@ PLANNED = [
     ("tiny_full_fp8", "train.optim_args=fast"),
     ("tiny_full_bf16", "precision.compute=fp32 train.tf32=true"),
     ("tiny_full_fp8", "precision.backend=torchao precision.scaling=blockwise"),
+    ("tiny_qlora_bf16", "train.fsdp=full_shard"),
+    ("tiny_lora_fp8", "lora.target_modules=[nope]"),
+    ("tiny_full_fp8", "precision.map.atn=fp32"),
+    ("tiny_full_fp8", "model.name=builtin:tiny_lama"),
 ]  # fmt: skip
 """Refused before a model is loaded. The first ones are those of the documentation."""
 

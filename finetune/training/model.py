@@ -161,8 +161,9 @@ def sketch(
                 "peft can put no such adapters on this model",
                 where=f"lora: {config.model.name}",
                 why=str(error).strip().splitlines()[0],
-                fix="other lora.target_modules, or ~lora to train all weights (a BDH has no linear "
-                "layers to adapt)",
+                fix="other lora.target_modules, or ~lora"
+                + (" ~precision.frozen" if config.precision.frozen == "fp8" else "")
+                + " to train all weights (a BDH has no linear layers to adapt)",
             ) from error
     return model  # pyright: ignore[reportReturnType]
 

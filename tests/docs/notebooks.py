@@ -77,7 +77,7 @@ def execute(path: Path, folder: Path):
     (folder / "work").mkdir()
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(folder / "work")}}
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources=place).execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
     return tidy(notebook, folder / "work")
 
 
