@@ -182,7 +182,7 @@ def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
     scaling = section.get("scaling")
     if "precision.scaling" in named:
         foreign += DELAYED_ONLY if scaling != "delayed" else ()
-        foreign += ("frozen", "saved_input") if scaling not in FROZEN_SCALINGS else ()
+        foreign += ("frozen", "saved_input", "kernels") if scaling not in FROZEN_SCALINGS else ()
     if "precision.compute" in named and section.get("compute") != "fp8":
         foreign += FP8_ONLY
     for key in foreign:

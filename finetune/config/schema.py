@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from finetune.config.data import DataConfig, EvalConfig
 from finetune.config.refusal import RefusedError
+from finetune.config.section import Section
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 BackendName = Literal["te", "torchao", "emulated"]
@@ -32,17 +26,6 @@ Storage = Literal["nf4", "fp8"]
 
 BUILTIN = "builtin:"
 """Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""
-
-
-class Section(BaseModel):
-    """A frozen block of a recipe in which an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
-
-    def _changed(self, *names: str) -> list[str]:
-        """Those of `names` whose value is not the default."""
-        fields = type(self).model_fields
-        return [name for name in names if getattr(self, name) != fields[name].default]
 
 
 class ModelConfig(Section):
@@ -186,6 +169,13 @@ class PrecisionConfig(Section):
         description="`torch.compile` of each decoder layer; `auto`: with torchao on a GPU, where "
         "casts are slow unless fused",
     )
+    kernels: Literal["auto", "triton", "inductor", "eager"] = Field(
+        default="auto",
+        description="frozen=fp8: what casts the operands of GEMMs: `triton`: kernels of ours, each "
+        "cast stored once; `inductor`: torch.compile, fused with what surrounds them; `eager`: "
+        "torch's own kernels, and no layer is compiled; `auto`: `triton` on FP8 GPUs, else as "
+        "`compile` has it",
+    )
     on_unsupported: Literal["error", "bf16"] = Field(
         default="error",
         description="where FP8 cannot be had: stop, or train in BF16 and say so loudly",
@@ -229,6 +219,12 @@ class PrecisionConfig(Section):
         """GEMMs in high precision: those asked for, and the one that the scaling leaves out."""
         by_rule: tuple[Gemm, ...] = ("wgrad",) if self.scaling == "rowwise_with_gw_hp" else ()
         return frozenset((*self.high_gemms, *by_rule))
+
+    @property
+    def compile_requested(self) -> Literal["auto", "on", "off"]:
+        """`compile` as given, or what `kernels` needs."""
+        needed: dict[str, Literal["on", "off"]] = {"inductor": "on", "eager": "off"}
+        return needed.get(self.kernels, "auto") if self.compile == "auto" else self.compile
 
     @model_validator(mode="after")
     def _known_limits(self) -> PrecisionConfig:
@@ -274,13 +270,18 @@ class PrecisionConfig(Section):
         return self
 
     def _check_frozen(self) -> None:
+        own = self._changed("saved_input", "kernels")
+        without = " ".join(f"~{name}" for name in own)
         if self.frozen != "fp8":
-            if self.saved_input != "fp8":
+            if own:
                 fitting = "" if self.scaling in FROZEN_SCALINGS else " scaling=rowwise"
-                what = "saved_input belongs to weights stored in FP8"
-                raise RefusedError(what, f"frozen=fp8{fitting}", "~saved_input")
+                what = f"{own[0]} belongs to weights stored in FP8"
+                raise RefusedError(what, f"frozen=fp8{fitting}", without)
             return
-        plain = "frozen=bf16" + (" ~saved_input" if self.saved_input != "fp8" else "")
+        if (self.kernels, self.compile) in (("inductor", "off"), ("eager", "on")):
+            what = f"kernels={self.kernels} and compile={self.compile} contradict each other"
+            raise RefusedError(what, "~kernels", "~compile")
+        plain = f"frozen=bf16 {without}".rstrip()
         if self.scaling not in FROZEN_SCALINGS:
             what = f"multiplies under current scaling, and scaling is {self.scaling!r}"
             ways = [f"scaling={scaling}" for scaling in FROZEN_SCALINGS]
@@ -296,7 +297,7 @@ class PrecisionConfig(Section):
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
 FP16_ONLY = ("loss_scale_init", "loss_scale_growth_interval")
-FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", "saved_input")
+FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", "saved_input", "kernels")
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
@@ -322,104 +323,6 @@ class LoraSection(Section):
     bias: Literal["none", "all", "lora_only"] = Field(
         default="none", description="which biases train"
     )
-
-
-class DataConfig(Section):
-    """Rows to train on. Exactly one of `path` and `name`."""
-
-    path: str | None = Field(default=None, description="JSONL, JSON, CSV or Parquet file")
-    name: str | None = Field(default=None, description="hub data set, or `builtin:harbour`")
-    subset: str | None = Field(default=None, description="hub configuration name")
-    split: str = Field(default="train", description="split to train on")
-    eval_path: str | None = Field(default=None, description="file of eval rows")
-    eval_split: str | None = Field(default=None, description="hub split of eval rows")
-    eval_fraction: float = Field(
-        default=0.05,
-        ge=0.0,
-        lt=1.0,
-        description="share of the rows split off for evaluation when none are named",
-    )
-    seed: NonNegativeInt | None = Field(
-        default=None,
-        description="draws which rows `eval_fraction` holds out; left out: `train.seed`. Runs of "
-        "several seeds that share it share their eval rows",
-    )
-    max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
-    prompts: tuple[str, ...] = Field(
-        default=(), description="questions that the model answers at each evaluation and at the end"
-    )
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if (self.path is None) == (self.name is None):
-            given = "both are given" if self.path else "neither is given"
-            ways = ("~path", "~name") if self.path else ("path=mine.jsonl", "name=builtin:harbour")
-            what = f"exactly one of data.path and data.name is needed, and {given}"
-            raise RefusedError(what, *ways)
-        if self.seed is not None and (self.eval_path or self.eval_split or not self.eval_fraction):
-            raise RefusedError(
-                "seed draws the rows that eval_fraction sets aside: none here", "~seed"
-            )
-        return self
-
-
-class EvalConfig(Section):
-    """Evaluation besides the loss: answers while training, tasks of lm-eval after it."""
-
-    at_start: bool = Field(
-        default=True,
-        description="eval loss, and samples, before the first step too, where `train` "
-        "evaluates at all and does not say `eval_on_start` itself: a curve begins at its base",
-    )
-    samples: bool = Field(
-        default=True,
-        description="greedy answers to `data.prompts` (or to the first eval rows) at each "
-        "evaluation and at the end",
-    )
-    max_new_tokens: PositiveInt = Field(
-        default=48, description="longest answer of a sample, in tokens"
-    )
-    tasks: tuple[str, ...] = Field(
-        default=(),
-        description="tasks of lm-eval that the trained model is scored on (extra `eval`), such as "
-        "`hellaswag`; `builtin:harbour_choice` is packaged and needs no hub",
-    )
-    data: str | None = Field(
-        default=None,
-        description="folder with the tasks' rows, `<task>/<split>.jsonl` or `.parquet` in the "
-        "published columns, for instance `hellaswag/validation.jsonl`; left out: from the hub",
-    )
-    limit: PositiveInt | None = Field(
-        default=None, description="use only the first rows of each task, for a quick look"
-    )
-    shots: NonNegativeInt | None = Field(
-        default=None, description="examples in front of each question; left out: as the task says"
-    )
-    batch_size: PositiveInt = Field(default=8, description="rows at a time while scoring tasks")
-    chat_template: bool = Field(
-        default=False, description="put the questions of tasks into the model's chat template"
-    )
-
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        """`eval.tasks=hellaswag,arc_easy` is easier to type than a list."""
-        if isinstance(value, str):
-            return tuple(name.strip() for name in value.split(",") if name.strip())
-        return value
-
-    @model_validator(mode="after")
-    def _nothing_idle(self) -> EvalConfig:
-        of_tasks = ("data", "limit", "shots", "batch_size", "chat_template")
-        for name in () if self.tasks else self._changed(*of_tasks):
-            raise RefusedError(
-                f"{name} is about tasks, and none is named", "tasks=hellaswag", f"~{name}"
-            )
-        if not self.samples and self._changed("max_new_tokens"):
-            raise RefusedError(
-                "max_new_tokens is about samples, and samples=false", "~max_new_tokens", "~samples"
-            )
-        return self
 
 
 class RunConfig(Section):

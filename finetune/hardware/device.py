@@ -154,7 +154,7 @@ def has_transformer_engine() -> Verdict:
 def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
     """True if backend `name` can run `precision` on `device`, and why."""
     scaling = precision.scaling
-    if precision.compile == "on" and scaling == "delayed" and name != "torchao":
+    if precision.compile_requested == "on" and scaling == "delayed" and name != "torchao":
         # Its casts write into a history that every layer shares; TE refuses it in as many words.
         instead = "use compile=off, or scaling=tensorwise"
         return Verdict(False, f"{ENGINES[name]} cannot compile delayed scaling; {instead}")
@@ -318,7 +318,8 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
         # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
         hardware = bool(device.has_fp8) or name == "emulated" or precision.backend != "auto"
         if verdict and hardware:
-            chosen = precision.model_copy(update={"backend": name})
+            kernels = _choose_kernels(precision, device, name)
+            chosen = precision.model_copy(update={"backend": name, "kernels": kernels})
             reason = verdict.reason
             if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
                 reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
@@ -342,6 +343,36 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
         why=why,
         fix=", or ".join(_ways(precision, device)),
     )
+
+
+def _choose_kernels(precision: PrecisionConfig, device: Device, backend: str) -> Any:
+    """Value of `precision.kernels` in force: `auto` becomes `triton` where that can be had."""
+    if precision.kernels not in ("auto", "triton") or precision.frozen != "fp8":
+        return precision.kernels
+    can = device.has_fp8 and has_triton()
+    if can and backend == "emulated":
+        can = Verdict(False, "an emulated GEMM takes its codes as BF16 numbers")
+    if precision.kernels == "triton" and not can:
+        raise PrecisionError(
+            f"Triton kernels cannot be had on {device.name}",
+            where="precision.kernels=triton",
+            why=can.reason,
+            fix="~precision.kernels",
+        )
+    return "triton" if can else "auto"
+
+
+def has_triton() -> Verdict:
+    """True if Triton imports; also on a machine without CUDA, which only predicts runs."""
+    import torch
+
+    if torch.version.cuda is None:
+        return Verdict(True, "CUDA builds of torch bring Triton")
+    try:
+        import triton
+    except (ImportError, OSError, RuntimeError) as error:
+        return Verdict(False, f"triton does not import: {error}")
+    return Verdict(True, f"triton {triton.__version__}")
 
 
 def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:

@@ -46,6 +46,7 @@ from finetune.precision.formats import (
     widen,
 )
 from finetune.precision.gemm import Codes, scaled_mm
+from finetune.precision.kernels.operators import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current, scaled
 
 Granularity = Literal["row", "tensor", "block"]
@@ -148,6 +149,7 @@ class Arithmetic(NamedTuple):
         emulate: True for codes in BF16, else `torch._scaled_mm`.
         in_bf16: True if the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
         high: GEMMs that stay in high precision, from the dequantized weight.
+        kernels: True if kernels of our own cast and transpose for `torch._scaled_mm`.
     """
 
     tile: Tile
@@ -156,6 +158,7 @@ class Arithmetic(NamedTuple):
     emulate: bool = True
     in_bf16: bool = True
     high: frozenset[Gemm] = frozenset()
+    kernels: bool = False
 
 
 def dequantizing(tile: Tile) -> Arithmetic:
@@ -163,10 +166,17 @@ def dequantizing(tile: Tile) -> Arithmetic:
     return Arithmetic(tile, high=frozenset({"fprop", "dgrad"}))
 
 
-def cast(x: Tensor, how: Arithmetic) -> tuple[Tensor, Tensor]:
-    """Codes of an activation or gradient [M, C], and their inverse scale: [M, 1], or one number."""
+def cast(x: Tensor, how: Arithmetic, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes of an activation or gradient [M, C], and their inverse scale: [M, 1], or one number.
+
+    Args:
+        fold: float32 [1, C], multiplied into the columns before they are cast.
+    """
+    if how.kernels and how.per_row and not how.emulate:
+        return cast_rows(x, fold, pow2=how.pow2)
+    wide = x if fold is None else x.float() * fold
     dim = 1 if how.per_row else None
-    return cast_current(x, E4M3, dim, pow2=how.pow2, packed=not how.emulate)
+    return cast_current(wide, E4M3, dim, pow2=how.pow2, packed=not how.emulate)
 
 
 def multiply(
@@ -181,7 +191,10 @@ def multiply(
         return scaled_mm(Codes(*a, E4M3, how.in_bf16), b, dtype)  # [M, C] @ [C, D]
     if how.per_row:
         inverse = inverse.expand(1, bits.shape[1]).contiguous()
-    column_major = bits if bits.stride(0) == 1 else bits.t().contiguous().t()
+    column_major = bits
+    if bits.stride(0) != 1:
+        row_major = transpose_codes(bits, a[0]) if how.kernels else bits.t().contiguous()
+        column_major = row_major.t()
     # The kernel with a scale per row has BF16 results only, and is slow without fast accumulation.
     y = torch._scaled_mm(  # [M, C] @ [C, D]
         a[0],
@@ -207,7 +220,7 @@ def dgrad(g: Tensor, bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:
         return g @ dequantize_weight(bits, inverse, how.tile, g.dtype)  # [M, N] @ [N, K]
     if inverse.numel() == 1:
         return multiply(cast(g, how), bits, inverse, how, g.dtype)  # [M, N] @ [N, K]
-    folded = cast(g.float() * inverse.t(), how)
+    folded = cast(g, how, inverse.t())
     return multiply(folded, bits, inverse.new_ones(1, 1), how, g.dtype)  # [M, N] @ [N, K]
 
 

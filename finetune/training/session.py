@@ -147,14 +147,14 @@ class Session:
 
     def _compile(self, conversion: Conversion) -> None:
         """Compile the decoder layers of a converted model as configured; `compiled` says why."""
-        p = self.precision
+        p, requested = self.precision, self.precision.compile_requested
         eager_casts = p.backend == "torchao" or conversion.frozen is not None
         unfused = p.compute == "fp8" and eager_casts and self.device.kind == "cuda"
         by_parameters = conversion.plan.fp8_parameters
-        if p.compile == "off":
+        if requested == "off":
             why = "; casts are not fused, slower than BF16" if unfused else ""
             self.compiled = f"off, as configured{why}"
-        elif p.compile == "auto" and not unfused:
+        elif requested == "auto" and not unfused:
             self.compiled = f"off (not needed on {self.device.kind.upper()})"
         elif count := conversion.compile_layers():
             left = "; forwards that multiply by parameters are left out" if by_parameters else ""
@@ -235,6 +235,7 @@ class Session:
                 "storage": stored_weights(conversion.model) if conversion else {},
                 "forced": dict(conversion.plan.overrides) if conversion else {},
                 "compile": self.compiled,
+                "kernels": self._kernels(conversion),
                 "evaluation": p.eval if fp8 else "high",
                 "adapters": fused_adapters(conversion.fused) if conversion else "",
             },
@@ -244,6 +245,14 @@ class Session:
             layers=proof.layers if proof else [],
             environment=self._environment(),
         )
+
+    def _kernels(self, conversion: Conversion | None) -> str:
+        """What casts the operands of frozen weights; empty without them."""
+        if conversion is None or conversion.frozen is None:
+            return ""
+        if conversion.frozen.kernels:
+            return "triton"
+        return "inductor" if conversion.compiled else "eager"
 
     def _effective(self, engines: Iterable[Backend]) -> dict[str, Any]:
         """Settings in effect: of each backend, in its own terms; without one, in torch's."""

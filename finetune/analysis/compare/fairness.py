@@ -84,7 +84,7 @@ _OTHER = _BY_NAME["other training settings"]
 
 def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], str]:
     """Set the same `precision.compile` where it is `auto`; returns a note if anything was set."""
-    requested = [config.precision.compile for config in configs]
+    requested = [config.precision.compile_requested for config in configs]
     explicit = [value for value in requested if value != "auto"]
     if len(configs) < 2 or "auto" not in requested:
         return list(configs), ""

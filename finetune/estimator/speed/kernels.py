@@ -8,6 +8,7 @@
     copy        casts, clones, transposes, concatenations, fills
     gather      rows picked by index (embedding, its backward), not the whole table
     optimizer   weight update
+    cast        cast or transpose of FP8 codes that no compiler fuses (precision.kernels=triton)
     dequantize  packed 4-bit or 8-bit codes to 16-bit weights
     none        views, allocations, synchronizations: no kernel
 
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from finetune.estimator.trace.trace import Op, Operand
 
 Kind = Literal[
-    "gemm", "attention", "pointwise", "reduction", "copy", "gather", "optimizer", "dequantize",
-    "none",
+    "gemm", "attention", "pointwise", "reduction", "copy", "gather", "optimizer", "cast",
+    "dequantize", "none",
 ]  # fmt: skip
 Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks"]
 Pattern = Literal["straight", "columns", "transpose"]
@@ -84,6 +85,7 @@ _GATHERS = words(
     "_unsafe_index _index_put_impl_ scatter scatter_ scatter_add scatter_add_ index_add "
     "index_add_ index_copy_"
 )
+_CASTS = words("cast_rows transpose_codes")
 _NONE = words(
     "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
     "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "
@@ -142,6 +144,8 @@ def _kind(full_name: str, phase: str) -> Kind:
         return "gemm"
     if "attention" in name:
         return "attention"
+    if name in _CASTS:
+        return "cast"
     if "dequant" in name:
         return "dequantize"
     updates = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad", "_foreach_"))

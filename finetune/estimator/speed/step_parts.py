@@ -87,7 +87,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
 _CASTING = words(
     "abs amax aminmax max clamp reciprocal _to_copy pad contiguous clone copy_ mul mul_ div div_ "
     "bitwise_and bitwise_and_ bitwise_or __lshift__ __rshift__ full_like new_ones log2 floor ceil "
-    "exp2 pow cast_transpose fp8_cast where"
+    "exp2 pow cast_transpose fp8_cast where cast_rows transpose_codes"
 )
 
 _MULTIPLYING = words("mul mul_ div div_")

@@ -111,8 +111,9 @@ class Pace:
 
 def compiles(precision: PrecisionConfig, place: Place) -> bool:
     """True if decoder layers are compiled, by the rule of `finetune.training.session`."""
-    if precision.compile != "auto" or place.device.kind != "cuda":
-        return precision.compile == "on"
+    requested = precision.compile_requested
+    if requested != "auto" or place.device.kind != "cuda":
+        return requested == "on"
     eager_casts = precision.backend == "torchao" or precision.frozen == "fp8"
     return precision.compute == "fp8" and eager_casts
 

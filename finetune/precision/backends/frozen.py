@@ -85,6 +85,7 @@ class FrozenBackend(Backend):
         self.emulate = emulate
         self.pow2 = bool(precision.power_of_two_scales)
         self.high = precision.gemms_kept_high - {"wgrad"}
+        self.kernels = precision.kernels == "triton" and not emulate
         self._shared = SharedCast()
 
     def cast(self, x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
@@ -117,6 +118,7 @@ class FrozenBackend(Backend):
             emulate=self.emulate,
             in_bf16=self.pow2 or self.precision.emulation != "exact",
             high=self.high,
+            kernels=self.kernels,
         )
 
     def as_cast(

@@ -1,0 +1,300 @@
+"""Our kernels give the bits of their references, compile for every FP8 GPU, and are chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import PrecisionError
+from finetune.hardware.device import has_triton, resolve
+from finetune.precision.formats import E4M3
+from finetune.precision.kernels.operators import cast_rows, transpose_codes
+from finetune.precision.scaling import cast_current
+from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dgrad, fprop, quantize_weight
+from tests.conftest import CPU, H100
+
+CASTS = torch.ops.finetune.cast_rows.default
+TRANSPOSES = torch.ops.finetune.transpose_codes.default
+NO_TRITON = importlib.util.find_spec("triton") is None
+needs_triton = pytest.mark.skipif(NO_TRITON, reason="Triton is not installed: pip install triton")
+
+
+def operands(m: int = 24, k: int = 96, n: int = 64):
+    generator = torch.Generator().manual_seed(0)
+    x, g = torch.randn(m, k, generator=generator), torch.randn(m, n, generator=generator)
+    w = torch.randn(n, k, generator=generator) * torch.logspace(-2, 0, n)[:, None]
+    return x.bfloat16(), g.bfloat16(), *quantize_weight(w, (1, k))
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+# --------------------------------------------------------------------------------------- operators
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_cast_is_that_of_the_scaling_rule(dtype, pow2) -> None:
+    x = (torch.randn(9, 40) * 100).to(dtype)
+    x[1], x[2, 3], x[3, 4] = 0.0, float("inf"), float("nan")
+    fold = torch.logspace(-3, 1, 40)[None]
+    for factors in (None, fold):
+        wide = x if factors is None else x.float() * factors
+        codes, inverse = cast_rows(x, factors, pow2=pow2)
+        wanted, scale = cast_current(wide, E4M3, 1, pow2=pow2, packed=True)
+        assert codes.dtype is E4M3.dtype
+        assert inverse.shape == (9, 1)
+        assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(inverse.view(torch.int32), scale.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, E4M3.dtype])
+def test_codes_are_transposed_into_a_contiguous_matrix(dtype) -> None:
+    codes = torch.randint(0, 256, (37, 50), dtype=torch.uint8).view(dtype)
+    for each in (codes, codes.t(), codes[::2]):
+        turned = transpose_codes(each)
+        assert turned.is_contiguous()
+        assert torch.equal(turned.view(torch.uint8).t(), each.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_operators_keep_the_contract_of_torch() -> None:
+    x, _, bits, _ = operands()
+    fold = torch.rand(1, x.shape[1])
+    for arguments in ((x, None, False), (x.float(), fold, True), (x.t(), None, False)):
+        torch.library.opcheck(CASTS, arguments)
+    torch.library.opcheck(TRANSPOSES, (bits, None))
+    torch.library.opcheck(TRANSPOSES, (bits.t(), x))
+
+
+def test_fake_results_have_the_real_ones_shapes() -> None:
+    x, _, bits, _ = operands()
+    with FakeTensorMode() as mode:
+        fake_x, fake_bits = mode.from_tensor(x), mode.from_tensor(bits)
+        found = *cast_rows(fake_x), transpose_codes(fake_bits)
+    for fake, real in zip(found, (*cast_rows(x), transpose_codes(bits)), strict=True):
+        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+# ----------------------------------------------------------------------------- in the frozen layer
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_a_frozen_layer_multiplies_the_same_codes_with_and_without_kernels(pow2) -> None:
+    x, g, bits, inverse = operands()
+    results = []
+    for kernels in (False, True):
+        how = Arithmetic((1, x.shape[1]), pow2=pow2, emulate=False, kernels=kernels)
+        with Seen() as seen:
+            results.append(
+                (fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how))
+            )
+        assert seen.ops.count(CASTS) == 2 * kernels
+        assert seen.ops.count(TRANSPOSES) == kernels
+    for without, own in zip(*results, strict=True):
+        assert torch.equal(without, own)
+
+
+def test_the_emulation_casts_as_before_whatever_is_chosen() -> None:
+    x, g, bits, inverse = operands()
+    plain = Arithmetic((1, x.shape[1]))
+    chosen = plain._replace(kernels=True)
+    with Seen() as seen:
+        for a, b in zip(cast(x, plain), cast(x, chosen), strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(dgrad(g, bits, inverse, plain), dgrad(g, bits, inverse, chosen))
+    assert not {CASTS, TRANSPOSES} & set(seen.ops)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+def test_equal_casts_of_a_graph_are_stored_once() -> None:
+    """q, k and v of one input: one cast in the graph, and no transposed weight before backward."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    x, g, bits, inverse = operands()
+    how = Arithmetic((1, x.shape[1]), emulate=False, kernels=True)
+    graphs: list[list[object]] = []
+
+    def siblings(x: torch.Tensor) -> torch.Tensor:
+        return sum(
+            FrozenLinear.apply(x, *cast(x.detach(), how), bits, inverse, how) * each
+            for each in (1, 2, 3)
+        )
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append([node.target for node in graph.graph.nodes])
+        return graph
+
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    results = []
+    for run in (siblings, torch.compile(siblings, backend=backend, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        y.backward(g)
+        results.append((y, leaf.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    forward, backward = graphs
+    assert (forward.count(CASTS), forward.count(TRANSPOSES)) == (1, 0)
+    assert (backward.count(CASTS), backward.count(TRANSPOSES)) == (3, 3)
+
+
+# ------------------------------------------------------------------------------------ Triton itself
+
+
+@needs_triton
+@pytest.mark.long
+def test_kernels_give_the_references_bits_in_the_interpreter() -> None:
+    worker = [sys.executable, "-W", "ignore", "-m", "tests.kernel_worker"]
+    done = subprocess.run(worker, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    different = json.loads(done.stdout)
+    assert len(different) > 50
+    assert {case: count for case, count in different.items() if count} == {}
+
+
+def resources(compiled) -> dict[str, int]:
+    """Registers, stack and local (spilled) bytes of a compiled kernel."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    cubin = Path(compiled.metadata_group[f"{compiled.metadata.name}.cubin"])
+    command = [tools / "cuobjdump", "-res-usage", cubin]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def assembly(compiled) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    cubin = compiled.metadata_group[f"{compiled.metadata.name}.cubin"]
+    return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+
+
+def build(kernel, types: dict[str, str], constants: dict, warps: int, capability: int):
+    """Compile ahead of time, with pointers and sizes divisible by 16 as torch's and models' are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = types | dict.fromkeys(constants, "constexpr")
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(types))}
+    source = ASTSource(kernel, signature, constants, aligned)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+@pytest.mark.parametrize("length", [1024, 4096, 14336, 28672])
+def test_casts_compile_without_spills(capability, length) -> None:
+    from finetune.precision.kernels import triton_code
+
+    types = {
+        "x": "*bf16",
+        "fold": "*fp32",
+        "codes": "*fp8e4nv",
+        "inverse": "*fp32",
+        "stride": "i32",
+    }
+    block, warps = triton_code.row_block(length)
+    constants = {"length": length, "block": block, "folds": True, "pow2": False}
+    compiled = build(triton_code.cast_rows_kernel, types, constants, warps, capability)
+    used = resources(compiled)
+    assert used["REG"] <= 128
+    assert used["STACK"] == used["LOCAL"] == 0
+    code = assembly(compiled)
+    assert "SATFINITE.E4M3" in code
+    assert not re.search(r"FMUL\S*FTZ", code), "small numbers would be flushed to zero"
+    assert set(re.findall(r"LDG\.E(?:\.\w+)*", code)) == {"LDG.E.128"}, "loads of 16 bytes"
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_transposes_compile_without_spills(capability) -> None:
+    from finetune.precision.kernels import triton_code
+
+    types = {"codes": "*u8", "out": "*u8", "rows": "i32", "columns": "i32"}
+    tall, wide = triton_code.TILE
+    constants = {"tall": tall, "wide": wide}
+    compiled = build(triton_code.transpose_kernel, types, constants, triton_code.WARPS, capability)
+    used = resources(compiled)
+    assert used["REG"] <= 128
+    assert used["STACK"] == used["LOCAL"] == 0
+    code = assembly(compiled)
+    assert "LDG.E.128" in code
+    assert "STG.E.128" in code
+
+
+# ------------------------------------------------------------------------------------------ choice
+
+
+def fp8(**update) -> PrecisionConfig:
+    return PrecisionConfig(**{"compute": "fp8", "scaling": "rowwise", "frozen": "fp8"} | update)
+
+
+def test_auto_takes_triton_on_an_fp8_gpu_and_nothing_elsewhere() -> None:
+    assert resolve(fp8(), H100).precision.kernels == "triton"
+    assert resolve(fp8(kernels="inductor"), H100).precision.kernels == "inductor"
+    assert resolve(fp8(backend="emulated"), H100).precision.kernels == "auto"
+    assert resolve(fp8(emulation="allow"), CPU).precision.kernels == "auto"
+    assert resolve(fp8(frozen="bf16"), H100).precision.kernels == "auto"
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "why"),
+    [(CPU, "auto", "no FP8 matrix units"), (H100, "emulated", "an emulated GEMM")],
+)
+def test_triton_by_name_is_an_error_where_it_cannot_be_had(device, backend, why) -> None:
+    with pytest.raises(PrecisionError) as caught:
+        resolve(fp8(kernels="triton", backend=backend, emulation="allow"), device)
+    assert why in caught.value.why
+    assert caught.value.fix == "~precision.kernels"
+    resolve(fp8(backend=backend, emulation="allow"), device)
+
+
+def test_a_cuda_build_without_triton_takes_torchs_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not has_triton()
+    assert resolve(fp8(), H100).precision.kernels == "auto"
+    with pytest.raises(PrecisionError, match="Triton kernels cannot be had on"):
+        resolve(fp8(kernels="triton"), H100)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "compile", "requested"),
+    [("auto", "auto", "auto"), ("inductor", "auto", "on"), ("eager", "auto", "off"),
+     ("triton", "off", "off"), ("inductor", "on", "on")],
+)  # fmt: skip
+def test_kernels_decide_on_compiling_where_compile_does_not(kernels, compile, requested) -> None:
+    assert fp8(kernels=kernels, compile=compile).compile_requested == requested
+
+
+@pytest.mark.slow
+def test_import_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import finetune, finetune.precision.convert"
+    subprocess.run([sys.executable, "-c", code], check=True)
