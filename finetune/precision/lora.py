@@ -143,6 +143,9 @@ class AdaptedMixin(Swapped):
             if "fprop" not in how.high:
                 dtype = compute_dtype(input)
                 values, x_inverse, kept = self.fp8_backend.cast_and_keep(input, how, dtype)
+                # On FP8 units these are `values` themselves, and Dynamo (torch 2.10 to 2.13)
+                # refuses a function that takes one tensor twice: as bytes they are another.
+                kept = None if kept is None else kept.view(torch.uint8)
 
         def multiply(x: Tensor) -> Tensor:
             return AdaptedLinear.apply(x, values, x_inverse, kept, w, inverse, a, b, s, how, owners)

@@ -9,9 +9,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
+from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
+from finetune.precision import convert
+from finetune.precision.planner import plan
 from tests.conftest import batch
 
 
@@ -136,6 +140,61 @@ def test_emulated_rules_compile(setup_backend, monkeypatch, scaling) -> None:
     assert run("on") == run("off")
     assert counters["stats"]["unique_graphs"] > 0
     assert bool(counters["graph_break"]) == (scaling == "nvfp4")
+
+
+TRAINED = {
+    "frozen": ({"frozen": "fp8", "scaling": "rowwise"}, {"r": 4, "target_modules": ["q_proj"]}),
+    "lora": ({"frozen": "fp8", "scaling": "rowwise"}, {"r": 4, "target_modules": "all-linear"}),
+    "lora-codes-saved": (
+        {"frozen": "fp8", "scaling": "rowwise", "saved_input": "fp8"},
+        {"r": 4, "target_modules": "all-linear"},
+    ),
+    "dora": (
+        {"frozen": "fp8", "scaling": "rowwise"},
+        {"r": 4, "target_modules": "all-linear", "use_dora": True},
+    ),
+    "full-rowwise": ({"backend": "torchao", "scaling": "rowwise"}, None),
+    "full-tensorwise": ({"backend": "torchao", "scaling": "tensorwise"}, None),
+}
+"""Kind of layer -> its precision, and its adapters."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+@pytest.mark.parametrize(
+    ("kind", "checkpointed"), [*((kind, False) for kind in TRAINED), ("lora-codes-saved", True)]
+)
+def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind, checkpointed) -> None:
+    """Forward and backward of a decoder layer without a break, and the numbers of eager mode."""
+    settings, adapters = TRAINED[kind]
+    model = make_llama().train()
+    if adapters is not None:
+        model = get_peft_model(model, LoraConfig(**adapters))
+    precision = PrecisionConfig(**{"compute": "fp8", "backend": "torchao"} | settings)
+    convert.apply(model, plan(model, precision), hardware=True)  # CPUs have `torch._scaled_mm` too
+    layer = next(m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer")
+    x = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(0))
+    places = torch.outer(torch.arange(32.0), 1e4 ** (-torch.arange(0, 16, 2) / 16)).repeat(1, 2)[
+        None
+    ]
+
+    def step(run: nn.Module) -> list[torch.Tensor]:
+        given = x.clone().requires_grad_()
+
+        def forward(value: torch.Tensor) -> torch.Tensor:
+            return run(value, position_embeddings=(places.cos(), places.sin()))
+
+        with torch.autocast("cpu", torch.bfloat16):
+            y = checkpoint(forward, given, use_reentrant=False) if checkpointed else forward(given)
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        return [y, *torch.autograd.grad(y.float().square().sum(), [given, *trained])]
+
+    eager = step(layer)
+    torch._dynamo.reset()
+    compiled = step(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    assert len(eager) > 2
+    for a, b in zip(compiled, eager, strict=True):  # autocast's casts stand elsewhere in the graph
+        assert (a - b).norm() <= 0.02 * b.norm()
 
 
 @pytest.mark.parametrize("backend", ["auto", "te", "emulated"])
