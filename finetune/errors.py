@@ -9,7 +9,7 @@
     ├── ModelNotFoundError     (FileNotFoundError)  no model folder or hub model there
     ├── MissingExtraError      (ImportError)        an optional library is not installed
     ├── PrecisionError         (RuntimeError)       the precision asked for cannot be had here
-    │   └── StorageNotComputeError                  FP8 compute asked of a quantised model
+    │   └── StorageNotComputeError                  FP8 compute asked of a quantized model
     ├── PlanError              (ValueError)         the precision plan cannot be honoured
     ├── ConversionError        (RuntimeError)       the model does not equal its plan
     ├── OrderError             (RuntimeError)       helper and trainer called in the wrong order

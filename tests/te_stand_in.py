@@ -135,7 +135,7 @@ class ScalingState:
 
 
 class Quantised:
-    """Stands for TE's tensors: codes and scale, recognised by `_fp8_dtype` or `_fp4_dtype`.
+    """Stands for TE's tensors: codes and scale, recognized by `_fp8_dtype` or `_fp4_dtype`.
 
     FP4 ones have no `_data`, as there; their codes here are FP8 all the same.
     """
@@ -227,7 +227,7 @@ class Linear(nn.Module):
         return Quantised(self.recipe, cast(x, scale, dtype), scale)
 
     def forward(self, x):
-        assert self.weight.is_contiguous(), "TE quantises contiguous weights"
+        assert self.weight.is_contiguous(), "TE quantizes contiguous weights"
         assert self.weight.device.type != "meta", "the parameters were not lent"
         assert x.dim() == 2
         self.recipe = State.recipe

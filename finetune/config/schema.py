@@ -43,10 +43,10 @@ class ModelConfig(Section):
     )
     storage: Storage | None = Field(
         default=None,
-        description="how the weights of a frozen base are held while adapters train in BF16: left "
-        "out, plain, in `dtype`; `nf4`: 4-bit NormalFloat with double quantisation, dequantised "
+        description="storage of a frozen base's weights while adapters train in BF16: left "
+        "out, plain, in `dtype`; `nf4`: 4-bit NormalFloat with double quantization, dequantized "
         "before each BF16 matmul (QLoRA, extra `bnb`); `fp8`: E4M3 codes with a scale per output "
-        "channel, dequantised likewise. `dtype` is then that of embeddings, norms and the output "
+        "channel, dequantized likewise. `dtype` is then that of embeddings, norms and the output "
         "head",
     )
     attention: str | None = Field(
@@ -192,7 +192,7 @@ class PrecisionConfig(Section):
     health_every: NonNegativeInt = Field(
         default=50,
         description="optimizer steps between logs of training health (amax, overflow, underflow, "
-        "quantisation and gradient noise by layer group); 0: none. That a loss or gradient is "
+        "quantization and gradient noise by layer group); 0: none. That a loss or gradient is "
         "finite is checked at every step anyway",
     )
 

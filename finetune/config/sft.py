@@ -137,7 +137,7 @@ def sft_config(
         del train["optim"]  # Transformers knows no such name: the class is given to the trainer
     if train.get("fsdp") and on_cpu:
         raise ConfigError(
-            "train.fsdp was asked on a CPU",
+            "train.fsdp was requested on a CPU",
             where="train.fsdp",
             why="accelerate shards on GPUs only, and would run plain data parallelism silently",
             fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",

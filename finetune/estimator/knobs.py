@@ -136,10 +136,10 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
         else:
             overrides = ("model.storage=fp8",)
             why = "in FP8, one byte a weight, and turned back before each product"
-        yield Change("base", overrides, f"the frozen base is held {why}", "otherwise")
+        yield Change("base", overrides, f"the frozen base is stored {why}", "otherwise")
     plain = precision.compute == "fp8" and precision.frozen != "fp8"
     if plain and precision.scaling in FROZEN_SCALINGS and precision.format in (None, "e4m3"):
-        why = "the frozen base is held in FP8 alone, without a copy in 16 bits"
+        why = "the frozen base is stored in FP8 alone, without a copy in 16 bits"
         yield Change("base", ("precision.frozen=fp8",), why, "otherwise")
     if precision.compute in ("bf16", "fp8") and config.lora.bias == "none":
         why = "QLoRA: the frozen base in four bits, turned back to BF16 before each product"
@@ -194,7 +194,9 @@ def _adapters(config: RunConfig, device: Device) -> Iterator[Change]:
     what = "adapters train instead of all weights, which stand still"
     yield Change("method", overrides, f"LoRA: {what}", "adapters")
     if device.has_fp8 and config.precision.compute == "bf16":
-        yield Change("method", overrides + IN_FP8, f"LoRA: {what} and are held in FP8", "adapters")
+        yield Change(
+            "method", overrides + IN_FP8, f"LoRA: {what} and are stored in FP8", "adapters"
+        )
     why = f"QLoRA: {what}, in four bits; needs the extra bnb"
     yield Change("method", overrides + IN_FOUR_BITS, why, "adapters")
 

@@ -63,10 +63,10 @@ def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     parts = [w.key for shard in checkpoint.shards.values() for w in shard if not w.whole]
     if parts:
         raise ConfigError(
-            "this model is stored in another shape than it computes in, which is not quantised yet",
+            "this model is stored in another shape than it computes in, which is not quantized yet",
             where=f"{checkpoint.folder}: {parts[0]} and {len(parts) - 1} more",
             why="several stored tensors make one parameter, as with experts",
-            fix="--to merged, and quantise that with llm-compressor",
+            fix="--to merged, and quantize that with llm-compressor",
         )
     chosen = [
         name
@@ -75,7 +75,7 @@ def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     ]
     if not chosen:
         raise ConfigError(
-            "this model has no layer that can be quantised",
+            "this model has no layer that can be quantized",
             where=str(checkpoint.folder),
             why="only nn.Linear layers whose sizes are multiples of 16 are, except the output head "
             "(GPT-2 has Conv1D layers, BDH plain parameters)",

@@ -121,14 +121,14 @@ class Export:
         target: `adapter`, `merged`, `fp8` or `nvfp4`.
         parity: comparison with the run's model.
         rows: description of the compared rows.
-        quantised, kept: names of linear layers that were quantized, and of those that were not.
+        quantized, kept: names of linear layers that were quantized, and of those that were not.
     """
 
     folder: Path
     target: str
     parity: Parity
     rows: str
-    quantised: tuple[str, ...]
+    quantized: tuple[str, ...]
     kept: tuple[str, ...]
 
 

@@ -207,7 +207,7 @@ def _refuse_quantized(folder: Path, keys: dict[str, list[str]]) -> None:
         found = found or next((t for t in sorted(types) if t.startswith(("F8", "F4"))), "")
     if found:
         raise ConfigError(
-            f"the weights in {str(folder)!r} are quantised ({found}), and nothing is merged into "
+            f"the weights in {str(folder)!r} are quantized ({found}), and nothing is merged into "
             "such weights",
             where=f"model.name: {folder}",
             why="a step of FP8 is 6 % of a weight, and what an adapter adds is mostly smaller: "

@@ -328,7 +328,7 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
         refused.setdefault(reason, []).append(name)
     why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
     if precision.on_unsupported == "bf16":
-        line = f"FP8 was asked, BF16 will run ({why})"
+        line = f"FP8 was requested, BF16 will run ({why})"
         return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
     if precision.backend == "te" and device.has_fp8 and "not installed" in why:
         raise MissingExtraError(

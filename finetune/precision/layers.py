@@ -224,7 +224,7 @@ def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> li
         PlanError: a pattern that matches no linear layer, or patterns that keep all names.
     """
     every = [name for name, _, _ in iter_linears(model)]
-    kept = matched(keep, every, where="keep", fate="be held in FP8")
+    kept = matched(keep, every, where="keep", fate="be stored in FP8")
     names = list(names)
     left = [name for name in names if name not in kept]
     if names and not left:

@@ -210,7 +210,7 @@ def _decoder_blocks(model: nn.Module, names: list[str]) -> tuple[str, int]:
     ]
     if not lists:
         raise PlanError(
-            "first_n and last_n were asked of a model without a list of decoder blocks",
+            "first_n and last_n were requested of a model without a list of decoder blocks",
             where="precision.first_n, precision.last_n",
             why="its blocks share one set of weights, or are not held in an nn.ModuleList",
             fix="~precision.first_n ~precision.last_n, and name modules in precision.keep instead",

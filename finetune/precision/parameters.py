@@ -109,7 +109,7 @@ class ParameterMode(TorchFunctionMode):
                     f"{name!r} is planned in FP8 and is a {type(parameter).__name__} in its "
                     "module's forward",
                     where=name,
-                    why="its matmuls cannot be recognised; they would run in another precision",
+                    why="its matmuls cannot be recognized; they would run in another precision",
                     fix=f"keep it high with precision.keep={name}; with FSDP2, wrap a layer that "
                     "contains the module; tensor parallel weights are not served",
                 )

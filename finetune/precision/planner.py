@@ -222,7 +222,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     if precision.compute == "fp8" and not result.fp8_layers:
         reasons = Counter(layer.reason for layer in layers)
         raise PlanError(
-            "FP8 was asked and no layer of this model can take it",
+            "FP8 was requested and no layer of this model can take it",
             where=type(model).__name__,
             why="; ".join(f"{n} layers: {r}" for r, n in reasons.items())
             or "no linear layers, and no parameters declared to multiply (fp8_matmuls)",
@@ -230,7 +230,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         )
     if precision.frozen == "fp8" and not result.stored:
         raise PlanError(
-            "frozen=fp8 was asked and this model has no frozen layer to hold in FP8",
+            "frozen=fp8 was requested and this model has no frozen layer to store in FP8",
             where="precision.frozen",
             why="every linear layer that runs in FP8 trains, and needs its high-precision weight",
             fix="~precision.frozen; it is for the base under adapters (a lora section)",
@@ -261,7 +261,7 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
         raise StorageNotComputeError(
             "this model is stored in FP8 (load_in_fp8), and frozen='fp8' was not set",
             where=quantized[0][0],
-            why="load_in_fp8 is about storage: weights are dequantised before a 16-bit matmul; "
+            why="load_in_fp8 is about storage: weights are dequantized before a 16-bit matmul; "
             "frozen weights can also be multiplied as they are stored",
             fix="frozen='fp8' with adapters over it, in setup_fp8_mixed_precision_training("
             "scaling='rowwise', frozen='fp8') or precision.frozen=fp8; to train all parameters, "
@@ -270,13 +270,13 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
     if where is None:
         return
     raise StorageNotComputeError(
-        "this model was loaded quantised, and FP8 compute needs plain weights",
+        "this model was loaded quantized, and FP8 compute needs plain weights",
         where=where,
         why="load_in_4bit, load_in_8bit and load_in_fp8 are about storage: weights are kept small "
-        "and dequantised before a 16-bit matmul; FP8 training is about compute: the matmul itself "
+        "and dequantized before a 16-bit matmul; FP8 training is about compute: the matmul itself "
         "runs in FP8 from 16- or 32-bit weights",
         fix="load the model without a quantization_config to train in FP8 (precision.frozen=fp8 "
-        "holds a base under adapters in one byte a number), or keep it quantised and train without "
+        "holds a base under adapters in one byte a number), or keep it quantized and train without "
         "setup_fp8_mixed_precision_training (QLoRA in BF16)",
     )
 

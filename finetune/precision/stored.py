@@ -80,7 +80,7 @@ class Fp8Bits(nn.Parameter):
 def refuse_merge(where: str = "") -> StorageNotComputeError:
     """The error of merging an adapter into FP8 weights."""
     return StorageNotComputeError(
-        "an adapter cannot be merged into weights held in FP8",
+        "an adapter cannot be merged into weights stored in FP8",
         where=where,
         why="one step of E4M3 is up to an eighth of a weight, far more than what LoRA changes it "
         "by: rounding would undo the training",

@@ -253,5 +253,5 @@ def check_codes(name: str, module: Any) -> None:
             f"{name!r} has {bad} codes of NaN (0x7F, 0xFF)",
             where="checkpoint",
             why="E4M3 has no infinities: whoever wrote it overflowed",
-            fix="take another copy of the checkpoint, or quantise the 16-bit one",
+            fix="take another copy of the checkpoint, or quantize the 16-bit one",
         )

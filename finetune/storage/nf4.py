@@ -122,7 +122,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     layers: list[Any] = [module for module in model.modules() if stored_as(module)]
     if not layers:
         raise PlanError(
-            "no layer of this model can be held in four bits",
+            "no layer of this model can be stored in four bits",
             where=f"model.storage=nf4: {type(model).__name__}",
             why="only linear layers are, and the output head never",
             fix="~model.storage",

@@ -182,7 +182,7 @@ class Fp8StorageQuantizer(HfQuantizer):
             raise StorageNotComputeError(
                 f"{converter.target_patterns[0]!r} is {param.get_dtype()} in the checkpoint",
                 where="quantization_config of config.json",
-                why="that says the layer is held in FP8; a cast without a scale would ruin it",
+                why="that says the layer is stored in FP8; a cast without a scale would ruin it",
                 fix="correct the configuration, or load the original weights",
             )
         return super().get_new_dtype(converter, param, dtype)

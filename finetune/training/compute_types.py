@@ -75,7 +75,7 @@ def refuse_half_weights(model: nn.Module) -> None:
     if half:
         kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
         raise PrecisionError(
-            f"FP16 was asked, and {len(half)} trainable weights are {kinds}",
+            f"FP16 was requested, and {len(half)} trainable weights are {kinds}",
             where=", ".join(list(half)[:4]),
             why="their gradients would be of that type too, and those of a scaled loss cannot be "
             "unscaled in it: float16 loses what the scale saved, bfloat16 has no kernel on CUDA",
@@ -142,7 +142,7 @@ def check_exact() -> None:
     rounded = {name: value for name, value in in_force().items() if value != EXACT}
     if rounded:
         raise PrecisionError(
-            "FP32 was asked, and float32 operands are rounded before they are multiplied",
+            "FP32 was requested, and float32 operands are rounded before they are multiplied",
             where=", ".join(f"torch.backends.{k}.fp32_precision={v}" for k, v in rounded.items()),
             why="something changed these settings after the model was prepared",
             fix="leave out tf32=True, torch.set_float32_matmul_precision and torch.backends flags",

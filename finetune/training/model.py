@@ -237,7 +237,7 @@ def _load_pretrained(
     kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     if published and model.storage == "nf4":
         raise ConfigError(
-            "this checkpoint is published in FP8, and was to be held in four bits",
+            "this checkpoint is published in FP8, and was to be stored in four bits",
             where=f"model.storage: {model.storage}",
             why="its codes would be rounded a second time, to fewer levels",
             fix="~model.storage holds the published codes, or take the checkpoint in 16 bits",

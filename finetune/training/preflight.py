@@ -91,7 +91,7 @@ def preflight(
     check_optimizer_here(config.train, device)
     if config.train.get("use_liger_kernel") and device.kind == "cpu":
         raise ConfigError(
-            "Liger's kernels were asked on a CPU",
+            "Liger's kernels were requested on a CPU",
             where="train.use_liger_kernel",
             why="they are written in Triton, which compiles for GPUs",
             fix="~train.use_liger_kernel, or run on a GPU",
@@ -137,14 +137,14 @@ def check_settings(
         refuse_half_weights(model)
     if config.precision.compute == "fp32" and config.model.dtype != "float32":
         raise ConfigError(
-            "FP32 compute was asked of weights that are not float32",
+            "FP32 compute was requested of weights that are not float32",
             where=f"model.dtype={config.model.dtype}",
             why="linear layers would multiply in the type of their weights",
             fix="model.dtype=float32, or precision.compute=bf16",
         )
     if config.precision.compute == "fp32" and config.train.get("tf32"):
         raise ConfigError(
-            "FP32 compute was asked, and TF32 too",
+            "FP32 compute was requested, and TF32 too",
             where="train.tf32=true",
             why="TF32 keeps 10 of the 23 bits of a float32 operand's significand",
             fix="~train.tf32",
@@ -157,8 +157,8 @@ def _check_head(made: PrecisionPlan) -> None:
     for layer in made.layers:
         if layer.role == "head" and layer.name.endswith(".base_layer"):
             raise PlanError(
-                "adapters were asked on the output head, which SFTTrainer multiplies outside of "
-                "its layer",
+                "adapters were requested on the output head, which SFTTrainer multiplies outside "
+                "of its layer",
                 where=f"lora.target_modules: {layer.plain_name}",
                 why="TRL fuses the head with the loss, past any adapter; it refuses this too",
                 fix="~lora.target_modules, or train the head in full: ~lora.target_modules "
@@ -201,7 +201,7 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
             return
     if lora is None:
         raise ConfigError(
-            "all weights were to train, and to be held quantised",
+            "all weights were to train, and to be stored quantized",
             where=f"{where}, and no section lora",
             why="quantised weights get no gradient, and an update would be lost between two of "
             "their levels",
@@ -210,30 +210,30 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
         )
     if compute == "fp8":
         raise PrecisionError(
-            "FP8 compute was asked of weights that are held for BF16 compute",
+            "FP8 compute was requested of weights that are stored for BF16 compute",
             where=f"{where}, precision.compute=fp8",
-            why="model.storage dequantises weights before a BF16 matmul; FP8 GEMMs need plain "
-            "weights, or frozen ones held as the FP8 codes that they multiply",
+            why="model.storage dequantizes weights before a BF16 matmul; FP8 GEMMs need plain "
+            "weights, or frozen ones stored as the FP8 codes that they multiply",
             fix="precision.compute=bf16 (QLoRA); or ~model.storage precision.frozen=fp8 "
             "precision.scaling=rowwise, FP8 compute on frozen weights stored in FP8",
         )
     if compute != "bf16":
         raise PrecisionError(
-            f"{compute.upper()} compute was asked of weights that are held for BF16 compute",
+            f"{compute.upper()} compute was requested of weights that are stored for BF16 compute",
             where=f"{where}, precision.compute={compute}",
-            why="they are dequantised to BF16 and multiplied in BF16",
+            why="they are dequantized to BF16 and multiplied in BF16",
             fix="precision.compute=bf16, or ~model.storage",
         )
     if storage == "nf4" and config.train.get("fsdp"):
         raise ConfigError(
-            "FSDP cannot shard weights that are held quantised",
+            "FSDP cannot shard weights that are stored quantized",
             where=f"{where}, train.fsdp={config.train['fsdp']}",
             why="a shard is a plain tensor, without the scales that stand beside the weight",
             fix="~train.fsdp ~train.fsdp_config: a copy on each GPU (DDP); or ~model.storage",
         )
     if storage == "nf4" and lora.bias != "none":
         raise ConfigError(
-            "biases cannot train beside weights that are held quantised",
+            "biases cannot train beside weights that are stored quantized",
             where=f"{where}, lora.bias={lora.bias}",
             why="bitsandbytes casts a layer's bias to BF16 in place, where small updates are lost",
             fix="~lora.bias, or ~model.storage",
@@ -251,15 +251,15 @@ def _check_stored_layers(storage: Storage | None, made: PrecisionPlan) -> None:
         copied = layer.name.removesuffix(".original_module")  # PEFT's, beside the copy that trains
         if storage == "nf4" and copied != layer.name:
             raise PlanError(
-                "layers that are held quantised were to train in full",
+                "layers that are stored quantized were to train in full",
                 where=f"model.storage={storage}, lora.modules_to_save: {copied}",
                 why="quantised weights get no gradient",
                 fix="~lora.modules_to_save, or ~model.storage",
             )
         if layer.compute != "bf16":
             raise PlanError(
-                f"{layer.compute.upper()} was chosen for {layer.name!r}, which is held quantised",
+                f"{layer.compute.upper()} was chosen for {layer.name!r}, which is stored quantized",
                 where=f"model.storage={storage}, {layer.reason}",
-                why="it is dequantised to BF16 and multiplied in BF16",
+                why="it is dequantized to BF16 and multiplied in BF16",
                 fix="~precision.map, or bf16 for this layer; or ~model.storage",
             )

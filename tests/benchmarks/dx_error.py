@@ -8,7 +8,7 @@ product of the same operands. Each way is the code that runs, not a model of it:
 
     folded          ours: E4M3 weight, one scale per output channel, folded into g, cast per token
     second copy     a copy of the weight cast for dgrad alone, one scale per input channel
-    BF16 dgrad      the codes of `folded` dequantised, a BF16 product (`high_gemms: [dgrad]`)
+    BF16 dgrad      the codes of `folded` dequantized, a BF16 product (`high_gemms: [dgrad]`)
     per tensor      ours with one scale per tensor: E4M3 weight, E4M3 gradient
     torchao e5m2    torchao's default recipe: one scale per tensor, E4M3 weight, E5M2 gradient
     torchao rows    torchao's row-wise recipe: casts the BF16 weight anew for dgrad, by columns
@@ -20,7 +20,7 @@ of its gradient, is exp of a normal number of deviation 1; `real`: the packaged 
 over packaged rows, median over its 28 layers (and the worst).
 
 *Second table.* Gradients of A and B of the packaged Llama's adapters, whole model forward and
-backward, FP8 base against BF16 on the same (dequantised) weights: what FP8 multiplication and the
+backward, FP8 base against BF16 on the same (dequantized) weights: what FP8 multiplication and the
 FP8 copy of x cost together. B is drawn at random: at zero it hides the gradient of A.
 """
 
@@ -219,7 +219,7 @@ def adapter_table(rank: int) -> str:
             )
             apply(model, plan(revert(model), config))
             low = adapter_gradients(model, ids)
-            high = adapter_gradients(revert(model), ids)  # BF16 on the dequantised weights
+            high = adapter_gradients(revert(model), ids)  # BF16 on the dequantized weights
             lines.append(f"| {scaling} | {saved} | {' | '.join(distances(low, high))} |")
     # How far BF16 itself is from float32, on the weights of the last row.
     with torch.autocast("cpu", enabled=False):

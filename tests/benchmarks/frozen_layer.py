@@ -15,7 +15,7 @@ What each does in a round, for a weight that does not train:
     bf16 kept  our torchao backend with `frozen: bf16`: 2 GEMMs, 4 casts, two of them of W
     BF16       a plain frozen `nn.Linear`, for information
 
-*Engines.* Emulated: torchao's `emulate=True` (float32 GEMMs of dequantised BF16) and our emulation,
+*Engines.* Emulated: torchao's `emulate=True` (float32 GEMMs of dequantized BF16) and our emulation,
 with BF16 GEMMs of the codes, as `emulation: allow` has it, and with float32 ones, as `exact`. Then
 `torch._scaled_mm` in both. On some CPUs that is a loop thousands of times as slow as a matmul, so
 its sizes are small unless `--real-shapes` and `--real-tokens` say otherwise.

@@ -4,7 +4,7 @@
     python -m tests.benchmarks.ladder full llama_8b_full_fp8 --only stock --only "BF16, compiled"
 
 prints a benchmark (`python -m finetune benchmark`) whose rows are the steps of a ladder. Each step
-is the recipe that was asked for, its model, adapters, optimizer and batch, trained in another way.
+is the recipe that was requested, its model, adapters, optimizer and batch, trained in another way.
 `stock` is TRL and PEFT in BF16, `shipped` is accelerate's own FP8; the others are precisions of
 finetune. Layers run eagerly unless a step's name says `compiled`: each under `torch.compile`, which
 fuses casts. Liger's kernels take part in finetune's steps wherever they can, and the row says where
@@ -146,7 +146,7 @@ def steps_of(
     """
     if config.method != ladder:
         raise ConfigError(
-            f"the {ladder} ladder was asked of a {config.method} recipe",
+            f"the {ladder} ladder was requested of a {config.method} recipe",
             where=f"ladder {ladder}",
             fix="ladder lora, or ~lora to train all weights"
             if config.lora

@@ -14,7 +14,7 @@ for all bases; held-out rows are the same in all runs. The *noise band* is the m
 plus or minus the largest difference between two of them, as in `tests.benchmarks.convergence`.
 
 Held-out losses are in evaluation mode: BF16 matmuls on the base that was trained over, which for
-FP8 means its dequantised codes. `over BF16` is the loss of the same adapter over the original
+FP8 means its dequantized codes. `over BF16` is the loss of the same adapter over the original
 weights, as it would be merged and deployed.
 """
 

@@ -192,8 +192,8 @@ def test_a_block_size_acts(tmp_path) -> None:
     one = run(tmp_path, "train.optim=adamw_torch_4bit")
     two = run(tmp_path, "train.optim=adamw_torch_4bit", "train.optim_args=block_size=64")
     sizes = [r.receipt.trainable["optimizer_state_bytes"] for r in (one, two)]
-    quantised = sum(w.numel() for w in weights(one).values() if w.numel() >= 4096)
-    assert sizes[1] - sizes[0] == 2 * 4 * quantised * (1 / 64 - 1 / 256)
+    quantized = sum(w.numel() for w in weights(one).values() if w.numel() >= 4096)
+    assert sizes[1] - sizes[0] == 2 * 4 * quantized * (1 / 64 - 1 / 256)
 
 
 @pytest.mark.slow

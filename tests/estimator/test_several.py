@@ -167,7 +167,7 @@ def test_what_cannot_be_sharded_is_refused(config: RunConfig, sections, words) -
 
 
 def test_a_cpu_shards_nothing(config: RunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"train\.fsdp was asked on 2 x"):
+    with pytest.raises(ConfigError, match=r"train\.fsdp was requested on 2 x"):
         measure(config, Place(this_device(), None, 2))
 
 

@@ -192,7 +192,7 @@ def test_quantised_export_reloads_through_transformers(to, exported):
         assert held[f"{name}.input_global_scale"].dtype == torch.float32
         assert f"{name}.weight" not in held
     assert held["lm_head.weight"].dtype == torch.bfloat16
-    assert (len(done.quantised), done.kept) == (28, ("lm_head",))
+    assert (len(done.quantized), done.kept) == (28, ("lm_head",))
 
     model = AutoModelForCausalLM.from_pretrained(done.folder, dtype=torch.bfloat16).eval()
     merged = AutoModelForCausalLM.from_pretrained(exported["merged"].folder, dtype="auto").eval()

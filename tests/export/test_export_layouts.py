@@ -134,7 +134,7 @@ def test_which_layers_are_quantised(make_llama, tmp_path):
 def test_models_that_cannot_be_quantised_are_refused(tmp_path):
     gpt2 = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
     GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ConfigError, match=r"no layer that can be quantised(.|\n)*Conv1D layers"):
+    with pytest.raises(ConfigError, match=r"no layer that can be quantized(.|\n)*Conv1D layers"):
         compressed_tensors.layers_to_quantize(open_checkpoint(tmp_path / "gpt2"))
     mixtral = MixtralConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

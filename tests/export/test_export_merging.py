@@ -324,7 +324,7 @@ def test_nothing_is_merged_into_fp8(make_llama, tmp_path):
     config = json.loads((base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"quantised \(fp8\)"):
+    with pytest.raises(ConfigError, match=r"quantized \(fp8\)"):
         open_checkpoint(base)
 
 

@@ -247,7 +247,7 @@ def test_a_fallback_runs_bf16_and_says_so(device):
     assert resolution.precision.compute == "bf16"
     assert resolution.asked.compute == "fp8"
     assert resolution.label == "BF16"
-    assert resolution.fallback.startswith("FP8 was asked, BF16 will run (")
+    assert resolution.fallback.startswith("FP8 was requested, BF16 will run (")
     assert device.has_fp8.reason in resolution.fallback
     assert "\n" not in resolution.fallback
 

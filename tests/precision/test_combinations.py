@@ -242,7 +242,7 @@ def test_held_weights(on, make_llama, backend) -> None:
 
 def test_what_falls_back_to_bf16_leaves_fp8s_settings_behind(on, make_llama) -> None:
     """A map to FP8, held weights and GEMMs kept high ask nothing of a BF16 run."""
-    with pytest.warns(UserWarning, match="FP8 was asked, BF16 will run"):
+    with pytest.warns(UserWarning, match="FP8 was requested, BF16 will run"):
         accelerator = on(
             "auto", CPU, on_unsupported="bf16", fp8_params=True, high_gemms=("wgrad",),
             map={"output": "fp8", "attn": "fp32"}, keep=("down_proj",), first_n=0,

@@ -148,7 +148,7 @@ def test_fp8_storage_is_refused(make_llama, setup_backend) -> None:
     model = make_llama().requires_grad_(False)
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
-    with pytest.raises(PrecisionError, match=r"quantised[\s\S]*mlp.up_proj"):
+    with pytest.raises(PrecisionError, match=r"quantized[\s\S]*mlp.up_proj"):
         setup_backend("emulated").prepare(model)
 
 
@@ -169,7 +169,7 @@ def test_no_gpu_and_no_emulation_is_an_error() -> None:
 
 
 def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
-    with pytest.warns(UserWarning, match="FP8 was asked, BF16 will run"):
+    with pytest.warns(UserWarning, match="FP8 was requested, BF16 will run"):
         accelerator = setup_fp8_mixed_precision_training(on_unsupported="bf16", cpu=True)
     model = make_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -278,7 +278,7 @@ def test_other_precisions_are_proven_too(make_llama) -> None:
 
     run(make_llama())
     assert get_receipt().precision["ran"] == "fp32"
-    with pytest.raises(ProofError, match=r"FP32 was asked and did not run[\s\S]*model.dtype"):
+    with pytest.raises(ProofError, match=r"FP32 was requested and did not run[\s\S]*model.dtype"):
         run(make_llama().bfloat16())
 
 

@@ -1,4 +1,4 @@
-"""Recipes over a base that is held in FP8: loaded so, planned so, proven, and nothing else kept."""
+"""Recipes over a base stored in FP8: loaded so, planned so, proven, and nothing else kept."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_storage_in_fp8_with_bf16_compute(tmp_path, weights) -> None:
 @pytest.mark.parametrize("layout", ["blocks", "own"])
 def test_all_of_a_published_fp8_checkpoint_cannot_train(published, tmp_path, layout) -> None:
     chosen = recipe("tiny_full_fp8", f"model.name={published / layout}")
-    with pytest.raises(FinetuneError, match=r"quantised|stored in FP8"):
+    with pytest.raises(FinetuneError, match=r"quantized|stored in FP8"):
         train(chosen, out=tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_a_module_that_peft_trains_in_full_is_not_held(tmp_path) -> None:
 
 def test_adapters_on_the_head_are_refused() -> None:
     chosen = recipe("tiny_lora_fp8", "lora.target_modules=[lm_head]")
-    with pytest.raises(PlanError, match="adapters were asked on the output head"):
+    with pytest.raises(PlanError, match="adapters were requested on the output head"):
         check_settings(chosen.config, sketch(chosen.config))
 
 

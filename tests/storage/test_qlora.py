@@ -327,7 +327,7 @@ def test_a_checkpoint_of_four_bits_trains_under_adapters_only(base, tmp_path) ->
     assert report.receipt.precision["storage"] == {"nf4": LAYERS}
     saved = load_file(report.folder / "model" / "adapter_model.safetensors")
     assert any(not torch.equal(v, v.bfloat16().float()) for v in saved.values())
-    with pytest.raises(ConfigError, match=r"held quantised[\s\S]*quantization_config"):
+    with pytest.raises(ConfigError, match=r"stored quantized[\s\S]*quantization_config"):
         train(load_recipe("tiny_lora_bf16", [*overrides, "~lora"]), out=tmp_path, console=QUIET)
 
 
@@ -344,7 +344,7 @@ def test_missing_bitsandbytes_is_named(monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*BF16")
 def test_the_helper_refuses_it(base, settings) -> None:
     accelerator = setup_fp8_mixed_precision_training("emulated", cpu=True, **settings)
-    with pytest.raises(StorageNotComputeError, match="loaded quantised"):
+    with pytest.raises(StorageNotComputeError, match="loaded quantized"):
         accelerator.prepare(base)
 
 

@@ -1,4 +1,4 @@
-"""Rows: formats recognised, what they become, how they are split, and what a bad row is told."""
+"""Rows: formats recognized, what they become, how they are split, and what a bad row is told."""
 
 from __future__ import annotations
 

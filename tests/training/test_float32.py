@@ -106,7 +106,7 @@ def test_settings_changed_after_preparation_are_found(make_llama) -> None:
     [("model.dtype=bfloat16", "model.dtype=float32"), ("train.tf32=true", "~train.tf32")],
 )
 def test_what_is_not_float32_is_refused_before_loading(setting, fix, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="FP32 compute was asked") as caught:
+    with pytest.raises(ConfigError, match="FP32 compute was requested") as caught:
         train(load_recipe("tiny_full_bf16", [*FP32, setting]), out=tmp_path)
     assert fix in caught.value.fix
     assert not list(tmp_path.iterdir())

@@ -156,7 +156,7 @@ def test_a_sample_tells_what_the_whole_does(scaling, operand) -> None:
 
 
 def test_gemms_kept_high_have_no_cast(make_llama) -> None:
-    """With dgrad and wgrad in high precision no gradient is quantised; x and w still are."""
+    """With dgrad and wgrad in high precision no gradient is quantized; x and w still are."""
     model = make_llama()
     conversion = converted(model, scaling="tensorwise", high_gemms=("dgrad", "wgrad"))
     row = health_row(watch(model, conversion))

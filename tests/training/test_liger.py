@@ -76,5 +76,5 @@ def test_frozen_layers_and_adapters_run_inside_ligers_modules(
 
 def test_ligers_kernels_are_refused_on_a_cpu():
     recipe = load_recipe("tiny_lora_fp8", ["train.use_liger_kernel=true"])
-    with pytest.raises(ConfigError, match="Liger's kernels were asked on a CPU"):
+    with pytest.raises(ConfigError, match="Liger's kernels were requested on a CPU"):
         preflight(recipe.config, CPU)

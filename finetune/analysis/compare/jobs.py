@@ -154,7 +154,7 @@ def places(on_gpu: bool, jobs: int | None, cores: int) -> tuple[int, int | None]
     if on_gpu:
         if jobs not in (None, 1):
             raise ConfigError(
-                f"{jobs} runs at once were asked on a GPU",
+                f"{jobs} runs at once were requested on a GPU",
                 where=f"--jobs {jobs}",
                 why="they would slow each other down and share its memory: neither speed nor peak "
                 "could be compared",
@@ -164,7 +164,7 @@ def places(on_gpu: bool, jobs: int | None, cores: int) -> tuple[int, int | None]
     at_once = jobs if jobs is not None else min(2, cores)
     if not 1 <= at_once <= max(1, cores):
         raise ConfigError(
-            f"{at_once} runs at once were asked of {cores} cores",
+            f"{at_once} runs at once were requested of {cores} cores",
             where=f"--jobs {at_once}",
             why="two threads on one core wait for each other",
             fix=f"--jobs {min(2, cores)}",

@@ -32,7 +32,7 @@ STYLES = {
 }  # fmt: skip
 SHOWN_CHARACTERS = 200
 PLAIN_TABLE: Any = {"box": None, "pad_edge": False}
-EMULATED = "FP8 was emulated: its speed says nothing of FP8 hardware"
+EMULATED = "FP8 was emulated: its speed is not representative of FP8 hardware"
 """Note of a comparison whose FP8 was emulated."""
 Verdict = Literal["equivalent", "not equivalent", "undecided"]
 Interval = tuple[float, float]

@@ -284,7 +284,7 @@ def shares_model(config: RunConfig, place: Place) -> bool:
         return False
     if place.device.kind == "cpu":
         raise ConfigError(
-            f"train.fsdp was asked on {place}",
+            f"train.fsdp was requested on {place}",
             where="train.fsdp",
             why="accelerate shards on GPUs only",
             fix="--gpu NAME, or ~train.fsdp ~train.fsdp_config",

@@ -191,7 +191,7 @@ class Proof:
                     wrong.append(row)
         if other or not shares.get(requested):
             self._fail(
-                f"{requested.upper()} was asked and did not run",
+                f"{requested.upper()} was requested and did not run",
                 where=", ".join(other[:6]) or "all layers",
                 why=f"of the matmul FLOPs of the first step {shares.get(requested, 0):.1%} ran in "
                 f"{requested.upper()}",
