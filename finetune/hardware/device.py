@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from finetune.config.schema import FP8_ONLY, PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError
+from finetune.hardware.gemm_engine import NO_ROWWISE
 
 FP8_CAPABILITY = (8, 9)
 BLOCK_CAPABILITY = (10, 0)
@@ -173,6 +174,9 @@ def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Ve
     if device.capability < needed:
         no = f"{scaling} needs compute capability {_shown(needed)}; {device.name} has less"
         return Verdict(False, f"{no}; backend=emulated has it")
+    if name == "torchao" and device.capability[0] == NO_ROWWISE and scaling.startswith("rowwise"):
+        no = f"torch cannot multiply row-wise scales on {device.name} yet (torch 2.10, CUDA 13.0)"
+        return Verdict(False, f"{no}; use scaling=tensorwise")
     if name == "torchao":
         return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
     if scaling == "mxfp8" and device.capability >= (12, 0):
@@ -379,6 +383,8 @@ def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
     """Settings under which it runs here, each of them tried; then what has FP8 units."""
     settings = _lacks(precision.backend, precision)[1] if precision.backend in LIMITED else {}
     tried: list[dict[str, Any]] = [settings] if settings else []
+    if precision.scaling.startswith("rowwise") and precision.frozen != "bf16":
+        tried.append({"scaling": "tensorwise"})
     if precision.backend != "emulated":
         tried += [{"backend": x} for x in LIMITED if x != precision.backend and device.has_fp8]
         tried += [{"backend": "emulated"}, {"backend": "emulated", "compile": "off"}]

@@ -150,6 +150,7 @@ class Arithmetic(NamedTuple):
         in_bf16: True if the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
         high: GEMMs that stay in high precision, from the dequantized weight.
         kernels: True if kernels of our own cast and transpose for `torch._scaled_mm`.
+        fast_accum: True if `torch._scaled_mm` may accumulate with fewer digits.
     """
 
     tile: Tile
@@ -159,6 +160,7 @@ class Arithmetic(NamedTuple):
     in_bf16: bool = True
     high: frozenset[Gemm] = frozenset()
     kernels: bool = False
+    fast_accum: bool = True
 
 
 def dequantizing(tile: Tile) -> Arithmetic:
@@ -195,14 +197,14 @@ def multiply(
     if bits.stride(0) != 1:
         row_major = transpose_codes(bits, a[0]) if how.kernels else bits.t().contiguous()
         column_major = row_major.t()
-    # The kernel with a scale per row has BF16 results only, and is slow without fast accumulation.
+    # The kernel with a scale per row has BF16 results only.
     y = torch._scaled_mm(  # [M, C] @ [C, D]
         a[0],
         column_major.view(E4M3.dtype),
         scale_a=a[1],
         scale_b=inverse if how.per_row else inverse.reshape(()),
         out_dtype=torch.bfloat16 if how.per_row else dtype,
-        use_fast_accum=how.per_row,
+        use_fast_accum=how.fast_accum,
     )
     return y.to(dtype)
 

@@ -102,7 +102,8 @@ class Receipt(JupyterMixin):
 
     Attributes:
         status: `proven`, or why it is not (yet).
-        precision: `asked`, `ran`, `backend`, `scaling`, `format`, `effective` (the engine's own
+        precision: `asked`, `ran`, `backend`, `scaling`, `format`, `gemm` (the library that
+            multiplies FP8 here, such as `cuBLASLt outer-vector`), `effective` (the engine's own
             words), `reason`, `fallback` (one loud line, or empty), `compile`, `storage` (how
             frozen weights are stored that are not plain, `nf4` -> number of layers),
             `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import Device, Resolution, resolve, this_device, version
+from finetune.hardware.gemm_engine import cuda_of, gemm_engine
 from finetune.precision import convert
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import Conversion
@@ -230,6 +231,7 @@ class Session:
                 "scaling": p.scaling if fp8 else "",
                 "format": _format(p, engines) if fp8 else "",
                 "effective": self._effective(engines),
+                "gemm": self._gemm(),
                 "reason": r.reason,
                 "fallback": r.fallback,
                 "storage": stored_weights(conversion.model) if conversion else {},
@@ -245,6 +247,19 @@ class Session:
             layers=proof.layers if proof else [],
             environment=self._environment(),
         )
+
+    def _gemm(self) -> str:
+        """Library that multiplies FP8 here; empty in another precision."""
+        p, capability = self.precision, self.device.capability
+        if p.compute != "fp8":
+            return ""
+        if capability is None or not self.device.has_fp8 or p.backend == "emulated":
+            return "emulated"
+        if p.backend == "te" and p.frozen != "fp8":
+            return "Transformer Engine"
+        numbers = torch.__version__.split("+")[0].split(".")[:2]
+        cuda = cuda_of(tuple(int(n) for n in numbers), torch.version.cuda)
+        return gemm_engine(p.scaling, capability, cuda)
 
     def _kernels(self, conversion: Conversion | None) -> str:
         """What casts the operands of frozen weights; empty without them."""

@@ -164,9 +164,11 @@ def test_products_with_a_rank_are_bound_by_memory():
     assert seconds_of(gemm(32, 8, 64), "H100")[1] == "launch"
 
 
-def test_rowwise_scales_cost_something():
+@pytest.mark.parametrize(("gpu_name", "factor"), [("H100", 1.01), ("B200", 1.1), ("4090", 1.1)])
+def test_rowwise_scales_cost_more_in_cutlass(gpu_name, factor):
     plain, rows = gemm(4096, 4096, 4096, FP8), gemm(4096, 4096, 4096, FP8, scale=(4096, 1))
-    assert seconds_of(rows, "H100")[0] > 1.1 * seconds_of(plain, "H100")[0]
+    more = seconds_of(rows, gpu_name)[0] / seconds_of(plain, gpu_name)[0]
+    assert factor < more < 1.05 if gpu_name == "H100" else more > factor
 
 
 def test_a_round_that_is_hardly_filled_is_a_round():
@@ -487,7 +489,7 @@ def ratio(
     from dataclasses import replace
 
     attention, seconds = "cudnn" if launched == "native" else "flash", []
-    roofline = roofline_of(named_gpu("H100"), launched, attention)  # pyright: ignore[reportArgumentType]
+    roofline = roofline_of(named_gpu("H100"), launched, attention, (2, 8, 0))  # pyright: ignore[reportArgumentType]
     for one in (setting, replace(setting, **fp8)):  # pyright: ignore[reportArgumentType]
         step = write_step(shape, one)
         micro = roofline.step_time(step.micro, compiled=compiled)

@@ -10,6 +10,7 @@ from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
 from finetune.hardware.device import FP8_GPUS, resolve
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
+from tests.hardware.test_gemm_engine import RTX5090
 
 BACKENDS = ("te", "torchao", "auto")
 SCALINGS = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
@@ -17,7 +18,7 @@ MORE = (
     *("", "precision.format=e5m2", "precision.format=hybrid", "precision.high_gemms=[wgrad]"),
     *("precision.power_of_two_scales=true", "precision.compile=on", "precision.fp8_params=true"),
 )
-DEVICES = {d.name: d for d in (A100, APPLE, B200, CPU, H100, RTX4090, V100)}
+DEVICES = {d.name: d for d in (A100, APPLE, B200, CPU, H100, RTX4090, RTX5090, V100)}
 
 
 def ways(device, overrides):

@@ -50,6 +50,7 @@ from finetune.estimator.speed.kernels import (
 )
 from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace.trace import Op
+from finetune.hardware.gemm_engine import cuda_of, gemm_engine
 from finetune.hardware.gpus import Gpu
 
 TABLE = ASSETS / "efficiency.yaml"
@@ -113,6 +114,7 @@ class _Family(_Row):
     name: str
     capability: tuple[tuple[int, int], ...]
     gemm: dict[str, PositiveFloat]
+    outer_vector: PositiveFloat | None = None
     attention: dict[AttentionKernel, dict[Direction, PositiveFloat]]
     origin: str
 
@@ -146,8 +148,14 @@ def shared() -> Shared:
     return _table().shared
 
 
-def efficiency_of(gpu: Gpu, attention: AttentionKernel | None = None) -> Efficiency:
+def efficiency_of(
+    gpu: Gpu, attention: AttentionKernel | None = None, torch: tuple[int, ...] | None = None
+) -> Efficiency:
     """Efficiencies of a GPU's family, or its own entry (power-limited models).
+
+    Args:
+        attention: default PyTorch's choice there.
+        torch: version of torch, which decides what multiplies row-wise scales; default here's.
 
     Raises:
         ConfigError: no family of the table has the GPU's compute capability.
@@ -169,11 +177,15 @@ def efficiency_of(gpu: Gpu, attention: AttentionKernel | None = None) -> Efficie
         picked = sdpa_kernel(gpu.capability, installed_torch(), head_dim=128, masked=False)
         attention = "cudnn" if picked == "cudnn" else "flash"
     flash, slower = family.attention["flash"], table.shared.masked_attention
+    cuda = cuda_of(torch or installed_torch(), None)
+    common = table.shared
+    if gemm_engine("rowwise", gpu.capability, cuda) == "cuBLASLt outer-vector":
+        common = common.model_copy(update={"rowwise": family.outer_vector or common.rowwise})
     return Efficiency(
         gemm=own.gemm if own else family.gemm,
         attention=family.attention.get(attention, flash),
         masked={direction: share * slower for direction, share in flash.items()},
-        shared=table.shared,
+        shared=common,
         origin=own.origin if own else family.origin,
     )
 
@@ -307,14 +319,17 @@ class Roofline:
 
 
 def roofline_of(
-    gpu: Gpu, launched_by: HostKind = "eager", attention: AttentionKernel | None = None
+    gpu: Gpu,
+    launched_by: HostKind = "eager",
+    attention: AttentionKernel | None = None,
+    torch: tuple[int, ...] | None = None,
 ) -> Roofline:
-    """Build a roofline from the efficiency table; `attention` defaults to PyTorch's choice there.
+    """Build a roofline from the efficiency table, see `efficiency_of`.
 
     Raises:
         ConfigError: the table has no entry for the GPU's compute capability.
     """
-    return Roofline(gpu, efficiency_of(gpu, attention), host(launched_by))
+    return Roofline(gpu, efficiency_of(gpu, attention, torch), host(launched_by))
 
 
 def half_peak(gpu: Gpu) -> float:

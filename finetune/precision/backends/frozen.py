@@ -118,6 +118,7 @@ class FrozenBackend(Backend):
             emulate=self.emulate,
             in_bf16=self.pow2 or self.precision.emulation != "exact",
             high=self.high,
+            fast_accum=self.precision.fast_accum,
             kernels=self.kernels,
         )
 
@@ -139,4 +140,5 @@ class FrozenBackend(Backend):
             "power_of_two_scales": self.pow2,
             "high_gemms": sorted(self.high),
             "saved_input": self.precision.saved_input,
+            "fast_accum": self.precision.fast_accum,
         }

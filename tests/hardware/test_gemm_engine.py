@@ -1,0 +1,49 @@
+"""The library that multiplies FP8 by GPU, scaling and CUDA, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.config.schema import PrecisionConfig
+from finetune.estimator.speed.roofline import efficiency_of
+from finetune.hardware.device import Device, backend_verdict, resolve
+from finetune.hardware.gemm_engine import cuda_of, gemm_engine
+from finetune.hardware.gpus import named_gpu
+
+RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "capability", "cuda", "engine"),
+    [
+        ("tensorwise", (9, 0), (13, 0), "cuBLASLt tensorwise"),
+        ("rowwise", (9, 0), (13, 0), "cuBLASLt outer-vector"),
+        ("rowwise", (9, 0), (12, 9), "cuBLASLt outer-vector"),
+        ("rowwise", (9, 0), (12, 8), "CUTLASS rowwise"),
+        ("rowwise_with_gw_hp", (8, 9), (13, 0), "CUTLASS rowwise"),
+        ("rowwise", (10, 0), (13, 0), "CUTLASS rowwise"),
+    ],
+)
+def test_engine(scaling, capability, cuda, engine) -> None:
+    assert gemm_engine(scaling, capability, cuda) == engine
+
+
+def test_cuda_is_that_of_this_torch_or_of_the_usual_wheel() -> None:
+    assert cuda_of((2, 10, 0), "13.0") == (13, 0)
+    assert [cuda_of((2, minor, 0), None) for minor in (10, 11)] == [(12, 8), (13, 0)]
+
+
+def test_rows_are_slow_where_cutlass_multiplies_them() -> None:
+    shares = [efficiency_of(named_gpu("H100"), torch=(2, minor, 0)).shared for minor in (8, 11)]
+    assert shares[0].rowwise < shares[1].rowwise < 1
+    ada = [efficiency_of(named_gpu("4090"), torch=(2, minor, 0)).shared for minor in (8, 11)]
+    assert ada[0] == ada[1]
+
+
+def test_rows_are_refused_where_nothing_multiplies_them() -> None:
+    rows = PrecisionConfig(compute="fp8", scaling="rowwise", backend="torchao")
+    no = backend_verdict("torchao", rows, RTX5090)
+    assert not no
+    assert "use scaling=tensorwise" in no.reason
+    tensors = rows.model_copy(update={"scaling": "tensorwise"})
+    assert resolve(tensors, RTX5090).precision.backend == "torchao"
