@@ -50,7 +50,9 @@ class ModelConfig(Section):
         "head",
     )
     attention: str | None = Field(
-        default=None, description="attention implementation (`sdpa`, `flash_attention_2`, `eager`)"
+        default="auto",
+        description="`varlen`: packed documents without a mask; `auto`: that where rows are packed "
+        "by document, else the model's own; or a name of Transformers (`sdpa`, `eager`, ...)",
     )
     pad_token: str | None = Field(
         default=None,
@@ -58,9 +60,7 @@ class ModelConfig(Section):
         "models from learning never to stop",
     )
     revision: str | None = Field(default=None, description="hub revision (branch, tag or commit)")
-    trust_remote_code: bool = Field(
-        default=False, description="allow model code from the hub to run"
-    )
+    trust_remote_code: bool = Field(default=False, description="allow hub model code to run")
 
 
 class PrecisionConfig(Section):

@@ -168,6 +168,15 @@ def _settings_in(text: str, train: Mapping[str, Any]) -> str:
     return ", or ".join(named) or "change the settings that it names; ~train.KEY is TRL's default"
 
 
+def padding_free(train: Mapping[str, Any]) -> bool:
+    """True if TRL puts the documents of a batch behind one another, without padding, by document.
+
+    Its rule: `padding_free`, or packing by another strategy than `wrapped` (SFTTrainer, TRL 1.16).
+    """
+    whole = str(train.get("packing_strategy", "bfd")) in ("bfd", "bfd_split")
+    return bool(train.get("padding_free") or (train.get("packing") and whole))
+
+
 @dataclass(frozen=True)
 class FsdpSettings:
     """Sharding of a run; defaults of Transformers 5.14 (`TrainingArguments._process_fsdp_args`).

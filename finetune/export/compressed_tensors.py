@@ -183,7 +183,8 @@ def input_amax(
             hook = base.get_submodule(name).register_forward_pre_hook(partial(watch, name))
             hooks.callback(hook.remove)
         for batch in batches:
-            model(**{k: v for k, v in batch.items() if k != "labels"})
+            # With a cache Transformers would not keep packed documents apart.
+            model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False)
     found = {name: float(value) for name, value in largest.items()}
     for name in layers:
         if not 0 < found.get(name, 0.0) < float("inf"):

@@ -33,6 +33,7 @@ from finetune.config.sft import sft_config
 from finetune.errors import DataError, ParityError
 from finetune.hardware.device import this_device
 from finetune.storage.loading import load_in_fp8
+from finetune.training.attention import implementation_arguments
 from finetune.training.data import load_data
 from finetune.training.model import is_published_fp8, load_tokenizer
 
@@ -151,7 +152,7 @@ def load_stock(
     import finetune.storage.bdh  # noqa: F401  registers our own model types
 
     load: Any = AutoModelForCausalLM.from_pretrained
-    attention, trust = config.model.attention, config.model.trust_remote_code
+    trust = config.model.trust_remote_code
     shape = AutoConfig.from_pretrained(weights, trust_remote_code=trust)
     if adapter is not None and is_published_fp8(shape):
         load = load_in_fp8  # other loaders treat such a base differently by device
@@ -161,7 +162,7 @@ def load_stock(
         dtype=DTYPES.get(config.precision.compute, torch.bfloat16),
         device_map=this_device().kind,
         trust_remote_code=trust,
-        **({} if attention is None else {"attn_implementation": attention}),
+        **implementation_arguments(config.model),
     )
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
@@ -218,7 +219,8 @@ def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
             inputs = {key: value for key, value in batch.items() if key != "labels"}
             labels = batch["labels"][:, 1:]
             counts = labels != IGNORED
-            logits = model(**inputs).logits[:, :-1][counts]
+            # With a cache Transformers would not keep packed documents apart.
+            logits = model(**inputs, use_cache=False).logits[:, :-1][counts]
             for part, wanted in zip(logits.split(1024), labels[counts].split(1024), strict=True):
                 total += float(F.cross_entropy(part.float(), wanted, reduction="sum"))
             count += len(logits)

@@ -104,7 +104,8 @@ class Receipt(JupyterMixin):
         status: `proven`, or why it is not (yet).
         precision: `asked`, `ran`, `backend`, `scaling`, `format`, `gemm` (the library that
             multiplies FP8 here, such as `cuBLASLt outer-vector`), `effective` (the engine's own
-            words), `reason`, `fallback` (one loud line, or empty), `compile`, `storage` (how
+            words), `reason`, `fallback` (one loud line, or empty), `compile`, `attention` (the
+            implementation, and with `varlen` its kernel), `storage` (how
             frozen weights are stored that are not plain, `nf4` -> number of layers),
             `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how
             many run in one function with their base, and why others do not).
@@ -196,6 +197,8 @@ class Receipt(JupyterMixin):
 
     def _facts(self) -> Iterator[RenderableType]:
         yield Text(f"torch.compile: {self.precision.get('compile', 'off')}", style="dim")
+        if self.precision.get("attention"):
+            yield Text(f"attention: {self.precision['attention']}", style="dim")
         if self.role_share.get("adapter"):
             shares = ", ".join(f"{role} {share:.1%}" for role, share in self.role_share.items())
             yield Text(f"matmul FLOPs: {shares}")

@@ -16,6 +16,7 @@ from torch import nn
 from finetune.precision.lora import fused_adapters
 from finetune.precision.proof.proof import named_trainable
 from finetune.runs.names import recipe_name
+from finetune.training.attention import executed_attention
 from finetune.training.session import Session
 
 
@@ -62,7 +63,7 @@ def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
             "order": str(args.train_sampling_strategy),
         },
         "checkpointing": _checkpointing(args, model),
-        "attention": model.config._attn_implementation,
+        "attention": executed_attention(model, running.device),
         "compile": running.compiled.partition(":")[0],
         "fused kernels": {
             "liger": args.use_liger_kernel and (args.liger_kernel_config or True),

@@ -11,6 +11,7 @@ from finetune.config.paths import ASSETS, shipped_shape
 from finetune.config.schema import BUILTIN, LoraSection, ModelConfig, RunConfig
 from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, did_you_mean
 from finetune.storage import nf4
+from finetune.training.attention import AUTO, implementation_arguments
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -182,8 +183,7 @@ def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrain
     import torch
 
     kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
-    if model.attention is not None:
-        kwargs["attn_implementation"] = model.attention
+    kwargs |= implementation_arguments(model)
     if model.weights == "pretrained":
         return _load_pretrained(model, stored, kwargs)
     try:
@@ -191,7 +191,7 @@ def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrain
     except FinetuneError:
         raise
     except (ValueError, ImportError) as error:
-        if model.attention is None:
+        if model.attention in (None, AUTO):
             raise
         raise ConfigError(
             f"{model.name} cannot be built like this",

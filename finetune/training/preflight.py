@@ -1,8 +1,9 @@
 """Preflight: facts and checks of a run before anything is loaded.
 
     extras, device ─┐
-    settings ───────┼─> Preflight(resolution, plan, sketch) ─> memory (a `Forecast`)
-    precision ──────┘
+    settings ───────┼─> Preflight(resolution, plan, attention, sketch) ─> memory (a `Forecast`)
+    precision ──────┤
+    attention ──────┘
 
 The sketch is the model with its adapters on the meta device: shapes without memory. Resolution and
 plan are made here once; session, model and receipt use these.
@@ -20,6 +21,7 @@ from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionErro
 from finetune.hardware.device import Device, Resolution, resolve
 from finetune.hardware.requirements import check_extras, check_optimizer_here
 from finetune.precision.planner import PrecisionPlan, plan
+from finetune.training.attention import Attention, resolve_attention
 from finetune.training.compute_types import refuse_half_weights
 from finetune.training.model import sketch
 
@@ -49,10 +51,12 @@ class Preflight(Planned):
     Attributes:
         processes: number of processes that train together.
         resolution: executed precision, with reasons; `plan` is of that precision.
+        attention: executed attention, with its reason.
     """
 
     processes: int
     resolution: Resolution
+    attention: Attention
 
 
 class Forecast(Protocol):
@@ -82,7 +86,7 @@ def preflight(
 
     Raises:
         PlanError: a choice of layers cannot be honored.
-        ConfigError: contradicting settings, or an optimizer that cannot step here.
+        ConfigError: contradicting settings, or an optimizer or attention that cannot run here.
         PrecisionError: the precision is unavailable here, or not with these weights.
         MemoryShortError: memory is too small.
         MissingExtraError: a setting's optional library is not installed.
@@ -107,7 +111,8 @@ def preflight(
     made = check_settings(config, model, None if resolution.fallback else resolution.precision)
     if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
-    run = Preflight(config, device, made, model, processes(), resolution)
+    attention = resolve_attention(config, model, device)
+    run = Preflight(config, device, made, model, processes(), resolution, attention)
     if forecast is not None and not force:
         forecast.check(run)
     return run

@@ -42,6 +42,7 @@ from finetune.precision.stored import StoredMixin, stored_as, stored_weights
 from finetune.precision.weights import serves
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
+from finetune.training.attention import executed_attention
 from finetune.training.patches import Patches, multiplies, patch_accelerator
 
 LIBRARIES = (
@@ -238,6 +239,9 @@ class Session:
                 "forced": dict(conversion.plan.overrides) if conversion else {},
                 "compile": self.compiled,
                 "kernels": self._kernels(conversion),
+                "attention": executed_attention(conversion.model, self.device)
+                if conversion
+                else "",
                 "evaluation": p.eval if fp8 else "high",
                 "adapters": fused_adapters(conversion.fused) if conversion else "",
             },

@@ -29,6 +29,7 @@ from finetune.runs.folder import write_start
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.training import low_bit
+from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.conditions import conditions_of
 from finetune.training.data import load_data, source_of
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
@@ -114,7 +115,7 @@ class _Run:
 
         from finetune.training.checkpoints import resume_folder
 
-        self.recipe, self.config = recipe, recipe.config
+        self.recipe, self.config, self.attention = recipe, recipe.config, ahead.attention
         config, on_cpu = recipe.config, ahead.device.kind == "cpu"
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
@@ -195,6 +196,7 @@ class _Run:
                 held_out=self.rows.eval,
                 tokenizer=self.tokenizer,
                 stored=session.planned.stored if session.planned else (),
+                attention=self.attention,
                 callbacks=[
                     *(self.samples, self.metrics, self.bar, self.stop),
                     *(self.keeper, self.meter, self.timer),
@@ -301,6 +303,7 @@ def make_trainer(
     held_out: Dataset | None,
     tokenizer: PreTrainedTokenizerBase,
     stored: Sequence[LayerPlan],
+    attention: Attention,
     callbacks: list[TrainerCallback],
     kind: type[SFTTrainer] | None = None,
 ) -> SFTTrainer:
@@ -312,6 +315,7 @@ def make_trainer(
         args: trainer arguments (`finetune.config.sft`).
         train, held_out: rows in one of TRL's formats.
         stored: plan rows of weights that are stored in FP8 from the start.
+        attention: resolved `model.attention`.
         kind: trainer class, default `trl.SFTTrainer`.
 
     Raises:
@@ -320,7 +324,8 @@ def make_trainer(
     from peft import get_peft_model
     from trl import SFTTrainer
 
-    model: Any = load_model(config.model, stored)
+    resolved = {"attention": attention.implementation}
+    model: Any = load_model(config.model.model_copy(update=resolved), stored)
     adapters = lora_config(config.lora) if config.lora else None
     if adapters is not None and stored_weights(model):  # the trainer would cast new adapters
         model, adapters = get_peft_model(model, adapters), None
@@ -328,7 +333,7 @@ def make_trainer(
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
     with nf4.masters_kept(model):
-        return (kind or SFTTrainer)(
+        trainer = (kind or SFTTrainer)(
             model=model,
             args=args,
             train_dataset=train,
@@ -340,3 +345,7 @@ def make_trainer(
             else None,
             callbacks=callbacks,
         )
+    if attention.implementation == VARLEN:
+        prefer_flash_3(this_device())
+        fix_documents(trainer)
+    return trainer

@@ -39,6 +39,7 @@ from finetune.logging import output, quiet_libraries
 from finetune.precision.planner import LayerPlan
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, session
+from finetune.training.attention import OWN, Attention
 from finetune.training.data import random_rows
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.health.speed import mfu, work_of
@@ -129,7 +130,12 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
     running = session.install(ahead.resolution, ahead.plan)
     try:
         measured = train_steps(
-            job, device, MemoryMeter(running), stored=ahead.plan.stored, monitored=True
+            job,
+            device,
+            MemoryMeter(running),
+            stored=ahead.plan.stored,
+            attention=ahead.attention,
+            monitored=True,
         )
         receipt, label = running.receipt(), running.resolution.label
     finally:
@@ -145,6 +151,7 @@ def train_steps(
     meter: MemoryMeter,
     *,
     stored: Sequence[LayerPlan] = (),
+    attention: Attention = OWN,
     monitored: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
     kind: type[SFTTrainer] | None = None,
@@ -154,6 +161,7 @@ def train_steps(
     Args:
         meter: measures the memory of a step.
         stored: layers whose weights are stored in FP8 from the beginning.
+        attention: resolved `model.attention`; default: the model's own.
         monitored: monitor health, as a run does.
         kind: class of trainer; default `trl.SFTTrainer`.
 
@@ -187,6 +195,7 @@ def train_steps(
             held_out=None,
             tokenizer=tokenizer,
             stored=stored,
+            attention=attention,
             callbacks=[meter, timer, *callbacks],
             kind=kind,
         )

@@ -32,7 +32,7 @@ from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.config.sft import sft_config
+from finetune.config.sft import padding_free, sft_config
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.speed.step_parts import StepPart
@@ -106,6 +106,7 @@ def diagnose(
             held_out=None,
             tokenizer=tokenizer,
             stored=ahead.plan.stored,
+            attention=ahead.attention,
             callbacks=[observer],
         )
         trainer.remove_callback(PrinterCallback)
@@ -215,7 +216,7 @@ def _facts(
     if gpu is not None and device.has_fp8:
         fused = compiled or precision.backend == "te" or precision.scaling == "delayed"
         payoff = payoff_of(gpu, fused=fused, rowwise=precision.scaling == "rowwise")
-    flash = "flash" in str(conversion.model.config._attn_implementation)  # pyright: ignore
+    by_mask = getattr(conversion.model.config, "_attn_implementation", "") in ("sdpa", "eager")
     where = next(conversion.model.parameters()).device
     # Compiled layers have no recomputation ranges inside: there the GEMMs alone count.
     inside = sum(group.recomputed * group.seconds for group in groups) if compiled else 0.0
@@ -229,7 +230,7 @@ def _facts(
         payoff=payoff,
         compiled=running.compiled,
         adapters=receipt.precision["adapters"],
-        masked=bool(config.train.get("packing")) and not flash,
+        masked=padding_free(config.train) and by_mask,
         trainable=receipt.trainable.get("after", 0),
     )
 

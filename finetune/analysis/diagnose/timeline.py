@@ -55,7 +55,8 @@ _HOST_OPS = words(
 
 _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.I)
 _ATTENTION = re.compile(
-    r"flash_(fwd|bwd)|flash::|fmha|scaled_dot_product|attention|sdpa|_attn_|attn_(fwd|bwd)", re.I
+    r"flash_(fwd|bwd)|flash::|fmha|scaled_dot_product|attention|sdpa|varlen_attn|_attn_|attn_(fwd|bwd)",
+    re.I,
 )
 _OPTIMIZER = re.compile(
     r"multi_tensor_apply|adam|lamb\b|foreach|kOptimizer|optimizer.*8bit|linalg_vector_norm", re.I

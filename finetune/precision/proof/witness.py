@@ -75,6 +75,13 @@ _ATTENTION_MATMULS: dict[Any, int] = dict.fromkeys(_existing(*_ATTENTION), 2) | 
     _existing(*(f"{name}_backward" for name in _ATTENTION)), 5
 )
 
+_VARLEN = {
+    f"{name}{direction}"
+    for name in ("finetune::varlen_attention", "torch_attn::_varlen_attn")
+    for direction in ("", "_backward")
+}
+"""Attention over documents: `finetune.training.varlen`, and torch's kernel."""
+
 
 @dataclass
 class Seen:
@@ -355,6 +362,11 @@ class _Dispatch(TorchDispatchMode):
             flops = 2 * q[..., 0].numel() * k.shape[-2] * q.shape[-1] * _ATTENTION_MATMULS[packet]
             gemm: Gemm = "dgrad" if backward else "fprop"
             self.witness.add(ATTENTION, gemm, operand_precision(q), flops)
+        elif packet._qualified_op_name in _VARLEN:
+            backward = packet._qualified_op_name.endswith("backward")
+            gemm = "dgrad" if backward else "fprop"
+            flops = flop_registry[packet](*args, **(kwargs or {}))
+            self.witness.add(ATTENTION, gemm, operand_precision(args[int(backward)]), flops)
         elif packet in flop_registry:  # convolutions and whatever else torch counts
             result = func(*args, **(kwargs or {}))
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
