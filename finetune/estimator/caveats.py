@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.config.optimizers import chosen
-from finetune.config.sft import fsdp_settings
+from finetune.config.sft import fsdp_settings, padding_free
 from finetune.estimator.knobs import attends_by_mask
 from finetune.estimator.measure import Measured
 
@@ -20,8 +20,11 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         notes.append(
             f"attention is {pace.share('attention'):.0%} of the step: rows packed into one make an "
             "explicit mask, which flash attention does not take and other kernels compute in full. "
-            "model.attention=flash_attention_2 (with the flash-attn package) needs no mask; "
-            "--advice measures it"
+            "~model.attention needs no mask; --advice measures it"
+        )
+    if on_gpu and padding_free(train) and not masked:
+        notes.append(
+            "attention is timed for documents that fill their rows: shorter ones take less of it"
         )
     if place.gpu is None and on_gpu:
         notes.append(

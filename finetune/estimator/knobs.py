@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from finetune.config.optimizers import chosen
 from finetune.config.schema import FROZEN_SCALINGS, RunConfig
+from finetune.config.sft import padding_free
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import Device
 
@@ -38,11 +39,11 @@ SHORTEST = 256
 LORA = ("lora.r=16", "lora.alpha=32")
 IN_FP8 = ("precision.compute=fp8", "precision.scaling=rowwise")
 IN_FOUR_BITS = ("precision.compute=bf16", "model.storage=nf4")
-FLASH = "model.attention=flash_attention_2"
+UNMASKED = "model.attention=auto"
 # Adapters need about ten times the learning rate of full fine-tuning; as in the LoRA recipes.
 LORA_RATE = 2e-4
 FUSED = "adamw_torch_fused"
-# Compute capability from which the package flash-attn runs (its README: Ampere or newer).
+# Compute capability from which FlashAttention runs (Ampere or newer).
 FLASH_CAPABILITY = (8, 0)
 # Parts of a step, and gains in speed, below this fraction are not reported.
 GAIN = 0.10
@@ -107,10 +108,9 @@ def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, .
 
 
 def attends_by_mask(config: RunConfig, device: Device) -> bool:
-    """True if packed rows need an L x L mask that FlashAttention would avoid."""
+    """True if packed rows are configured to need an L x L mask, which `auto` would avoid."""
     able = device.kind == "cuda" and (device.capability or (0, 0)) >= FLASH_CAPABILITY
-    packed = bool(setting(config, "packing")) and config.model.attention in (None, "sdpa", "eager")
-    return able and packed
+    return able and padding_free(config.train) and config.model.attention in ("sdpa", "eager")
 
 
 def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
@@ -118,8 +118,8 @@ def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
         why = "one fused kernel instead of passes over lists of tensors, which make temporaries"
         yield Change("optimizer kernel", (f"train.optim={FUSED}",), why)
     if attends_by_mask(config, device):
-        why = "packed documents are kept apart without a mask of length x length; needs the package"
-        yield Change("attention", (FLASH,), f"{why} flash-attn")
+        why = "packed documents are kept apart without a mask of length x length"
+        yield Change("attention", (UNMASKED,), why)
     if device.kind == "cuda" and not device.is_rocm:
         why = "frees fragments between tensors, not tensors: segments grow instead of standing idle"
         yield Change("allocator", (), why, environment=EXPANDABLE)
@@ -217,8 +217,8 @@ def speedups(
     masked, (rows, times) = attends_by_mask(config, device), rows_of(config)
     if masked and share(StepPart.ATTENTION) > GAIN:
         why = f"attention under a mask takes {share(StepPart.ATTENTION):.0%} of the step; without "
-        why += "one it works on documents alone; needs the package flash-attn"
-        yield Change("attention", (FLASH,), why)
+        why += "one it works on documents alone"
+        yield Change("attention", (UNMASKED,), why)
     if setting(config, "gradient_checkpointing"):
         why = "nothing is computed twice: there is room to keep the activations"
         yield Change("checkpointing", ("train.gradient_checkpointing=false",), why)

@@ -337,14 +337,12 @@ def recompute(facts: Facts) -> Cause | None:
 def attention(facts: Facts) -> Advice:
     """Attention runs in BF16 whatever the linear layers do."""
     if facts.masked and facts.device.kind == "cuda":
-        hint = "needs the package flash-attn"
-        if facts.rows > 1:
-            hint += (
-                "; or micro-batches of one row: train.per_device_train_batch_size=1 "
-                f"train.gradient_accumulation_steps={facts.micro_batches * facts.rows}"
-            )
         text = "attention multiplies what its mask throws away: packed rows are one long row"
-        return text, "", ("model.attention=flash_attention_2",), hint
+        if facts.config.model.attention in ("sdpa", "eager"):
+            return text, "", ("model.attention=auto",), ""
+        times = facts.micro_batches * facts.rows
+        by_row = f"train.gradient_accumulation_steps={times}"
+        return text, "", ("train.per_device_train_batch_size=1", by_row), "rows of their own"
     if facts.config.model.attention == "eager":
         return "attention runs eager", "", ("model.attention=sdpa",), ""
     return "attention stays in BF16", "", (), ""

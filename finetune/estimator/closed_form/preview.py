@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig
+from finetune.config.sft import padding_free
 from finetune.errors import ConfigError
 from finetune.estimator.closed_form.activations import FLOAT, HALF, TrainingMode, layer_bytes
 from finetune.estimator.closed_form.decoder import Decoder, find_decoder
@@ -230,7 +231,7 @@ def _mode(decoder: Decoder, config: RunConfig) -> TrainingMode:
         codes=fused and precision.frozen == "fp8" and precision.saved_input == "fp8",
         dropout=bool(lora and lora.dropout),
         # A mask that keeps packed texts apart goes to a kernel without grouped heads.
-        expanded=model.attention in (None, "sdpa") and _is_true(config.train.get("packing")),
+        expanded=model.attention == "sdpa" and padding_free(config.train),
         eager=model.attention == "eager" or decoder.family == "gemma2",
         compute=FLOAT if precision.compute == "fp32" else HALF,
     )

@@ -152,7 +152,9 @@ def _shares(measured: Calibration, gpu: Gpu | None, line: Gpu) -> Efficiency:
     if gpu is None:  # its peaks are its measured rates
         same = _UNKNOWN_ATTENTION
         gemm = {"bf16": 1.0, "fp32": 1.0}
-        base = Efficiency(gemm=gemm, attention=same, masked=same, shared=shared(), origin="")
+        base = Efficiency(
+            gemm=gemm, attention=same, flash=same, masked=same, shared=shared(), origin=""
+        )
     else:
         base = efficiency_of(gpu)
     gemm = dict(base.gemm)
@@ -165,10 +167,15 @@ def _shares(measured: Calibration, gpu: Gpu | None, line: Gpu) -> Efficiency:
     if gpu is None:
         numbers |= {"l2": 1.0, "kernel_us": measured.launch_us}
     scale = gemm["bf16"] / base.gemm["bf16"] if gpu is not None else pace
+
+    def scaled(shares: dict[Direction, float]) -> dict[Direction, float]:
+        return {direction: share * scale for direction, share in shares.items()}
+
     return Efficiency(
         gemm=gemm,
-        attention={direction: share * scale for direction, share in base.attention.items()},
-        masked={direction: share * scale for direction, share in base.masked.items()},
+        attention=scaled(base.attention),
+        flash=scaled(base.flash),
+        masked=scaled(base.masked),
         shared=base.shared.model_copy(update=numbers),
         origin=f"measured on {measured.device} with torch {measured.torch}",
     )

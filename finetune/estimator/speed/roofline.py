@@ -44,6 +44,7 @@ from finetune.estimator.speed.kernels import (
     Precision,
     Product,
     attention_flops,
+    base_name,
     is_backward_attention,
     launches,
     product_of,
@@ -98,13 +99,15 @@ class Efficiency(_Row):
 
     Attributes:
         gemm: Fraction of the dense peak, by operand precision.
-        attention: Fraction of the BF16 peak, by direction.
+        attention: Fraction of the BF16 peak, by direction: of the kernel behind SDPA.
+        flash: Same of FlashAttention-2, which documents of different lengths run.
         masked: Same with an explicit mask, which neither flash nor cuDNN attention supports.
         origin: Source of the numbers, for the report.
     """
 
     gemm: dict[str, PositiveFloat]
     attention: dict[Direction, PositiveFloat]
+    flash: dict[Direction, PositiveFloat]
     masked: dict[Direction, PositiveFloat]
     shared: Shared
     origin: str
@@ -184,6 +187,7 @@ def efficiency_of(
     return Efficiency(
         gemm=own.gemm if own else family.gemm,
         attention=family.attention.get(attention, flash),
+        flash=flash,
         masked={direction: share * slower for direction, share in flash.items()},
         shared=common,
         origin=own.origin if own else family.origin,
@@ -278,7 +282,9 @@ class Roofline:
             compute = self.product_seconds(product)
         elif launch.kind == "attention":
             flops, masked = attention_flops(op)
-            reached = self.efficiency.masked if masked else self.efficiency.attention
+            shares = self.efficiency
+            plain = shares.flash if base_name(op).startswith("flash") else shares.attention
+            reached = shares.masked if masked else plain
             direction = "backward" if is_backward_attention(op) else "forward"
             compute = flops / (half_peak(self.gpu) * reached[direction])
         body = max(compute, memory)

@@ -18,9 +18,9 @@ If a library's CUDA path takes other memory or time, `on_gpu` selects it (torch 
   the size of all trainable parameters;
 * *TRL's loss* selects labeled positions and runs Triton kernels in place, without needing Triton.
 
-With `model.attention: flash_attention_2` Transformers calls the `flash-attn` package, which takes
-packed rows without padding or mask; documents attend to themselves only. As it runs on GPUs only,
-an attention function of the same shapes replaces it (`choose_attention`).
+With `model.attention: varlen`, and where Transformers calls the package `flash-attn`, packed rows
+have neither padding nor mask; documents attend to themselves only. As these kernels run on GPUs
+only, an attention function of the same shapes replaces them (`choose_attention`).
 
 Shapes: q [B, H, L, D]; k, v [B, Hkv, S, D]; output [B, H, L, D], laid out as [B, L, H, D].
 Source: torch 2.13, aten/src/ATen/native/transformers/cuda.
@@ -134,16 +134,18 @@ def _by_position(x: Tensor) -> Tensor:
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, str kernel)"
-    " -> (Tensor, Tensor)",
-    _forward,
-)
-define(
-    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? mask, bool causal, str kernel) -> (Tensor, Tensor, Tensor, Tensor[])",
-    _backward,
-)
+# Two names, as a trace has no arguments: the kernel behind SDPA may be faster than flash.
+for _name in ("attention", "flash_attention"):
+    define(
+        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, str kernel)"
+        " -> (Tensor, Tensor)",
+        _forward,
+    )
+    define(
+        f"{_name}_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        "Tensor? mask, bool causal, str kernel) -> (Tensor, Tensor, Tensor, Tensor[])",
+        _backward,
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -151,7 +153,8 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
     ) -> Tensor:
-        out, lse = OPS.attention(q, k, v, mask, causal, kernel)
+        run = OPS.flash_attention if kernel == "flash" else OPS.attention
+        out, lse = run(q, k, v, mask, causal, kernel)
         ctx.save_for_backward(q, k, v, out, lse, *([] if mask is None else [mask]))
         ctx.how = causal, kernel
         return out
@@ -160,9 +163,9 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor):
         q, k, v, out, lse, *mask = ctx.saved_tensors
-        dq, dk, dv, _ = OPS.attention_backward(
-            g, q, k, v, out, lse, mask[0] if mask else None, *ctx.how
-        )
+        kernel = ctx.how[1]
+        run = OPS.flash_attention_backward if kernel == "flash" else OPS.attention_backward
+        dq, dk, dv, _ = run(g, q, k, v, out, lse, mask[0] if mask else None, *ctx.how)
         return dq, dk, dv, None, None, None
 
 
@@ -199,11 +202,16 @@ def attention_on(capability: tuple[int, int]) -> Callable[..., Tensor]:
 
 
 FLASH = "finetune_flash"
-KERNELS: dict[str, Kernel] = {"flash_attention_2": "flash", "flash_attention_3": "flash3"}
+KERNELS: dict[str, Kernel] = {
+    "varlen": "flash",
+    "flash_attention_2": "flash",
+    "flash_attention_3": "flash3",
+}
+"""Kernels that take documents of different lengths, by implementation of attention."""
 
 
 def choose_attention(model: nn.Module, name: str | None) -> None:
-    """Apply `model.attention` to a model sketched with its default attention, in place."""
+    """Apply a resolved `model.attention` to a model sketched with its default, in place."""
     if name in KERNELS:
         _register_flash(KERNELS[name])
         name = FLASH
@@ -219,10 +227,10 @@ def _register_flash(kernel: Kernel) -> None:
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-        attention_mask: Tensor | None, cu_seq_lens_q: Tensor | None = None, **kwargs: Any,
+        attention_mask: Tensor | None, max_length_q: int | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        documents = 1 if cu_seq_lens_q is None else len(cu_seq_lens_q) - 1
         length = query.shape[2]
+        documents = length // (max_length_q or length)
         if documents > 1 and length % documents == 0:
             query, key, value = (_split(x, documents) for x in (query, key, value))
         out = fused(query, key, value, None, True, kernel).transpose(1, 2)

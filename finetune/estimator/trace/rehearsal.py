@@ -4,8 +4,9 @@ Memory and time are decided by code that should not be modeled a second time: Tr
 PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code
 runs. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
 by the target device's plan and trained by a stock `SFTTrainer` for one step on a synthetic batch of
-the maximum size. Packed rows consist of full documents; other rows differ by one token of padding:
-the longest decides the peak, and the difference makes Transformers pass a mask, at a cost.
+the maximum size. Packed rows consist of full documents (see `DOCUMENTS`); other rows differ by one
+token of padding: the longest decides the peak, and the difference makes Transformers pass a mask,
+at a cost.
 
 The optimizer has stepped once before, on empty gradients, so its states exist as from the second
 step on. With gradient accumulation the gradients stay too, as for every micro-batch but the first.
@@ -42,6 +43,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, sft_config
 from finetune.errors import FinetuneError, RehearsalError
 from finetune.estimator.trace.fake_cuda import (
+    KERNELS,
     choose_attention,
     on_gpu,
     replaced,
@@ -68,6 +70,7 @@ from finetune.hardware.device import Device, Resolution
 from finetune.precision import convert, planner
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
+from finetune.training.attention import resolve_attention
 from finetune.training.model import TINY_LLAMA, sketch
 from finetune.training.preflight import check_storage
 
@@ -76,7 +79,9 @@ GATHERED_AS = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.floa
 (`finetune.training.patches.AUTOCAST`); None: as stored.
 """
 DOCUMENTS = 8
-"""Documents per packed row."""
+"""Documents per packed row, where a mask keeps them apart: then their number costs nothing. Where
+they cost only themselves, one fills its row, which is the most that it can take.
+"""
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ def rehearse(
     optimizer, on_cuda = chosen(config.train), device.kind == "cuda"
     before = as_four_bit if config.model.storage == "nf4" else None
     model: nn.Module = sketch(config, before, layers=layers)
+    attention = resolve_attention(config, model, device)
     if config.train.get("fsdp"):
         check_storage(config, model)
     if plan is None or before is not None:  # the rows of a four-bit base say so
@@ -140,7 +146,7 @@ def rehearse(
         to_fake(model)
         if on_cuda:
             stack.enter_context(on_gpu(device.capability or (9, 0)))
-        choose_attention(model, config.model.attention)
+        choose_attention(model, attention.implementation)
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         store_base(model, config.model.storage)
         if resolution.precision.backend == "te":
@@ -153,7 +159,8 @@ def rehearse(
         if optimizer.library == "torchao":
             stack.enter_context(torchao_updates(compiled=on_cuda))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        trainer = _trainer(model, config, Path(folder), padded=padded)
+        documents = 1 if attention.implementation in KERNELS else DOCUMENTS
+        trainer = _trainer(model, config, Path(folder), padded=padded, documents=documents)
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
         if gathered_as is not None:  # which Accelerate leaves to FSDP2
@@ -239,7 +246,12 @@ _LAUNCHED = re.compile(
 
 
 def _trainer(
-    model: nn.Module, config: RunConfig, folder: Path, *, padded: bool | None = None
+    model: nn.Module,
+    config: RunConfig,
+    folder: Path,
+    *,
+    padded: bool | None = None,
+    documents: int = DOCUMENTS,
 ) -> Any:
     """The recipe's trainer over synthetic rows, for one step, writing nothing."""
     from datasets import Dataset
@@ -253,7 +265,8 @@ def _trainer(
     train |= _SHORT
     only = config.model_copy(update={"train": train})
     args = sft_config(only, folder, {}, on_cpu=True)
-    rows = Dataset.from_list(_rows(args, padded=not args.packing if padded is None else padded))
+    padded = not args.packing if padded is None else padded
+    rows = Dataset.from_list(_rows(args, padded=padded, documents=documents))
     by_torchao = chosen(config.train).library == "torchao"
     trainer = _rehearsal_trainer()(
         model=model,
@@ -297,18 +310,18 @@ _NOT_REHEARSED = {
 }
 
 
-def _rows(args: Any, *, padded: bool) -> list[dict[str, Any]]:
+def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
     """A batch of the maximum length; with padding only the first row has it.
 
-    With packing a row is filled by several documents.
+    With packing a row is filled by documents of equal length.
     """
     rows = []
     for i in range(args.per_device_train_batch_size):
         length = args.max_length - 1 if i and padded else args.max_length
         row: dict[str, Any] = {"input_ids": [1] * length, "labels": [1] * length}
         if args.packing:
-            documents = min(DOCUMENTS, length)
-            lengths = [length // documents] * documents
+            count = min(documents, length)
+            lengths = [length // count] * count
             lengths[-1] += length - sum(lengths)
             row["seq_lengths"] = lengths
         rows.append(row)
