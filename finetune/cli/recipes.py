@@ -158,6 +158,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         from finetune.estimator.gate import bound_of, why_too_small
         from finetune.hardware.device import resolve, this_device
         from finetune.hardware.requirements import check_extras, check_optimizer_here
+        from finetune.training.attention import resolve_attention
         from finetune.training.model import sketch
         from finetune.training.preflight import check_settings
 
@@ -165,6 +166,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         model = sketch(config)
         the_plan, resolution = check_settings(config, model), None
         need = bound_of(config, model, the_plan)
+        attention = resolve_attention(config, model, device)
     try:
         check_extras(config)
         check_optimizer_here(config.train, device)
@@ -180,7 +182,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
             for x in the_plan.layers
         ]  # fmt: skip
         facts = {"recipe": checked.name, "here": here, "memory": str(need), "short": short}
-        facts["storage"] = config.model.storage or ""
+        facts |= {"storage": config.model.storage or "", "attention": str(attention)}
         print(json.dumps({**facts, "trainable": need.trainable, "layers": layers}, indent=1))
         return
     file = checked.source
@@ -191,5 +193,6 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     console.print(f"parameters: {need.parameters:,}, {need.trainable:,} of them trained{stored}")
     console.print(f"memory: at least {need}" + (f"; [red]too small here: {short}[/]" * bool(short)))
     console.print(f"precision here: {here}", style=None if resolution else "yellow")
+    console.print(f"attention here: {attention}")
     console.print("\n", the_plan, "", sep="")
     console.print(whole(f"next: python -m finetune estimate {recipe}"), crop=False)

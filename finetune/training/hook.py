@@ -52,6 +52,9 @@ def setup_fp8_mixed_precision_training(
         accelerator = setup_fp8_mixed_precision_training(backend="torchao")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
+    Models are loaded by the script. With packed rows, `attn_implementation="varlen"` in
+    `from_pretrained`, after this call, keeps documents apart without a mask.
+
     The first steps are a proof (see `finetune.precision.proof.proof`); `finetune.get_receipt()`
     says what ran. A second call replaces the first, `teardown_fp8_mixed_precision_training()`
     undoes it.
@@ -85,6 +88,7 @@ def setup_fp8_mixed_precision_training(
     from accelerate import Accelerator
     from pydantic import ValidationError
 
+    from finetune.training import varlen
     from finetune.training.health.monitor import watch_trainers
 
     name = str(backend).lower()
@@ -133,6 +137,7 @@ def setup_fp8_mixed_precision_training(
             ),
         ) from None
     running = session.install(precision)
+    varlen.register()
     watch_trainers(running)
     if running.resolution.fallback:
         warnings.warn(running.resolution.fallback, stacklevel=2)

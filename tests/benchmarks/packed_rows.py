@@ -4,8 +4,8 @@
 
 Three documents in one row, with `position_ids` that begin at 0 in each. Gradients of the packaged
 Llama's weights are compared with those of one forward per document: with `use_cache=False` as TRL
-trains, with `use_cache` at its default, and with a mask of ones. Where documents see each other, no
-warning is given.
+trains, at its default, and with a mask of ones; then alike with `varlen` attention, which also
+gets the boundaries that TRL's collator makes. Where documents see each other, no warning is given.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.config.paths import ASSETS
+from finetune.training.varlen import register
 
 LENGTHS = (31, 64, 33)
 CALLS = {
@@ -47,6 +48,12 @@ def errors() -> dict[str, float]:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     packed = {"input_ids": ids, "position_ids": positions}
     found = {name: gradients(model, weights, [packed | more]) for name, more in CALLS.items()}
+    register()
+    model.set_attn_implementation("varlen")
+    ends = torch.tensor((0, *LENGTHS)).cumsum(0)
+    for name, more in CALLS.items():
+        call = packed | more | {"cu_seq_lens_q": ends, "max_length_q": max(LENGTHS)}
+        found[f"varlen: {name}"] = gradients(model, weights, [call])
     return {name: ((got - expected).norm() / expected.norm()).item() for name, got in found.items()}
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import finetune
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.training import attention, varlen
@@ -201,6 +204,20 @@ def test_autocast_narrows_the_operands(model, monkeypatch) -> None:
         )
     assert seen == [torch.bfloat16]
     assert (out.dtype, out.shape) == (torch.bfloat16, (1, TOKENS, 4, 16))
+
+
+def test_the_witness_counts_it_as_attention(model) -> None:
+    from finetune.config.schema import PrecisionConfig
+    from finetune.precision.planner import plan
+    from finetune.precision.proof.witness import ATTENTION, Witness
+
+    witness = Witness(model, plan(model, PrecisionConfig()))
+    with witness.watching():
+        outcome(model, [packed(use_cache=False)])
+    product = 2 * sum(length**2 for length in LENGTHS) * 64  # in each of two layers
+    assert witness.seen[ATTENTION, "fprop", "fp32"].flops == 2 * 2 * product
+    assert witness.seen[ATTENTION, "dgrad", "fp32"].flops == 2 * 5 * product
+    witness.close()
 
 
 # ------------------------------------------------------------------------------------- other rows
@@ -396,6 +413,27 @@ def test_bounds_come_from_the_rows_of_a_trainer() -> None:
     )  # fmt: skip
     attention.fix_documents(trainer)
     assert (collator.torch_call.documents, collator.torch_call.longest) == (2 * 3 + 3, 5)
+
+
+@pytest.mark.slow
+def test_runs_on_packed_rows_have_the_losses_of_sdpa(tmp_path) -> None:
+    settings = [
+        *PACKED, "precision.compute=fp32", "model.dtype=float32", "train.max_steps=4",
+        "train.logging_steps=1", "train.warmup_steps=0", "train.eval_strategy=no",
+        "eval.samples=false", "data.max_rows=24", "train.pad_to_multiple_of=16",
+    ]  # fmt: skip
+    losses, kernels = [], []
+    for name in ("auto", "sdpa"):
+        recipe = load_recipe("tiny_full_bf16", [*settings, f"model.attention={name}"])
+        report = finetune.train(recipe, out=tmp_path / name, console=Console(quiet=True))
+        lines = (report.folder / "metrics.jsonl").read_text().splitlines()
+        losses.append([row["loss"] for row in map(json.loads, lines) if "loss" in row])
+        kernels.append(report.receipt.precision["attention"])
+        assert report.receipt.conditions["attention"] == kernels[-1]
+        assert report.receipt.status == "proven"
+    assert kernels == ["varlen, a loop over documents", "sdpa"]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.slow
