@@ -177,10 +177,10 @@ class PrecisionConfig(Section):
     )
     kernels: Literal["auto", "triton", "inductor", "eager"] = Field(
         default="auto",
-        description="frozen=fp8: what casts the operands of GEMMs: `triton`: kernels of ours, each "
-        "cast stored once; `inductor`: torch.compile, fused with what surrounds them; `eager`: "
-        "torch's own kernels, and no layer is compiled; `auto`: `triton` on FP8 GPUs, else as "
-        "`compile` has it",
+        description="frozen=fp8: what casts the operands of GEMMs and transposes codes: `triton`: "
+        "kernels of ours; `inductor`: torch.compile, which fuses casts with what precedes them; "
+        "`eager`: torch's own kernels, and no layer is compiled; `auto`: on FP8 GPUs `triton`, but "
+        "`inductor` for casts in compiled layers; elsewhere as `compile` has it",
     )
     on_unsupported: Literal["error", "bf16"] = Field(
         default="error",

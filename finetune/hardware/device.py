@@ -322,8 +322,8 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
         # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
         hardware = bool(device.has_fp8) or name == "emulated" or precision.backend != "auto"
         if verdict and hardware:
-            kernels = _choose_kernels(precision, device, name)
-            chosen = precision.model_copy(update={"backend": name, "kernels": kernels})
+            _check_kernels(precision, device, name)
+            chosen = precision.model_copy(update={"backend": name})
             reason = verdict.reason
             if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
                 reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
@@ -349,10 +349,8 @@ def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
     )
 
 
-def _choose_kernels(precision: PrecisionConfig, device: Device, backend: str) -> Any:
-    """Value of `precision.kernels` in force: `auto` becomes `triton` where that can be had."""
-    if precision.kernels not in ("auto", "triton") or precision.frozen != "fp8":
-        return precision.kernels
+def _check_kernels(precision: PrecisionConfig, device: Device, backend: str) -> None:
+    """Raise where `precision.kernels=triton` cannot be honored."""
     can = device.has_fp8 and has_triton()
     if can and backend == "emulated":
         can = Verdict(False, "an emulated GEMM takes its codes as BF16 numbers")
@@ -363,9 +361,9 @@ def _choose_kernels(precision: PrecisionConfig, device: Device, backend: str) ->
             why=can.reason,
             fix="~precision.kernels",
         )
-    return "triton" if can else "auto"
 
 
+@functools.cache
 def has_triton() -> Verdict:
     """True if Triton imports; also on a machine without CUDA, which only predicts runs."""
     import torch

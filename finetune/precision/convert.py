@@ -153,6 +153,11 @@ class Conversion:
 
         One that multiplies by parameters of its own is left out (see `parameters`).
         """
+        from torch._inductor.lowering import add_needs_realized_inputs
+
+        # As of `mm`. Without it (torch 2.13) each FP8 GEMM gets a buffer of codes of its own, also
+        # those with the same operand: q, k and v.
+        add_needs_realized_inputs(torch.ops.aten._scaled_mm)
         models = self.model.modules()
         names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
         for module in self.model.modules():

@@ -149,8 +149,9 @@ class Arithmetic(NamedTuple):
         emulate: True for codes in BF16, else `torch._scaled_mm`.
         in_bf16: True if the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
         high: GEMMs that stay in high precision, from the dequantized weight.
-        kernels: True if kernels of our own cast and transpose for `torch._scaled_mm`.
         fast_accum: True if `torch._scaled_mm` may accumulate with fewer digits.
+        own_cast, own_transpose: True if operators of `finetune.precision.kernels` cast the operands
+            of `torch._scaled_mm` by row, and transpose codes for it.
     """
 
     tile: Tile
@@ -159,8 +160,9 @@ class Arithmetic(NamedTuple):
     emulate: bool = True
     in_bf16: bool = True
     high: frozenset[Gemm] = frozenset()
-    kernels: bool = False
     fast_accum: bool = True
+    own_cast: bool = False
+    own_transpose: bool = False
 
 
 def dequantizing(tile: Tile) -> Arithmetic:
@@ -174,7 +176,7 @@ def cast(x: Tensor, how: Arithmetic, fold: Tensor | None = None) -> tuple[Tensor
     Args:
         fold: float32 [1, C], multiplied into the columns before they are cast.
     """
-    if how.kernels and how.per_row and not how.emulate:
+    if how.own_cast and how.per_row and not how.emulate:
         return cast_rows(x, fold, pow2=how.pow2)
     wide = x if fold is None else x.float() * fold
     dim = 1 if how.per_row else None
@@ -195,7 +197,7 @@ def multiply(
         inverse = inverse.expand(1, bits.shape[1]).contiguous()
     column_major = bits
     if bits.stride(0) != 1:
-        row_major = transpose_codes(bits, a[0]) if how.kernels else bits.t().contiguous()
+        row_major = transpose_codes(bits, a[0]) if how.own_transpose else bits.t().contiguous()
         column_major = row_major.t()
     # The kernel with a scale per row has BF16 results only.
     y = torch._scaled_mm(  # [M, C] @ [C, D]

@@ -105,8 +105,9 @@ class Receipt(JupyterMixin):
         precision: `asked`, `ran`, `backend`, `scaling`, `format`, `gemm` (the library that
             multiplies FP8 here, such as `cuBLASLt outer-vector`), `effective` (the engine's own
             words), `reason`, `fallback` (one loud line, or empty), `compile`, `attention` (the
-            implementation, and with `varlen` its kernel), `storage` (how
-            frozen weights are stored that are not plain, `nf4` -> number of layers),
+            implementation, and with `varlen` its kernel), `kernels` (what casts and transposes for
+            GEMMs of weights stored in FP8), `storage` (how frozen weights are stored that are not
+            plain, `nf4` -> number of layers),
             `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how
             many run in one function with their base, and why others do not).
         fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the observed
@@ -199,6 +200,8 @@ class Receipt(JupyterMixin):
         yield Text(f"torch.compile: {self.precision.get('compile', 'off')}", style="dim")
         if self.precision.get("attention"):
             yield Text(f"attention: {self.precision['attention']}", style="dim")
+        if self.precision.get("kernels"):
+            yield Text(f"FP8 casts: {self.precision['kernels']}", style="dim")
         if self.role_share.get("adapter"):
             shares = ", ".join(f"{role} {share:.1%}" for role, share in self.role_share.items())
             yield Text(f"matmul FLOPs: {shares}")

@@ -269,9 +269,10 @@ class Session:
         """What casts the operands of frozen weights; empty without them."""
         if conversion is None or conversion.frozen is None:
             return ""
-        if conversion.frozen.kernels:
+        if conversion.frozen.own_cast:
             return "triton"
-        return "inductor" if conversion.compiled else "eager"
+        casts = "inductor" if conversion.compiled else "eager"
+        return f"{casts}; transposes: triton" if conversion.frozen.own_transpose else casts
 
     def _effective(self, engines: Iterable[Backend]) -> dict[str, Any]:
         """Settings in effect: of each backend, in its own terms; without one, in torch's."""

@@ -93,6 +93,8 @@ KERNELS = [
     ),
     ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "c10d::x", COMMUNICATION),
     ("triton_red_fused__to_copy_abs_amax_clamp_reciprocal_0", "", CASTS),
+    ("cast_rows_kernel", "finetune::cast_rows", CASTS),
+    ("transpose_codes_kernel", "finetune::transpose_codes", CASTS),
     ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_4", "", CASTS),
     ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_amax_2", "", POINTWISE),
     ("triton_poi_fused_mul_silu_5", "", POINTWISE),

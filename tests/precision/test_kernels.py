@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.hardware.device import has_triton, resolve
+from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.formats import E4M3
 from finetune.precision.kernels.operators import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current
@@ -103,7 +104,9 @@ def test_a_frozen_layer_multiplies_the_same_codes_with_and_without_kernels(pow2)
     x, g, bits, inverse = operands()
     results = []
     for kernels in (False, True):
-        how = Arithmetic((1, x.shape[1]), pow2=pow2, emulate=False, kernels=kernels)
+        how = Arithmetic(
+            (1, x.shape[1]), pow2=pow2, emulate=False, own_cast=kernels, own_transpose=kernels
+        )
         with Seen() as seen:
             results.append(
                 (fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how))
@@ -117,7 +120,7 @@ def test_a_frozen_layer_multiplies_the_same_codes_with_and_without_kernels(pow2)
 def test_the_emulation_casts_as_before_whatever_is_chosen() -> None:
     x, g, bits, inverse = operands()
     plain = Arithmetic((1, x.shape[1]))
-    chosen = plain._replace(kernels=True)
+    chosen = plain._replace(own_cast=True, own_transpose=True)
     with Seen() as seen:
         for a, b in zip(cast(x, plain), cast(x, chosen), strict=True):
             assert torch.equal(a, b)
@@ -132,7 +135,7 @@ def test_equal_casts_of_a_graph_are_stored_once() -> None:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     x, g, bits, inverse = operands()
-    how = Arithmetic((1, x.shape[1]), emulate=False, kernels=True)
+    how = Arithmetic((1, x.shape[1]), emulate=False, own_cast=True, own_transpose=True)
     graphs: list[list[object]] = []
 
     def siblings(x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +243,9 @@ def test_transposes_compile_without_spills(capability) -> None:
     types = {"codes": "*u8", "out": "*u8", "rows": "i32", "columns": "i32"}
     tall, wide = triton_code.TILE
     constants = {"tall": tall, "wide": wide}
-    compiled = build(triton_code.transpose_kernel, types, constants, triton_code.WARPS, capability)
+    compiled = build(
+        triton_code.transpose_codes_kernel, types, constants, triton_code.WARPS, capability
+    )
     used = resources(compiled)
     assert used["REG"] <= 128
     assert used["STACK"] == used["LOCAL"] == 0
@@ -256,12 +261,21 @@ def fp8(**update) -> PrecisionConfig:
     return PrecisionConfig(**{"compute": "fp8", "scaling": "rowwise", "frozen": "fp8"} | update)
 
 
-def test_auto_takes_triton_on_an_fp8_gpu_and_nothing_elsewhere() -> None:
-    assert resolve(fp8(), H100).precision.kernels == "triton"
-    assert resolve(fp8(kernels="inductor"), H100).precision.kernels == "inductor"
-    assert resolve(fp8(backend="emulated"), H100).precision.kernels == "auto"
-    assert resolve(fp8(emulation="allow"), CPU).precision.kernels == "auto"
-    assert resolve(fp8(frozen="bf16"), H100).precision.kernels == "auto"
+@pytest.mark.parametrize(
+    ("update", "emulate", "cast", "transpose"),
+    [
+        ({}, False, False, True),  # in layers that are compiled
+        ({"compile": "off"}, False, True, True),
+        ({"kernels": "triton"}, False, True, True),
+        ({"kernels": "triton", "compile": "off"}, False, True, True),
+        ({"kernels": "inductor"}, False, False, False),
+        ({"kernels": "eager"}, False, False, False),
+        ({"compile": "off"}, True, False, False),
+    ],
+)
+def test_kernels_of_ours_run_where_nothing_fuses(update, emulate, cast, transpose) -> None:
+    how = FrozenBackend(fp8(**update), emulate=emulate).arithmetic((1, 64))
+    assert (how.own_cast, how.own_transpose) == (cast, transpose)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +293,15 @@ def test_triton_by_name_is_an_error_where_it_cannot_be_had(device, backend, why)
 def test_a_cuda_build_without_triton_takes_torchs_kernels(monkeypatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert not has_triton()
-    assert resolve(fp8(), H100).precision.kernels == "auto"
-    with pytest.raises(PrecisionError, match="Triton kernels cannot be had on"):
-        resolve(fp8(kernels="triton"), H100)
+    has_triton.cache_clear()
+    try:
+        assert not has_triton()
+        assert not FrozenBackend(fp8(compile="off"), emulate=False).own_cast
+        with pytest.raises(PrecisionError, match="Triton kernels cannot be had on") as caught:
+            resolve(fp8(kernels="triton"), H100)
+        assert "triton does not import" in caught.value.why
+    finally:
+        has_triton.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ _OPTIMIZER = re.compile(
 )
 _CASTING = re.compile(
     r"quantize|cast_transpose|transpose_cast|fp8_cast|amax|compute_scale|update_scale|dequant|nvfp4"
-    r"|mxfp8|swizzle.*scal",
+    r"|mxfp8|swizzle.*scal|cast_rows|transpose_codes",
     re.I,
 )
 _FP8_NAME = re.compile(r"e4m3|e5m2|e2m1|f8f8|float_e\dm\d|_f8_|fp8.*gemm|gemm.*fp8", re.I)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
+from finetune.hardware.device import has_triton
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import by_rows, compute_dtype
@@ -39,8 +40,7 @@ class SharedCast:
         state = (version, dtype, how.per_row, how.pow2)
         known = self._of is not None and self._of() is x and self._state == state
         if not known or self._cast is None:
-            with torch.no_grad():
-                self._cast = _cast_rows(x, how, dtype)
+            self._cast = _cast_rows(x, how, dtype)
             self._of, self._state, self._bits = weakref.ref(x, self._forget), state, None
         return self._cast
 
@@ -56,8 +56,11 @@ class SharedCast:
             self._of = self._cast = self._bits = None
 
 
+@torch.no_grad()
 def _cast_rows(x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
-    return cast(x.detach().reshape(-1, x.shape[-1]).to(dtype), how)
+    # Not of `x.detach()`: in a compiled graph its view would be another node than the one that the
+    # adapter multiplies, and Inductor would store x once for each.
+    return cast(x.reshape(-1, x.shape[-1]).to(dtype), how)
 
 
 class FrozenMixin(Fp8Mixin):
@@ -85,7 +88,11 @@ class FrozenBackend(Backend):
         self.emulate = emulate
         self.pow2 = bool(precision.power_of_two_scales)
         self.high = precision.gemms_kept_high - {"wgrad"}
-        self.kernels = precision.kernels == "triton" and not emulate
+        own = precision.kernels in ("auto", "triton") and not emulate and bool(has_triton())
+        # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than
+        # casts apart; what it does not compile, or cannot join, runs in kernels of ours.
+        apart = precision.kernels == "triton" or precision.compile_requested == "off"
+        self.own_transpose, self.own_cast = own, own and apart
         self._shared = SharedCast()
 
     def cast(self, x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
@@ -119,7 +126,8 @@ class FrozenBackend(Backend):
             in_bf16=self.pow2 or self.precision.emulation != "exact",
             high=self.high,
             fast_accum=self.precision.fast_accum,
-            kernels=self.kernels,
+            own_cast=self.own_cast,
+            own_transpose=self.own_transpose,
         )
 
     def as_cast(

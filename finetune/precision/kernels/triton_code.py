@@ -74,7 +74,7 @@ def cast_rows_kernel(
 
 
 @triton.jit
-def transpose_kernel(codes, out, rows, columns, tall: tl.constexpr, wide: tl.constexpr):
+def transpose_codes_kernel(codes, out, rows, columns, tall: tl.constexpr, wide: tl.constexpr):
     """Transpose one tile of `tall` x `wide` bytes per program, both sides coalesced."""
     n = tl.program_id(1).to(tl.int64) * tall + tl.arange(0, tall)
     k = tl.program_id(0).to(tl.int64) * wide + tl.arange(0, wide)
@@ -109,14 +109,14 @@ def cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tenso
 
 
 def transpose_codes(codes: Tensor) -> Tensor:
-    """Launch `transpose_kernel`; see `operators.transpose_codes`."""
+    """Launch `transpose_codes_kernel`; see `operators.transpose_codes`."""
     out = codes.new_empty(codes.shape[::-1])
     source = codes.contiguous().view(torch.uint8)
     (rows, columns), (tall, wide) = codes.shape, TILE
     if codes.numel():
         grid = (triton.cdiv(columns, wide), triton.cdiv(rows, tall))
         with torch.cuda.device_of(codes):
-            launch: Any = transpose_kernel[grid]
+            launch: Any = transpose_codes_kernel[grid]
             launch(
                 source, out.view(torch.uint8), rows, columns, tall, wide,
                 num_warps=WARPS, enable_fp_fusion=False,
