@@ -13,7 +13,9 @@ On a CPU torchao emulates too, and the table is about two emulations.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import torch
@@ -119,12 +121,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--n", type=int, default=4096)
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     device = this_device()
-    print(
-        f"{device.name}; x [{options.tokens}, {options.k}], w [{options.n}, {options.k}]; SNR, dB\n"
-    )
-    print(markdown(compare(device, options.tokens, options.k, options.n)))
+    rows = compare(device, options.tokens, options.k, options.n)
+    sizes = f"{device.name}; x [{options.tokens}, {options.k}], w [{options.n}, {options.k}]"
+    text = f"{sizes}; SNR, dB\n\n{markdown(rows)}"
+    print(json.dumps({"rows": list(map(plain, rows)), "markdown": text}) if options.json else text)
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """A row for JSON, which has no infinity: None where two tensors are equal to the bit."""
+    values = asdict(row)
+    for key in ("agreement", "noise"):
+        values[key] = {t: v if math.isfinite(v) else None for t, v in values[key].items()}
+    return values
 
 
 if __name__ == "__main__":

@@ -32,11 +32,8 @@ def test_on_a_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # engines warn about each other's builds
-def test_on_a_gpu(capsys) -> None:
-    """Prints the table for FP8_FINDINGS.md: `pytest -s tests/gpu/test_agreement.py`."""
+def test_on_a_gpu() -> None:
     rows = compare(this_device(), 2048, 2048, 4096)
-    with capsys.disabled():
-        print(f"\n{this_device().name}, SNR in dB\n\n{markdown(rows)}")
     check(rows)
     assert {"tensorwise", "rowwise"} <= {row.scaling for row in rows if row.engine == "torchao"}
 

@@ -1,0 +1,232 @@
+"""Parts of the hour: their commands, and what each wrote as data and as Markdown.
+
+A part is a command of the repository that anyone can type. Imports no torch, so that the process
+that starts the parts holds no memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finetune.analysis.benchmark.result import Benchmark
+
+BENCHMARK = "python -m finetune benchmark"
+LADDER = "python -m tests.benchmarks.ladder"
+POINT = '--grid "batch=4 length=2048" --rounds 1 train.gradient_accumulation_steps=1'
+"""8,192 tokens a step: ten timed steps and five before them in each of two processes."""
+TINY = '--grid "batch=1 length=16" --rounds 1 --steps 1'
+
+
+class Result(NamedTuple):
+    """What a part measured: for the JSON, and for the Markdown; `failed` if it measured nothing."""
+
+    data: Any
+    markdown: str
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command and its result.
+
+    Attributes:
+        title: heading in the Markdown.
+        command: as it is shown and run.
+        rehearsal: the same with tiny sizes; empty: there is none.
+        read: reads the result from the folder in which the command ran; raises what `read_part`
+            catches where there is none.
+        files: arguments that are added when it runs; `{folder}` is its folder.
+        needs: `fp8` or `te`, where a rehearsal needs it too; all parts but `doctor` need `fp8`.
+        codes: exit codes with which the command has done all it should.
+    """
+
+    name: str
+    title: str
+    command: str
+    rehearsal: str
+    read: Callable[[Path], Result]
+    files: str = ""
+    needs: str = ""
+    codes: tuple[int, ...] = (0,)
+
+
+def read_part(part: Part, folder: Path) -> Result | None:
+    """Result of a part that has ended somehow, None if it left none."""
+    try:
+        return part.read(folder)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        ET.ParseError,
+    ):  # cut short, or never written
+        return None
+
+
+def read_doctor(folder: Path) -> Result:
+    """Findings of `doctor --json`."""
+    found = json.loads((folder / "stdout.txt").read_text("utf-8"))
+    verdicts = {"FP8": found["fp8"], **found["backends"]}
+    if found["gemm"]:
+        verdicts["FP8 GEMM, real"] = found["gemm"]
+    lines = [f"| {k} | {'yes' if v['ok'] else 'no'} | {v['reason']} |" for k, v in verdicts.items()]
+    bad = [f"\nKnown not to work: {line}" for line in found["known_bad"]]
+    head = ["| | here | why |", "|---|---|---|"]
+    return Result(found, "\n".join([*head, *lines, "", f"auto: {found['auto']}", *bad]))
+
+
+def read_printed(folder: Path) -> Result:
+    """Last line of a command that prints `{"rows": ..., "markdown": ...}` under `--json`."""
+    found = json.loads((folder / "stdout.txt").read_text("utf-8").strip().splitlines()[-1])
+    return Result(found["rows"], found["markdown"])
+
+
+def read_tests(folder: Path) -> Result:
+    """Counts of pytest's JUnit file, and the names of what failed."""
+    cases = list(ET.parse(folder / "tests.xml").getroot().iter("testcase"))
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}: {str(bad[0].get('message'))[:200]}"
+        for case in cases
+        if (bad := [*case.findall("failure"), *case.findall("error")])
+    ]
+    skipped = [str(s.get("message")) for case in cases for s in case.findall("skipped")]
+    passed = len(cases) - len(failed) - len(skipped)
+    data = {"passed": passed, "failed": failed, "skipped": skipped}
+    lines = [f"{passed} passed, {len(failed)} failed, {len(skipped)} skipped"]
+    lines += [f"* failed: `{' '.join(line.split())}`" for line in failed]
+    lines += [f"* skipped: {reason}" for reason in dict.fromkeys(skipped)]
+    return Result(data, "\n".join(lines), "" if cases else "pytest collected no test")
+
+
+def read_benchmark(folder: Path) -> Result:
+    """Rows of the newest benchmark below the folder; those without a time have a reason."""
+    files = sorted(folder.rglob("benchmark.json"), key=lambda file: file.stat().st_mtime)
+    text = files[-1].read_text("utf-8")
+    found = Benchmark.from_json(text)
+    states = [row.state for row in found.rows]
+    why = found.rows[0].explanation or states[0] if found.rows else "no row was measured"
+    nothing = all(state == "failed" for state in states)
+    return Result(json.loads(text), found.to_markdown().strip(), why if nothing else "")
+
+
+def _pair(name: str, title: str, recipe: str, tiny: str, more: str = "") -> Part:
+    """A recipe in BF16 and FP8, compiled alike."""
+    command = f"{BENCHMARK} {recipe}_bf16 --vs {recipe}_fp8 {POINT}{more}"
+    rehearsal = f"{BENCHMARK} {tiny}_bf16 --vs {tiny}_fp8 {TINY}{more}"
+    return Part(name, title, command, rehearsal, read_benchmark, "--out {folder}")
+
+
+PARTS = (
+    Part("doctor", "This machine", *2 * ("python -m finetune doctor --json",), read_doctor),
+    Part(
+        "tests",
+        "The same assertions on hardware",
+        "python -m pytest tests/gpu -m gpu -W default -p no:cacheprovider",
+        "python -m pytest tests/gpu -m gpu -W default -p no:cacheprovider",
+        read_tests,
+        "--junitxml={folder}/tests.xml",
+        needs="fp8",
+        codes=(0, 1),  # 1: some test failed, and is in the file
+    ),
+    Part(
+        "gemm",
+        "GEMM rates, 8,192 tokens",
+        "python -m tests.gpu.hour.kernels gemm",
+        "python -m tests.gpu.hour.kernels gemm --shrink 256",
+        read_printed,
+        "--json",
+    ),
+    Part(
+        "attention",
+        "Attention kernels, 8,192 tokens",
+        "python -m tests.gpu.hour.kernels attention",
+        "python -m tests.gpu.hour.kernels attention --shrink 128",
+        read_printed,
+        "--json",
+    ),
+    Part(
+        "agreement",
+        "Engines against the emulation, SNR in dB",
+        "python -m tests.gpu.agreement",
+        "python -m tests.gpu.agreement --tokens 16 --k 64 --n 32",
+        read_printed,
+        "--json",
+    ),
+    _pair("lora_r8", "LoRA, rank 8", "llama_8b_lora", "tiny_lora"),
+    _pair("full", "Full fine-tuning", "llama_8b_full", "tiny_full"),
+    _pair("lora_r32", "LoRA, rank 32", "llama_8b_lora32", "tiny_lora"),
+    _pair(
+        "lora_r8_no_checkpointing",
+        "LoRA, rank 8, without gradient checkpointing",
+        "llama_8b_lora",
+        "tiny_lora",
+        " train.gradient_checkpointing=false",
+    ),
+    Part(
+        "te",
+        "Transformer Engine, full fine-tuning of a 1B",
+        f'{LADDER} full llama_1b_full_fp8 --only "FP8 tensorwise, compiled" '
+        f'--only "FP8 delayed, Transformer Engine" {POINT}',
+        f'{LADDER} full tiny_full_fp8 --only "FP8 delayed, Transformer Engine" {TINY}',
+        read_benchmark,
+        "--out {folder}",
+        needs="te",
+    ),
+    Part(
+        "stock",
+        "LoRA, rank 8, by the stock libraries",
+        f"{LADDER} lora llama_8b_lora_fp8 --only stock {POINT}",
+        f"{LADDER} lora tiny_lora_fp8 --only stock {TINY}",
+        read_benchmark,
+        "--out {folder}",
+    ),
+)
+"""In the order in which they run: what an interrupted hour should have comes first."""
+
+
+# -------------------------------------------------------------------------------------- estimator
+
+
+def predictions(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Prediction beside measurement for each timed row; `results`: part -> its data."""
+    keys = (
+        *("label", "batch", "length", "tokens", "step_seconds", "predicted_seconds"),
+        *("allocated_gib", "predicted_gib", "seconds_over_predicted", "gib_over_predicted"),
+        "against",
+    )
+    return [
+        {"part": name, **{key: row[key] for key in keys}}
+        for name, data in results.items()
+        if isinstance(data, dict) and data.get("kind") == "benchmark"
+        for row in data["rows"]
+        if row["step_seconds"]
+    ]
+
+
+def predictions_markdown(rows: list[dict[str, Any]]) -> str:
+    """Table of `predictions`, with the error as measured over predicted, less one."""
+    columns = ("measured", "predicted", "error")
+    head = ["part", "row", "tokens/s", *(f"{what}, {x}" for what in ("ms", "GiB") for x in columns)]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        cells = [f"`{row['part']}`", row["label"].replace("|", "/")]
+        cells.append(f"{row['tokens'] / row['step_seconds']:,.0f}")
+        cells += _error(row["step_seconds"], row["predicted_seconds"], 1e3)
+        cells += _error(row["allocated_gib"], row["predicted_gib"], 1)
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _error(measured: float | None, predicted: float | None, scale: float) -> list[str]:
+    shown = f"{measured / predicted - 1:+.1%}" if measured and predicted else ""
+    return [
+        "not measured" if measured is None else f"{measured * scale:,.4g}",
+        "not predicted" if predicted is None else f"{predicted * scale:,.4g}",
+        shown,
+    ]

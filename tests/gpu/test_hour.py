@@ -1,0 +1,267 @@
+"""The GPU hour before it meets a GPU: commands, limits, resumption, and a rehearsal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import shlex
+import sys
+import time
+
+import pytest
+
+from tests.docs.commands import check
+from tests.docs.test_findings import commands_of
+from tests.gpu.hour import __main__ as hour
+from tests.gpu.hour.parts import PARTS, read_part
+
+BY_NAME = {part.name: part for part in PARTS}
+MACHINE = {"gpu": "H100", "driver": "1", "limits": "", "versions": {"torch": "2.11"}, "commit": "c"}
+DOCTOR = {
+    "device": {"name": "NVIDIA H100"}, "fp8": {"ok": True, "reason": "9.0"}, "gemm": None,
+    "backends": {"te/delayed": {"ok": False, "reason": "not installed"}}, "known_bad": [],
+    "auto": "torchao",
+}  # fmt: skip
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A GPU, as far as the process that starts the parts sees it."""
+    facts = MACHINE | {"rehearsal": False, "date": "2026-11-22"}
+    monkeypatch.setattr(hour, "environment", lambda *, rehearse: facts | {"rehearsal": rehearse})
+    return facts
+
+
+class Executed:
+    """Executes nothing, and keeps the commands; each writes what `writes` says by its module."""
+
+    def __init__(self, monkeypatch, interrupt: str = "") -> None:
+        self.commands: list[list[str]] = []
+        self.interrupt = interrupt
+        monkeypatch.setattr(hour, "execute", self)
+
+    def __call__(self, command, folder, limit_s, codes=(0,)) -> str:
+        words = command[2:]
+        self.commands.append(words)
+        if words[0] == self.interrupt:
+            raise KeyboardInterrupt
+        printed = {"rows": [1], "markdown": "| 1 |"} if "doctor" not in words else DOCTOR
+        (folder / "stdout.txt").write_text(json.dumps(printed))
+        return ""
+
+
+def states(out) -> dict[str, str]:
+    parts = json.loads((out / "hour.json").read_text())["parts"]
+    return {name: record["status"] for name, record in parts.items()}
+
+
+# ------------------------------------------------------------------------------------- the runner
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("print('fine')", ""),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("import os; os.abort()", "ended by SIGABRT"),
+        ("import os; os.kill(os.getpid(), 9)", "last of its memory"),
+        ("raise ValueError('no such shape')", "exit code 1: ValueError: no such shape"),
+        (
+            "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)",
+            "limit of 0",
+        ),
+    ],
+)
+def test_a_process_that_ends_badly_is_a_reason(code, reason, tmp_path) -> None:
+    started = time.monotonic()
+    said = hour.execute([sys.executable, "-c", code], tmp_path, 0.5 if "limit" in reason else 60)
+    assert reason in said
+    assert bool(said) is bool(reason)
+    assert time.monotonic() - started < 15, "what is left of it is ended, too"
+
+
+def test_a_part_is_lost_alone_and_is_tried_again(machine, monkeypatch, tmp_path, capsys) -> None:
+    executed = Executed(monkeypatch)
+    words = ["--out", str(tmp_path), "--parts", "gemm,attention,te,tests"]
+    assert hour.main(words) == 0
+    said = capsys.readouterr().out
+    assert states(tmp_path) == {
+        "doctor": "measured", "tests": "not measured", "gemm": "measured",
+        "attention": "measured", "te": "not measured",
+    }  # fmt: skip
+    assert "it wrote no result" in said
+    assert "not measured: tests, te. To try them again: python -m tests.gpu.hour --out" in said
+    assert len(executed.commands) == 4, "te is not installed"
+    hour.main(words)
+    assert [words[0] for words in executed.commands[4:]] == ["pytest"]
+    text = (tmp_path / "hour.md").read_text()
+    assert "Not measured: not installed." in text
+    assert "driver 1" in text
+    assert str(tmp_path) not in text
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
+    machine, monkeypatch, tmp_path, capsys
+) -> None:
+    Executed(monkeypatch, interrupt="tests.gpu.agreement")
+    monkeypatch.setattr(hour, "PARTS", [BY_NAME[n] for n in ("doctor", "gemm", "agreement", "te")])
+    assert hour.main(["--out", str(tmp_path)]) == hour.INTERRUPTED
+    assert states(tmp_path) == {"doctor": "measured", "gemm": "measured"}
+    assert f"Go on: python -m tests.gpu.hour --out {tmp_path}" in capsys.readouterr().out
+    assert "Not measured: not run yet." in (tmp_path / "hour.md").read_text()
+
+
+def test_figures_of_two_machines_do_not_mix(machine, monkeypatch, tmp_path, capsys) -> None:
+    Executed(monkeypatch)
+    hour.main(["--out", str(tmp_path), "--parts", "gemm"])
+    machine["gpu"] = "H200"
+    with pytest.raises(SystemExit) as ended:
+        hour.main(["--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"--out {tmp_path}_2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        hour.main(["--parts", "gem"])
+    assert "did you mean 'gemm'" in capsys.readouterr().err
+
+
+def test_without_fp8_units_nothing_is_run(machine, monkeypatch, tmp_path) -> None:
+    executed = Executed(monkeypatch)
+    monkeypatch.setitem(DOCTOR, "fp8", {"ok": False, "reason": "no FP8 matrix units"})
+    hour.main(["--out", str(tmp_path)])
+    assert len(executed.commands) == 1
+    assert (tmp_path / "hour.md").read_text().count("Not measured: no FP8 matrix units.") >= 9
+
+
+def test_failed_tests_are_counted_and_named(tmp_path) -> None:
+    (tmp_path / "tests.xml").write_text(
+        '<testsuites><testsuite><testcase classname="tests.gpu.a" name="t1"/>'
+        '<testcase classname="tests.gpu.a" name="t2"><failure message="assert\n1 == 2"/></testcase>'
+        '<testcase classname="b" name="t3"><skipped message="no TE"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    result = read_part(BY_NAME["tests"], tmp_path)
+    assert result is not None
+    assert result.markdown.splitlines()[0] == "1 passed, 1 failed, 1 skipped"
+    assert "`tests.gpu.a::t2: assert 1 == 2`" in result.markdown
+    assert not result.failed
+    (tmp_path / "tests.xml").write_text("<testsuites><testsuite>")
+    assert read_part(BY_NAME["tests"], tmp_path) is None
+
+
+# --------------------------------------------------------------------------------- real commands
+
+
+def in_this_process(monkeypatch):
+    """`execute` without a process, which would import torch anew."""
+
+    def execute(command, folder, limit_s, codes=(0,)) -> str:
+        monkeypatch.setattr(sys, "argv", command[2:])
+        with (folder / "stdout.txt").open("w") as out, contextlib.redirect_stdout(out):
+            try:
+                runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+            except SystemExit as error:
+                return str(error.code or "")
+        return ""
+
+    monkeypatch.setattr(hour, "execute", execute)
+
+
+def run_points_with(monkeypatch, run) -> None:
+    """Measure points of benchmarks by `run(job, program)` instead of a process each."""
+
+    def here(job, log, program=("finetune.analysis.benchmark.point",)):
+        return run(job, program)
+
+    monkeypatch.setattr("finetune.analysis.benchmark.benchmark.run_apart", here)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_real_commands_get_as_far_as_a_gpu(machine, monkeypatch, tmp_path) -> None:
+    """Models, steps and settings of the 8B parts are there; only the training is pretended."""
+    jobs = []
+
+    def pretended(job, program) -> list[dict]:
+        jobs.append(job)
+        seconds = (
+            [1.0] * job.steps if "FP8" in job.label or "fp8" in job.label else [1.5] * job.steps
+        )
+        forecast = {"kind": "forecast", "allocated_gib": 10.0, "step_seconds": 1.25}
+        return [forecast, {"kind": "result", "seconds": seconds, "allocated_gib": 11.0}]
+
+    run_points_with(monkeypatch, pretended)
+    in_this_process(monkeypatch)
+    monkeypatch.setattr(hour.Hour, "_lacks", lambda *_: "")
+    parts = [part for part in PARTS if part.files == "--out {folder}"]
+    monkeypatch.setattr(hour, "PARTS", parts)
+    assert hour.main(["--out", str(tmp_path)]) == 0
+    assert {*states(tmp_path).values()} == {"measured"}
+    assert {job.tokens for job in jobs} == {8192}
+    assert {job.steps for job in jobs} == {10}
+    assert {job.config.model.name.split("/")[-1] for job in jobs} == {
+        "Llama-3.1-8B-Instruct", "Llama-3.2-1B-Instruct",
+    }  # fmt: skip
+    kept = [job.config.train["gradient_checkpointing"] for job in jobs]
+    assert kept.count(False) == 2
+    ranks = [job.config.lora.r for job in jobs if job.config.lora]
+    assert {rank: ranks.count(rank) for rank in (8, 32)} == {8: 6, 32: 2}
+    assert any(job.config.precision.backend == "te" for job in jobs)
+    text = (tmp_path / "hour.md").read_text()
+    assert (
+        "| `lora_r8` | llama_8b_lora_fp8 | 8,192 | 1,000 | 1,250 | -20.0% | 11 | 10 | +10.0% |"
+        in text
+    )
+    assert "1.50x over llama_8b_lora_bf16, predicted 1.00x" in text
+
+
+def test_every_command_is_one_that_documents_may_name(machine, monkeypatch, tmp_path) -> None:
+    Executed(monkeypatch)
+    hour.main(["--out", str(tmp_path), "--parts", "gemm"])
+    commands = commands_of((tmp_path / "hour.md").read_text())
+    assert {part.command for part in PARTS} <= commands
+    for command in [*commands, *(part.rehearsal for part in PARTS)]:
+        check(command)
+        assert shlex.split(command)[0] == "python"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_rehearsal_runs_every_kind_of_part_once(machine, monkeypatch, tmp_path, capsys) -> None:
+    """Tiny sizes in this process; the other pairs of recipes are what `lora_r8` is here."""
+    from finetune.analysis.benchmark import point
+    from finetune.analysis.benchmark.grid import Job
+    from tests.analysis.test_benchmark import in_this_process as measured_here
+    from tests.benchmarks.ladder import StepJob, measure_step
+
+    def measure(job, program) -> list[dict]:
+        if "tests.benchmarks.ladder" in program:
+            return measured_here(StepJob, measure_step, job)
+        return measured_here(Job, point.measure_point, job)
+
+    run_points_with(monkeypatch, measure)
+    in_this_process(monkeypatch)
+    names = [
+        p.name for p in PARTS if p.name not in ("full", "lora_r32", "lora_r8_no_checkpointing")
+    ]
+    words = ["--rehearse", "--out", str(tmp_path), "--parts", ",".join(names)]
+    assert hour.main(words) == 0
+    done = states(tmp_path)
+    absent = {name for name, state in done.items() if state != "measured"}
+    assert absent == {"tests", "te"}
+    text = (tmp_path / "hour.md").read_text()
+    assert text.startswith("## Rehearsal of the GPU hour, no figures")
+    assert text.count("Not measured: CPUs have no FP8 matrix units.") == 2
+    found = json.loads((tmp_path / "hour.json").read_text())
+    attention = found["parts"]["attention"]["result"]
+    ran = {row["kernel"] for row in attention if "reason" not in row}
+    assert {"varlen (`model.attention`)", "SDPA with a mask of T x T, one packed row"} <= ran
+    assert all(row["error"] < 1e-2 for row in attention if "error" in row)
+    for row in found["parts"]["gemm"]["result"]:
+        assert row["rates"]["rowwise, fast"]["kernel"] == "aten::_scaled_mm"
+    timed = {row["label"] for row in found["predictions"]}
+    assert timed == {"tiny_lora_bf16", "tiny_lora_fp8", "stock", "fused"}
+    capsys.readouterr()
+    monkeypatch.setattr(hour, "execute", None)  # whatever ran would fail
+    assert hour.main(words) == 0
+    assert capsys.readouterr().out.count("has its result, not run again") == len(names) - 2
