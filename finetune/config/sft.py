@@ -27,6 +27,17 @@ OWNED_BY_US = {
     "model_init_kwargs": "the model section decides it",
 }
 """Keys of `trl.SFTConfig` that a recipe may not set, and why."""
+CHECKPOINTING = "gradient_checkpointing"
+
+
+def decides_checkpointing(config: RunConfig) -> bool:
+    """True if `train.gradient_checkpointing` is `auto`: on where memory is too small without it."""
+    return config.train.get(CHECKPOINTING) == "auto"
+
+
+def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
+    """The same run with `train.gradient_checkpointing` decided, as TRL knows it."""
+    return config.model_copy(update={"train": {**config.train, CHECKPOINTING: on}})
 
 
 def convert_train(
@@ -68,6 +79,9 @@ def convert_train(
                 or f"~train.{key}, or delete that line of the recipe (TRL's page on SFTConfig has "
                 "all arguments)",
             )
+        if key == CHECKPOINTING and str(value) == "auto":  # a value of ours
+            result[key] = "auto"
+            continue
         result[key] = _convert(key, plain_data(value), types[key], where(at))
         if key == "optim":
             check_name(str(result[key]), where(at))
@@ -132,6 +146,7 @@ def sft_config(
     """
     from trl import SFTConfig
 
+    assert not decides_checkpointing(config), "preflight decides it"
     train = {k: v for k, v in config.train.items() if k != "resume_from_checkpoint"}
     if train.get("optim") in OWN_NAMES:
         del train["optim"]  # Transformers knows no such name: the class is given to the trainer

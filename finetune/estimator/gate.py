@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig, Storage
+from finetune.config.sft import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.closed_form.preview import preview
 from finetune.estimator.closed_form.static_memory import Parameters, StaticMemory, static_memory
@@ -55,6 +56,18 @@ class MemoryForecast:
             why=f"{error.why}. Besides, {short}",
             fix=f"an FP8 GPU with enough memory; or here: {advice(run.config, run.device)}",
         )
+
+    def needs_checkpointing(self, run: Preflight) -> bool:
+        """True unless a step that keeps all activations fits into free memory with its margin."""
+        config, free = with_checkpointing(run.config, False), available_gib(run.device)
+        quick = preview(config, gpus=run.processes)
+        if quick is not None and quick.peak_gib * ROOM < free:
+            return False
+        try:
+            held = _rehearsed(run, config).footprint
+        except RehearsalError:
+            return True
+        return held.fit(int(free * GIB)) != "fits"
 
     def check(self, run: Preflight) -> None:
         """Refuse a run that cannot fit into the free memory; accept one that cannot be rehearsed.

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from finetune.config.schema import RunConfig
+from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, PlanError
 from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint
@@ -94,12 +95,23 @@ class Option:
 # ------------------------------------------------------------------------------------ whole or fast
 
 
+def decided(config: RunConfig, place: Place) -> RunConfig:
+    """The run with `train.gradient_checkpointing: auto` decided: off where a step fits without."""
+    if not decides_checkpointing(config):
+        return config
+    off = with_checkpointing(config, False)
+    return with_checkpointing(config, measure_fast(off, place).fit != "fits")
+
+
 def measure_well(config: RunConfig, place: Place, *, whole: bool = False) -> Measured:
     """Rehearse the first layers, or all layers if `whole` or if memory is nearly full.
+
+    Gradient checkpointing is decided first where the run leaves it open.
 
     Raises:
         FinetuneError: any error that the run itself would raise.
     """
+    config = decided(config, place)
     if not whole:
         found = measure_fast(config, place)
         taken = found.footprint.allocated + found.footprint.outside

@@ -33,6 +33,7 @@ from rich.text import Text
 
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
+from finetune.config.sft import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.errors import FinetuneError
 from finetune.estimator.knobs import SHARDED, rows_of, setting
 from finetune.estimator.measure import (
@@ -150,6 +151,7 @@ def largest_length(config: RunConfig, place: Place, rows: int | None = None) -> 
 
 def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, most: int) -> Found:
     """Search the multiples of `step` up to `most`, starting at the configured value."""
+    config = _saving(config)
     value, too_large, seen = search(
         lambda n: measure_fast(with_overrides(config, (f"{name}={n * step}",)), place),
         place.memory_bytes,
@@ -158,6 +160,11 @@ def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, 
     )
     change, following = (f"{name}={value * step}",), too_large and too_large * step
     return Found(change, seen.get(value), name, value * step, following, len(seen))
+
+
+def _saving(config: RunConfig) -> RunConfig:
+    """The run with checkpointing on where it is left open: what fits at all fits with it."""
+    return with_checkpointing(config, True) if decides_checkpointing(config) else config
 
 
 def search(
@@ -311,8 +318,16 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
 
 def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Measured:
     """Measure on one GPU; GPUs of equal capability and executed precision share a rehearsal."""
+    if decides_checkpointing(config):
+        off = _on(place, with_checkpointing(config, False), seen)
+        return off if off.fit == "fits" else _on(place, with_checkpointing(config, True), seen)
     resolution, device = resolve_there(config.precision, place), place.device
-    key = (device.capability, device.is_rocm, resolution.precision.model_dump_json())
+    key = (
+        config.train.get(CHECKPOINTING),
+        device.capability,
+        device.is_rocm,
+        resolution.precision.model_dump_json(),
+    )
     if key not in seen:
         seen[key] = rehearse_first_layers(config, place)
     return replace(seen[key], resolution=resolution).at(place)
@@ -339,7 +354,7 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
         FinetuneError: the run itself would fail with it on one GPU.
     """
     check_sizes(config)
-    place = place_of(gpu)
+    config, place = _saving(config), place_of(gpu)
     layers, typed = rehearse_first_layers(config, place), ()
     change = () if config.train.get("fsdp") else SHARDED
     tried: list[Choice] = []

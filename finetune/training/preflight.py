@@ -12,11 +12,12 @@ plan are made here once; session, model and receipt use these.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
+from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
 from finetune.hardware.device import Device, Resolution, resolve
 from finetune.hardware.requirements import check_extras, check_optimizer_here
@@ -50,6 +51,7 @@ class Preflight(Planned):
 
     Attributes:
         processes: number of processes that train together.
+        config: the run's, with `train.gradient_checkpointing` decided.
         resolution: executed precision, with reasons; `plan` is of that precision.
         attention: executed attention, with its reason.
     """
@@ -64,6 +66,10 @@ class Forecast(Protocol):
 
     def explain(self, error: PrecisionError, run: Planned) -> PrecisionError:
         """Return the error of a rejected precision, extended if memory is short, too."""
+        ...
+
+    def needs_checkpointing(self, run: Preflight) -> bool:
+        """True unless a step that keeps all activations fits into free memory."""
         ...
 
     def check(self, run: Preflight) -> None:
@@ -113,6 +119,9 @@ def preflight(
         made = plan(model, resolution.precision)
     attention = resolve_attention(config, model, device)
     run = Preflight(config, device, made, model, processes(), resolution, attention)
+    if decides_checkpointing(config):
+        on = forecast is None or forecast.needs_checkpointing(run)
+        run = replace(run, config=with_checkpointing(config, on))
     if forecast is not None and not force:
         forecast.check(run)
     return run

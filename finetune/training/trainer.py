@@ -19,7 +19,7 @@ from rich.console import Console
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
-from finetune.config.sft import sft_config
+from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config
 from finetune.errors import ConfigError, FinetuneError
 from finetune.hardware.device import this_device
 from finetune.logging import busy, output, whole
@@ -115,8 +115,8 @@ class _Run:
 
         from finetune.training.checkpoints import resume_folder
 
-        self.recipe, self.config, self.attention = recipe, recipe.config, ahead.attention
-        config, on_cpu = recipe.config, ahead.device.kind == "cpu"
+        self.recipe, self.config, self.attention = recipe, ahead.config, ahead.attention
+        config, on_cpu = ahead.config, ahead.device.kind == "cpu"
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
         self.console = console or output(quiet=not self.is_main)
@@ -149,6 +149,10 @@ class _Run:
             f"[bold]{self.recipe.name}[/]: {config.model.name}, {method}, "
             f"{ahead.resolution.label} on {ahead.device.name}" + ", emulated" * emulated
         )
+        if decides_checkpointing(self.recipe.config):
+            on = config.train[CHECKPOINTING]
+            why = "on, memory is too small without" if on else "off, memory is enough without"
+            self.console.print(f"gradient checkpointing: {why}")
 
     def _make_folder(self, out: Path) -> None:
         try:

@@ -22,7 +22,11 @@ from typing import Any
 
 from finetune.analysis.benchmark.grid import Grid, Job, Point, at_point, parse_grid
 from finetune.analysis.benchmark.result import Benchmark, Row
-from finetune.analysis.compare.fairness import requested_differences, settle_compile
+from finetune.analysis.compare.fairness import (
+    requested_differences,
+    settle_checkpointing,
+    settle_compile,
+)
 from finetune.analysis.compare.jobs import import_path
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
@@ -80,13 +84,14 @@ def benchmark(
     for one in recipes:
         again = sum(name.partition("#")[0] == one.name for name in names)
         names.append(f"{one.name}#{again + 1}" if again else one.name)
-    configs, alike = settle_compile([r.config for r in recipes], device)
+    configs, compiling = settle_compile([r.config for r in recipes], device)
+    configs, saving = settle_checkpointing(configs, device)
     jobs = [Job(n, c, steps, force=force) for n, c in zip(names, configs, strict=True)]
     check_points(jobs, points)
     result = Benchmark(
         references=(names[0],) if vs else (),
         differences=differences(jobs, points[0], on_cpu=device.kind == "cpu"),
-        alike=alike,
+        alike="; ".join(filter(None, (compiling, saving))),
     )
     folder = new_folder(Path(out) / "-vs-".join(names), Path(out))
     rounds = rounds or (ROUNDS if len(jobs) > 1 else 1)

@@ -18,7 +18,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from finetune.analysis.compare.fairness import requested_differences, settle_compile
+from finetune.analysis.compare.fairness import (
+    requested_differences,
+    settle_checkpointing,
+    settle_compile,
+)
 from finetune.analysis.compare.jobs import Watcher, cores, places, plan_jobs, run_jobs
 from finetune.analysis.compare.result import (
     AGAIN,
@@ -50,7 +54,13 @@ ENDS = {"_fp8": "_bf16", "_bf16": "_fp8"}
 _REQUESTED = ("model.", "lora", "data.", "eval.", "precision.", "train.")
 """Prefixes of `Difference.where` for differences between the recipes."""
 _AGAIN = "the margin was chosen after the runs"
-_BEFORE = ("eval rows are", "held-out rows are", "precision.compile=", _AGAIN)
+_BEFORE = (
+    "eval rows are",
+    "held-out rows are",
+    "precision.compile=",
+    "train.gradient_checkpointing=",
+    _AGAIN,
+)
 """Prefixes of notes written before the runs, which judging again keeps."""
 
 
@@ -255,8 +265,9 @@ def make_pair(
     a, b = sides
     if a.config.precision.compute == "bf16" != b.config.precision.compute:
         a, b = b, a
-    configs, note = settle_compile((a.config, b.config), device)
-    notes = [note] if note else []
+    configs, compiling = settle_compile((a.config, b.config), device)
+    configs, saving = settle_checkpointing(configs, device)
+    notes = [note for note in (compiling, saving) if note]
     chosen = _seeds(seeds, int(a.config.train.get("seed", FIRST_SEED)))
     alike = ["train.logging_strategy=steps", "train.logging_steps=1"]
     if all(map(_draws_held_out_rows, configs)):

@@ -25,6 +25,9 @@ from finetune.analysis.statistics import Step
 from finetune.config.paths import ASSETS
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
+from finetune.config.sft import CHECKPOINTING, decides_checkpointing, with_checkpointing
+from finetune.estimator.measure import decided
+from finetune.estimator.place import place_here
 from finetune.hardware.device import Device, resolve
 
 
@@ -96,6 +99,20 @@ def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[R
         with_overrides(config, [setting]) if value == "auto" else config
         for config, value in zip(configs, requested, strict=True)
     ], f"{setting} on {sides}, so that compiling is not FP8's gain"
+
+
+def settle_checkpointing(
+    configs: Sequence[RunConfig], device: Device
+) -> tuple[list[RunConfig], str]:
+    """Decide gradient checkpointing where it is `auto`: on for all if one needs it, with a note."""
+    open_ones = [config for config in configs if decides_checkpointing(config)]
+    if not open_ones:
+        return list(configs), ""
+    on = any(decided(config, place_here(device)).train[CHECKPOINTING] for config in open_ones)
+    return [
+        with_checkpointing(config, on) if decides_checkpointing(config) else config
+        for config in configs
+    ], f"train.{CHECKPOINTING}={str(on).lower()} on all sides, so that memory is spent alike"
 
 
 def _auto_compiles(config: RunConfig, device: Device) -> bool:

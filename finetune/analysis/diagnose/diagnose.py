@@ -89,6 +89,7 @@ def diagnose(
         config = _with_train(config, MASKING)
     steps = steps or (STEPS if _micro_batches(config) <= LONG else 1)
     ahead = preflight(config, device, forecast=MemoryForecast(), force=force)
+    config = ahead.config
     console = console or output(quiet=True)
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -208,8 +208,8 @@ def _count(train: dict[str, Any], key: str, default: int) -> int:
 
 
 def _is_true(value: Any) -> bool:
-    """True if a value of the `train` section, possibly a string, is true."""
-    return str(value).lower() in ("true", "yes", "on", "1")
+    """True if a value of the `train` section, possibly a string, is true, or may be (`auto`)."""
+    return str(value).lower() in ("true", "yes", "on", "1", "auto")
 
 
 def _mode(decoder: Decoder, config: RunConfig) -> TrainingMode:

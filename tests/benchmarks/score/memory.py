@@ -55,7 +55,7 @@ def run_config(job: Job) -> RunConfig:
         lora = {ours: options[theirs] for theirs, ours in known.items() if theirs in options}
         lora["target_modules"] = options.get("target_modules", "all-linear")
     model: dict[str, Any] = {
-        "name": _model(job.shape), "weights": "random", "attention": job.attention,
+        "name": _model(job.shape), "weights": "random", "attention": job.attention or "sdpa",
         "storage": None if job.weights == "bfloat16" else "nf4",
     }  # fmt: skip
     train: dict[str, Any] = {

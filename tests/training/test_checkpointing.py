@@ -1,0 +1,93 @@
+"""`train.gradient_checkpointing: auto`: on only where a step does not fit without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.analysis.compare.fairness import settle_checkpointing
+from finetune.config.recipe import load_recipe
+from finetune.config.sft import CHECKPOINTING, decides_checkpointing
+from finetune.errors import ConfigError
+from finetune.estimator.measure import decided, measure_well
+from finetune.estimator.place import place_of
+from finetune.estimator.search import cheapest_gpu
+from finetune.hardware.gpus import named_gpu
+from finetune.training.preflight import preflight
+from tests.conftest import CPU
+
+OPEN = f"train.{CHECKPOINTING}=auto"
+
+
+class Forecast:
+    """Memory of a forecast that always says the same."""
+
+    def __init__(self, *, needs: bool) -> None:
+        self.needs, self.checked = needs, []
+
+    def explain(self, error, run):
+        return error
+
+    def needs_checkpointing(self, run) -> bool:
+        return self.needs
+
+    def check(self, run) -> None:
+        self.checked.append(run.config.train[CHECKPOINTING])
+
+    def predicted(self, run, batch):
+        return {}
+
+
+def tiny(*overrides: str):
+    return load_recipe("tiny_full_fp8", [OPEN, *overrides]).config
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_preflight_decides_by_the_forecast_before_memory_is_checked(needs) -> None:
+    forecast = Forecast(needs=needs)
+    ahead = preflight(tiny(), CPU, forecast=forecast)
+    assert ahead.config.train[CHECKPOINTING] is needs
+    assert forecast.checked == [needs]
+
+
+def test_without_a_forecast_memory_is_saved() -> None:
+    assert preflight(tiny(), CPU).config.train[CHECKPOINTING] is True
+
+
+def test_what_is_set_stays() -> None:
+    config = load_recipe("tiny_full_fp8").config
+    assert not decides_checkpointing(config)
+    assert preflight(config, CPU, forecast=Forecast(needs=True)).config is config
+    assert decided(config, place_of("H100")) is config
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gradient_checkpointing must be bool"):
+        load_recipe("tiny_full_fp8", [f"train.{CHECKPOINTING}=perhaps"])
+
+
+@pytest.mark.slow
+def test_a_large_gpu_keeps_activations_and_a_small_one_does_not() -> None:
+    config = load_recipe("gpt2_124m_full_bf16", [OPEN]).config
+    large, small = (measure_well(config, place_of("H100", memory_gib=gib)) for gib in (None, 10))
+    assert [found.config.train[CHECKPOINTING] for found in (large, small)] == [False, True]
+    assert small.footprint.allocated < large.footprint.allocated
+    assert small.tokens_per_s < large.tokens_per_s  # type: ignore[operator]
+    gpus = tuple(named_gpu("H100").model_copy(update={"memory_gib": gib}) for gib in (80, 10))
+    found = {round(c.place.device.memory_gib): c for c in cheapest_gpu(config, gpus=gpus).choices}
+    assert found[80].measured.config.train[CHECKPOINTING] is False
+    assert found[10].measured.config.train[CHECKPOINTING] is True
+
+
+@pytest.mark.slow
+def test_both_sides_of_a_comparison_decide_alike() -> None:
+    pair = [tiny(), load_recipe("tiny_full_bf16", [OPEN]).config]
+    configs, note = settle_checkpointing(pair, CPU)
+    assert [config.train[CHECKPOINTING] for config in configs] == [False, False]
+    assert note.startswith("train.gradient_checkpointing=false on all sides")
+
+
+@pytest.mark.slow
+def test_a_run_says_what_was_decided(cli) -> None:
+    done = cli("tiny_full_fp8", OPEN, "train.max_steps=3", "eval.samples=false")
+    assert done.code == 0
+    assert "gradient checkpointing: off, memory is enough without" in done.out
