@@ -153,11 +153,7 @@ class Conversion:
 
         One that multiplies by parameters of its own is left out (see `parameters`).
         """
-        from torch._inductor.lowering import add_needs_realized_inputs
-
-        # As of `mm`. Without it (torch 2.13) each FP8 GEMM gets a buffer of codes of its own, also
-        # those with the same operand: q, k and v.
-        add_needs_realized_inputs(torch.ops.aten._scaled_mm)
+        store_operands_once()
         models = self.model.modules()
         names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
         for module in self.model.modules():
@@ -198,6 +194,17 @@ class Conversion:
             self._checkpointed = [(m, f) for m, f in self._checkpointed if m is not module]
             self._checkpointed.append((module, function))
             module.__dict__["_gradient_checkpointing_func"] = wrapped
+
+
+def store_operands_once() -> None:
+    """Tell Inductor that FP8 GEMMs read their operands from memory, as `mm` does.
+
+    Without it (torch 2.13) each GEMM gets a buffer of codes of its own, also those that share an
+    operand, as q, k and v do.
+    """
+    from torch._inductor.lowering import add_needs_realized_inputs
+
+    add_needs_realized_inputs(torch.ops.aten._scaled_mm)
 
 
 class RootMixin(Swapped):

@@ -18,6 +18,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.hardware.device import has_triton, resolve
 from finetune.precision.backends.frozen import FrozenBackend
+from finetune.precision.convert import store_operands_once
 from finetune.precision.formats import E4M3
 from finetune.precision.kernels.operators import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current
@@ -160,6 +161,30 @@ def test_equal_casts_of_a_graph_are_stored_once() -> None:
     forward, backward = graphs
     assert (forward.count(CASTS), forward.count(TRANSPOSES)) == (1, 0)
     assert (backward.count(CASTS), backward.count(TRANSPOSES)) == (3, 3)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # inductor warns about its own environment
+def test_inductor_stores_codes_once_for_all_who_read_them(monkeypatch) -> None:
+    """Code for a CPU, generated and run: one buffer of codes for q, k and v, three without it."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    x, _, bits, inverse = operands()
+    weights = [bits.roll(shift, 0) for shift in range(3)]
+    how = Arithmetic((1, x.shape[1]), emulate=False)
+
+    def siblings(x: torch.Tensor) -> list[torch.Tensor]:
+        return [FrozenLinear.apply(x, *cast(x.detach(), how), w, inverse, how) for w in weights]
+
+    store_operands_once()
+    leaf = x.requires_grad_()
+    found, codes = run_and_get_code(torch.compile(siblings, fullgraph=True), leaf)
+    stored = re.findall(r"empty_strided_cpu\(\(24, 96\), .*torch.float8_e4m3fn\)", codes[0])
+    assert len(stored) == 1
+    for compiled, eager in zip(found, siblings(leaf), strict=True):
+        torch.testing.assert_close(compiled, eager)
 
 
 # ------------------------------------------------------------------------------------ Triton itself
