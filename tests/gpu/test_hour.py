@@ -34,7 +34,7 @@ def machine(monkeypatch):
 
 
 class Executed:
-    """Executes nothing, and keeps the commands; each writes what `writes` says by its module."""
+    """Executes nothing, keeps the commands, and prints what `doctor` or a measurement would."""
 
     def __init__(self, monkeypatch, interrupt: str = "") -> None:
         self.commands: list[list[str]] = []

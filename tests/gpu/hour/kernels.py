@@ -52,6 +52,8 @@ TOKENS = 8192
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
 DOCUMENTS = {2048: 4, 256: 32}
 """Tokens of a document -> documents."""
+NO_KERNELS = ("Activity Buffer", "Command Buffer", "Lazy Function", "Memset", "Memcpy")
+"""Beginnings of events of the profiler that are listed beside kernels."""
 Found = dict[str, Any]
 
 
@@ -67,14 +69,20 @@ def measure(call: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - started
 
 
-def longest_kernel(call: Callable[[], Any], device: str) -> str:
-    """Name of the kernel that takes most of a call: which library multiplied."""
+def longest_kernel(call: Callable[[], Any], device: str) -> Found:
+    """Name of the kernel that takes most of a call, which tells the library that multiplied."""
     activity, kind = (getattr(x, device.upper()) for x in (ProfilerActivity, DeviceType))
     with profile(activities=[activity]) as seen:
         call()
-        torch.accelerator.synchronize() if device == "cuda" else None
-    events = [e for e in seen.events() or () if e.device_type == kind]
-    return max(events, key=lambda e: e.time_range.elapsed_us()).name if events else ""
+        if device == "cuda":
+            torch.cuda.synchronize()
+    events = [
+        event
+        for event in seen.events() or ()
+        if event.device_type == kind and not event.name.startswith(NO_KERNELS)
+    ]
+    longest = max(events, key=lambda event: event.time_range.elapsed_us(), default=None)
+    return {"kernel": longest.name[:80]} if longest else {}
 
 
 def tried(act: Callable[..., Found], *arguments: Any) -> Found:
@@ -120,7 +128,7 @@ def gemm_rates(device: str, shrink: int) -> tuple[list[Found], str]:
 
 def _gemm_rate(shape: list[int], product: Callable[[], Tensor], device: str) -> Found:
     tflops = 2 * math.prod(shape) / measure(product, device) / 1e12
-    return {"tflops": tflops, "kernel": longest_kernel(product, device)[:80]}
+    return {"tflops": tflops, **tried(longest_kernel, product, device)}
 
 
 def gemm_table(rows: list[Found]) -> str:
@@ -138,7 +146,7 @@ def gemm_table(rows: list[Found]) -> str:
         names = dict.fromkeys(f"`{rate['kernel']}`" for rate in found if rate.get("kernel"))
         reasons = dict.fromkeys(rate["reason"] for rate in found if "reason" in rate)
         notes += [f"{way}: {', '.join(names)}"] if names else []
-        notes += [f"{way}, not measured: {reason}" for reason in reasons]
+        notes += [f"{way}: {reason}" for reason in reasons]
     gpu = find_gpu(this_device())
     if gpu is not None:
         peaks = ", ".join(f"{kind.upper()} {rate:,.0f}" for kind, rate in gpu.tflops.items())
