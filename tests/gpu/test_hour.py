@@ -48,7 +48,7 @@ class Executed:
             raise KeyboardInterrupt
         printed = {"rows": [1], "markdown": "| 1 |"} if "doctor" not in words else DOCTOR
         (folder / "stdout.txt").write_text(json.dumps(printed))
-        return ""
+        return "the time limit was reached" if "attention" in words else ""
 
 
 def states(out) -> dict[str, str]:
@@ -97,6 +97,7 @@ def test_a_part_is_lost_alone_and_is_tried_again(machine, monkeypatch, tmp_path,
     assert [words[0] for words in executed.commands[4:]] == ["pytest"]
     text = (tmp_path / "hour.md").read_text()
     assert "Not measured: not installed." in text
+    assert "| 1 |\n\nIncomplete: the time limit was reached." in text, "what it had is kept"
     assert "driver 1" in text
     assert str(tmp_path) not in text
 
