@@ -12,6 +12,7 @@ import typer
 from rich.table import Column, Table
 
 from finetune.cli import AsJson, Overrides, RecipeName
+from finetune.config.paths import ASSETS
 from finetune.config.recipe import find_recipe, list_recipes, load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.yaml import read_text
@@ -60,21 +61,35 @@ def ls(
     for row in rows:
         name, _, compute = row["recipe"].rpartition("_")
         pairs.setdefault(name, {})[compute] = row
-    keys = ("model", "method", "length")
-    names = (Column(key, no_wrap=True) for key in ("recipe", *keys))
-    right = (Column(f"{compute} ≈GiB", justify="right") for compute in COMPUTES)
+    gpu, speeds = _speeds()
+    names = (Column(key, no_wrap=True) for key in ("recipe", "model", "method"))
+    titles = (*(f"{compute} ≈GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
+    right = (Column(title, justify="right") for title in titles)
     table = Table(*names, *right, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name, pair in pairs.items():
         one = next(iter(pair.values()))  # they differ in precision alone
         memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
-        table.add_row(name, *(one[key] for key in keys), *memory)
+        fp8, bf16 = (speeds.get(f"{name}_{compute}", 0) for compute in COMPUTES)
+        speed = f"{fp8:,}" if fp8 else "-", f"{fp8 / bf16:.2f}x" if fp8 and bf16 else "-"
+        table.add_row(name, one["model"], one["method"], *memory, *speed)
     console = output()
     console.print(table)
     console.print(
-        "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU\n"
+        "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU; tok/s:\n"
+        f"predicted on one {gpu}, `-` where it does not fit or is not predicted\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
     )
+
+
+def _speeds() -> tuple[str, dict[str, int]]:
+    """Name of the GPU here, or else the H100, and predicted tokens/s of recipes on it."""
+    from finetune.hardware.gpus import installed_gpu
+
+    table = json.loads((ASSETS / "speeds.json").read_text())
+    gpu = installed_gpu()
+    name = gpu.name if gpu is not None and gpu.name in table else "H100"
+    return name, table[name]
 
 
 COMPUTES = ("fp8", "bf16")

@@ -171,8 +171,9 @@ class Receipt(JupyterMixin):
     def engine(self) -> str:
         """`frozen base, row-wise scales`: what multiplied in FP8, with which scales."""
         p = self.precision
-        scales = SCALES.get(p["scaling"], f"{p['scaling']} scaling")
-        return f"{'frozen base' if p['backend'] == 'frozen' else p['backend']}, {scales}"
+        engine, scaling = p.get("backend", ""), p.get("scaling", "")
+        scales = SCALES.get(scaling, f"{scaling} scaling")
+        return f"{'frozen base' if engine == 'frozen' else engine}, {scales}"
 
     @property
     def _verdict(self) -> str:

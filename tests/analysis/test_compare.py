@@ -547,7 +547,7 @@ def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend
     folder = folders(tmp_path)[0]
     found = read_comparison(folder)
     page = comparison_page(found, Source(folder, folder))
-    assert page.verdict == "Not equivalent"
+    assert page.verdict.text == "Not equivalent within 1%"
     assert 'class="facts"' not in writer.as_html(page)
     metrics = folder / found.runs[0].a / "metrics.jsonl"
     metrics.write_text("".join(x for x in metrics.read_text().splitlines(True) if "eval" not in x))
@@ -560,7 +560,7 @@ def test_a_reference_that_ends_in_no_number_is_refused(pretend, tmp_path):
     assert "training loss: BF16, seed 43, ends at nan" in out
     folder = folders(tmp_path)[0]
     page = comparison_page(read_comparison(folder), Source(folder, folder))
-    assert page.verdict == "Refused"
+    assert page.verdict.text == "Refused"
     html = writer.as_html(page)
     assert 'class="facts"' not in html
     assert "differ in more than" not in html

@@ -78,7 +78,7 @@ def test_a_process_that_ends_badly_is_a_reason(code, reason, tmp_path) -> None:
     said = hour.execute([sys.executable, "-c", code], tmp_path, 0.5 if "limit" in reason else 60)
     assert reason in said
     assert bool(said) is bool(reason)
-    assert time.monotonic() - started < 15, "what is left of it is ended, too"
+    assert time.monotonic() - started < 50, "what is left of it is ended, too"
 
 
 def test_a_part_is_lost_alone_and_is_tried_again(machine, monkeypatch, tmp_path, capsys) -> None:

@@ -7,7 +7,15 @@ import pytest
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.hardware.device import resolve
-from finetune.hardware.gpus import TABLE, as_device, find_gpu, gpu_table, gpus_with_own, named_gpu
+from finetune.hardware.gpus import (
+    TABLE,
+    as_device,
+    find_gpu,
+    gpu_table,
+    gpus_with_own,
+    installed_gpu,
+    named_gpu,
+)
 
 OWN = """\
 - name: H20
@@ -238,3 +246,13 @@ def test_the_table_explains_its_fields() -> None:
     from finetune.hardware.gpus import Gpu
 
     assert all(f"# {field} " in text for field in Gpu.model_fields)
+
+
+def test_the_installed_gpu_is_read_from_the_driver(tmp_path) -> None:
+    assert installed_gpu(tmp_path) is None
+    (tmp_path / "0000:01:00.0").mkdir()
+    text = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 123\n"
+    (tmp_path / "0000:01:00.0" / "information").write_text(text)
+    found = installed_gpu(tmp_path)
+    assert found is not None
+    assert found.name == "H100"
