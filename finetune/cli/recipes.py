@@ -76,7 +76,7 @@ def ls(
     console.print(table)
     console.print(
         "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU; tok/s:\n"
-        f"predicted on one {gpu}, `-` where it does not fit or is not predicted\n"
+        f"predicted on one {gpu}, beside compiled BF16; `-`: does not fit, or no FP8 twin\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
     )

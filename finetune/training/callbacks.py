@@ -101,7 +101,7 @@ class ProgressBar(TrainerCallback):
             return
         row, step = self.metrics.rows[-1], step_label(state, self.console)
         if "eval_loss" in row:
-            self.console.print(f"{step} | eval loss {row['eval_loss']:.4f}")
+            self.console.print(f"{step} | eval loss {row['eval_loss']:.4f}", highlight=False)
         if "loss" not in row:
             return
         norm, rate = row.get("grad_norm", float("nan")), row.get("learning_rate", 0.0)
@@ -114,7 +114,7 @@ class ProgressBar(TrainerCallback):
         else:
             minutes, seconds = divmod(round(per_step * (state.max_steps - state.global_step)), 60)
             parts += [speed, f"{minutes}:{seconds:02d} left"]
-        self.console.print(" | ".join([step, *parts]))
+        self.console.print(" | ".join([step, *parts]), highlight=False)
 
     def close(self) -> None:
         """Restore the terminal, also after an error."""
