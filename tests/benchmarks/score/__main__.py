@@ -50,6 +50,7 @@ def main() -> int:
     progress = Console(stderr=True, highlight=False)
     quiet_libraries()
     try:
+        speeds = score_speeds(args.file)  # seconds, before what takes long and would be lost
         board = score_csv(
             args.file,
             progress=progress.print,
@@ -57,7 +58,6 @@ def main() -> int:
             processes=args.processes,
             only=wanted,
         )
-        speeds = score_speeds(args.file)
     except FinetuneError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
