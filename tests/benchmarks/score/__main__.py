@@ -21,6 +21,7 @@ from rich.console import Console
 from finetune.errors import FinetuneError
 from finetune.logging import quiet_libraries
 from tests.benchmarks.score.jobs import Mapped
+from tests.benchmarks.score.rows import read_rows
 from tests.benchmarks.score.scoreboard import score_csv
 from tests.benchmarks.score.speed import score_speeds
 from tests.benchmarks.score.table import print_board, print_speeds
@@ -50,6 +51,7 @@ def main() -> int:
     progress = Console(stderr=True, highlight=False)
     quiet_libraries()
     try:
+        read_rows(args.file)  # an unreadable file is an error that says so
         speeds = score_speeds(args.file)  # seconds, before what takes long and would be lost
         board = score_csv(
             args.file,
