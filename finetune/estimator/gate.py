@@ -58,8 +58,13 @@ class MemoryForecast:
         )
 
     def needs_checkpointing(self, run: Preflight) -> bool:
-        """True unless a step that keeps all activations fits into free memory with its margin."""
-        config, free = with_checkpointing(run.config, False), available_gib(run.device)
+        """True unless a step that keeps all activations fits into free memory with its margin.
+
+        Several processes go by the whole memory, so that all decide alike: under FSDP a process
+        that computes its layers a second time gathers weights that the others do not send.
+        """
+        config, device = with_checkpointing(run.config, False), run.device
+        free = available_gib(device) if run.processes == 1 else device.memory_gib
         quick = preview(config, gpus=run.processes)
         if quick is not None and quick.peak_gib * ROOM < free:
             return False
