@@ -10,7 +10,7 @@ stays visible, which a maximum of floats would drop. Hardware's cast saturates, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -100,7 +100,7 @@ def cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tenso
     block, warps = row_block(length)
     if rows:
         with torch.cuda.device_of(x):
-            launch: Any = cast_rows_kernel[(rows,)]
+            launch = cast(Any, cast_rows_kernel)[(rows,)]
             launch(
                 x, factors, codes, inverse, x.stride(0), length, block, fold is not None, pow2,
                 num_warps=warps, enable_fp_fusion=False,
@@ -116,7 +116,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
     if codes.numel():
         grid = (triton.cdiv(columns, wide), triton.cdiv(rows, tall))
         with torch.cuda.device_of(codes):
-            launch: Any = transpose_codes_kernel[grid]
+            launch = cast(Any, transpose_codes_kernel)[grid]
             launch(
                 source, out.view(torch.uint8), rows, columns, tall, wide,
                 num_warps=WARPS, enable_fp_fusion=False,
