@@ -203,8 +203,8 @@ def batch(rows: int = 2, length: int = 32, vocab: int = 272, seed: int = 1) -> d
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def slow_but(quick, values):
-    """Cases of a parametrized test, all of them slow but those named in `quick`.
+def slow_but(quick, values, mark=pytest.mark.slow):
+    """Cases of a parametrized test, all of them slow (or `mark`) but those named in `quick`.
 
     For cross products whose every value goes the same way through the code: `pytest` proves one of
     them, `pytest -m slow` the rest.
@@ -212,7 +212,7 @@ def slow_but(quick, values):
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
-            marks=() if value in quick else pytest.mark.slow,
+            marks=() if value in quick else mark,
         )
         for value in values
     ]

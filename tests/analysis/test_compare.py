@@ -500,6 +500,7 @@ def folders(where: Path) -> list[Path]:
     return sorted(where.glob("runs/compare/tiny_full_fp8-vs-tiny_full_bf16/*"))
 
 
+@pytest.mark.slow
 def test_a_comparison_from_command_to_verdict(pretend, tmp_path):
     out, err = pretend("tiny_full_fp8", code=0, report=True)
     assert "[6/6]" in err

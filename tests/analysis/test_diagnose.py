@@ -123,7 +123,7 @@ def test_random_rows_are_as_long_as_asked_and_alike_for_a_seed() -> None:
     assert 0 <= min(map(min, first)) <= max(map(max, first)) < 1536  # its vocabulary
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_prediction_of_a_known_gpu_is_in_the_same_parts() -> None:
     fp8, why_not = predict(load_recipe("tiny_lora_fp8", SMALL).config, H100, 1, 64)
     assert fp8 is not None

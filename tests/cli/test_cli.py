@@ -445,7 +445,7 @@ def test_where_memory_suffices_only_the_missing_fp8_is_named(cli, on, no_loading
     assert "precision.compute=bf16" in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "memory_gib"),
     [(["llama_8b_full_bf16", "--force"], 16.0), (["llama_8b_lora_bf16"], 24.0)],

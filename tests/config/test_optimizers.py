@@ -64,7 +64,9 @@ def test_the_table_has_every_optimizer_of_transformers_and_ours() -> None:
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["adamw_8bit"], ["adamw_8bit", "adamw_torch_4bit", "adafactor", "lion_8bit", "rmsprop_bnb"]
+        ["adamw_8bit"],
+        ["adamw_8bit", "adamw_torch_4bit", "adafactor", "lion_8bit", "rmsprop_bnb"],
+        pytest.mark.long,
     ),
 )
 def test_it_steps_on_a_cpu_and_holds_the_bytes_of_the_table(name, tmp_path) -> None:
@@ -145,7 +147,7 @@ def test_the_loss_falls_as_with_plain_moments(name, plain, tmp_path) -> None:
     assert report.final_loss == pytest.approx(plain.final_loss, rel=0.08)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_4bit"])
 def test_resuming_with_quantised_state_is_bit_identical(name, tmp_path) -> None:
     settings = [f"train.optim={name}", "train.save_strategy=steps", "train.save_steps=2"]
@@ -160,7 +162,7 @@ def test_resuming_with_quantised_state_is_bit_identical(name, tmp_path) -> None:
     assert resumed.receipt.status == "proven"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["adamw_torch_8bit", "adafactor"],
@@ -187,7 +189,7 @@ def test_rounding_by_chance_acts(tmp_path) -> None:
     assert moved(by_chance) > 2 * moved(nearest)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_block_size_acts(tmp_path) -> None:
     one = run(tmp_path, "train.optim=adamw_torch_4bit")
     two = run(tmp_path, "train.optim=adamw_torch_4bit", "train.optim_args=block_size=64")
@@ -196,7 +198,7 @@ def test_a_block_size_acts(tmp_path) -> None:
     assert sizes[1] - sizes[0] == 2 * 4 * quantized * (1 / 64 - 1 / 256)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_update_of_torchao_is_not_compiled_on_a_cpu(tmp_path) -> None:
     from torch._dynamo.eval_frame import _stance
     from torch._dynamo.utils import counters
@@ -222,7 +224,7 @@ def test_a_step_that_is_broken_off_leaves_compiling_as_it_was() -> None:
     assert _stance.stance == "default"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_an_earlier_run_told_bitsandbytes_is_forgotten(tmp_path) -> None:
     """It keeps modules of earlier runs for ever, and knows their weights by `id()` alone."""
     from bitsandbytes.optim import GlobalOptimManager

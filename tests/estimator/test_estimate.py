@@ -81,6 +81,7 @@ def text_of(result: Estimate) -> str:
 # ---------------------------------------------------------------------------------- what it says
 
 
+@pytest.mark.slow
 def test_the_figures_are_each_larger_than_the_one_before(result):
     held = result.measured.footprint
     assert 0 < held.tensors < held.allocated <= held.reserved < held.shown
@@ -118,7 +119,7 @@ def test_micro_batches_take_their_time_each_and_gradients_stay(config):
     assert alone.footprint.phases["forward"]["gradients"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_layers_say_what_all_of_them_take(config):
     whole, fast = measure(config, H100), measure_fast(config, H100)
     assert fast.footprint.tensors == pytest.approx(whole.footprint.tensors, rel=1e-3)

@@ -129,7 +129,14 @@ FLOORS = {
 }
 
 
-@pytest.mark.parametrize(("recipe", "overrides"), FLOORS.values(), ids=FLOORS)
+QUICK_FLOORS = ("adapters over FP8", "over NF4", "8-bit states", "a pattern", "BDH", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    slow_but([FLOORS[name] for name in QUICK_FLOORS], FLOORS.values()),
+    ids=FLOORS,
+)
 def test_floor_is_the_bound_over_the_model(recipe, overrides) -> None:
     from finetune.estimator.gate import bound
     from finetune.precision.planner import plan

@@ -87,7 +87,7 @@ QUICK_ENGINES = [pair for pair in ENGINES if pair[0] in QUICK_RECIPES]
 ENGINES += [(name, "te") for name in ("gpt2_124m_full_fp8", "llama_8b_lora_fp8")]
 
 
-@pytest.mark.parametrize(("name", "backend"), slow_but(QUICK_ENGINES, ENGINES))
+@pytest.mark.parametrize(("name", "backend"), slow_but(QUICK_ENGINES, ENGINES, pytest.mark.long))
 def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     """And holds weights, gradients and states at least."""
     config = load_recipe(name).config
@@ -133,7 +133,7 @@ def test_two_and_four_layers_tell_of_eight(name, backend) -> None:
         assert told == pytest.approx(nbytes, rel=1e-3), phase
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama_1b_full_fp8"])
 def test_more_rows_and_longer_ones_hold_more(name) -> None:
     def peaks(rows: int, length: int) -> list[int]:

@@ -147,7 +147,7 @@ def test_the_largest_micro_batch_has_a_neighbour_that_does_not_fit(run):
     assert more.value > found.value
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_longest_row_has_a_neighbour_that_does_not_fit(run):
     config, place = run(), place_of("4090", memory_gib=3)
     found = largest_length(config, place, rows=2)
@@ -201,6 +201,7 @@ def _gpus(*names: str, **prices: float):
     return tuple(g.model_copy(update={"price_usd_per_hour": prices.get(g.name)}) for g in lines)
 
 
+@pytest.mark.slow
 def test_gpus_of_one_capability_share_a_rehearsal_and_differ_in_speed(run, rehearsals):
     found = cheapest_gpu(run(), gpus=_gpus("H100", "H200", "H100-PCIe", "4090", "L4"))
     assert len(rehearsals) == 2

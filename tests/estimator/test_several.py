@@ -62,6 +62,7 @@ def gpus(count: int) -> Place:
     return place_of("H100", gpus=count)
 
 
+@pytest.mark.slow
 def test_shards_are_parts_of_the_whole(config: RunConfig, sharded: dict[int, Measured]) -> None:
     trainable = sharded[2].trainable
     for count in (2, 8):
@@ -86,6 +87,7 @@ def test_more_gpus_never_need_more(sharded: dict[int, Measured]) -> None:
     assert two.kinds["saved"] == many.kinds["saved"]
 
 
+@pytest.mark.slow
 def test_copies_are_one_gpu_with_buckets(config: RunConfig) -> None:
     copies = changed(config, train={"fsdp": None, "fsdp_config": None})
     alone, two = measure(copies, gpus(1)), measure(copies, gpus(2))
@@ -117,7 +119,7 @@ def test_every_micro_batch_gathers(config: RunConfig, sharded: dict[int, Measure
     assert four.footprint.phases["forward"]["gradients"] == 2 * four.trainable  # whole ones
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fsdp", [True, None])
 def test_the_first_layers_say_what_all_of_them_take(config: RunConfig, fsdp) -> None:
     shape = json.loads((Path(config.model.name) / "config.json").read_text())

@@ -542,7 +542,7 @@ def test_eager_torchao_is_slower_than_bf16():
     assert ratio(LLAMA_8B, setting, {"fp8": "tensorwise"}, None, "eager") < 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fp8_pays_more_in_larger_models_and_batches():
     fp8 = {"fp8": "tensorwise"}
 

@@ -312,6 +312,7 @@ def said(lora_run):
     return batches, parity.observe(model.eval(), batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
 def test_parity_finds_a_broken_export(what, exported, lora_run, said, tmp_path):
     to, change = BROKEN[what]

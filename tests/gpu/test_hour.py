@@ -226,7 +226,7 @@ def test_every_command_is_one_that_documents_may_name(machine, monkeypatch, tmp_
         assert shlex.split(command)[0] == "python"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_rehearsal_runs_every_kind_of_part_once(machine, monkeypatch, tmp_path, capsys) -> None:
     """Tiny sizes in this process; the other pairs of recipes are what `lora_r8` is here."""

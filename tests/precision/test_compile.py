@@ -16,7 +16,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.precision import convert
 from finetune.precision.planner import plan
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 
 
 def losses(make_llama, setup_backend, compile: str) -> list[float]:
@@ -162,7 +162,12 @@ TRAINED = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
 @pytest.mark.parametrize(
-    ("kind", "checkpointed"), [*((kind, False) for kind in TRAINED), ("lora-codes-saved", True)]
+    ("kind", "checkpointed"),
+    slow_but(
+        [("full-tensorwise", False), ("lora-codes-saved", True)],
+        [*((kind, False) for kind in TRAINED), ("lora-codes-saved", True)],
+        pytest.mark.long,
+    ),
 )
 def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind, checkpointed) -> None:
     """Forward and backward of a decoder layer without a break, and the numbers of eager mode."""

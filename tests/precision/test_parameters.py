@@ -651,7 +651,7 @@ def test_families_of_experts(setup_backend, family, settings) -> None:
     assert get_receipt().status == "proven"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # inductor warns about its own environment
 def test_compiled_layers_leave_experts_out(setup_backend) -> None:
     losses = []

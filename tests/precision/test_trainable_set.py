@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from finetune import get_receipt, revert
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.training.model import TINY_LLAMA
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 
 BACKENDS = [
     ("emulated", "delayed"),
@@ -168,7 +168,7 @@ def gradients(make_llama, setup_backend, backend, scaling, *, checkpointing, ree
     return losses, found
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", slow_but([True], [False, True]))
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("backend", "scaling"), BACKENDS)
 def test_checkpointing_gives_the_same_gradients(

@@ -133,6 +133,7 @@ def test_a_checkpoint_published_in_fp8_is_trained_over(published, tmp_path, layo
             ("tiny_lora_bf16", "blocks"),
             ("fallback", "blocks"),
         ],
+        pytest.mark.long,
     ),
 )
 def test_bf16_compute_over_published_codes(published, tmp_path, layout, name) -> None:

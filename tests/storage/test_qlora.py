@@ -316,6 +316,7 @@ def test_what_cannot_work_is_refused_before_loading(overrides, error, said) -> N
         assert part in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_bits_trains_under_adapters_only(base, tmp_path) -> None:
     from transformers import AutoTokenizer
 

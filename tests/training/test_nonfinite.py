@@ -329,6 +329,7 @@ def test_what_does_not_happen_again(make_llama, setup_backend, tmp_path) -> None
     assert "not deterministic" in error.fix
 
 
+@pytest.mark.slow
 def test_dropout_falls_alike(make_llama, setup_backend, tmp_path) -> None:
     """What broke was what dropout let through: the replay sees the same."""
     model = make_llama()
@@ -348,6 +349,7 @@ def test_dropout_falls_alike(make_llama, setup_backend, tmp_path) -> None:
     assert not torch.equal(seen[1], seen[2])
 
 
+@pytest.mark.slow
 def test_delayed_scales_are_held_still(make_llama, setup_backend, tmp_path) -> None:
     model = make_llama()
     inputs = []
@@ -419,6 +421,7 @@ def test_checkpoint_receipt_and_metrics_are_kept(tmp_path, monkeypatch, capsys) 
     assert not (folder / "model").exists()
 
 
+@pytest.mark.slow
 def test_broken_weights_are_not_saved(tmp_path, monkeypatch) -> None:
     """The update itself breaks a weight in the step of the next checkpoint."""
     from transformers import Trainer
@@ -492,6 +495,7 @@ def test_skipped_steps_are_counted_and_no_error(loss_scaling, make_llama, tmp_pa
     assert "health/attn/update_ratio" in rows[1]
 
 
+@pytest.mark.slow
 def test_fp16_names_the_layer_when_scaling_cannot_help(tmp_path, monkeypatch) -> None:
     """A real FP16 run, whose own loss scaling would stop it one step later without a name."""
 

@@ -12,7 +12,6 @@ from finetune.estimator.trace import rehearsal
 from finetune.hardware.device import resolve
 from finetune.precision import planner
 from finetune.training import preflight, session
-from tests.conftest import slow_but
 
 SHORT = (
     "train.max_steps=2", "train.warmup_steps=0", "train.eval_strategy=no", "eval.samples=false",
@@ -20,7 +19,9 @@ SHORT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", slow_but(["tiny_lora_fp8"], ["tiny_full_fp8", "tiny_lora_fp8"]))
+@pytest.mark.parametrize(
+    "recipe", ["tiny_lora_fp8", pytest.param("tiny_full_fp8", marks=pytest.mark.long)]
+)
 def test_a_run_is_resolved_and_planned_once(recipe, tmp_path, monkeypatch) -> None:
     plain, calls = planner.plan, []
 

@@ -141,6 +141,7 @@ def test_undisturbed_is_needed_and_enough(make_llama) -> None:
     assert everything()
 
 
+@pytest.mark.slow
 def test_samples_are_shown_written_and_reported(run) -> None:
     report, screen = run
     rows = [row for row in rows_of(report.folder) if "samples" in row]
@@ -360,7 +361,7 @@ def test_generate_interrupted(run, cli, monkeypatch) -> None:
     assert cli("generate", str(run[0].folder), "hi").code == 130
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_run_that_evaluates_in_fp8_is_asked_in_fp8(delayed_run) -> None:
     """With the scales of delayed scaling; the session that it takes is gone afterwards."""
     from finetune.precision.convert import conversion_of

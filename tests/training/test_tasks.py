@@ -64,6 +64,7 @@ def test_packaged_rows_are_what_their_maker_makes() -> None:
     assert all(labels.count(str(i)) >= 5 for i in range(4)), "no position gives it away"
 
 
+@pytest.mark.slow
 def test_hellaswag_is_lm_evals_own_over_local_rows(tiny, data) -> None:
     """The definition's prompt and metrics; the score is that of log-likelihoods by hand."""
     import torch
@@ -88,6 +89,7 @@ def test_hellaswag_is_lm_evals_own_over_local_rows(tiny, data) -> None:
     assert found["acc"] == right / 12
 
 
+@pytest.mark.slow
 def test_parquet_shots_and_chat_template_act(tiny, data) -> None:
     import datasets
 
@@ -195,6 +197,7 @@ def test_sharded_weights_are_refused() -> None:
         evaluate.refuse_sharded(config)
 
 
+@pytest.mark.slow
 def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cli) -> None:
     asked = (
         "train.max_steps=2", "train.eval_strategy=no", "train.warmup_steps=0", "data.max_rows=24",

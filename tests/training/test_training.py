@@ -143,6 +143,7 @@ def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     assert again.config == load_recipe("tiny_full_fp8", overrides[:-1]).config
 
 
+@pytest.mark.slow
 def test_saved_weights_are_plain_hugging_face_weights(tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -222,6 +223,7 @@ def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
     assert "tok/s" in shown
 
 
+@pytest.mark.slow
 def test_first_interrupt_saves_and_stops(tmp_path, monkeypatch) -> None:
     """Ctrl-C in step 3: the step ends, a checkpoint is there, and the run goes on from it."""
     import os
@@ -279,7 +281,7 @@ def test_seconds_per_step_are_those_since_the_last_log_also_of_a_resumed_run(
     assert [*found, metrics.step_seconds] == [2.0, 2.5, 3.0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resuming_under_another_scaling_is_refused(tmp_path) -> None:
     from finetune.errors import ConfigError
 
@@ -297,6 +299,7 @@ def test_resuming_under_another_scaling_is_refused(tmp_path) -> None:
         train(load_recipe("tiny_full_fp8", [*base, resume]), out=tmp_path, console=QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["my data #[1] é*.jsonl"])
 def test_odd_file_names(name, tmp_path) -> None:
     rows = [{"text": f"boat number {i} is in the harbour"} for i in range(16)]
