@@ -65,7 +65,7 @@ def rows(length: int, dtype: torch.dtype) -> Tensor:
     x = torch.randn(9, length, generator=generator)
     x[1], x[2], x[3], x[4] = x[1] * 3e4, x[2] * 1e-6, 0.0, x[4].abs() * 1e-40
     x[5, length // 2], x[6, -1], x[7, 0] = float("inf"), float("nan"), -float("inf")
-    x[8] = 1e-13  # below the floor of an amax
+    x[8] = 1e-37  # its inverse scale would be no normal number
     return x.to(dtype)
 
 

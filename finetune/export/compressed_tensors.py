@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from finetune.errors import ConfigError
 from finetune.export.shards import Checkpoint
-from finetune.precision.formats import AMAX_FLOOR, E2M1, E4M3, amax, cast
+from finetune.precision.formats import E2M1, E4M3, SMALLEST_INVERSE, amax, cast
 from finetune.precision.scaling import nvfp4_scales
 
 BLOCK = 16
@@ -112,7 +112,7 @@ def encode_fp8(weight: Tensor) -> dict[str, Tensor]:
             which cannot represent small scales).
     """
     kept = torch.float32 if weight.dtype == torch.float16 else weight.dtype
-    scale = (amax(weight, 1).clamp(min=AMAX_FLOOR) / E4M3.max).to(kept)
+    scale = (amax(weight, 1) / E4M3.max).clamp(min=SMALLEST_INVERSE).to(kept)
     codes = cast(weight.float() / scale.float(), torch.ones(()), E4M3)
     return {"weight": codes, "weight_scale": scale}
 

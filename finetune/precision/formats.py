@@ -48,8 +48,13 @@ E5M2 = Format("e5m2", 2, -14, 57344.0, torch.float8_e5m2)
 E2M1 = Format("e2m1", 1, 0, 6.0, torch.uint8)
 FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
 FP8_DTYPES = (E4M3.dtype, E5M2.dtype)
-AMAX_FLOOR = 1e-12
-"""Smallest amax in current scaling (as in torchao): an all-zero tensor gets a finite scale."""
+SMALLEST_INVERSE = 2.0**-126
+"""Smallest inverse scale: the smallest normal float32, since GPUs may flush smaller ones to zero.
+
+So an all-zero tensor has a finite scale, and an E4M3 tensor keeps its digits down to an amax of
+5e-36. Transformer Engine has no floor either; torchao raises every amax to 1e-12 (`EPS` in
+`float8_utils.py`), under which a tensor of amax 1e-20 becomes zero.
+"""
 
 _EXPONENT_BITS = 0x7F800000
 E8M0_EXPONENTS = (-127, 127)
@@ -165,15 +170,15 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def scale_from_amax(
-    amax: Tensor, fmt: Format, *, pow2: bool = False, floor: float = AMAX_FLOOR
+    amax: Tensor, fmt: Format, *, pow2: bool = False, inverse: float = SMALLEST_INVERSE
 ) -> Tensor:
     """`max / amax` in float32, of the same shape as `amax`; with `pow2` rounded down to 2^n.
 
-    An amax below `floor` is raised to it, so that scales are finite; an infinite one gives 0, so
-    that infinity becomes NaN and stays visible.
+    An amax below `max · inverse` is raised to it, so that scales are finite; an infinite one gives
+    0, so that infinity becomes NaN and stays visible.
     """
     # Not `max / amax`: torch computes a reciprocal and a product, which rounds twice.
-    scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=floor))
+    scale = torch.full_like(amax, fmt.max).div_(amax.clamp(min=fmt.max * inverse))
     return floor_pow2(scale) if pow2 else scale
 
 

@@ -176,7 +176,7 @@ class BlockwiseRule(Rule):
         fmt = self.formats[operand]
         tile = (BLOCK, BLOCK) if operand == "w" else along(dim, BLOCK)
         blocks = split(x.float(), tile)
-        scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2, floor=fmt.max / FLOAT_MAX)
+        scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2, inverse=1 / FLOAT_MAX)
         values = to_codes(blocks * widen(scale), fmt)
         return Codes(join(values, x), _one(x), fmt, self.in_bf16, scale.reciprocal(), tile)
 
@@ -312,12 +312,10 @@ def _one(x: Tensor) -> Tensor:
 # of the next training forward: the scales are the same, and a checkpointed layer recomputed in
 # backward records the same amaxes again, which changes nothing.
 #
-# As in TE, gradients have a separate history, which advances only after a backward. (After two
-# forwards and one backward through both, TE advances it twice, we once, with the larger amax.)
+# After two forwards and one backward through both, TE advances the gradients' history twice, we
+# once, with the larger amax.
 
 UNSEEN = -1.0
-GRADIENTS = slice(OPERANDS.index("g"), None, len(OPERANDS))
-"""Columns of gradients in a `DelayedState`."""
 
 
 class DelayedState:
@@ -353,16 +351,17 @@ class DelayedState:
 
             scale = max / (window · 2^margin)
 
-        An operand that was not seen, or whose amax is not finite, keeps its scale (as in TE).
+        As in TE (`delayed_scaling.cu`), an operand that was not seen (an idle expert, a gradient
+        without a backward) or was all zeros keeps window and scale: else `amax_history_len` such
+        steps would forget its range, and the next real tensor would saturate. One whose window has
+        an infinity keeps its scale. A NaN counts as zero.
         """
         if self.steps:
             if self.reduce and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(self.current, op=dist.ReduceOp.MAX)
-            moves = torch.ones_like(self.current, dtype=torch.bool)
-            moves[GRADIENTS] = (self.current[GRADIENTS] > UNSEEN).any()
             rolled = self.history.roll(1, 0)
-            rolled[0] = self.current.clamp(min=0)
-            self.history = torch.where(moves, rolled, self.history)
+            rolled[0] = self.current
+            self.history = torch.where(self.current > 0, rolled, self.history)
             window = self.history.amax(0) if self.algorithm == "max" else self.history[0]
             usable = (window > 0) & window.isfinite()
             new = (self.largest / window / 2**self.margin).clamp(max=FLOAT_MAX)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
 from finetune.precision.formats import E4M3, cast
+from finetune.precision.scaling import DelayedRule, DelayedState
 
 INF, NAN = float("inf"), float("nan")
 AMAX = {
@@ -25,11 +28,11 @@ AMAX = {
 WINDOW = {
     # The amax in force: of the last four micro-steps, None before anything was seen. What is not
     # finite or positive changes nothing: x keeps 4 while the infinity is in the window. NaN counts
-    # as zero.
+    # as zero, and zero takes no place in the window.
     "max": {
         "x": [None, 2, 8, 8, 8, 8, 1, 1, 4, 4, 4, 4],
         "w": [None, 1, 1, 1, 6, 6, 6, 6, 6, 6, 2, 2],
-        "g": [None, 1, 7, 7, 7, 7, 14, 14, 14, 14, 3.5, 3.5],
+        "g": [None, 1, 7, 7, 7, 7, 14, 14, 14, 14, 14, 3.5],
     },
     "most_recent": {
         "x": [None, 2, 8, 1, 1, 1, 1, 1, 4, 4, 3, 0.5],
@@ -114,6 +117,56 @@ def test_a_gradients_history_moves_with_backwards_only() -> None:
     history = conversion.backend.state_tensors()["history"]
     assert history[:, 2].tolist() == [3, 2, 1, 0]
     assert history[:, 0].tolist() == [4, 4, 3, 3]
+
+
+def updated(history: list[float], scale: float, amax: float, algorithm: str) -> float:
+    """Transformer Engine's rule written out for one E4M3 operand; `history` is changed.
+
+    `delayed_scaling.cu`, `kernel_bulk`: an amax of zero rolls nothing; the window is the newest
+    amax and the `len(history) - 1` before it; a scale follows from a finite, positive amax alone.
+    """
+    if amax == 0:
+        return scale
+    history.insert(0, amax)
+    history.pop()
+    largest = max(history) if algorithm == "max" else amax
+    if not 0 < largest < INF:
+        return scale
+    return min(float(torch.tensor(448.0) / torch.tensor(largest)), torch.finfo(torch.float32).max)
+
+
+AMAXES = st.lists(
+    st.sampled_from([None, 0.0, INF, NAN, 1e-44, 1e-30, 0.02, 1.0, 3.0, 300.0, 1e30]),
+    min_size=1, max_size=40,
+)  # fmt: skip
+"""Of each micro-step; None where the operand is idle."""
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    amaxes=AMAXES,
+    length=st.sampled_from([1, 2, 3, 16, 1024]),
+    algorithm=st.sampled_from(["max", "most_recent"]),
+)
+@example(amaxes=[283.0, 0.0215, 0.0, 0.0, 0.0, 0.0], length=3, algorithm="max")
+def test_scales_are_those_of_transformer_engines_rule(amaxes, length, algorithm) -> None:
+    """Idle, zero, infinite and tiny operands, in windows of one to 1024 micro-steps."""
+    p = PrecisionConfig.model_validate(
+        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "delayed",
+         "amax_history_len": length, "amax_compute_algo": algorithm, "format": "e4m3"}
+    )  # fmt: skip
+    state = DelayedState(1, p)
+    rule = DelayedRule(state, 0)
+    history, scale = [0.0] * length, 1.0
+    for amax in amaxes:
+        state.advance()
+        assert float(rule.scale_in_force("x")) == scale
+        if amax is not None:
+            rule.cast("x", torch.tensor([[0.0, -amax]]), 1)
+            scale = updated(history, scale, 0.0 if amax != amax else amax, algorithm)
+    state.advance()
+    assert float(rule.scale_in_force("x")) == scale
+    assert state.history[:, 0].tolist() == pytest.approx(history)
 
 
 def test_evaluation_moves_nothing() -> None:

@@ -33,6 +33,7 @@ from finetune.precision.formats import (
     times_blocks,
 )
 from finetune.precision.gemm import Codes, scaled_mm
+from finetune.precision.scaling import cast_current
 
 ONE = torch.tensor(1.0)
 ML = {
@@ -221,13 +222,26 @@ def test_current_scaling_neither_overflows_nor_loses_digits(values, fmt) -> None
 
 
 @settings(deadline=None)
-@given(exponent=st.integers(-60, 60), pow2=st.booleans())
+@given(exponent=st.integers(-117, 118), pow2=st.booleans())
 def test_scale_puts_amax_at_the_maximum(exponent, pow2) -> None:
-    value = (torch.tensor(1.5) * 2.0**exponent).clamp(min=1e-12)
+    value = torch.tensor(1.5) * 2.0**exponent
     scale = scale_from_amax(value, E4M3, pow2=pow2)
     reached = float(value * scale)
     assert 224 < reached <= 448 if pow2 else reached == pytest.approx(448)
     assert not pow2 or float(scale.frexp().mantissa) == 0.5
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("pow2", [False, True])
+def test_small_tensors_keep_their_digits(fmt, pow2) -> None:
+    """As large ones do, down to where the inverse scale would be no normal number; zero is zero."""
+    x = torch.linspace(0.1, 1.0, 64)[None]
+    for size in (1.0, 1e-12, 1e-20, 1e-30):
+        codes, inverse = cast_current(x * size, fmt, 1, pow2=pow2)
+        assert torch.allclose(codes * inverse, x * size, rtol=2.0 ** -(fmt.mantissa + 1), atol=0)
+    codes, inverse = cast_current(torch.zeros(1, 64), fmt, 1, pow2=pow2)
+    assert not codes.any()
+    assert float(inverse) == pytest.approx(2.0**-126)
 
 
 def test_floor_pow2() -> None:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finetune.precision.formats import AMAX_FLOOR, E4M3
+from finetune.precision.formats import E4M3, SMALLEST_INVERSE
 
 WHOLE = 16384
 """Longest row that stays in registers. Longer ones are read twice, the second time from the L2
@@ -29,7 +29,7 @@ TILE = (64, 128)
 """Rows and columns of codes that one program transposes."""
 WARPS = 8
 """Warps of such a program: 32 codes a thread."""
-_FLOOR, _LARGEST = tl.constexpr(AMAX_FLOOR), tl.constexpr(E4M3.max)
+_FLOOR, _LARGEST = tl.constexpr(E4M3.max * SMALLEST_INVERSE), tl.constexpr(E4M3.max)
 
 
 @triton.jit
