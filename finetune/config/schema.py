@@ -59,6 +59,12 @@ class ModelConfig(Section):
         description="padding token of the tokenizer; one that is not its end-of-text token keeps "
         "models from learning never to stop",
     )
+    freeze: tuple[str, ...] = Field(
+        default=(),
+        description="patterns of modules and parameters that do not train and get no adapter, as "
+        "in `precision.keep`; towers for images and sound, which text does not reach, are frozen "
+        "anyway",
+    )
     revision: str | None = Field(default=None, description="hub revision (branch, tag or commit)")
     trust_remote_code: bool = Field(default=False, description="allow hub model code to run")
 
@@ -320,6 +326,19 @@ class LoraSection(Section):
     )
     target_modules: str | tuple[str, ...] = Field(
         default="all-linear", description="`all-linear`, or names of the linear layers to adapt"
+    )
+    exclude_modules: tuple[str, ...] = Field(
+        default=(),
+        description="patterns of linear layers that get none, as in `precision.keep`; layers on "
+        "which adapters cannot work are left out anyway",
+    )
+    target_parameters: tuple[str, ...] = Field(
+        default=(),
+        description="ends of names of parameters to adapt that are no linear layers, such as "
+        "`experts.gate_up_proj` and `experts.down_proj`",
+    )
+    layers_to_transform: tuple[NonNegativeInt, ...] = Field(
+        default=(), description="numbers of the decoder blocks to adapt; left out: all"
     )
     modules_to_save: tuple[str, ...] = Field(
         default=(), description="modules trained in full beside them"

@@ -251,13 +251,16 @@ def are_treated_alike(config: RunConfig) -> bool:
     Patterns that name layers by number, such as `layers.[0-3]`, match others in a shallower model.
     """
     lora, precision = config.lora, config.precision
-    patterns, names = [*precision.keep, *precision.map], []
+    patterns, names = [*precision.keep, *precision.map, *config.model.freeze], []
     if lora is not None:
         targets = lora.target_modules
         (patterns if isinstance(targets, str) else names).extend(
             [targets] if isinstance(targets, str) else targets
         )
-        names += lora.modules_to_save
+        patterns += lora.exclude_modules
+        names += (*lora.modules_to_save, *lora.target_parameters)
+        if lora.layers_to_transform:
+            return False
     matched = any(re.search(r"[0-9]|\\d", pattern) for pattern in patterns)
     numbered = any(part.isdigit() for name in names for part in name.split("."))
     return not (matched or numbered or precision.first_n + precision.last_n > FEW[0])

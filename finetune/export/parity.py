@@ -147,13 +147,14 @@ def load_stock(
         adapter: folder of a PEFT adapter.
     """
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
+    from finetune.storage.architecture import auto_class
 
-    load: Any = AutoModelForCausalLM.from_pretrained
     trust = config.model.trust_remote_code
     shape = AutoConfig.from_pretrained(weights, trust_remote_code=trust)
+    load: Any = auto_class(shape).from_pretrained
     if adapter is not None and is_published_fp8(shape):
         load = load_in_fp8  # other loaders treat such a base differently by device
     model: Any = load(

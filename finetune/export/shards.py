@@ -160,13 +160,14 @@ def open_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> Checkpo
         ModelNotFoundError: safetensors files are missing.
         ConfigError: its weights are quantized.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
+    from finetune.storage.architecture import auto_class
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        outline = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     keys = _keys(folder)
     _refuse_quantized(folder, keys)
     weight_of = _translation(outline)

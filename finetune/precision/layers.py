@@ -22,7 +22,7 @@ nearest declaration in the class's MRO counts, an empty one included.
 
 from __future__ import annotations
 
-import fnmatch
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from finetune.config.patterns import matches
 from finetune.errors import PlanError, did_you_mean, some
 
 Role = Literal["base", "head", "adapter", "router"]
@@ -92,10 +93,52 @@ def why_own_forward(module: nn.Module) -> str:
     """The reason why swapping the class of a linear layer would have no effect, or ""."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "multiplied by its parent, nn.MultiheadAttention, past its forward"
-    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-    if own or "forward" in module.__dict__:
+    if "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own"
-    return ""
+    return own_forward(module)
+
+
+def own_forward(module: nn.Module) -> str:
+    """The reason why a subclass of `nn.Linear` is no `y = x Wᵀ + b`, or ""."""
+    cls: Any = type(module)
+    while "swapped_from" in vars(cls):  # storage of ours is no forward of the model's
+        cls = cls.swapped_from
+    if not isinstance(module, nn.Linear) or cls.forward is nn.Linear.forward:
+        return ""
+    same = any(f"{base.__module__}.{base.__name__}" in SAME_AS_LINEAR for base in cls.__mro__)
+    return "" if same else f"{cls.__name__} has a forward of its own"
+
+
+SAME_AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+"""Subclasses whose forward is that of `nn.Linear` in other words (`x @ W.T + b`).
+
+Bit for bit without a bias (Falcon 7B and 40B); with one, the sum is rounded once more.
+"""
+
+
+def read_by_parent(model: nn.Module) -> dict[str, str]:
+    """Name of each linear layer of a Mamba mixer whose weight is read past its forward -> why.
+
+    The fused kernels of `mamba_ssm` take the weights of `out_proj`, `x_proj` and `dt_proj`, and
+    Transformers 5.23 multiplies by `dt_proj.weight` without them, too. A mixer is known by its
+    parameters `A_log` and `D`.
+    """
+    found: dict[str, str] = {}
+    for name, _, _ in iter_linears(model):
+        parent, _, last = name.removesuffix(".base_layer").rpartition(".")
+        if last in MAMBA and {"A_log", "D"} <= model.get_submodule(parent)._parameters.keys():
+            found[name] = "Mamba's kernels read its weight past the layer's forward"
+    return found
+
+
+MAMBA = ("out_proj", "x_proj", "dt_proj")
+
+
+def past_forward_here(model: nn.Module) -> dict[str, str]:
+    """Those of `read_by_parent` that this machine's kernels would read so."""
+    fused = any(importlib.util.find_spec(name) for name in ("mamba_ssm", "kernels"))
+    found = read_by_parent(model).items()
+    return {n: why for n, why in found if fused or "dt_proj" in n.split(".")}
 
 
 # ------------------------------------------------------------------------------------------- roles
@@ -145,18 +188,6 @@ def _expert_count(model: Any) -> int | None:
 # --------------------------------------------------------------------------------- chosen by name
 
 
-def matches(pattern: str, name: str) -> bool:
-    """True if a pattern names this module: the whole name, or any run of its parts."""
-    if fnmatch.fnmatchcase(name, pattern):
-        return True
-    parts = name.split(".")
-    width = pattern.count(".") + 1
-    return any(
-        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
-        for i in range(len(parts) - width + 1)
-    )
-
-
 def matched(
     patterns: Iterable[str],
     names: Iterable[str],
@@ -201,10 +232,11 @@ def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
     Raises:
         PlanError: a pattern that matches no linear layer, or no layer is left.
     """
+    past = read_by_parent(model)
     names = [
         name
         for name, module, role, _ in iter_roles(model)
-        if role == "base" and not why_own_forward(module)
+        if role == "base" and not why_own_forward(module) and name not in past
     ]
     left = leave_out(model, names, keep)
     if not left:

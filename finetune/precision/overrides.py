@@ -30,9 +30,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from finetune.config.patterns import matches
 from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import PlanError
-from finetune.precision.layers import matched, matches
+from finetune.precision.layers import matched
 from finetune.precision.swap import Swapped, weight_matrix
 
 Part = Literal["embed", "attn", "mlp", "norm", "output", "router", ""]
@@ -178,7 +179,8 @@ class Choices:
         first, last = self.precision.first_n, self.precision.last_n
         if not first and not last:
             return {}
-        name, count = _decoder_blocks(model, [n for n, p in self.parts.items() if p])
+        names = [n for n, p in self.parts.items() if p]
+        name, count = decoder_blocks(model, names, "precision.first_n, precision.last_n")
         if first + last >= count:
             raise PlanError(
                 f"first_n={first} and last_n={last} keep all {count} decoder blocks high",
@@ -201,8 +203,12 @@ def without(key: str) -> str:
     return f"~precision.map.{key}"
 
 
-def _decoder_blocks(model: nn.Module, names: list[str]) -> tuple[str, int]:
-    """Name and length of the list of decoder blocks: the longest list that holds weights."""
+def decoder_blocks(model: nn.Module, names: list[str], where: str) -> tuple[str, int]:
+    """Name and length of the list of decoder blocks: the longest list that holds these weights.
+
+    Raises:
+        PlanError: there is none; `where` is the setting that counts them.
+    """
     lists = [
         (len(module), name)
         for name, module in model.named_modules()
@@ -210,10 +216,11 @@ def _decoder_blocks(model: nn.Module, names: list[str]) -> tuple[str, int]:
     ]
     if not lists:
         raise PlanError(
-            "first_n and last_n were requested of a model without a list of decoder blocks",
-            where="precision.first_n, precision.last_n",
+            f"{where}: set for a model without a list of decoder blocks",
+            where=where,
             why="its blocks share one set of weights, or are not held in an nn.ModuleList",
-            fix="~precision.first_n ~precision.last_n, and name modules in precision.keep instead",
+            fix=f"{' '.join('~' + key for key in where.split(', '))}, and name modules instead "
+            "(precision.keep, lora.exclude_modules)",
         )
     # Experts are lists inside a block: the outermost list comes first, whatever its length.
     depth = min(name.count(".") for _, name in lists)

@@ -39,6 +39,7 @@ from finetune.precision.layers import (
     iter_parameters,
     iter_roles,
     iter_weights,
+    past_forward_here,
     why_made_anew,
     why_own_forward,
 )
@@ -49,6 +50,8 @@ from finetune.precision.weights import Granularity, serves
 ALIGNMENT = 16
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 ALIGNED = "linear layer, aligned"
+READS_WEIGHT = {"peft.tuners.glora": "GLoRA", "peft.tuners.shira": "SHiRA"}
+"""Packages of PEFT 0.21 whose layers read `base_layer.weight` in their forward."""
 AS_CONFIGURED = "as configured"
 """Reason of a layer that runs in FP8 without anybody having named it."""
 
@@ -203,10 +206,10 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         if not is_low_rank(name)
     }
     choices = Choices(model, precision, parts | lookups)
-    storing = _Storing(model, precision)
+    storing, past = _Storing(model, precision), past_forward_here(model)
     layers = []
     for name, module, shape in linears:
-        own = "" if isinstance(module, StoredMixin) else why_own_forward(module)
+        own = why_own_forward(module) or past.get(name, "")
         cannot = _why_not_aligned(shape, precision) or own
         frozen = not module.weight.requires_grad
         row = _plan_layer(name, shape, frozen, roles[name], cannot, choices)
@@ -292,9 +295,17 @@ class _Storing:
         # PEFT's adapters of a parameter add to it in its own type.
         wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
         self._adapted = {id(wrapper.base_layer) for wrapper in wrappers}
+        # PEFT's methods that multiply by a weight of their own make, past the layer's forward.
+        self._read: dict[int, str] = {
+            id(getattr(m, "base_layer", None)): READS_WEIGHT[kind]
+            for m in model.modules()
+            if (kind := ".".join(type(m).__module__.split(".")[:3])) in READS_WEIGHT
+        }
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:
         """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""
+        if id(module) in self._read and (self.precision.frozen == "fp8" or stored_as(module)):
+            raise self._refused(row.name, self._read[id(module)])
         if row.compute != "fp8":
             kind = stored_as(module)
             reason = f"{row.reason}; weight stored in {kind}" if kind else row.reason
@@ -310,6 +321,16 @@ class _Storing:
             reason += ", cast again from what the checkpoint holds"
         requested = "" if row.reason == ALIGNED else f"{row.reason}; "
         return replace(row, stored=granularity, reason=requested + reason)
+
+    def _refused(self, name: str, method: str) -> PlanError:
+        return PlanError(
+            f"{method} cannot adapt weights that are stored in FP8",
+            where=name,
+            why=f"{method} multiplies by a weight that it makes of the layer's own, which is codes "
+            "without their scales there, and not by the layer",
+            fix="precision.frozen=bf16 over a base that is loaded plain; or LoRA, which adds to "
+            "what the layer gives",
+        )
 
 
 def _plan_layer(

@@ -120,6 +120,7 @@ class Receipt(JupyterMixin):
             by the optimizer, but by less than their type can hold); `optimizer_state_bytes`: of
             moments and their scales as they are stored, on this process.
         layers: every linear layer.
+        notes: what does not train although one might think so, and why, a line each.
         environment: versions, device, seed, processes, patches in force.
         memory: `measured_gib`, the peak of a step or of the training (None: not measured);
             `measured`, what that is or why it is missing; `reserved_gib`, the most that torch's
@@ -134,6 +135,7 @@ class Receipt(JupyterMixin):
     flop_share: dict[str, float] = field(default_factory=dict)
     trainable: dict[str, int] = field(default_factory=dict)
     layers: list[LayerReceipt] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Any] = field(default_factory=dict)
@@ -208,6 +210,8 @@ class Receipt(JupyterMixin):
             yield Text(f"matmul FLOPs: {shares}")
             if self.precision.get("adapters"):
                 yield Text(f"adapters: {self.precision['adapters']}", style="dim")
+        for note in self.notes:
+            yield Text(note, style="dim")
         if t := self.trainable:
             state, owned = t.get("optimizer_state_bytes", 0), t["in_optimizer"]
             each = f"; {state / owned:.2f} bytes of optimizer state each" if state and owned else ""

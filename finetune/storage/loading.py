@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 import finetune.storage.bdh  # noqa: F401  makes our own model types known
@@ -43,6 +43,7 @@ from finetune.precision.layers import leave_out, resolve, storable
 from finetune.precision.stored import iter_stored, release, requantize, store
 from finetune.precision.weights import Granularity
 from finetune.storage import nf4
+from finetune.storage.architecture import auto_class as auto_class_of
 from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of
 from finetune.storage.quantizer import (
     Fp8StorageConfig,
@@ -64,7 +65,7 @@ def load_in_fp8(
     *,
     dtype: torch.dtype = torch.bfloat16,
     keep: Iterable[str] = (),
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a pretrained model with the weights of its linear layers stored in FP8.
@@ -78,7 +79,8 @@ def load_in_fp8(
             FP8 checkpoint, else `row`.
         dtype: type of everything else, and of the matmuls.
         keep: patterns of linear layers that stay in `dtype`, as in `precision.keep`.
-        auto_class: class of Transformers that loads the model.
+        auto_class: class of Transformers that loads the model; default: the one for text, also of
+            a checkpoint with towers for images.
         **kwargs: for `from_pretrained`: `device_map`, `revision`, `attn_implementation`, ...
 
     Returns:
@@ -107,7 +109,6 @@ def load_stored(
     granularity: Granularity = "row",
     *,
     dtype: torch.dtype = torch.bfloat16,
-    auto_class: Any = AutoModelForCausalLM,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a pretrained model in which exactly the named linear layers are stored in FP8.
@@ -127,7 +128,7 @@ def load_stored(
     def published(model: Any) -> dict[str, Granularity | None]:
         return dict.fromkeys(resolve(model, names), granularity)
 
-    return _load(source, storage, published, dtype, auto_class, kwargs)
+    return _load(source, storage, published, dtype, None, kwargs)
 
 
 def stored_layers(model: nn.Module, storage: Storage | None) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def _load(
     storage: Fp8StorageConfig,
     published: Callable[[Any], Mapping[str, Granularity | None]],
     dtype: torch.dtype,
-    auto_class: Any,
+    given_class: Any,
     kwargs: dict[str, Any],
 ) -> Any:
     """Load a checkpoint with the layers of `storage` quantized, or those of `published` kept.
@@ -187,7 +188,8 @@ def _load(
         # Transformers reads here that the weights are codes already.
         config.quantization_config = {"quant_method": OWN, "published": dict(given)}  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        model = auto_class.from_pretrained(source, config=config, dtype=dtype, **kwargs)
+        load = given_class or auto_class_of(config)
+        model = load.from_pretrained(source, config=config, dtype=dtype, **kwargs)
     except OSError as error:
         raise _not_loaded(source, error) from error
     return model if given is None else _conform(model, published(model))
@@ -248,7 +250,6 @@ def build_stored(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
-    auto_class: Any = AutoModelForCausalLM,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Build a model of random weights in which exactly the named linear layers are stored in FP8.
@@ -264,7 +265,7 @@ def build_stored(
     """
     granularity = check_granularity(granularity)
     with torch.device("meta"):
-        model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, **kwargs)
+        model = auto_class_of(config).from_config(copy.deepcopy(config), dtype=dtype, **kwargs)
     shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     tied = {key for key, count in shared.items() if count > 1}
     filling = _Filling(set(resolve(model, names)), granularity, torch.device(device), tied)
@@ -310,12 +311,13 @@ class _Filling:
 
     def store_due(self, root: nn.Module, prefix: str = "") -> None:
         """Quantize the complete layers: the named ones inside a decoder layer, or the rest."""
-        for name in self.due:
+        inside = [name for name in self.due if name.startswith(prefix)]
+        self.due = [name for name in self.due if not name.startswith(prefix)]
+        for name in inside:
             module: Any = root.get_submodule(name.removeprefix(prefix))
             used = module.weight.detach()
             store(module, self.granularity)
             self.spare[used.shape, used.dtype].append(used)
-        self.due = []
 
     def _real(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import PlanError
 from finetune.hardware.device import this_device
 from finetune.precision.stored import stored_as
+from finetune.storage.architecture import auto_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,12 +73,11 @@ def build_random(shape: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
     At most one layer exists in full precision. `**kwargs` are for `from_config`.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.quantizers import AutoHfQuantizer
 
     device = torch.device(this_device().kind)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, **kwargs)
+        model = auto_class(shape).from_config(shape, **kwargs)
     quantizer = AutoHfQuantizer.from_config(quantization_config(), pre_quantized=False)
     quantizer.validate_environment()
     quantizer.preprocess_model(model, device_map={"": device})

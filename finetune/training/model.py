@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS, shipped_shape
-from finetune.config.schema import BUILTIN, LoraSection, ModelConfig, RunConfig
+from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
 from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, did_you_mean
 from finetune.storage import nf4
+from finetune.storage.architecture import auto_class
+from finetune.training import scope
 from finetune.training.attention import AUTO, implementation_arguments
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.precision.planner import LayerPlan
@@ -137,7 +138,6 @@ def sketch(
         layers: number of leading decoder layers; default all.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     shape = load_shape(config.model)
     if layers is not None:
@@ -147,25 +147,18 @@ def sketch(
         shape.__dict__.pop("quantization_config", None)
     kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, **kwargs)
+        model = auto_class(shape).from_config(shape, **kwargs)
     if before_adapters is not None:
         before_adapters(model)
-    if config.lora is not None:
+    scope.freeze(model, config)
+    if (adapters := scope.lora_config(model, config)) is not None:
         from peft import get_peft_model
 
-        adapters = lora_config(config.lora)
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), scope.false_warnings_ignored():
                 model = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
-            raise ConfigError(
-                "peft can put no such adapters on this model",
-                where=f"lora: {config.model.name}",
-                why=str(error).strip().splitlines()[0],
-                fix="other lora.target_modules, or ~lora"
-                + (" ~precision.frozen" if config.precision.frozen == "fp8" else "")
-                + " to train all weights (a BDH has no linear layers to adapt)",
-            ) from error
+            raise scope.why_not_adapted(error, config) from error
     return model  # pyright: ignore[reportReturnType]
 
 
@@ -205,7 +198,6 @@ def _build_random(
     model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForCausalLM
 
     from finetune.hardware.device import this_device
     from finetune.precision.layers import storable
@@ -217,23 +209,22 @@ def _build_random(
     names = [row.plain_name for row in stored]
     if not stored and model.storage == "fp8":
         with torch.device("meta"):
-            names = storable(AutoModelForCausalLM.from_config(shape))
+            names = storable(auto_class(shape).from_config(shape))
     if names:
         granularity = (stored[0].stored if stored else "") or "row"
         return build_stored(shape, names, granularity, device=device, **kwargs)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(shape, **kwargs)
+        return auto_class(shape).from_config(shape, **kwargs)
 
 
 def _load_pretrained(
     model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     from finetune.precision.stored import stored_weights
     from finetune.storage.loading import load_in_fp8, load_stored
 
-    source, published = locate(model), is_published_fp8(load_shape(model))
+    source, shape = locate(model), load_shape(model)
+    published = is_published_fp8(shape)
     kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     if published and model.storage == "nf4":
         raise ConfigError(
@@ -250,7 +241,7 @@ def _load_pretrained(
             return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
-        loaded = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+        loaded = auto_class(shape).from_pretrained(source, **kwargs)
     except FinetuneError:
         raise
     except (OSError, ValueError) as error:
@@ -293,27 +284,3 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     if token is not None:
         tokenizer.pad_token = token
     return tokenizer, ""
-
-
-def lora_config(lora: LoraSection) -> LoraConfig:
-    from peft import LoraConfig
-
-    targets = lora.target_modules
-    try:
-        return LoraConfig(
-            task_type="CAUSAL_LM",
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            modules_to_save=list(lora.modules_to_save) or None,
-            use_rslora=lora.use_rslora,
-            use_dora=lora.use_dora,
-            bias=lora.bias,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"peft refuses these adapters: {error}",
-            where="lora",
-            fix="change what it names in the section lora; ~lora.KEY takes the default",
-        ) from error

@@ -25,6 +25,7 @@ from finetune.precision.planner import PrecisionPlan, plan
 from finetune.training.attention import Attention, resolve_attention
 from finetune.training.compute_types import refuse_half_weights
 from finetune.training.model import sketch
+from finetune.training.scope import notes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,11 +55,13 @@ class Preflight(Planned):
         config: the run's, with `train.gradient_checkpointing` decided.
         resolution: executed precision, with reasons; `plan` is of that precision.
         attention: executed attention, with its reason.
+        notes: what does not train although one might think so (`finetune.training.scope`).
     """
 
     processes: int
     resolution: Resolution
     attention: Attention
+    notes: list[str]
 
 
 class Forecast(Protocol):
@@ -118,7 +121,8 @@ def preflight(
     if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
     attention = resolve_attention(config, model, device)
-    run = Preflight(config, device, made, model, processes(), resolution, attention)
+    left_out = notes(model, config)
+    run = Preflight(config, device, made, model, processes(), resolution, attention, left_out)
     if decides_checkpointing(config):
         on = forecast is None or forecast.needs_checkpointing(run)
         run = replace(run, config=with_checkpointing(config, on))

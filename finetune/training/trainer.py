@@ -28,12 +28,12 @@ from finetune.runs.card import model_card
 from finetune.runs.folder import write_start
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
-from finetune.training import low_bit
+from finetune.training import low_bit, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.conditions import conditions_of
 from finetune.training.data import load_data, source_of
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
-from finetune.training.model import load_model, load_tokenizer, lora_config
+from finetune.training.model import load_model, load_tokenizer
 from finetune.training.preflight import Forecast, Preflight, preflight, processes
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of
@@ -116,6 +116,7 @@ class _Run:
         from finetune.training.checkpoints import resume_folder
 
         self.recipe, self.config, self.attention = recipe, ahead.config, ahead.attention
+        self.notes = ahead.notes
         config, on_cpu = ahead.config, ahead.device.kind == "cpu"
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
@@ -153,6 +154,8 @@ class _Run:
             on = config.train[CHECKPOINTING]
             why = "on, memory is too small without" if on else "off, memory is enough without"
             self.console.print(f"gradient checkpointing: {why}")
+        for note in self.notes:
+            self.console.print(whole(note), crop=False)
 
     def _make_folder(self, out: Path) -> None:
         try:
@@ -228,7 +231,7 @@ class _Run:
         for watcher in (self.meter, self.timer, self.bar, self.monitor):
             watcher.close()
         self.receipt = self.session.receipt()
-        self.receipt.memory = self.meter.reading()
+        self.receipt.notes, self.receipt.memory = self.notes, self.meter.reading()
         self.receipt.conditions = conditions_of(self.trainer, self.session)
         self.receipt.run = {
             "name": self.recipe.name,
@@ -330,13 +333,15 @@ def make_trainer(
 
     resolved = {"attention": attention.implementation}
     model: Any = load_model(config.model.model_copy(update=resolved), stored)
-    adapters = lora_config(config.lora) if config.lora else None
+    scope.freeze(model, config)
+    adapters = scope.lora_config(model, config)
     if adapters is not None and stored_weights(model):  # the trainer would cast new adapters
-        model, adapters = get_peft_model(model, adapters), None
+        with scope.false_warnings_ignored():
+            model, adapters = get_peft_model(model, adapters), None
     optimizer = chosen(config.train)
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
-    with nf4.masters_kept(model):
+    with nf4.masters_kept(model), scope.false_warnings_ignored():
         trainer = (kind or SFTTrainer)(
             model=model,
             args=args,

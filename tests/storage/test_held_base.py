@@ -16,6 +16,7 @@ from finetune import (
     train,
 )
 from finetune.config.recipe import Recipe
+from finetune.config.schema import PrecisionConfig
 from finetune.errors import FinetuneError, PlanError
 from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
@@ -81,12 +82,12 @@ def test_loaded_codes_are_those_of_a_model_stored_when_it_is_prepared(setup_back
     """A recipe loads codes; a script's plain model is stored anew. They are the same."""
     from peft import get_peft_model
 
-    from finetune.training.model import lora_config
+    from finetune.training.scope import lora_config
 
     chosen = recipe("tiny_lora_fp8")
     mine = dict(iter_stored(loaded(chosen)))
     plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
-    wrapped = get_peft_model(plain, lora_config(chosen.config.lora)).train()
+    wrapped = get_peft_model(plain, lora_config(plain, chosen.config)).train()
     setup_backend("emulated", scaling="rowwise", frozen="fp8").prepare(wrapped)
     theirs = {
         n.removeprefix("base_model.model.").removesuffix(".base_layer"): m
@@ -209,3 +210,18 @@ def test_frozen_weights_are_asked_of_a_full_fine_tune() -> None:
     chosen = recipe("tiny_full_fp8", "precision.scaling=rowwise", "precision.frozen=fp8")
     with pytest.raises(PlanError, match="no frozen layer"):
         plan(sketch(chosen.config), chosen.config.precision)
+
+
+@pytest.mark.parametrize("method", ["Glora", "Shira"])
+def test_methods_that_read_the_weight_itself_are_refused_by_name(method) -> None:
+    import peft
+
+    config = getattr(peft, f"{method}Config")(target_modules=["q_proj"])
+    plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    model = peft.get_peft_model(plain, config)
+    stored = PrecisionConfig(compute="fp8", scaling="rowwise", frozen="fp8")
+    with pytest.raises(
+        PlanError, match=r"(GLoRA|SHiRA) cannot adapt weights that are stored in FP8"
+    ):
+        plan(model, stored)
+    assert plan(model, stored.model_copy(update={"frozen": "bf16"})).fp8_layers

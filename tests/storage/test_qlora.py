@@ -29,8 +29,9 @@ from finetune.precision.planner import plan
 from finetune.precision.stored import stored_as, stored_weights
 from finetune.storage import nf4
 from finetune.storage.sizes import nf4_bytes
-from finetune.training.model import TINY_LLAMA, load_model, lora_config, sketch
+from finetune.training.model import TINY_LLAMA, load_model, sketch
 from finetune.training.preflight import check_settings, preflight
+from finetune.training.scope import lora_config
 from tests.conftest import CPU, batch
 
 QUIET = Console(quiet=True)
@@ -158,7 +159,7 @@ def test_trl_casts_adapters_to_bf16_and_we_keep_them(base, tmp_path, kept) -> No
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    model = get_peft_model(base, lora_config(load_recipe("tiny_qlora_bf16").config.lora))
+    model = get_peft_model(base, lora_config(base, load_recipe("tiny_qlora_bf16").config))
     for p in model.parameters():
         if p.requires_grad:
             torch.nn.init.normal_(p)  # PEFT draws them in the base's compute type

@@ -121,14 +121,16 @@ def preview(config: RunConfig, *, gpus: int = 1) -> Preview | None:
         gpus: processes; with `train.fsdp` they share the model, else each stores all of it.
 
     Returns:
-        None if the shape is neither in the package nor a local folder, the family is unknown, or no
-        length is set (`max_length: null`).
+        None if the shape is neither in the package nor a local folder, the family is unknown, no
+        length is set (`max_length: null`), or parts of the model are frozen by name.
 
     Raises:
         ConfigError: an unknown optimizer, or a value that is not a number of at least one.
     """
     decoder = find_decoder(config.model)
-    return None if decoder is None else preview_of(decoder, config, gpus=gpus)
+    if decoder is None or config.model.freeze:
+        return None
+    return preview_of(decoder, config, gpus=gpus)
 
 
 def preview_of(

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from finetune.config.optimizers import Optimizer, state_bytes
+from finetune.config.patterns import matches
 from finetune.config.schema import LoraSection, RunConfig
 from finetune.estimator.closed_form.decoder import Decoder
 from finetune.storage.sizes import fp8_bytes, stored_bytes
@@ -170,7 +171,11 @@ def adapted_linears(decoder: Decoder, lora: LoraSection) -> dict[str, int]:
     """Path of a linear layer -> number of decoder layers in which PEFT adapts it, if any."""
     found: dict[str, int] = {}
     for linear in decoder.linears:
-        names = [f"{decoder.prefix}{i}.{linear.path}" for i in range(decoder.layers)]
+        names = [
+            f"{decoder.prefix}{i}.{linear.path}"
+            for i in lora.layers_to_transform or range(decoder.layers)
+        ]
+        names = [n for n in names if not any(matches(p, n) for p in lora.exclude_modules)]
         if lora.target_modules != "all-linear":
             names = [name for name in names if _is_target(name, lora.target_modules)]
         if names:

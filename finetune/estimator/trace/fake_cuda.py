@@ -40,6 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PretrainedConfig
+from transformers.integrations import moe
 
 from finetune.estimator.memory.overheads import (
     Kernel,
@@ -66,7 +67,9 @@ def without_memory() -> Iterator[FakeTensorMode]:
     """Make operators return fake tensors; real ones (a small batch) may be mixed in."""
     # Weights are cast to FP8 slab by slab; fake ones whole, which takes fewer operators.
     whole: list[tuple[Any, str, Any]] = [(weights, "SLAB", {}), (weights, "SLAB_ELSEWHERE", 2**62)]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced(whole):
+    # Grouped products of fake tensors are BF16 only (torch 2.13); Transformers' own take any type.
+    grouped = moe, "_can_use_grouped_mm", lambda _, w, __: w.dtype is torch.bfloat16
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced([*whole, grouped]):
         yield mode
 
 

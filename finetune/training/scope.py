@@ -1,0 +1,317 @@
+"""What of a model trains: modules that stay frozen, linear layers that get no adapter, and why.
+
+Left out without anybody's asking, and said:
+
+* modules that text does not reach, such as the vision tower of Gemma 3 (`storage.architecture`);
+* linear layers with a forward of their own, on which PEFT's adapters break (Llama 4's router
+  returns a tuple), and those whose weight Mamba's kernels read past the layer's forward, where an
+  adapter would have no effect and no gradient.
+
+PEFT 0.21 itself leaves out more: for experts that Transformers holds in one parameter it rewrites
+`all-linear` and the names gate_proj, up_proj and down_proj, and takes these names out of the linear
+layers of the whole model (huggingface/peft#3711). `notes` says what came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from finetune.config.patterns import matches
+from finetune.config.schema import LoraSection, RunConfig
+from finetune.errors import ConfigError, did_you_mean, some
+from finetune.precision.layers import (
+    iter_linears,
+    iter_parameters,
+    own_forward,
+    read_by_parent,
+)
+from finetune.precision.overrides import decoder_blocks
+from finetune.storage.architecture import beside_text
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+ALL = "all-linear"
+NO_TEXT = "text does not reach them"
+
+
+def freeze(model: PreTrainedModel, config: RunConfig) -> None:
+    """Freeze what text does not reach, and what `model.freeze` names, where all weights train.
+
+    Raises:
+        ConfigError: a pattern that names nothing, or nothing is left to train.
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    frozen: list[Any] = list(beside_text(model).values())
+    for pattern in config.model.freeze:
+        found: list[Any] = [
+            thing
+            for things in (modules, parameters)
+            for name, thing in things.items()
+            if name and matches(pattern, name)
+        ]
+        if not found:
+            raise _names_nothing("model.freeze", pattern, [*modules, *parameters])
+        frozen += found
+    if config.lora is not None:  # PEFT freezes all of the base, which may be codes
+        return
+    for thing in frozen:
+        thing.requires_grad_(False)
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigError(
+            "every parameter is frozen: nothing is left to train",
+            where="model.freeze",
+            fix="freeze less, or ~model.freeze",
+        )
+
+
+def _names_nothing(where: str, pattern: str, names: Iterable[str]) -> ConfigError:
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    return ConfigError(
+        f"{where} pattern {pattern!r} names nothing in this model"
+        + did_you_mean(pattern, [*parts, *names]),
+        where=where,
+        why="what was meant to be left out would train silently",
+        fix=f"~{where}; names are made of: {', '.join(part for part in parts if part)}",
+    )
+
+
+# ---------------------------------------------------------------------------------------- adapters
+
+
+def plain_name(name: str) -> str:
+    """The name of a module in the model without PEFT's wrapping."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+def kept_out(model: Any, config: RunConfig) -> dict[str, str]:
+    """Plain name of each linear layer that shall get no adapter -> the reason.
+
+    Args:
+        model: plain, or with adapters.
+
+    Raises:
+        ConfigError: a pattern that names no linear layer, or a layer number that does not exist.
+    """
+    lora = config.lora or LoraSection()
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    linears = {
+        plain_name(name): module for name, module, _ in iter_linears(base) if "lora_" not in name
+    }
+    towers = tuple(f"{name}." for name in beside_text(base))
+    past = {plain_name(name): why for name, why in read_by_parent(base).items()}
+    blocks = _other_blocks(base, lora, list(linears))
+    given = [("lora.exclude_modules", pattern) for pattern in lora.exclude_modules]
+    chosen = [*given, *(("model.freeze", pattern) for pattern in config.model.freeze)]
+    for where, pattern in given:
+        if not any(matches(pattern, name) for name in linears):
+            raise _names_nothing(where, pattern, linears)
+    found: dict[str, str] = {}
+    for name, module in linears.items():
+        named = next((where for where, pattern in chosen if matches(pattern, name)), "")
+        if name.startswith(towers):
+            found[name] = NO_TEXT
+        elif why := own_forward(module) or past.get(name, ""):
+            found[name] = why
+        elif named:
+            found[name] = named
+        elif name.startswith(blocks):
+            found[name] = "lora.layers_to_transform"
+    return found
+
+
+def _other_blocks(model: nn.Module, lora: LoraSection, names: list[str]) -> tuple[str, ...]:
+    """Prefixes of the decoder blocks that `lora.layers_to_transform` leaves out."""
+    if not lora.layers_to_transform:
+        return ()
+    name, count = decoder_blocks(model, names, "lora.layers_to_transform")
+    if beyond := [i for i in lora.layers_to_transform if i >= count]:
+        raise ConfigError(
+            f"there is no decoder block {beyond[0]} to adapt",
+            where=f"lora.layers_to_transform: {list(lora.layers_to_transform)}",
+            why=f"the model has {count}, counted from 0",
+            fix=f"numbers below {count}, or ~lora.layers_to_transform",
+        )
+    return tuple(f"{name}.{i}." for i in range(count) if i not in lora.layers_to_transform)
+
+
+def excluding(names: Iterable[str], every: Iterable[str]) -> str:
+    r"""A regular expression of exactly these names among all, for `LoraConfig.exclude_modules`.
+
+    Names that differ in numbers alone are one term, if all of them are excluded: of layers 0 and 1
+    with `mlp.router` and `mlp.up`, excluding both routers is `layers\.\d+\.mlp\.router`.
+    """
+    names, folded = set(names), set[str]()
+    others = {_numbers(name) for name in every if name not in names}
+    for name in names:
+        shape = _numbers(name)
+        folded.add(name if shape in others else shape)
+    return "|".join(sorted(re.escape(name).replace("\x00", r"\d+") for name in folded))
+
+
+def _numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "\x00", name)
+
+
+def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
+    """PEFT's configuration of a run's adapters on this plain model; None without a section `lora`.
+
+    Raises:
+        ConfigError: PEFT refuses the section, or it names what the model does not have.
+    """
+    from peft import LoraConfig
+
+    lora = config.lora
+    if lora is None:
+        return None
+    excluded = kept_out(model, config)
+    every = [name for name, _ in model.named_modules()]
+    targets = lora.target_modules
+    _check_parameters(model, lora)
+    try:
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=excluding(excluded, every) or None,
+            target_parameters=list(lora.target_parameters) or None,
+            modules_to_save=list(lora.modules_to_save) or None,
+            use_rslora=lora.use_rslora,
+            use_dora=lora.use_dora,
+            bias=lora.bias,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"peft refuses these adapters: {error}",
+            where="lora",
+            fix="change what it names in the section lora; ~lora.KEY takes the default",
+        ) from error
+
+
+def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
+    """Reject a target parameter that does not exist, of which PEFT only warns."""
+    names = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
+    for target in lora.target_parameters:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            experts = sorted({name.rpartition(".")[2] for name, _, _ in iter_parameters(model)})
+            known = ", ".join(f"experts.{name}" for name in experts)
+            raise ConfigError(
+                f"{target!r} is the end of no parameter's name" + did_you_mean(target, names),
+                where="lora.target_parameters",
+                why="it would get no adapter, with a warning alone",
+                fix="~lora.target_parameters" + (f"; the experts' are {known}" if known else ""),
+            )
+
+
+def why_not_adapted(error: Exception, config: RunConfig) -> ConfigError:
+    """The error of adapters that PEFT cannot put on a model."""
+    said = str(error).strip().splitlines()[0]
+    frozen = " ~precision.frozen" if config.precision.frozen == "fp8" else ""
+    fix = f"other lora.target_modules, or ~lora{frozen} to train all weights (a BDH has no linear "
+    fix += "layers to adapt)"
+    for word, key in (("lora_dropout", "dropout"), ("use_dora", "use_dora")):
+        if word in said and "ParamWrapper" in said:
+            fix = f"~lora.{key}; or leave the experts out, as with lora.target_modules=[q_proj, "
+            fix += "k_proj, v_proj, o_proj] in most models"
+    return ConfigError(
+        "peft can put no such adapters on this model",
+        where=f"lora: {config.model.name}",
+        why=said,
+        fix=fix,
+    )
+
+
+@contextlib.contextmanager
+def false_warnings_ignored() -> Iterator[None]:
+    """Ignore two warnings of PEFT 0.21 that are not true while adapters are attached.
+
+    It compares `rank_pattern` and `alpha_pattern`, which it has written itself for experts in one
+    parameter, with names of modules alone; the ranks of the adapters are right.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+        yield
+
+
+# ------------------------------------------------------------------------------------------- notes
+
+
+def notes(model: Any, config: RunConfig) -> list[str]:
+    """One line for each thing that does not train although one might think so.
+
+    Args:
+        model: the model as it trains, with adapters; also on the meta device.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    lines = []
+    if towers := beside_text(base):
+        count = sum(p.numel() for module in towers.values() for p in module.parameters())
+        lines.append(f"frozen: {', '.join(towers)} ({count:,} parameters): {NO_TEXT}")
+    return lines + (_adapter_notes(base, config, config.lora) if config.lora else [])
+
+
+def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]:
+    excluded, left = kept_out(base, config), dict[str, list[str]]()
+    head = base.get_output_embeddings()
+    for name, module, _ in iter_linears(base):
+        plain = plain_name(name)
+        if "lora_" in name or ".base_layer" in name or module is head:
+            continue
+        why = excluded.get(plain, "")
+        if why == NO_TEXT or why.startswith(("lora.", "model.")):  # said above, or as requested
+            continue
+        if why or _is_target(plain, lora):
+            left.setdefault(why or PEFT_LOSS, []).append(plain)
+    lines = [
+        f"no adapter on {len(names)} linear layers ({_kinds(names)}): {why}"
+        for why, names in left.items()
+    ]
+    wrapped = {
+        f"{plain_name(name)}.{module.parameter_name}"
+        for name, module in base.named_modules()
+        if type(module).__name__ == "ParamWrapper"
+    }
+    experts = {plain_name(name) for name, _, _ in iter_parameters(base)}
+    routers = sorted(name for name in wrapped - experts if name.endswith("gate.weight"))
+    if routers:
+        lines.append(f"adapter on {len(routers)} routers too ({_kinds(routers)}): {BY_PEFT}")
+    plain = sorted(experts - wrapped)
+    if plain and lora.target_modules == ALL:
+        ends = sorted({".".join(name.split(".")[-2:]) for name in plain})
+        lines.append(
+            f"no adapter on the experts ({', '.join(ends)}): they are parameters and no linear "
+            f"layers; lora.target_parameters=[{', '.join(ends)}] adapts them"
+        )
+    return lines
+
+
+PEFT_LOSS = (
+    "PEFT takes these names for experts held in one parameter (peft#3711); "
+    "lora.target_parameters=[NAME.weight, ...] adapts them"
+)
+BY_PEFT = (
+    "PEFT counts them to all-linear in this architecture; lora.target_modules as a list leaves "
+    "them out"
+)
+
+
+def _is_target(name: str, lora: LoraSection) -> bool:
+    targets = lora.target_modules
+    if isinstance(targets, str):
+        return targets == ALL
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _kinds(names: list[str]) -> str:
+    """`mlp.gate_proj, mlp.up_proj`: names without what comes before the last number."""
+    kinds = {re.split(r"(?:^|\.)\d+\.", name)[-1] for name in names}
+    return some(sorted(kinds), 4)

@@ -1,0 +1,173 @@
+"""Model families: what trains of each, what gets no adapter and why, and that it is said."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from transformers import T5Config
+
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError
+from finetune.precision.planner import plan
+from finetune.storage.architecture import auto_class, beside_text
+from finetune.training.model import sketch
+from finetune.training.scope import excluding, notes
+from tests.benchmarks.families import run
+from tests.families import config_of, folder_of
+
+TOWERS = {
+    "gemma3": ["model.vision_tower", "model.multi_modal_projector"],
+    "mistral3": ["model.vision_tower", "model.multi_modal_projector"],
+    "qwen2_5_vl": ["model.visual"],
+    "qwen3_vl": ["model.visual"],
+}
+
+
+def recipe(family: str, method: str, tmp_path, *overrides: str):
+    name = f"model.name={folder_of(family, tmp_path)}"
+    return load_recipe(f"tiny_{method}_fp8", [name, "model.weights=random", *overrides]).config
+
+
+def trainable(model) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def adapted(model) -> set[str]:
+    names = {name for name, _ in model.named_modules() if name.endswith((".lora_A", ".lora_B"))}
+    return {n.removeprefix("base_model.model.").rpartition(".lora_")[0] for n in names}
+
+
+@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_towers_that_text_does_not_reach_stay_as_they_are(family, method, tmp_path) -> None:
+    config = recipe(family, method, tmp_path)
+    model = sketch(config)
+    towers, names = TOWERS[family], trainable(model)
+    assert any("language_model" in name for name in names)
+    assert not [name for name in names for tower in towers if tower in name]
+    (note,) = notes(model, config)
+    assert note.startswith(f"frozen: {', '.join(towers)} (")
+    if method == "full":
+        assert any("lm_head" in n or "embed_tokens" in n for n in names)
+    else:
+        assert len(adapted(model)) == 14
+
+
+def test_a_model_that_is_all_text_has_nothing_beside_it(tmp_path) -> None:
+    config = recipe("llama", "full", tmp_path)
+    assert not beside_text(sketch(config))
+    assert not notes(sketch(config), config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_gemma_3_as_published_trains_on_text(method, tmp_path) -> None:
+    row = run("gemma3", method, tmp_path)
+    assert row.error == ""
+    assert row.receipt.status == "proven"
+    assert row.receipt.fp8_flop_share > 0.4
+    assert abs(row.memory_error) < 0.01
+    assert row.receipt.notes[0].startswith("frozen: model.vision_tower")
+
+
+def test_a_model_that_generates_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no text-generating model of type 't5'"):
+        auto_class(T5Config())
+    assert auto_class(config_of("mistral3")).__name__ == "AutoModelForImageTextToText"
+    assert auto_class(config_of("gemma3")).__name__ == "AutoModelForCausalLM"
+
+
+# ---------------------------------------------------------------------------------- what is chosen
+
+
+def test_what_is_named_stays_frozen(tmp_path) -> None:
+    model = sketch(recipe("llama", "full", tmp_path, "model.freeze=[layers.0, embed_tokens]"))
+    assert not [name for name in trainable(model) if ".0." in name or "embed" in name]
+    assert len(trainable(model)) == 9 + 2
+
+
+@pytest.mark.parametrize(
+    ("override", "left"),
+    [
+        ("model.freeze=[layers.0]", 7),
+        ("lora.exclude_modules=[mlp]", 8),
+        ("lora.exclude_modules=[layers.1.*.q_proj]", 13),
+        ("lora.layers_to_transform=[1]", 7),
+    ],
+)
+def test_adapters_are_where_they_were_asked_for(override, left, tmp_path) -> None:
+    config = recipe("llama", "lora", tmp_path, override)
+    model = sketch(config)
+    assert len(adapted(model)) == left
+    assert not notes(model, config), "what was asked for needs no note"
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "what"),
+    [
+        ("full", "model.freeze=[embed_token]", "names nothing in this model; did you mean 'embed_"),
+        ("full", "model.freeze=[model, lm_head]", "every parameter is frozen"),
+        ("lora", "lora.exclude_modules=[mpl]", "'mpl' names nothing in this model; did you mean"),
+        ("lora", "lora.layers_to_transform=[2]", "there is no decoder block 2 to adapt"),
+        ("lora", "lora.target_parameters=[mlp.up.weight]", "is the end of no parameter's name"),
+    ],
+)
+def test_a_choice_that_reaches_nothing_is_an_error(method, override, what, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(what)) as caught:
+        sketch(recipe("llama", method, tmp_path, override))
+    assert caught.value.fix
+
+
+def test_an_excluding_pattern_matches_exactly_its_names() -> None:
+    draw = random.Random(1)
+    names = [f"{a}.{i}.mlp.{b}" for a in ("layers", "blocks") for i in range(12) for b in "abc"]
+    for _ in range(200):
+        every = draw.sample(names, draw.randint(0, 30))
+        chosen = set(draw.sample(every, draw.randint(0, len(every))))
+        pattern = excluding(chosen, every)
+        assert {name for name in every if pattern and re.fullmatch(pattern, name)} == chosen
+    routers = [f"layers.{i}.router" for i in range(3)]
+    assert excluding(routers, [*routers, "layers.0.mlp"]) == r"layers\.\d+\.router"
+
+
+# ----------------------------------------------------------------------- what stays out by itself
+
+
+def test_mamba_layers_read_past_their_forward_get_no_adapter(tmp_path) -> None:
+    config = recipe("mamba", "lora", tmp_path)
+    model = sketch(config)
+    assert {name.rpartition(".")[2] for name in adapted(model)} == {"in_proj"}
+    (note,) = notes(model, config)
+    assert "6 linear layers (mixer.dt_proj, mixer.out_proj, mixer.x_proj)" in note
+    rows = {x.plain_name: x for x in plan(model, config.precision).layers}
+    assert "past the layer's forward" in rows["backbone.layers.0.mixer.dt_proj"].reason
+
+
+def test_a_router_that_returns_a_tuple_gets_no_adapter(tmp_path) -> None:
+    config = recipe("llama4", "lora", tmp_path)
+    model = sketch(config)
+    assert not [name for name in adapted(model) if "router" in name]
+    assert "Llama4Router has a forward of its own" in notes(model, config)[0]
+    assert "lora.target_parameters=[experts.down_proj" in notes(model, config)[1]
+
+
+def test_falcon_linear_is_a_linear_layer(tmp_path) -> None:
+    config = recipe("falcon", "full", tmp_path)
+    assert len(plan(sketch(config), config.precision).fp8_layers) == 8
+
+
+def test_what_peft_leaves_out_is_said(tmp_path) -> None:
+    """Its two warnings of ranks that match nothing are errors in tests, and do not come."""
+    config = recipe("deepseek_v3", "lora", tmp_path)
+    lost, routers = notes(sketch(config), config)
+    assert lost.startswith("no adapter on 6 linear layers (mlp.down_proj, mlp.gate_proj, ")
+    assert "peft#3711" in lost
+    assert routers.startswith("adapter on 1 routers too (mlp.gate.weight)")
+
+
+def test_dropout_on_experts_is_refused_with_both_ways_out(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="lora_dropout != 0") as caught:
+        sketch(recipe("qwen3_moe", "lora", tmp_path, "lora.dropout=0.1"))
+    assert caught.value.fix.startswith("~lora.dropout; or leave the experts out")
