@@ -159,8 +159,10 @@ class PrecisionConfig(Section):
     )
     fp8_params: bool = Field(
         default=False,
-        description="hold each weight as FP8 codes between steps; the parameter is the optimizer's "
-        "high-precision master and is cast once per update (backend `emulated`)",
+        description="keep each weight as FP8 codes too, at one byte a number (two where a GEMM "
+        "scales by row): it is cast once per optimizer step, not in each micro-batch and "
+        "recomputation; the parameter stays the optimizer's high-precision master (backends "
+        "`torchao` and `emulated`)",
     )
     keep: tuple[str, ...] = Field(
         default=(),

@@ -218,7 +218,6 @@ def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, dict[str, Any]]:
     scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
     delayed, rowwise = scaling == "delayed", scaling in ("rowwise", "rowwise_with_gw_hp")
     te = "Transformer Engine"
-    held = f"with {ENGINES[name]} weights stay in model.dtype", {"fp8_params": False}
     limits: dict[str, list[tuple[bool, str, dict[str, Any]]]] = {
         "te": [
             (rowwise, f"{te} has no {scaling} scaling", {}),
@@ -238,7 +237,11 @@ def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, dict[str, Any]]:
                 f"{te} keeps dgrad and wgrad high together or not at all",
                 {"high_gemms": ("dgrad", "wgrad")},
             ),
-            (precision.fp8_params, *held),
+            (
+                precision.fp8_params,
+                f"with {te} weights stay in model.dtype",
+                {"fp8_params": False},
+            ),
         ],
         "torchao": [
             (
@@ -256,7 +259,6 @@ def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, dict[str, Any]]:
                 "torchao's GEMMs take no pair of E5M2 operands",
                 {"format": "hybrid"},
             ),
-            (precision.fp8_params, *held),
         ],
     }
     return next(((no, instead) for lacks, no, instead in limits[name] if lacks), ("", {}))

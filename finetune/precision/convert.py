@@ -159,6 +159,8 @@ class Conversion:
         for module in self.model.modules():
             if type(module).__name__ in names and not isinstance(module, ParameterMixin):
                 module.compile()
+                if self.backend is not None:
+                    self.backend.compiled(module)
                 self.compiled.append(module)
         return len(self.compiled)
 

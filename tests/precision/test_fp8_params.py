@@ -1,53 +1,92 @@
-"""Weights held in FP8 between steps: the same run bit for bit, one cast an update, never stale."""
+"""Weights kept as FP8 codes between steps: the same run bit for bit, one cast an update, never
+stale."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+from torchao.float8 import float8_scaling_utils
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_training_tensor import GemmInputRole
 
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
-from finetune.precision.backends import emulated
-from finetune.precision.backends.emulated import CachedWeight, EmulatedBackend
-from finetune.precision.formats import row_hashes
+from finetune.precision.backends import torchao
+from finetune.precision.backends.cached import (
+    CachedBackend,
+    Updates,
+    WeightCache,
+    compiled_once,
+)
+from finetune.precision.backends.torchao import quantize_weight
+from finetune.precision.formats import matrix_hash, mix_bits, row_hashes
 from finetune.precision.scaling import BlockwiseRule, MxRule, NvRule, RowwiseRule, TensorwiseRule
 from finetune.training import session
 from tests.conftest import batch
 
 RULES = (TensorwiseRule, RowwiseRule, BlockwiseRule, MxRule, NvRule)
+ENGINES = ("emulated", "torchao")
+TENSORWISE, AXISWISE = ScalingGranularity.TENSORWISE, ScalingGranularity.AXISWISE
 
 
-def fp8(scaling: str = "tensorwise", **settings) -> PrecisionConfig:
+def fp8(scaling: str = "tensorwise", backend: str = "emulated", **settings) -> PrecisionConfig:
     return PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": scaling}
-        | settings
+        {"compute": "fp8", "backend": backend, "emulation": "allow", "scaling": scaling} | settings
+    )
+
+
+def convert_to(model: nn.Module, precision: PrecisionConfig) -> convert.Conversion:
+    """On FP8 units where the backend has them: CPUs have `torch._scaled_mm`."""
+    convert.revert(model)
+    return convert.apply(
+        model, planner.plan(model, precision), hardware=precision.backend == "torchao"
     )
 
 
 @pytest.fixture
 def casts(monkeypatch):
-    """Which operands were really cast, in order."""
-    seen: list[tuple[str, int]] = []
+    """Operands that were really cast, in order."""
+    seen: list[str] = []
 
     def watch(rule: type) -> None:
         original = rule.cast
 
         def cast(self, operand, x, dim):
-            seen.append((operand, dim))
+            seen.append(operand)
             return original(self, operand, x, dim)
 
         monkeypatch.setattr(rule, "cast", cast)
 
     for rule in RULES:
         watch(rule)
+    theirs = float8_scaling_utils.hp_tensor_and_scale_to_float8
+
+    def cast_by_torchao(x, scale, dtype, mm, role, axis):
+        seen.append("w" if role is GemmInputRole.WEIGHT else role.value)
+        return theirs(x, scale, dtype, mm, role, axis)
+
+    def cast_ahead(*args, **kwargs):
+        seen.append("w")
+        return quantize_weight(*args, **kwargs)
+
+    monkeypatch.setattr(float8_scaling_utils, "hp_tensor_and_scale_to_float8", cast_by_torchao)
+    monkeypatch.setattr(torchao, "quantize_weight", cast_ahead)
     return seen
 
 
-def losses(make_llama, scaling: str, *, held: bool, dtype: torch.dtype) -> list[float]:
+def losses(
+    make_llama, scaling: str, backend: str, dtype: torch.dtype, *, held: bool
+) -> list[float]:
     """Three optimizer steps of two micro-steps each."""
-    session.install(fp8(scaling, fp8_params=held))
+    session.install(fp8(scaling, backend, fp8_params=held))
     accelerator = Accelerator(cpu=True)
     model = make_llama().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -60,39 +99,165 @@ def losses(make_llama, scaling: str, *, held: bool, dtype: torch.dtype) -> list[
             optimizer.step()
             optimizer.zero_grad()
         found.append(loss.item())
-    assert session.current().receipt().status == "proven"
+    receipt = session.current().receipt()
+    assert receipt.status == "proven"
+    assert receipt.precision["effective"]["fp8_params"] is held
     session.uninstall()
     return found
 
 
 @pytest.mark.parametrize(
-    ("scaling", "dtype"),
+    ("scaling", "dtype", "backend"),
     [
-        ("tensorwise", torch.float32),
-        ("tensorwise", torch.bfloat16),
-        ("rowwise", torch.float32),
-        ("nvfp4", torch.float32),
+        ("tensorwise", torch.float32, "emulated"),
+        ("tensorwise", torch.bfloat16, "torchao"),
+        ("rowwise", torch.float32, "torchao"),
+        ("nvfp4", torch.float32, "emulated"),
     ],
 )
-def test_trajectory_is_the_same_bit_for_bit(make_llama, scaling, dtype) -> None:
-    plain, held = (losses(make_llama, scaling, held=h, dtype=dtype) for h in (False, True))
+def test_trajectory_is_the_same_bit_for_bit(make_llama, scaling, dtype, backend) -> None:
+    plain, held = (losses(make_llama, scaling, backend, dtype, held=h) for h in (False, True))
     assert plain == held
     assert len(set(plain)) == len(plain)
 
 
-@pytest.mark.parametrize(("scaling", "ways"), [("tensorwise", 1), ("rowwise", 2), ("mxfp8", 2)])
-def test_a_weight_is_cast_once_an_update(make_llama, scaling, ways, casts) -> None:
-    """Once for each dimension that is contracted (K, and N in dgrad), however many micro-steps."""
-    model = make_llama()
-    convert.apply(model, planner.plan(model, fp8(scaling, fp8_params=True)))
+@pytest.mark.parametrize(
+    ("backend", "scaling", "ways", "reentrant"),
+    [
+        ("emulated", "tensorwise", 1, False),
+        ("emulated", "mxfp8", 2, True),
+        ("torchao", "tensorwise", 1, True),
+        ("torchao", "rowwise", 2, False),
+    ],
+)
+def test_a_weight_is_cast_once_an_update(backend, scaling, ways, reentrant, casts) -> None:
+    """In four micro-steps and their recomputations: for each dimension that is contracted."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+
+    def micro_step() -> None:
+        x = torch.randn(16, 32, requires_grad=True)
+        checkpoint(model, x, use_reentrant=reentrant).tanh().sum().backward()
+
+    convert_to(model, fp8(scaling, backend, fp8_params=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         casts.clear()
-        for seed in range(3):
-            model(**batch(seed=seed)).loss.backward()
-        assert sum(operand == "w" for operand, _ in casts) == 14 * ways
-        assert sum(operand == "x" for operand, _ in casts) == 14 * 3 * ways
+        for _ in range(4):
+            micro_step()
+        assert casts.count("w") == 3 * ways
+        assert casts.count("x") + casts.count("input") >= 3 * 8
         optimizer.step()
+    convert_to(model, fp8(scaling, backend))
+    casts.clear()
+    micro_step()
+    assert casts.count("w") >= 3 * 2, "once in each forward, or more"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+@pytest.mark.parametrize(
+    ("backend", "scaling", "ways"),
+    [("emulated", "tensorwise", 1), ("torchao", "rowwise", 2)],
+)
+def test_compiled_layers_read_codes_alone(make_llama, monkeypatch, backend, scaling, ways) -> None:
+    """One graph, which never reads a weight in high precision; one cast an update before it."""
+    graphs: list[torch.fx.GraphModule] = []
+    cast_ahead: list[int] = []
+    compile, get = nn.Module.compile, WeightCache.get
+
+    def counted(self, w, way, cast):
+        return get(self, w, way, lambda w: (cast_ahead.append(1), cast(w))[1])
+
+    def kept(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    capture = aot_autograd(fw_compiler=kept, bw_compiler=kept)
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile(self, backend=capture))
+    monkeypatch.setattr(WeightCache, "get", counted)
+
+    def run(held: bool) -> list[float]:
+        torch._dynamo.reset()
+        counters.clear()
+        graphs.clear()
+        model = make_llama().train()
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        convert_to(model, fp8(scaling, backend, fp8_params=held)).compile_layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for seed in range(8):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch(rows=3, seed=seed), use_cache=False).loss
+            loss.backward()
+            found.append(loss.item())
+            if seed % 4 == 3:
+                optimizer.step()
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+        return found
+
+    plain = run(held=False)
+    assert not cast_ahead
+    assert any(map(reads_a_master, graphs))
+    assert run(held=True) == plain
+    assert len(cast_ahead) == 2 * 14 * ways
+    assert not any(map(reads_a_master, graphs))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_compiled_cast_and_hash_have_the_same_bits() -> None:
+    """As they run on GPUs, by Inductor's kernels for a CPU here."""
+    torch.manual_seed(0)
+    for shape in ((32, 64), (48, 32)):
+        w = torch.randn(shape, dtype=torch.bfloat16)
+        for granularity, dgrad in ((TENSORWISE, False), (AXISWISE, False), (AXISWISE, True)):
+            given = w, torch.float8_e4m3fn, granularity, granularity is AXISWISE
+            plain = quantize_weight(*given, for_dgrad=dgrad)
+            fused = compiled_once(quantize_weight)(*given, for_dgrad=dgrad)
+            for a, b in zip(plain, fused, strict=True):
+                assert torch.equal(a.float(), b.float())
+                assert a.stride() == b.stride()
+        assert torch.equal(matrix_hash(w, compiled_once(mix_bits)), matrix_hash(w))
+
+
+def reads_a_master(graph: torch.fx.GraphModule) -> bool:
+    """True if some node computes with a float32 matrix that the graph was given."""
+    pending = [
+        node
+        for node in graph.graph.nodes
+        if node.op == "placeholder"
+        and isinstance(value := node.meta.get("val"), torch.Tensor)
+        and (value.dtype, value.dim()) == (torch.float32, 2)
+        and min(value.shape) > 1  # no scale
+    ]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "call_function" and user.target in (torch.ops.aten.t.default,):
+                pending.append(user)
+            elif user.op != "output":
+                return True
+    return False
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("high", [(), ("fprop",), ("dgrad",), ("wgrad",)])
+def test_torchao_multiplies_to_the_same_bits(scaling, high) -> None:
+    """Outputs and gradients of layers, float32 masters of BF16 inputs too."""
+    torch.manual_seed(0)
+    if high == ("wgrad",) and scaling == "rowwise_with_gw_hp":
+        pytest.skip("high by the scaling itself")
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48, bias=False))
+    x = torch.randn(16, 64, requires_grad=True)
+    found = []
+    for held in (False, True):
+        convert_to(model, fp8(scaling, "torchao", fp8_params=held, high_gemms=high))
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
+            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+                y = model(x)
+            found.append((y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])))
+    for a, b in zip(found[:3], found[3:], strict=True):
+        assert all(map(torch.equal, a, b))
 
 
 def written(how: str, model: nn.Sequential, weight: nn.Parameter, new: torch.Tensor) -> None:
@@ -151,22 +316,67 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("emulated", torch.float32), ("emulated", torch.bfloat16), ("torchao", torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("how", WAYS)
-def test_codes_are_never_stale(how, dtype) -> None:
+def test_codes_are_never_stale(backend, how, dtype) -> None:
     """Whoever writes the weight and however: the next call multiplies by the new one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32, bias=False).to(dtype))
-    convert.apply(model, planner.plan(model, fp8(fp8_params=True)))
+    convert_to(model, fp8(backend=backend, fp8_params=True))
     x = torch.randn(16, 64).to(dtype)
     before = model(x)
     weight = model[0].weight
     written(how, model, weight, torch.randn(32, 64).to(dtype))
     after = model(x)
-    convert.revert(model)
-    convert.apply(model, planner.plan(model, fp8()))
+    convert_to(model, fp8(backend=backend))
     assert torch.equal(after, model(x))
     assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_events_leaves_nothing_stale(backend, seed) -> None:
+    """Writes, steps, evaluations and calls of parts at random, against casts at each use."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    scaling = chance.choice(["tensorwise", "rowwise"])
+    models: list[Any] = []
+    for held in (False, True):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))))
+        convert_to(models[-1], fp8(scaling, backend, fp8_params=held, eval="fp8"))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for _ in range(30):
+        event = chance.choice(["forward", "backward", "part", "write", "step", "eval"])
+        x, new, layer = torch.randn(16, 32), torch.randn(32, 32), chance.randrange(3)
+        how = chance.choice([way for way in WAYS if way != "bitsandbytes"][:8])
+        results = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            y = torch.zeros(())
+            if event == "forward":
+                y = model(x)
+            elif event == "backward":
+                optimizer.zero_grad()
+                recomputed = checkpoint(model, x, use_reentrant=False)
+                recomputed.tanh().mean().backward()
+                y = torch.cat([p.grad for p in model.parameters()])
+            elif event == "part":
+                y = model[layer](x)
+            elif event == "write":
+                written(how, nn.Sequential(model[layer]), model[layer].weight, new.clone())
+            elif event == "step":
+                optimizer.step()
+            else:
+                # torchao's own function has no inference mode by row.
+                with torch.inference_mode(scaling == "tensorwise"), torch.no_grad():
+                    y = model.eval()(x)
+                model.train()
+            results.append(y)
+        assert torch.equal(*results), event
 
 
 def test_one_weight_of_a_million_is_noticed() -> None:
@@ -191,16 +401,30 @@ def test_an_exchange_of_columns_is_noticed_where_no_sum_changes(dtype) -> None:
     assert not torch.equal(row_hashes(exchanged.t()), row_hashes(w))
 
 
-def test_what_is_held_are_fp8_bits() -> None:
+@pytest.mark.parametrize("backend", ENGINES)
+def test_what_is_held_are_fp8_bits(backend) -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    convert.apply(model, planner.plan(model, fp8("rowwise", fp8_params=True)))
-    model(torch.randn(16, 64, requires_grad=True)).sum().backward()
-    rule = model[0].fp8_rule
-    assert isinstance(rule, CachedWeight)
-    kinds = {codes.values.dtype for _, codes in rule._cached.values()}
-    assert kinds == {torch.float8_e4m3fn}
+    conversion = convert_to(model, fp8("rowwise", backend, fp8_params=True))
+    y = model(torch.randn(16, 64, requires_grad=True))
+    engine = conversion.backend
+    assert isinstance(engine, CachedBackend)
+    assert engine.cache is not None
+    (entry,) = engine.cache._entries.values()
+    tensors = [t for codes in entry.codes.values() for t in _tensors(codes)]
+    assert sum(t.nbytes for t in tensors if t.numel() == 64 * 64) == 2 * 64 * 64
+    node = y.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    saved = {t.data_ptr() for t in node.saved_tensors if t is not None}
+    assert saved & {t.data_ptr() for t in tensors}, "backward keeps no copy"
     assert model[0].weight.dtype is torch.float32, "the optimizer's master"
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for each in value for t in _tensors(each)] if isinstance(value, tuple) else []
 
 
 def test_the_count_of_updates_ends_with_its_owner() -> None:
@@ -211,10 +435,9 @@ def test_the_count_of_updates_ends_with_its_owner() -> None:
     gc.collect()  # models of earlier tests that refer to themselves
     before = len(optimizer._global_optimizer_post_hooks)
     model = nn.Sequential(nn.Linear(64, 64))
-    convert.apply(model, planner.plan(model, fp8(fp8_params=True)))
+    convert_to(model, fp8(fp8_params=True))
     assert len(optimizer._global_optimizer_post_hooks) == before + 1
-    assert isinstance(convert.conversion_of(model).backend, EmulatedBackend)
     convert.revert(model)
     gc.collect()
     assert len(optimizer._global_optimizer_post_hooks) == before
-    assert emulated.Updates().count == 0
+    assert Updates().count == 0

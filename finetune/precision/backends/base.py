@@ -84,10 +84,14 @@ class Fp8Mixin(Swapped):
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, Fp8Mixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, input)
-        high = not self.training and self.fp8_backend.precision.eval == "high"
-        if high or input.numel() == 0:  # an expert without tokens has nothing to scale
+        if not self.runs_low or input.numel() == 0:  # an expert without tokens has no scale
             return self.plain_class.forward(self, input)
         return self.fp8_linear(input, weight_matrix(self), self.bias)
+
+    @property
+    def runs_low(self) -> bool:
+        """True if a call now runs in FP8: in training, or evaluation with `precision.eval=fp8`."""
+        return self.training or self.fp8_backend.precision.eval != "high"
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""
@@ -148,6 +152,9 @@ class Backend:
     def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """The gradient-checkpointing function to use instead of `checkpoint`."""
         return checkpoint
+
+    def compiled(self, layer: nn.Module) -> None:
+        """Prepare a decoder layer that is compiled now, which calls `layer._compiled_call_impl`."""
 
     def begin_step(self) -> None:
         """Begin a training forward (not a recomputation, not an evaluation)."""

@@ -7,19 +7,18 @@ every rule, and each of its three GEMMs may stay in high precision.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.precision.backends.base import Backend, Fp8Mixin, restore
-from finetune.precision.formats import E2M1, E4M3, Format, decode, row_hashes
+from finetune.precision.backends.base import Fp8Mixin, restore
+from finetune.precision.backends.cached import CachedBackend, WeightCache
+from finetune.precision.formats import E2M1, E4M3, Format, decode
 from finetune.precision.gemm import Codes, scaled_mm
 from finetune.precision.layers import by_rows, compute_dtype
 from finetune.precision.planner import LayerPlan
@@ -42,14 +41,28 @@ class EmulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, rule: Rule, high: frozenset[Gemm], dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        rule: Rule,
+        high: frozenset[Gemm],
+        dtype: torch.dtype,
+        kinds: tuple[Kind | None, Kind | None] = (None, None),
+        *codes: Tensor | None,
     ) -> Tensor:
-        """x [M, K], w [N, K] -> y [M, N] in `dtype`; GEMMs named in `high` are not quantized."""
+        """x [M, K], w [N, K] -> y [M, N] in `dtype`; GEMMs named in `high` are not quantized.
+
+        Args:
+            kinds, codes: `_pack` of codes of w that were made before, for fprop and for dgrad; None
+                casts w.
+        """
         low_fprop = "fprop" not in high
         x_again = rule.reuses and "wgrad" not in high and w.requires_grad
         w_again = rule.reuses and "dgrad" not in high
         xq = rule.cast("x", x, 1) if low_fprop or x_again else None
-        wq = rule.cast("w", w, 1) if low_fprop or w_again else None
+        wq = _unpack(kinds[0], *codes[:3])
+        if wq is None and (low_fprop or w_again):
+            wq = rule.cast("w", w, 1)
         if low_fprop:
             assert xq is not None
             assert wq is not None
@@ -57,9 +70,11 @@ class EmulatedLinear(torch.autograd.Function):
         else:
             y = x.to(dtype) @ w.t().to(dtype)  # [M, K] @ [K, N]
         ctx.rule, ctx.high, ctx.types = rule, high, (x.dtype, w.dtype)
-        # For backward: reusable codes, else the matrix; a frozen w needs no x.
-        ctx.x_format, x_saved = _pack(xq if x_again else None, x if w.requires_grad else None)
-        ctx.w_format, w_saved = _pack(wq if w_again else None, w)
+        # For backward: codes made before, else reusable ones, else the matrix.
+        ctx.x_kind, x_saved = _pack(xq if x_again else None, x if w.requires_grad else None)
+        ctx.w_kind, w_saved = _pack(wq if w_again else None, w)
+        if (kept := kinds[0] if w_again else kinds[1]) is not None:
+            ctx.w_kind, w_saved = kept, codes[:3] if w_again else codes[3:]
         ctx.save_for_backward(*x_saved, *w_saved)
         return y
 
@@ -67,7 +82,7 @@ class EmulatedLinear(torch.autograd.Function):
     @once_differentiable  # rounding has no second derivative: an error, not a wrong number
     def backward(ctx: Any, g: Tensor):
         """g [M, N] -> dx [M, K], dw [N, K]; a frozen weight costs no wgrad."""
-        x, x_inverse, w, w_inverse = ctx.saved_tensors
+        x, x_inverse, x_block, w, w_inverse, w_block = ctx.saved_tensors
         rule, high = ctx.rule, ctx.high
         dx = dw = gq = None
         if ctx.needs_input_grad[0]:
@@ -75,7 +90,7 @@ class EmulatedLinear(torch.autograd.Function):
                 dx = g @ w.to(g.dtype)  # [M, N] @ [N, K]
             else:
                 gq = rule.cast("g", g, 1)
-                wq = _unpack(ctx.w_format, w, w_inverse) or rule.cast("w", w, 0)
+                wq = _unpack(ctx.w_kind, w, w_inverse, w_block) or rule.cast("w", w, 0)
                 dx = scaled_mm(gq, wq, g.dtype)  # [M, N] @ [N, K]
             dx = dx.to(ctx.types[0])
         if ctx.needs_input_grad[1]:
@@ -84,73 +99,31 @@ class EmulatedLinear(torch.autograd.Function):
             else:
                 if gq is None or not rule.reuses:
                     gq = rule.cast("g", g, 0)
-                xq = _unpack(ctx.x_format, x, x_inverse) or rule.cast("x", x, 0)
+                xq = _unpack(ctx.x_kind, x, x_inverse, x_block) or rule.cast("x", x, 0)
                 dw = scaled_mm(gq.t(), xq, g.dtype)  # [N, M] @ [M, K]
             dw = dw.to(ctx.types[1])
-        return dx, dw, None, None, None
+        return dx, dw, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
-Packed = tuple[tuple[Format, bool] | None, tuple[Tensor | None, Tensor | None]]
+Kind = tuple[Format, bool, tuple[int, int]]
+"""Format of codes, whether a CPU may multiply them in BF16, and the tile of their blocks."""
+Packed = tuple[Kind | None, tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 
-def _pack(codes: Codes | None, matrix: Tensor | None) -> Packed:
-    """Tensors to save for backward: codes and their scale, or the matrix."""
+def _pack(codes: Codes | None, matrix: Tensor | None = None) -> Packed:
+    """Tensors to keep: numbers, scale and scales of blocks of codes; or the matrix."""
     if codes is None:
-        return None, (matrix, None)
-    return (codes.fmt, codes.in_bf16), (codes.values, codes.inverse)
+        return None, (matrix, None, None)
+    return (codes.fmt, codes.in_bf16, codes.tile), (codes.values, codes.inverse, codes.block)
 
 
-def _unpack(kind: tuple[Format, bool] | None, values: Any, inverse: Any) -> Codes | None:
-    return None if kind is None else Codes(values, inverse, *kind)
-
-
-class CachedWeight(Rule):
-    """A rule that casts its weight once per update and caches it as FP8 bit patterns.
-
-    The parameter is the optimizer's high-precision master. The cache is invalidated by every
-    optimizer step and by any other change of the weight's bits. Writes through `.data` (merging
-    adapters, averaging weights) do not change `_version`, so hashes of the bits are compared, at
-    about a fifth of the cost of a cast.
-    """
-
-    def __init__(self, rule: Rule, updates: Updates) -> None:
-        self.rule, self.updates = rule, updates
-        self.reuses = rule.reuses
-        self._cached: dict[Hashable, tuple[Tensor, Codes]] = {}
-        self._made_after = updates.count
-
-    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
-        whole = x if x._base is None else x._base
-        if operand != "w" or not isinstance(whole, nn.Parameter):  # a copy has no lasting address
-            return self.rule.cast(operand, x, dim)
-        if self._made_after != self.updates.count:
-            self._cached.clear()
-            self._made_after = self.updates.count
-        # A parameter may contain many matrices, and be multiplied in either orientation.
-        key, bits = (dim, x.data_ptr(), x.shape, x.stride()), row_hashes(x)
-        if key not in self._cached or not torch.equal(self._cached[key][0], bits):
-            codes = self.rule.cast(operand, x, dim)
-            # E2M1 numbers are E4M3 numbers too, and torch has no four-bit type that computes.
-            kind = E4M3.dtype if codes.fmt is E2M1 else codes.fmt.dtype
-            self._cached[key] = bits, codes._replace(values=codes.values.to(kind))
-        codes = self._cached[key][1]
-        return codes._replace(values=decode(codes.values).to(torch.bfloat16))
-
-
-class Updates:
-    """Counter of the steps of all optimizers during its lifetime."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        this = weakref.ref(self)
-
-        def stepped(*_: Any) -> None:
-            alive = this()
-            if alive is not None:
-                alive.count += 1
-
-        handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, handle.remove)
+def _unpack(kind: Kind | None, values: Any = None, inverse: Any = None, block: Any = None) -> Any:
+    """Codes of what `_pack` kept, None of a matrix; FP8 numbers become BF16 again."""
+    if kind is None:
+        return None
+    fmt, in_bf16, tile = kind
+    values = values if values.dtype is torch.bfloat16 else decode(values).to(torch.bfloat16)
+    return Codes(values, inverse, fmt, in_bf16, block, tile)
 
 
 class EmulatedMixin(Fp8Mixin):
@@ -158,13 +131,16 @@ class EmulatedMixin(Fp8Mixin):
 
     fp8_backend: EmulatedBackend
     fp8_rule: Rule
+    fp8_codes: tuple[Any, ...]
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         rule, high, dtype = self.fp8_rule, self.fp8_backend.high, compute_dtype(x)
-        return by_rows(x, bias, lambda rows: EmulatedLinear.apply(rows, w, rule, high, dtype))
+        codes = self.fp8_backend.codes_for(self, w)
+        given = (rule, high, dtype, *codes)
+        return by_rows(x, bias, lambda rows: EmulatedLinear.apply(rows, w, *given))
 
 
-class EmulatedBackend(Backend):
+class EmulatedBackend(CachedBackend):
     """Backend that emulates FP8; owns the state of delayed scaling and of stochastic rounding."""
 
     name = "emulated"
@@ -176,7 +152,6 @@ class EmulatedBackend(Backend):
         delayed = precision.scaling == "delayed"
         self.state = DelayedState(layers, precision) if delayed else None
         self.randomness = Randomness()
-        self._updates = Updates() if precision.fp8_params else None
         self._rows = 0
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
@@ -186,13 +161,29 @@ class EmulatedBackend(Backend):
             self._rows += 1
         else:
             rule = make_rule(self.precision, self.randomness)
-        if self._updates is not None:
-            rule = CachedWeight(rule, self._updates)
-        return {"fp8_rule": rule}
+        return super().attributes(module, layer) | {"fp8_rule": rule}
+
+    def kept_codes(self, layer: Any, w: Tensor, cache: WeightCache[Any]) -> tuple[Any, ...]:
+        """Kinds and tensors of `EmulatedLinear`, codes as FP8 numbers of one byte."""
+        rule: Rule = layer.fp8_rule
+
+        def cast(w: Tensor, dim: int) -> Packed:
+            codes = rule.cast("w", w, dim)
+            # E2M1 numbers are E4M3 numbers too, and torch has no four-bit type that computes.
+            dtype = E4M3.dtype if codes.fmt is E2M1 else codes.fmt.dtype
+            return _pack(codes._replace(values=codes.values.to(dtype)))
+
+        dgrad = "dgrad" not in self.high
+        dims = {1} if "fprop" not in self.high or (rule.reuses and dgrad) else set[int]()
+        if dgrad and not rule.reuses and torch.is_grad_enabled():
+            dims.add(0)
+        none: Packed = None, (None, None, None)
+        found = [cache.get(w, d, partial(cast, dim=d)) if d in dims else none for d in (1, 0)]
+        kinds, tensors = zip(*found, strict=True)
+        return kinds, *tensors[0], *tensors[1]
 
     def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
         rule: Any = module.fp8_rule
-        rule = rule.rule if isinstance(rule, CachedWeight) else rule
         return rule.scale_in_force(operand) if isinstance(rule, DelayedRule) else None
 
     def begin_step(self) -> None:

@@ -33,14 +33,13 @@ from torch.optim.optimizer import (
 from finetune.errors import ProofError, some
 from finetune.precision.backends.base import in_backward
 from finetune.precision.convert import Conversion
-from finetune.precision.formats import row_hashes
+from finetune.precision.formats import matrix_hash
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.remedies import remedy, why_still
 from finetune.precision.proof.witness import NOT_LINEAR, Seen, Witness
 from finetune.runs.receipt import LayerReceipt
 
 EFFECTIVE_STEPS = 2
-_CHUNK = 2**22  # numbers of a parameter hashed at a time
 
 
 def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -385,7 +384,7 @@ def _watched(plain: Any) -> Any:
 
 
 def fingerprint(parameter: Tensor) -> int:
-    """A hash of a parameter's bits, at the cost of one pass over them (`formats.row_hashes`).
+    """A hash of a parameter's bits, at the cost of one pass over them (`formats.matrix_hash`).
 
     Position counts: a plain xor or sum would miss the same change made to an even number of equal
     weights, as a norm's ones are.
@@ -393,9 +392,7 @@ def fingerprint(parameter: Tensor) -> int:
     local = _local(parameter).detach()
     if not local.numel():  # an empty shard
         return 0
-    rows = local.reshape(-1, local.shape[-1] if local.dim() else 1)
-    parts = rows.split(max(_CHUNK // rows.shape[1], 1))
-    return int(row_hashes(torch.cat([row_hashes(part) for part in parts])[None]))
+    return int(matrix_hash(local.reshape(-1, local.shape[-1] if local.dim() else 1)))
 
 
 def _was_updated(parameter: Tensor, optimizer: Optimizer) -> bool:

@@ -1,0 +1,217 @@
+"""Codes of weights that are cast once per optimizer step (`precision.fp8_params`).
+
+A weight changes at an optimizer step and is multiplied more often: in each micro-batch, and again
+where checkpointing recomputes. Here its codes are kept in between, at one byte a number beside the
+parameter, which stays the optimizer's master.
+
+Stale codes would train on a weight that is gone. So codes serve again only as long as
+
+* no optimizer has stepped, whichever way it writes (`Updates`);
+* the weight is the same memory, in the same version, which every write in place counts up;
+* its bits are the same. Writes through `.data` (merges of adapters, averages of weights) leave no
+  other trace, so hashes of all weights are compared before each forward pass, in one pass over the
+  weights and with one synchronization of the device.
+
+A recomputation in backward belongs to the forward before it: neither steps nor bits are looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from finetune.config.schema import PrecisionConfig
+from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
+from finetune.precision.formats import matrix_hash, mix_bits
+from finetune.precision.planner import LayerPlan
+from finetune.precision.swap import weight_matrix
+
+T = TypeVar("T")
+
+
+class Updates:
+    """Counter of the steps of all optimizers during its lifetime."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        this = weakref.ref(self)
+
+        def stepped(*_: Any) -> None:
+            alive = this()
+            if alive is not None:
+                alive.count += 1
+
+        handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, handle.remove)
+
+
+@dataclass
+class _Entry(Generic[T]):
+    """Codes of one matrix.
+
+    Attributes:
+        weight: the matrix; keeps its memory, so that no other gets its address.
+        version, step: its version and the number of optimizer steps when it was cast.
+        bits: hash of its bits.
+        used_in: forward pass of the last use.
+        codes: result of each way to cast it.
+    """
+
+    weight: Tensor
+    version: int
+    step: int
+    bits: Tensor
+    used_in: int
+    codes: dict[Hashable, T] = field(default_factory=dict)
+
+
+class WeightCache(Generic[T]):
+    """Codes of the weights of an engine.
+
+    Attributes:
+        fused: True if hashes on a GPU are computed by a compiled function, in one reading.
+    """
+
+    def __init__(self) -> None:
+        self.fused = False
+        self.updates = Updates()
+        self._entries: dict[Hashable, _Entry[T]] = {}
+        self._pass, self._checked, self._step = 0, 0, 0
+        self._inside = False
+
+    @contextlib.contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Context of a forward pass of the whole model, before which bits are compared."""
+        before, self._inside = self._inside, True
+        self._pass += not before
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def get(self, w: Tensor, way: Hashable, cast: Callable[[Tensor], T]) -> T:
+        """Codes of a weight [N, K], kept or cast anew.
+
+        Args:
+            w: a parameter or a view of one; what is computed from one has no lasting address, and
+                is cast at each use.
+            way: names one of several casts of a weight.
+            cast: makes the codes.
+        """
+        whole = w if w._base is None else w._base
+        if not isinstance(whole, nn.Parameter) or w.is_inference():
+            return cast(w)
+        storage = w.untyped_storage()._cdata
+        address = storage, w.storage_offset(), w.shape, w.stride(), w.dtype
+        recomputes = in_backward()
+        if not recomputes:
+            self._look(address)
+        entry = self._entries.get(address)
+        step = self.updates.count
+        if entry is not None:
+            stepped = entry.step != step and not recomputes
+            entry = None if stepped or entry.version != w._version else entry
+        if entry is None:
+            # A graph that still waits for its backward keeps the codes that it was made with.
+            kept = w.detach()
+            entry = _Entry(kept, w._version, step, self._hash(kept), self._pass)
+            self._entries[address] = entry
+        entry.used_in = self._pass
+        if way not in entry.codes:
+            with torch.inference_mode(False), torch.no_grad():
+                entry.codes[way] = cast(entry.weight)
+        return entry.codes[way]
+
+    def _look(self, address: Hashable) -> None:
+        """Begin a forward pass where one begins: compare bits, and drop what nothing uses."""
+        entry = self._entries.get(address)
+        # Parts of a model are called without the whole: a second call of one is another pass.
+        if entry is not None and entry.used_in == self._pass and not self._inside:
+            self._pass += 1
+        if self._checked == self._pass:
+            return
+        self._checked = self._pass
+        if self._step != self.updates.count:
+            used = {k: e for k, e in self._entries.items() if e.step >= self._step}
+            self._entries, self._step = used, self.updates.count
+        current = [
+            (key, e)
+            for key, e in self._entries.items()
+            if e.step == self.updates.count and e.version == e.weight._version
+        ]
+        if not current or is_fake(current[0][1].weight):
+            return
+        device = current[0][1].bits.device
+        before = torch.stack([e.bits.to(device) for _, e in current])
+        now = torch.stack([self._hash(e.weight).to(device) for _, e in current])
+        for (key, _), same in zip(current, (before == now).tolist(), strict=True):
+            if not same:
+                del self._entries[key]
+
+    def _hash(self, w: Tensor) -> Tensor:
+        return matrix_hash(w, compiled_once(mix_bits) if self.fused and w.is_cuda else None)
+
+
+@functools.cache
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under `torch.compile`, the same at each call."""
+    return torch.compile(function)
+
+
+class CachedBackend(Backend):
+    """A backend that can keep the codes of its weights.
+
+    Attributes:
+        cache: the codes, None where weights are cast at each use.
+    """
+
+    def __init__(self, precision: PrecisionConfig) -> None:
+        super().__init__(precision)
+        self.cache: WeightCache[Any] | None = WeightCache() if precision.fp8_params else None
+
+    def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
+        return {"fp8_codes": ()}
+
+    def region(self) -> contextlib.AbstractContextManager[None]:
+        return super().region() if self.cache is None else self.cache.forward_pass()
+
+    def codes_for(self, layer: Any, w: Tensor) -> tuple[Any, ...]:
+        """Codes of the weight [N, K] of a layer with these attributes, () without a cache.
+
+        In a compiled region they are inputs, which `compiled` has put there.
+        """
+        if torch.compiler.is_compiling():
+            return layer.fp8_codes
+        return () if self.cache is None else self.kept_codes(layer, w, self.cache)
+
+    def kept_codes(self, layer: Any, w: Tensor, cache: WeightCache[Any]) -> tuple[Any, ...]:
+        """The same from the cache."""
+        raise AssertionError("each of these backends casts its weights")
+
+    def compiled(self, layer: nn.Module) -> None:
+        if self.cache is None:
+            return
+        self.cache.fused = True
+        run: Any = layer._compiled_call_impl
+        inside: list[Any] = [m for m in layer.modules() if isinstance(m, Fp8Mixin)]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            low = [m for m in inside if m.runs_low and m.fp8_backend is self]
+            try:
+                for m in low:
+                    m.__dict__["fp8_codes"] = self.codes_for(m, weight_matrix(m))
+                return run(*args, **kwargs)
+            finally:  # a compiled region that we do not call must cast for itself
+                for m in low:
+                    m.__dict__["fp8_codes"] = ()
+
+        layer._compiled_call_impl = call
