@@ -33,8 +33,9 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         )
     if on_gpu and measured.compiled:
         notes.append(
-            "compiled layers are rehearsed uncompiled: memory is at most this, since fused chains "
-            "make no temporaries; their time counts a chain as one kernel"
+            "compiled layers are rehearsed uncompiled, and then divided between forward and "
+            "backward as torch.compile does: memory is at most this, since fused chains make no "
+            "temporaries"
         )
     if measured.resolution.reason.startswith("Transformer Engine, taken"):
         notes.append(

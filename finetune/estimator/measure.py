@@ -24,6 +24,7 @@ from finetune.estimator.memory.sharding import device_footprint, shares_model
 from finetune.estimator.place import Place, resolve_there
 from finetune.estimator.speed import timing
 from finetune.estimator.speed.timing import Pace, compiles, pace_of_one
+from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.hardware.device import Resolution
 from finetune.precision.planner import PrecisionPlan
@@ -157,6 +158,8 @@ def _measured(
     config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
 ) -> Measured:
     compiled = compiles(resolution.precision, place)
+    if compiled:
+        rehearsal = as_compiled(rehearsal)
     return Measured(
         config,
         place,

@@ -25,9 +25,13 @@ written before a GEMM and read again after it, and a tensorwise scale costs a se
 
     y = norm(x); s = amax(y); q = cast(y / s)    norm and amax: generation 0; the cast: 1
 
+Pointwise work whose result is read later only is done there, in the kernel that reads it. What
+backward computes again instead of reading it is decided before
+(`finetune.estimator.trace.compiled`).
+
 Limits: unlisted operators count as pointwise, convolutions among them, so models with large
-convolutions are predicted too fast. No fusion across phases; Inductor's kernel size limits and its
-recomputation instead of stores are not modelled.
+convolutions are predicted too fast. No fusion across phases; Inductor's limits on the size of a
+kernel are not modeled.
 """
 
 from __future__ import annotations
@@ -225,6 +229,8 @@ def traffic(op: Op) -> tuple[float, float]:
         return 0.0, 0.0
     if kind == "optimizer":
         return read, written or _updated_in_place(op, name)
+    if name == "transpose_codes":  # its second operand is an order, not read
+        return float(op.inputs[0].nbytes), written
     if kind == "gather":
         if name == "embedding_dense_backward":
             return read, 2 * written  # the whole table's gradient is zeroed, then accumulated
@@ -286,8 +292,13 @@ class _Value(NamedTuple):
     maker: int
 
 
-def launches(ops: Sequence[Op], compiled: Callable[[Op], bool] | None = None) -> Iterator[Launch]:
-    """Yield a trace's kernels by first operator; `compiled` selects the operators that may fuse."""
+def launches(
+    ops: Sequence[Op], compiled: Callable[[Op], str | bool] | None = None
+) -> Iterator[Launch]:
+    """Yield a trace's kernels by first operator.
+
+    `compiled` tells apart the regions (layers) in which operators may fuse; empty: not in any.
+    """
     kinds: list[Kind] = [kind_of(op) for op in ops]
     groups: list[int | None] = [None] * len(ops)
     uses: dict[tuple[int, int], list[int]] = {}
@@ -323,7 +334,9 @@ def pattern_of(op: Op) -> Pattern:
     return "transpose" if turned else "straight"
 
 
-def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) -> list[int | None]:
+def _groups(
+    ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[str | bool]
+) -> list[int | None]:
     """Fusion group of each operator (union-find), None for one that is not fused."""
     generations, regions = _generations(ops, kinds, inside)
     parent: dict[int, int] = {}
@@ -357,39 +370,33 @@ def _groups(ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]) ->
 
 
 def _generations(
-    ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[bool]
+    ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[str | bool]
 ) -> tuple[list[int], list[int]]:
     """Generation and region of each operator; a region ends with its phase or with `inside`."""
     values: dict[int, _Value] = {}
     generations, regions = [0] * len(ops), [0] * len(ops)
-    wanted: dict[int, int] = {}  # operator -> generation of its earliest reader
-    region, last = 0, ("", False)
+    readers: dict[int, list[int]] = {}
+    region, last = 0, ("", "")
     for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
         if kind == "none":
             continue
         if (op.phase, inside[index]) != last:
             region, last = region + 1, (op.phase, inside[index])
-        known = [
-            value
-            for operand in op.inputs
-            if (value := values.get(operand.storage)) and value.region == region
-        ]
+        made = [value for operand in op.inputs if (value := values.get(operand.storage))]
+        known = [value for value in made if value.region == region]
         generation = max((value.generation for value in known), default=0)
-        for value in known:
-            wanted[value.maker] = min(wanted.get(value.maker, generation), generation)
+        for value in made:
+            readers.setdefault(value.maker, []).append(index)
         ends = not inside[index] or _ends_kernel(op, kind)
         for operand in op.outputs:
             values[operand.storage] = _Value(generation + ends, region, index)
         generations[index], regions[index] = generation, region
-    for index, generation in wanted.items():
-        if kinds[index] == "copy" and _widens(ops[index]):
-            generations[index] = max(generations[index], generation)
+    for index in range(len(ops) - 1, -1, -1):  # what is read only later is computed there
+        if inside[index] and kinds[index] in ("pointwise", "copy", "gather"):
+            places = [(regions[r], generations[r]) for r in readers.get(index, ())]
+            if places and all(region == regions[index] for region, _ in places):
+                generations[index] = max(generations[index], min(places)[1])
     return generations, regions
-
-
-def _widens(op: Op) -> bool:
-    read = sum(operand.nbytes for operand in op.inputs)
-    return read < sum(operand.nbytes for operand in op.outputs)
 
 
 def _same_cast(before: Op, op: Op) -> bool:

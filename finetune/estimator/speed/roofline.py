@@ -241,7 +241,7 @@ class Roofline:
     calibrated: bool = False
 
     def step_time(
-        self, ops: Sequence[Op], *, compiled: Callable[[Op], bool] | None = None
+        self, ops: Sequence[Op], *, compiled: Callable[[Op], str | bool] | None = None
     ) -> StepTime:
         """Predict the time of traced operators; those that `compiled` selects may fuse.
 

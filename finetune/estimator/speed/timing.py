@@ -35,7 +35,6 @@ published) over published step times and over FP8-to-BF16 pairs. Two runs share 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -49,15 +48,12 @@ from finetune.estimator.speed.calibration import calibrated_roofline, load_calib
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
-from finetune.estimator.trace.trace import Op, Operand, Trace
+from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
 from finetune.hardware.gpus import Gpu
 from finetune.units import MIB
 
 # Standard deviations to either side that hold 90% of a normal distribution.
 NINE_IN_TEN = 1.645
-# Modules inside a decoder layer (compiled); and those plus the layer itself.
-_INSIDE_A_LAYER = re.compile(r"\.\d+\.")
-_OF_A_LAYER = re.compile(r"\.\d+(\.|$)")
 
 
 class Interval(NamedTuple):
@@ -141,7 +137,7 @@ def pace_of_one(
     batches = int(config.train.get("gradient_accumulation_steps", 1))
 
     def timed(ops: Sequence[Op]) -> StepTime:
-        inside = (lambda op: bool(_INSIDE_A_LAYER.search(op.module))) if compiled else None
+        inside = (lambda op: layer_of(op.module)) if compiled else None
         return roofline.step_time(ops, compiled=inside)
 
     step, update = trace.since("step"), trace.since("optimizer")
@@ -192,7 +188,7 @@ def _gathering(
     batches: int,
 ) -> float:  # fmt: skip
     """Seconds that FSDP2 adds to a step; `seconds` are of forward and of backward."""
-    beside = [op for op in micro if not _OF_A_LAYER.search(op.module)]
+    beside = [op for op in micro if not layer_of(op.module)]
     roofline, by_group = roofline_of(gpu), []
     for whole, forward in zip(seconds, (True, False), strict=True):
         own = roofline.step_time([op for op in beside if (op.phase == "forward") == forward])

@@ -22,6 +22,7 @@ Kinds of storages:
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -342,12 +343,16 @@ class Recorder(TorchDispatchMode):
     def _owner(self, taken: tuple[Operand, ...]) -> str:
         """Module whose tensor an operator of backward reads last; no module runs in backward."""
         numbers = sorted((o.storage for o in taken if o.storage >= 0), reverse=True)
+        last = self.trace.ops[-1].module if numbers and self.trace.ops else ""
         for number in numbers:
-            if module := self.trace.storages[number].module:
+            module = self.trace.storages[number].module
+            # All layers share some tensors, as angles of rotary embeddings.
+            if module and not (layer_of(last) and not layer_of(module)):
                 return module
-        return self.trace.ops[-1].module if numbers and self.trace.ops else ""
+        return last
 
 
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -359,6 +364,12 @@ _NOTHING = {
     for name in ("detach", "alias", "lift_fresh", "_unsafe_view")
 }
 """Operators besides views that launch nothing."""
+
+
+def layer_of(module: str) -> str:
+    """Name of the decoder layer that a module belongs to; empty outside of them."""
+    found = _LAYER.match(module)
+    return found[0] if found else ""
 
 
 def around_decoder(model: nn.Module) -> set[str]:

@@ -1,0 +1,369 @@
+"""Trace of compiled layers, made of one recorded uncompiled: what backward keeps or computes again.
+
+`torch.compile` of a decoder layer joins forward and backward into one graph, and AOTAutograd splits
+it anew: pointwise work costs little where it is fused, so backward computes again what it can from
+few saved tensors. A cast to FP8 may save one-byte codes, or nothing, since it starts from a tensor
+that is there anyhow.
+
+The split is a minimum cut, as in `torch._functorch.partitioners` (torch 2.13). Each value of
+forward is an edge whose capacity is its bytes; what backward reads lies behind it. Values that must
+not be computed twice lie at the source: results of GEMMs and attention, reductions to a quarter or
+less, and what a GEMM of backward reads as it is. Bytes are weighted by 1.1 for each operator
+between a value and backward, and by two if all its readers could be fused with its maker.
+
+    h = x Wᵀ; s = silu(h); y = s Vᵀ     backward of a frozen V reads h alone, the result of a GEMM:
+                                        h is saved, s is not
+
+Equal operators of forward and backward are one operator, as in torch: FP8 casts of one tensor.
+
+In the resulting trace, backward repeats what it needs and storages live as long as the split says.
+Temporaries inside a fused kernel are left in, so memory is at most this.
+`tests/benchmarks/compiled_layer.py` compares with torch's own split.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from finetune.estimator.speed.kernels import FUSABLE, kind_of
+from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
+
+if TYPE_CHECKING:
+    from finetune.estimator.trace.rehearsal import Rehearsal
+
+FARTHER, FARTHEST = 1.1, 100
+"""Weight of a value per operator between it and backward, and the most of them that count."""
+SMALLER = 4
+"""A result this many times smaller than its operands is saved."""
+
+
+def as_compiled(rehearsal: Rehearsal) -> Rehearsal:
+    """The rehearsal with its decoder layers compiled."""
+    trace, moved = compiled_trace(rehearsal.trace)
+    visits = [visit._replace(start=moved(visit.start)) for visit in rehearsal.visits]
+    return replace(rehearsal, trace=trace, visits=visits)
+
+
+def compiled_trace(trace: Trace) -> tuple[Trace, Callable[[int], int]]:
+    """Trace with compiled layers, and the new number of an event of the old one."""
+    step = trace.events[trace.marks["step"]].at
+    trace = _whole_recomputation(trace, step)
+    graph = _Graph(trace, step)
+    saved = {name: _saved(graph, name) for name in graph.layers}
+    return _Rewriter(trace, graph, saved).rewrite()
+
+
+def _whole_recomputation(trace: Trace, step: int) -> Trace:
+    """Trace in which a checkpointed layer computes again all of its forward.
+
+    Uncompiled, it stops at the last tensor that backward needs; and operators of the layer itself
+    are not told from those of backward, since a checkpoint does not call the module.
+    """
+    forward: dict[str, list[Op]] = defaultdict(list)
+    for op in trace.ops[step:]:
+        if op.phase == "forward" and (layer := layer_of(op.module)):
+            forward[layer].append(op)
+    ops, places, fresh = list[Op](), list[int](), len(trace.storages)
+    left: list[Op] = []  # what a recomputation in progress has still to run
+    same: dict[int, int] = {}  # storage of forward -> of the recomputation
+    for op in [*trace.ops, None]:
+        if op is not None and op.phase == "recompute" and not left:
+            left, same = list(forward[layer_of(op.module)]), {}
+        if op is not None and left and _alike(op, left[0]):
+            first = left.pop(0)
+            same.update(zip(*([x.storage for x in o.outputs] for o in (first, op)), strict=True))
+            op = op._replace(phase="recompute", module=first.module)
+        elif op is not None and op.phase == "recompute":
+            left = []  # not what forward did: left as recorded
+        elif op is None or op.phase == "backward":
+            for missing in left:
+                for x in missing.outputs:
+                    if x.storage not in same:
+                        same[x.storage], fresh = fresh, fresh + 1
+                inputs, outputs = (
+                    tuple(x._replace(storage=same.get(x.storage, x.storage)) for x in operands)
+                    for operands in (missing.inputs, missing.outputs)
+                )
+                ops.append(missing._replace(inputs=inputs, outputs=outputs, phase="recompute"))
+            left = []
+        places.append(len(ops))
+        ops += [] if op is None else [op]
+    return replace(trace, ops=ops, events=[e._replace(at=places[e.at]) for e in trace.events])
+
+
+def _alike(a: Op, b: Op) -> bool:
+    return a.name == b.name and [x.shape for x in a.outputs] == [x.shape for x in b.outputs]
+
+
+# ------------------------------------------------------------------------------------------- values
+
+
+@dataclass(slots=True)
+class _Value:
+    """Content of a storage between two writes.
+
+    Attributes:
+        maker: index of its operator, and which of that operator's results it is.
+        layer: decoder layer.
+        forward: made in forward, or in the recomputation of a checkpoint.
+        inputs: values that it is made of, and ~storage of those from outside of any layer.
+        readers: operators that read it, merged ones left out.
+    """
+
+    operand: Operand
+    maker: int
+    result: int
+    layer: str
+    forward: bool
+    inputs: tuple[int, ...]
+    readers: list[int] = field(default_factory=list)
+
+
+class _Graph:
+    """Values of the decoder layers in a step; equal operators merged into the first.
+
+    Attributes:
+        reads: operator -> what it reads, as `_Value.inputs`.
+        merged: operators of backward that equal earlier ones.
+        free: operators of backward that need no gradient.
+        layers: decoder layer -> its values.
+    """
+
+    def __init__(self, trace: Trace, first: int) -> None:
+        self.ops, self.initial = trace.ops, trace.initial
+        self.values: list[_Value] = []
+        self.reads: dict[int, tuple[int, ...]] = {}
+        self.merged, self.free = set[int](), set[int]()
+        self.layers: dict[str, list[int]] = defaultdict(list)
+        self._now: dict[int, int] = {}
+        self._gradients: set[int] = set()  # storages written in backward from gradients
+        recomputed = {layer_of(op.module) for op in self.ops[first:] if op.phase == "recompute"}
+        made: dict[object, int] = {}  # operator and operands -> first value of its results
+        for index in range(first, len(self.ops)):
+            op = self.ops[index]
+            taken = tuple(self._now.get(x.storage, ~x.storage) for x in op.inputs)
+            layer = self._layer(op, taken, recomputed)
+            written = op.outputs or op.inputs[:1]
+            if not layer:
+                self._read(index, taken)
+                for operand in written:
+                    self._now.pop(operand.storage, None)
+                    if op.phase == "backward":
+                        self._gradients.add(operand.storage)
+                continue
+            shapes = tuple((x.shape, x.dtype) for x in (*op.inputs, *op.outputs))
+            key = (layer, op.name, taken, shapes)
+            if op.phase == "backward" and key in made:
+                self.merged.add(index)
+                for number, operand in enumerate(written):
+                    self._now[operand.storage] = made[key] + number
+                continue
+            if kind_of(op) in FUSABLE:
+                made.setdefault(key, len(self.values))
+            if op.phase == "backward":
+                self.free.add(index)
+            self._read(index, taken)
+            for number, operand in enumerate(written):
+                self._now[operand.storage] = len(self.values)
+                self.layers[layer].append(len(self.values))
+                forward = op.phase != "backward"
+                self.values.append(_Value(operand, index, number, layer, forward, taken))
+
+    def _read(self, index: int, taken: tuple[int, ...]) -> None:
+        self.reads[index] = taken
+        for value in taken:
+            if value >= 0:
+                self.values[value].readers.append(index)
+
+    def _layer(self, op: Op, taken: tuple[int, ...], recomputed: set[str]) -> str:
+        """Layer whose forward an operator belongs to, or could; empty if it needs a gradient."""
+        if op.phase != "backward":
+            layer = layer_of(op.module)
+            return layer if op.phase == ("recompute" if layer in recomputed else "forward") else ""
+        if kind_of(op) not in FUSABLE or any(v < 0 and ~v in self._gradients for v in taken):
+            return ""
+        layers = {self.values[v].layer for v in taken if v >= 0} or {layer_of(op.module)}
+        return layers.pop() if len(layers) == 1 else ""
+
+    def is_fusable(self, index: int) -> bool:
+        return kind_of(self.ops[index]) in FUSABLE
+
+    def in_backward(self, index: int) -> bool:
+        """True if an operator needs gradients."""
+        return self.ops[index].phase == "backward" and index not in self.free
+
+    def leaves(self, number: int) -> bool:
+        """True if another layer, or what follows the layers, reads a value in forward."""
+        value = self.values[number]
+        return any(
+            self.ops[r].phase != "backward" and layer_of(self.ops[r].module) != value.layer
+            for r in value.readers
+        )
+
+    def results(self, layer: str) -> dict[int, list[int]]:
+        """Operator of a layer's forward -> its values."""
+        found: dict[int, list[int]] = {}
+        for number in self.layers[layer]:
+            if self.values[number].forward:
+                found.setdefault(self.values[number].maker, []).append(number)
+        return found
+
+    def runs_for(self, layer: str, wanted: set[int]) -> set[int]:
+        """Operators of a layer's forward that its output and some of its values are made by."""
+        results, runs = self.results(layer), set[int]()
+        for index in sorted(results, reverse=True):
+            readers = {r for number in results[index] for r in self.values[number].readers}
+            leaves = any(self.ops[r].phase != "backward" for r in readers - results.keys())
+            if not runs or leaves or readers & runs or not wanted.isdisjoint(results[index]):
+                runs.add(index)
+        return runs
+
+
+# --------------------------------------------------------------------------------------- the split
+
+
+def _saved(graph: _Graph, layer: str) -> set[int]:
+    """Values of a layer that its forward saves for backward: the minimum cut."""
+    import networkx
+
+    numbers, required = graph.layers[layer], graph.runs_for(layer, set())
+    distances = _distances(graph, layer, required)
+    net: Any = networkx.DiGraph()
+    for number in numbers:
+        value = graph.values[number]
+        size = value.operand.nbytes
+        outside = {r for r in value.readers if r not in required}
+        fused = graph.is_fusable(value.maker)
+        as_it_is = not all(graph.is_fusable(reader) for reader in outside)
+        if value.forward:
+            taken = sum(x.nbytes for x in graph.ops[value.maker].inputs)
+            needed = value.maker in required
+            if not fused or (needed and (as_it_is or SMALLER * size < taken)):
+                net.add_edge("source", ("in", number), capacity=inf)
+            weight = size * FARTHER ** max(min(distances[number], FARTHEST), 1)
+            weight *= 2 if fused and all(map(graph.is_fusable, value.readers)) else 1
+        else:
+            weight = inf
+        net.add_edge(("in", number), ("out", number), capacity=weight)
+        for other, operand in zip(value.inputs, graph.ops[value.maker].inputs, strict=True):
+            net.add_edge(("out", other), ("in", number), capacity=inf)
+            if other not in distances:  # from outside of the layer
+                free = other < 0 and ~other in graph.initial
+                net.add_edge("source", ("in", other), capacity=inf)
+                net.add_edge(("in", other), ("out", other), capacity=0 if free else operand.nbytes)
+        if any(graph.in_backward(reader) for reader in outside):
+            net.add_edge(("out", number), "sink", capacity=inf)
+    if "sink" not in net or "source" not in net:
+        return set()
+    _, (near, _) = networkx.minimum_cut(net, "source", "sink")
+    return {n for n in numbers if ("in", n) in near and ("out", n) not in near}
+
+
+def _distances(graph: _Graph, layer: str, required: set[int]) -> dict[int, int]:
+    """Number of operators between each value of a layer and backward."""
+    found: dict[int, int] = {}
+    of_maker: dict[int, int] = {}
+    for number in reversed(graph.layers[layer]):
+        value = graph.values[number]
+        found[number] = 0
+        if value.maker in required:
+            readers = (of_maker.get(r, 0) for r in value.readers)
+            found[number] = min((d + 1 for d in readers), default=FARTHEST)
+        of_maker[value.maker] = min(found[number], of_maker.get(value.maker, FARTHEST))
+    return found
+
+
+# ---------------------------------------------------------------------------------------- rewriting
+
+
+class _Rewriter:
+    """Operators and events of a step whose layers save what is given, and nothing else."""
+
+    def __init__(self, trace: Trace, graph: _Graph, saved: dict[str, set[int]]) -> None:
+        self._trace, self._graph = trace, graph
+        self._saved = set[int]().union(*saved.values())
+        self._dropped = set(graph.merged)
+        for layer, values in saved.items():
+            runs = graph.runs_for(layer, values)
+            fusable = {i for i in graph.results(layer) if graph.is_fusable(i)}
+            self._dropped |= fusable - runs
+        self._ops: list[Op] = []
+        self._copies: dict[int, list[int]] = {}  # operator -> storages of its results, in backward
+        self._written: dict[int, list[int]] = {}  # the same of those that a GEMM reads
+        numbers = {x.storage for op in trace.ops for x in (*op.inputs, *op.outputs)}
+        self._fresh = max(numbers | trace.storages.keys()) + 1
+
+    def rewrite(self) -> tuple[Trace, Callable[[int], int]]:
+        places: list[int] = []
+        for index, op in enumerate(self._trace.ops):
+            if index in self._dropped or index in self._graph.free:
+                places.append(len(self._ops))
+                continue
+            if op.phase == "backward" and index in self._graph.reads:
+                taken = zip(self._graph.reads[index], op.inputs, strict=True)
+                # A compiler computes cheap values anew in each kernel that reads them.
+                fused = self._graph.is_fusable(index)
+                self._copies = dict(self._written) if fused else self._written
+                op = op._replace(inputs=tuple(self._available(*each) for each in taken))
+            places.append(len(self._ops))
+            self._ops.append(op)
+        places.append(len(self._ops))
+        return self._with_events(places)
+
+    def _available(self, value: int, operand: Operand) -> Operand:
+        """The operand where backward finds it: saved, from outside, or computed again."""
+        if value < 0:
+            return operand
+        found = self._graph.values[value]
+        if value in self._saved or self._graph.leaves(value):
+            return operand._replace(storage=found.operand.storage)
+        if found.maker not in self._copies:
+            op = self._graph.ops[found.maker]
+            taken = zip(found.inputs, op.inputs, strict=True)
+            inputs = tuple(self._available(*each) for each in taken)
+            written = op.outputs or op.inputs[:1]
+            storages = [x.storage for x in written]
+            if found.forward:
+                storages = list(range(self._fresh, self._fresh + len(written)))
+                self._fresh += len(written)
+            self._copies[found.maker] = storages
+            outputs = (x._replace(storage=s) for x, s in zip(written, storages, strict=True))
+            self._ops.append(op._replace(inputs=inputs, outputs=tuple(outputs), phase="backward"))
+        return operand._replace(storage=self._copies[found.maker][found.result])
+
+    def _with_events(self, places: list[int]) -> tuple[Trace, Callable[[int], int]]:
+        before, after = (_readers(ops) for ops in (self._trace.ops, self._ops))
+        used = {x.storage: i for i, op in enumerate(self._ops) for x in (*op.inputs, *op.outputs)}
+        inner = {v.operand.storage for v in self._graph.values if v.forward}
+        entries: list[tuple[int, int, Event, int]] = []
+        for number, event in enumerate(self._trace.events):
+            storage, place, moves = event.storage, places[event.at], 0
+            if storage in inner and storage not in used:
+                continue  # nothing makes or reads it any more
+            if event.nbytes < 0 and storage in used:
+                last = used[storage] + 1
+                if storage in inner and storage in before and storage not in after:
+                    place, moves = min(place, last), -1
+                elif last > place and storage in after:
+                    place, moves = last, -1
+            entries.append((place, moves, event._replace(at=place), number))
+        entries.sort(key=lambda entry: entry[:2])
+        new = {entry[3]: i for i, entry in enumerate(entries) if not entry[1]}
+        following = [len(entries)]
+        for number in reversed(range(len(self._trace.events))):
+            following.append(new.get(number, following[-1]))
+        following.reverse()
+        marks = {name: following[number] for name, number in self._trace.marks.items()}
+        events = [entry[2] for entry in entries]
+        return replace(
+            self._trace, ops=self._ops, events=events, marks=marks
+        ), following.__getitem__
+
+
+def _readers(ops: list[Op]) -> set[int]:
+    """Storages that backward reads."""
+    return {x.storage for op in ops if op.phase == "backward" for x in op.inputs}

@@ -1,0 +1,216 @@
+"""What `torch.compile` makes of one decoder layer: bytes saved for backward, kernels, bytes moved.
+
+    python -m tests.benchmarks.compiled_layer [--tokens 8192] [--json]
+
+One layer of Llama 3.1 8B without gradient checkpointing, built, adapted and converted as in a run,
+on fake tensors. Saved: storages that AOTAutograd's partition keeps, without parameters and the
+layer's input. The rest is counted in the code that Inductor writes for an H100, which needs Triton
+and no GPU (`tests.benchmarks.inductor_code`). `model` is what the estimator predicts of the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from finetune.config.recipe import load_recipe
+from finetune.config.schema import RunConfig
+from finetune.estimator.place import place_of, resolve_there
+from finetune.estimator.speed.kernels import launches
+from finetune.estimator.trace.compiled import compiled_trace
+from finetune.estimator.trace.fake_cuda import choose_attention, on_gpu, to_fake, without_memory
+from finetune.estimator.trace.rehearsal import rehearse
+from finetune.estimator.trace.stand_ins import store_base
+from finetune.estimator.trace.trace import layer_of
+from finetune.precision import convert, planner
+from finetune.training.model import sketch
+
+GPU = "H100"
+ALL = ("lora.r=8", "lora.target_modules=all-linear")
+LAYERS = {
+    "BF16 LoRA": ("llama_8b_lora_bf16", (*ALL, "precision.compile=on")),
+    "FP8 LoRA": ("llama_8b_lora_fp8", ALL),
+    "BF16 full": ("llama_8b_full_bf16", ("precision.compile=on",)),
+    "FP8 full": ("llama_8b_full_fp8", ()),
+}
+"""Layer -> recipe and overrides; adapters of rank 8 on all linear layers."""
+
+
+class Graphs(NamedTuple):
+    """Graphs of forward and backward as the partition makes them, and their fake inputs."""
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule
+    inputs: dict[str, list[Any]]
+
+
+def config_of(layer: str, tokens: int) -> RunConfig:
+    """Recipe of a layer in one row of `tokens` tokens."""
+    recipe, overrides = LAYERS[layer]
+    shape = (
+        "train.gradient_checkpointing=false",
+        "train.gradient_accumulation_steps=1",
+        "train.per_device_train_batch_size=1",
+        f"train.max_length={tokens}",
+    )
+    return load_recipe(recipe, (*overrides, *shape)).config
+
+
+def graphs_of(config: RunConfig, tokens: int) -> Graphs:
+    """Compile the first layer of a run as far as AOTAutograd's partition."""
+    found: dict[str, Any] = {}
+
+    def keep(module: Any, inputs: Any, *_: Any, is_backward: bool = False, **__: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        found["backward" if is_backward else "forward"] = module, list(inputs)
+        return make_boxed_func(module.forward)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, inner_compile=keep)
+
+    place = place_of(GPU)
+    resolution = resolve_there(config.precision, place)
+    model: Any = sketch(config, layers=1)
+    plan = planner.plan(model, resolution.precision)
+    torch._dynamo.reset()
+    with without_memory(), on_gpu(place.device.capability or (9, 0)), ExitStack() as stack:
+        for function in _SLOW_PATTERNS:  # of attention and padding, which the layer has not
+            stack.enter_context(mock.patch(function))
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        to_fake(model)
+        choose_attention(model, "varlen")
+        store_base(model, config.model.storage)
+        convert.apply(model, plan, hardware=True)
+        convert.store_operands_once()
+        layer = next(m for m in model.train().modules() if type(m).__name__ == "LlamaDecoderLayer")
+        sizes = model.config
+        x = torch.empty(1, tokens, sizes.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        width = sizes.hidden_size // sizes.num_attention_heads
+        angles = torch.empty(1, tokens, width, dtype=torch.bfloat16)
+
+        def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return layer(x, position_embeddings=(cos, sin), attention_mask=None)
+
+        compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
+        compiled(x, angles, angles).sum().backward()
+    inputs = {name: inputs for name, (_, inputs) in found.items()}
+    return Graphs(found["forward"][0], found["backward"][0], inputs)
+
+
+_SLOW_PATTERNS = (
+    "torch._inductor.fx_passes.fuse_attention._sfdp_init",
+    "torch._inductor.fx_passes.pad_mm._pad_mm_init",
+    "torch._inductor.fx_passes.misc_patterns._misc_patterns_init",
+)
+
+
+def saved_bytes(graphs: Graphs) -> int:
+    """Bytes of storages that forward hands to backward, besides its own inputs."""
+    (output,) = graphs.forward.graph.find_nodes(op="output")
+    sizes: dict[int, int] = {}
+    for node in output.args[0][1:]:
+        value = getattr(node, "meta", {}).get("val")
+        if isinstance(value, Tensor) and node.op != "placeholder":
+            storage = value.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def modeled(config: RunConfig) -> dict[str, Any]:
+    """What the estimator predicts of the same layer: a third layer beside two."""
+    place = place_of(GPU)
+    resolution = resolve_there(config.precision, place)
+    totals: list[dict[str, float]] = []
+    for layers in (2, 3):
+        rehearsal = rehearse(config, place.device, resolution, layers=layers)
+        trace, _ = compiled_trace(rehearsal.trace)
+        saved = sum(
+            trace.storages[number].nbytes
+            for number in trace.alive(trace.marks["backward"] - 1) - trace.initial.keys()
+            if trace.storages[number].phase == "forward"
+        )
+        moved = {"forward": 0.0, "backward": 0.0}
+        ops = trace.since("step")[: -len(trace.since("optimizer"))]
+        done = max(i for i, op in enumerate(ops) if op.phase == "backward") + 1  # then clipping
+        ops = ops[:done]
+        for launch in launches(ops, lambda op: layer_of(op.module)):
+            op = ops[launch.ops[0]]
+            if op.phase in moved and layer_of(op.module) and launch.kind not in _GEMMS:
+                moved[op.phase] += launch.read + launch.written
+        width = 2 * rehearsal.tokens * 4096  # the layer's input
+        totals.append({"saved": saved - (layers - 1) * width, **moved})
+    return {key: totals[1][key] - totals[0][key] for key in totals[0]}
+
+
+_GEMMS = ("gemm", "attention")
+
+
+def counts(layers: list[str], tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Counts of layers; patches for Inductor's code come after all that is not to see them."""
+    compiler = find_spec("triton") is not None
+    every = {name: graphs_of(config_of(name, tokens), tokens) for name in layers}
+    models = {name: modeled(config_of(name, tokens)) for name in layers}
+    for name, graphs in every.items():
+        found = {"saved": saved_bytes(graphs), "model": models[name]}
+        if compiler:
+            from tests.benchmarks import inductor_code
+
+            for phase in ("forward", "backward"):
+                code = inductor_code.code_of(getattr(graphs, phase), graphs.inputs[phase], phase)
+                found[phase] = inductor_code.count(code)
+        yield name, found
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    """Line of the table."""
+    cells = [f"{found['saved'] / 1e6:,.0f} ({found['model']['saved'] / 1e6:,.0f})"]
+    if "forward" in found:
+        for key in ("kernels", "fp8_gemms", "gemms", "code_stores", "transposes"):
+            cells.append(" / ".join(str(found[phase][key]) for phase in ("forward", "backward")))
+        moved = [
+            f"{found[phase]['bytes'] / 1e9:.2f} ({found['model'][phase] / 1e9:.2f})"
+            for phase in ("forward", "backward")
+        ]
+        cells.append(" / ".join(moved))
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print a Markdown table, or JSON: layer -> counts."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layer", action="append", choices=LAYERS, help="left out: all")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    every = dict(counts(args.layer or list(LAYERS), args.tokens))
+    if args.json:
+        print(json.dumps(every))
+        return
+    titles = ["layer", "saved MB (model)"]
+    if find_spec("triton") is None:
+        print("Triton is not installed, so Inductor writes no code for a GPU", file=sys.stderr)
+    else:
+        titles += ["Triton kernels", "FP8 GEMMs", "other GEMMs", "stores of codes", "transposes"]
+        titles += ["GB by other kernels (model)"]
+    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
+    for name, found in every.items():
+        print(row(name, found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Compiled layers in a trace: what backward keeps, what it computes again, and what torch keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from finetune.estimator.speed.kernels import launches
+from finetune.estimator.trace.compiled import compiled_trace
+from finetune.estimator.trace.fake_cuda import to_fake, without_memory
+from finetune.estimator.trace.trace import Recorder, Trace, layer_of
+from tests.benchmarks import compiled_layer
+
+B, K, N = 4, 8, 16
+WORD = 4
+"""Bytes of a float32."""
+
+
+class Gated(nn.Module):
+    """A residual gated layer, of which no weight trains."""
+
+    def __init__(self, *, checkpointing: bool) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.gate, self.up = nn.Linear(K, N, bias=False), nn.Linear(K, N, bias=False)
+        self.down = nn.Linear(N, K, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointing else self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Net(nn.Module):
+    """Two layers behind an embedding that trains."""
+
+    def __init__(self, *, checkpointing: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, K)
+        self.layers = nn.ModuleList(Gated(checkpointing=checkpointing) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def record(*, checkpointing: bool = False) -> Trace:
+    """Trace of a step, marked as a rehearsal marks it."""
+    with torch.device("meta"):
+        net = Net(checkpointing=checkpointing)
+    with without_memory():
+        to_fake(net)
+        ids = torch.zeros(1, B, dtype=torch.int64)
+        recorder = Recorder(net, [ids])
+        with recorder:
+            recorder.mark("step")
+            loss = net(ids)
+            recorder.mark("backward")
+            with recorder.during("backward"):
+                loss.backward()
+            recorder.mark("optimizer")
+            recorder.sort_gradients()
+    return recorder.trace
+
+
+def alive(trace: Trace) -> int:
+    """Bytes alive between forward and backward, besides the weights."""
+    numbers = trace.alive(trace.marks["backward"] - 1) - trace.initial.keys()
+    return sum(trace.storages[number].nbytes for number in numbers)
+
+
+def test_what_can_be_computed_again_is_not_saved() -> None:
+    """silu(gate) is a GEMM's result away from what is saved; gate and up are results of GEMMs."""
+    before = record()
+    after, _ = compiled_trace(before)
+    assert alive(before) - alive(after) == 2 * B * N * WORD
+    assert sum(op.name == "aten.silu.default" for op in after.since("backward")) == 2
+    assert sum(op.name == "aten.silu.default" for op in before.since("backward")) == 0
+
+
+def test_every_storage_is_allocated_once_and_freed_after_its_last_reader() -> None:
+    for checkpointing in (False, True):
+        trace, moved = compiled_trace(record(checkpointing=checkpointing))
+        living: set[int] = set(trace.initial)
+        last = {x.storage: i for i, op in enumerate(trace.ops) for x in op.inputs}
+        places = [event.at for event in trace.events]
+        assert places == sorted(places)
+        for event in trace.events:
+            if event.nbytes > 0:
+                assert event.storage not in living
+                living.add(event.storage)
+            else:
+                living.remove(event.storage)
+                assert event.at > last.get(event.storage, -1)
+        assert moved(0) == 0
+        assert set(trace.marks) == {"step", "backward", "optimizer"}
+
+
+def test_a_compiled_layer_is_computed_again_whole() -> None:
+    """A checkpoint of an uncompiled layer stops before its last GEMM, which saves nothing new."""
+    before = record(checkpointing=True)
+    after, _ = compiled_trace(before)
+    seen = [
+        Counter(op.name for op in trace.ops if op.phase == "recompute") for trace in (before, after)
+    ]
+    assert [count["aten.mm.default"] for count in seen] == [4, 6]
+    assert seen[1]["aten.add.Tensor"] == 2  # the residual sum
+    forward = Counter(op.name for op in after.ops if op.phase == "forward" and layer_of(op.module))
+    assert seen[1]["aten.mm.default"] == forward["aten.mm.default"]
+
+
+def test_layers_do_not_share_kernels() -> None:
+    """The sum that ends a layer is written for the next one, another graph, to read."""
+    trace, _ = compiled_trace(record())
+    ops = trace.since("step")
+    for launch in launches(ops, lambda op: layer_of(op.module)):
+        assert len({layer_of(ops[index].module) for index in launch.ops}) == 1
+
+
+# -------------------------------------------------------------------------- beside torch's compiler
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict]:
+    """Counts of `tests.benchmarks.compiled_layer`, in a process of its own for its patches."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.compiled_layer", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layer", compiled_layer.LAYERS)
+def test_a_layer_saves_what_torch_saves(counted, layer) -> None:
+    """Bytes that AOTAutograd's own partition of an 8B layer keeps at 8,192 tokens."""
+    found = counted[layer]
+    assert found["model"]["saved"] == pytest.approx(found["saved"], rel=0.01)
