@@ -16,6 +16,7 @@
     ├── ProofError             (RuntimeError)       the run is not what was asked: stopped
     ├── ParityError            (RuntimeError)       an export is not what was trained
     ├── NonFiniteError         (FloatingPointError) NaN or Inf in the loss, a gradient or a weight
+    ├── CheckpointError        (OSError)            a checkpoint cannot be written
     ├── RunFailedError         (RuntimeError)       a run of a comparison ended without a result
     ├── UnfairPairError        (ValueError)         two runs that cannot be compared
     ├── RehearsalError         (RuntimeError)       the run cannot be rehearsed, so not estimated
@@ -109,6 +110,10 @@ class ParityError(FinetuneError, RuntimeError):
 
 class NonFiniteError(FinetuneError, FloatingPointError):
     """The loss, a gradient or a weight is NaN or Inf; stopped before anything is saved."""
+
+
+class CheckpointError(FinetuneError, OSError):
+    """A checkpoint cannot be written; the run stops, and earlier ones are as they were."""
 
 
 class RunFailedError(FinetuneError, RuntimeError):

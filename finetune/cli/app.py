@@ -29,6 +29,8 @@ _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ =
 VERBS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {
         "run": train.run,
+        "resume": train.resume,
+        "checkpoints": runs.checkpoints,
         "ls": recipes.ls,
         "cp": recipes.cp,
         "cat": recipes.cat,

@@ -1,8 +1,9 @@
-"""Verbs about run folders: `ls --runs` (without torch) and `export`."""
+"""Verbs about run folders: `ls --runs`, `checkpoints` (without torch) and `export`."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +12,12 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.cli import AsJson
-from finetune.logging import output
+from finetune.cli import AsJson, RunName, RunsFolder
+from finetune.logging import output, whole
+from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.folder import COMPARISON
-from finetune.runs.lookup import find_comparisons, find_runs
-from finetune.units import size_of_gib
+from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
+from finetune.units import size, size_of_gib
 
 DEFAULT_OUT = Path("runs")
 _STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
@@ -135,6 +137,56 @@ def _comparisons(compared: list[dict[str, Any]], *, gap: bool) -> Table:
             one["folder"],
         )
     return table
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def checkpoints(
+    run: RunName = LAST,
+    verify: Annotated[bool, typer.Option(help="Read every file and compare its SHA-256.")] = False,
+    out: RunsFolder = DEFAULT_OUT,
+    as_json: AsJson = False,
+) -> None:
+    """List a run's checkpoints: step, loss, size, whole or broken."""
+    folder = find_run(run, out)
+    found = [Checkpoint(path) for path in checkpoints_in(folder / CHECKPOINTS).values()]
+    rows = [_checkpoint(one, one.problem(contents=verify)) for one in found]
+    if as_json:
+        print(json.dumps({"run": str(folder), "checkpoints": rows}, indent=1))
+        return
+    console = output()
+    if not rows:
+        console.print(whole(f"no checkpoint in {folder}"), crop=False)
+        console.print("train.save_strategy=steps train.save_steps=100 saves one every 100 steps")
+        return
+    titles = ("step", "loss", "eval loss", "precision", "size", "state")
+    table = Table(*titles, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(
+            str(row["step"]),
+            _shown(row["loss"], ".3f"),
+            _shown(row["eval_loss"], ".3f"),
+            row["precision"],
+            size(row["bytes"]),
+            Text("whole", style="green")
+            if not row["problem"]
+            else Text(row["problem"], style="bold red"),
+        )
+    console.print(table)
+    console.print(whole(f"next: python -m finetune resume {shlex.quote(str(folder))}"), crop=False)
+
+
+def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:
+    return {
+        "folder": str(one.folder),
+        "step": one.step,
+        "precision": one.manifest.get("precision", ""),
+        "loss": one.logged("loss"),
+        "eval_loss": one.logged("eval_loss"),
+        "bytes": one.nbytes,
+        "problem": problem,
+    }
 
 
 # ----------------------------------------------------------------------------------------- export

@@ -23,9 +23,10 @@ from finetune.cli import (
     RunName,
     RunsFolder,
 )
-from finetune.config.recipe import load_recipe
+from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
+from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
 from finetune.runs.folder import Run, write_whole
 from finetune.runs.lookup import find_run
 
@@ -38,7 +39,40 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe (the verb may be left out)."""
-    checked = load_recipe(recipe, overrides or ())
+    _train(load_recipe(recipe, overrides or ()), out, force=force, as_json=as_json)
+
+
+def resume(
+    run: RunName,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="A step, `last` (the newest whole one) or `best`.")
+    ] = "last",
+    out: RunsFolder = Path("runs"),
+    force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run from its newest whole checkpoint."""
+    folder = find_run(run, out)
+    start = folder / CHECKPOINTS / (f"checkpoint-{checkpoint}" if checkpoint.isdigit() else "")
+    start = folder / checkpoint if checkpoint in ("best", "last", "latest") else start
+    if not checkpoint.isdigit() and checkpoint not in ("best", "last", "latest"):
+        raise ConfigError(
+            f"there is no checkpoint {checkpoint!r}",
+            where="--checkpoint",
+            fix=f"a step, last or best: `python -m finetune checkpoints {folder}` lists them",
+        )
+    file = str(folder / "config.yaml")
+    own = [f"train.resume_from_checkpoint={start}"]
+    if not checkpoints_in(folder / CHECKPOINTS):
+        # Stopped before it saved one, it may have begun at a checkpoint of an earlier run.
+        earlier = load_recipe(file, check_train=False).config.train.get("resume_from_checkpoint")
+        own = [] if earlier else own
+    recipe = load_recipe(file, [*own, *(overrides or ())])
+    _train(recipe, out, force=force, as_json=as_json)
+
+
+def _train(checked: Recipe, out: Path, *, force: bool, as_json: bool) -> None:
     console = output(stderr=as_json, quiet=int(os.environ.get("RANK", "0")) > 0)
     with busy(console, f"loading libraries for {checked.name}"):  # seconds
         from finetune.api import train
@@ -49,7 +83,7 @@ def run(
     elif int(os.environ.get("RANK", "0")) == 0:
         output().print(report, crop=False)  # paths to copy stay whole
     if report.interrupted:
-        sys.exit(INTERRUPTED)
+        sys.exit(report.receipt.run.get("exit_code", INTERRUPTED))
 
 
 # --------------------------------------------------------------------------------------- generate

@@ -230,7 +230,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
         raise _first_problem(error, where) from None
     train = convert_train(config.train, where) if check_train else config.train
     # `runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe.
-    ran = (source.parent / "receipt.json").is_file()
+    ran = any((source.parent / file).is_file() for file in ("receipt.json", "run.json"))
     name = (source.resolve().parent.parent.name if ran else "") or source.stem
     return Recipe(name, source, config.model_copy(update={"train": train}))
 

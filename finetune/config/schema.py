@@ -352,6 +352,16 @@ class LoraSection(Section):
     )
 
 
+class ResumeConfig(Section):
+    """Going on from a checkpoint (`train.resume_from_checkpoint`, or the verb `resume`)."""
+
+    allow: tuple[str, ...] = Field(
+        default=(),
+        description="settings that may differ from those of the checkpoint although they change "
+        "what is trained, such as `train.max_steps`; an error names them",
+    )
+
+
 class RunConfig(Section):
     """One run, complete. `train` is for `trl.SFTConfig`; `finetune.config.recipe` checks it."""
 
@@ -360,6 +370,7 @@ class RunConfig(Section):
     lora: LoraSection | None = None
     data: DataConfig
     eval: EvalConfig = EvalConfig()
+    resume: ResumeConfig = ResumeConfig()
     train: dict[str, Any] = {}
 
     @model_validator(mode="before")

@@ -13,8 +13,8 @@ the very end), so that a folder says by itself how far its run came:
 
 A process of another machine cannot be asked, nor one of a folder older than `run.json`: those count
 as running while a file of theirs changed in the last `QUIET` seconds. A file that is being written
-may end in half a line: what cannot be read yet is left out, here and nowhere else. Checkpoints lie
-in `checkpoints/checkpoint-<step>/` (`finetune.training.checkpoints` writes them).
+may end in half a line: what cannot be read yet is left out, here and nowhere else. Checkpoints are
+in `checkpoints/`: see `finetune.runs.checkpoints`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from finetune.config.yaml import parse_yaml, plain_data
 from finetune.errors import ConfigError
 
 COMPARISON = "comparison.json"
-CHECKPOINTS = "checkpoints"
-STATE = "trainer_state.json"
-"""The trainer's own state, without which training cannot go on."""
 QUIET = 900.0
 """Seconds without a change after which a run whose process cannot be asked counts as killed."""
 TAIL_BYTES = 1 << 16
@@ -275,26 +272,6 @@ def _finite(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return None
-
-
-# --------------------------------------------------------------------------- checkpoints, reading
-
-
-def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Step -> folder of every `checkpoint-<step>` in a folder, in the order of steps."""
-    steps = {path.name.rpartition("-")[2]: path for path in folder.glob("checkpoint-*")}
-    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in a folder, if any."""
-    complete = [path for path in checkpoints_in(folder).values() if (path / STATE).is_file()]
-    return complete[-1] if complete else None
-
-
-def scaling_file(process: int) -> str:
-    """Name of a process's file of FP8 scaling state in a checkpoint."""
-    return f"fp8_scaling{f'_{process}' if process else ''}.safetensors"
 
 
 def _read(file: Path) -> str:

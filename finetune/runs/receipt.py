@@ -9,6 +9,7 @@ alike. The keys named in `Receipt` are stable. Imports no torch.
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.logging import whole
-from finetune.runs.folder import CHECKPOINTS, checkpoints_in, write_whole
+from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
+from finetune.runs.folder import write_whole
 from finetune.units import elapsed, percent, size_of_gib
 
 PEFT_WRAPPERS = ("base_layer", "default")
@@ -331,8 +333,7 @@ class RunReport(JupyterMixin):
     def _after_interrupt(self) -> str:
         if not checkpoints_in(self.folder / CHECKPOINTS):
             return f"No checkpoint was saved yet; logs are in {self.folder}"
-        recipe = self.folder / "config.yaml"
-        return f"Resume: python -m finetune {recipe} train.resume_from_checkpoint={self.folder}"
+        return f"Resume: python -m finetune resume {shlex.quote(str(self.folder))}"
 
     def _losses(self) -> Iterator[str]:
         if self.first_loss is not None and self.final_loss is not None:

@@ -1,10 +1,8 @@
-"""Checkpoints: their contents and location, and resuming.
+"""Writing of checkpoints, and going on from one; see `finetune.runs.checkpoints` for their form.
 
-    checkpoints/checkpoint-<step>/      written by `transformers.Trainer` (`train.save_strategy`)
-        model or adapter, tokenizer     plain Hugging Face weights, also of an FP8 run
-        optimizer, scheduler, rng       the trainer's
-        trainer_state.json              its step, its logs
-        fp8_scaling.safetensors         ours: scaling state of the FP8 layers
+A checkpoint is written beside the others under a hidden name, and renamed when every file of every
+process is on the disk: a process that is killed while it saves leaves the earlier ones as they
+were. Older ones are deleted after that, not before.
 
 The amax history of delayed scaling, and the state of the stochastic-rounding generator, belong to a
 run and not to its weights, so they have a file. Processes may differ in either (without
@@ -13,61 +11,94 @@ run and not to its weights, so they have a file. Processes may differ in either 
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
-from finetune.config.schema import RunConfig
-from finetune.errors import ConfigError
-from finetune.runs.folder import CHECKPOINTS, STATE, checkpoints_in, scaling_file
+from finetune.errors import CheckpointError
+from finetune.runs.checkpoints import MANIFEST, SAVING, STATE, hashes_of, scaling_file
 from finetune.training.session import Session
 
 
-def resume_folder(config: RunConfig) -> Path | None:
-    """Checkpoint selected by `train.resume_from_checkpoint`, or None.
+class CheckpointKeeper(TrainerCallback):
+    """Saves a trainer's checkpoints whole, with FP8 scaling state, and loads that on resuming.
 
-    Raises:
-        ConfigError: there is no checkpoint.
+    Attributes:
+        facts: what the manifest keeps for resuming (`resume.facts_of`).
+        resumed: checkpoint to go on from, if any.
+        fresh: amax histories start anew, since the precision is another one.
     """
-    value = config.train.get("resume_from_checkpoint")
-    if not value:
-        return None
-    folder = Path(str(value)).expanduser()
-    if (folder / CHECKPOINTS).is_dir():  # a run folder: its newest checkpoint
-        folder = folder / CHECKPOINTS
-    folder = next(reversed(checkpoints_in(folder).values()), folder)
-    if not (folder / STATE).is_file():
-        raise ConfigError(
-            f"there is no checkpoint in {str(value)!r}",
-            where="train.resume_from_checkpoint",
-            why="a checkpoint folder holds trainer_state.json",
-            fix="give a run folder, its checkpoints/ folder, or one checkpoint-N folder",
-        )
-    return folder
 
+    def __init__(
+        self, session: Session, facts: dict[str, Any], resumed: Path | None, *, fresh: bool = False
+    ) -> None:
+        self.session, self.facts, self.resumed, self.fresh = session, facts, resumed, fresh
 
-class ScalingStateKeeper(TrainerCallback):
-    """Stores FP8 scaling state beside each checkpoint, and loads it on resuming."""
-
-    def __init__(self, session: Session, resume_from: Path | None) -> None:
-        self.session, self.resume_from = session, resume_from
+    def take_over(self, trainer: Any) -> None:
+        """Let the trainer save through this keeper."""
+        self.trainer, self._save = trainer, trainer._save_checkpoint
+        trainer._save_checkpoint = self.save
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         conversion = self.session.training[1]
-        if self.resume_from is None or conversion is None or conversion.backend is None:
+        if self.resumed is None or conversion is None or conversion.backend is None or self.fresh:
             return
-        own, first = (self.resume_from / scaling_file(i) for i in (args.process_index, 0))
+        own, first = (self.resumed / scaling_file(i) for i in (args.process_index, 0))
         file = own if own.is_file() else first  # resumed by more processes than saved it
         conversion.backend.load_state_tensors(load_file(file) if file.is_file() else {})
 
-    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self.save_to(checkpoint, args.process_index)
+    def save(self, model: Any, trial: Any) -> None:
+        """`Trainer._save_checkpoint`: whole, or not at all.
+
+        Raises:
+            CheckpointError: it cannot be written; earlier ones are as they were.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        step, folder = trainer.state.global_step, Path(args.output_dir)
+        partial, final = folder / SAVING, folder / f"checkpoint-{step}"
+        limit, args.save_total_limit = args.save_total_limit, None  # deleted below, when it is safe
+        trainer._get_output_dir = lambda **_: str(partial)
+        try:
+            if args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
+            trainer.accelerator.wait_for_everyone()
+            self._save(model, trial)
+            self.save_to(partial / final.name, args.process_index)
+            self._name_the_best(partial / final.name, folder)
+            trainer.accelerator.wait_for_everyone()
+            if args.should_save:
+                self._write_manifest(partial / final.name, step)
+                _rename(partial / final.name, final)
+            trainer.accelerator.wait_for_everyone()
+        except Exception as error:
+            if not _is_of_the_disk(error):
+                raise
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written",
+                where=str(folder.resolve()),
+                why=str(error).strip().splitlines()[0],
+                fix="make room there (train.save_total_limit=2 keeps two), then go on: "
+                f"python -m finetune resume {folder.parent}",
+            ) from error
+        finally:
+            args.save_total_limit = limit
+            del trainer._get_output_dir
+            if args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
+        if args.should_save:
+            best = trainer.state.best_model_checkpoint
+            rotate_checkpoints(
+                str(folder), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
+            )
 
     def save_to(self, folder: Path, process: int = 0) -> None:
-        """Store the current state, if any."""
+        """Store the current scaling state, if any."""
         conversion = self.session.training[1]
         backend = conversion.backend if conversion is not None else None
         tensors = backend.state_tensors() if backend is not None else {}
@@ -75,3 +106,58 @@ class ScalingStateKeeper(TrainerCallback):
             plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
             folder.mkdir(parents=True, exist_ok=True)
             save_file(plain, folder / scaling_file(process))
+
+    def _name_the_best(self, saved: Path, folder: Path) -> None:
+        """The best checkpoint by the name that it will have, in the trainer's state too."""
+        state = self.trainer.state
+        if not state.best_global_step:
+            return
+        name = f"checkpoint-{state.best_global_step}"
+        if name == saved.name or (folder / name).is_dir():
+            state.best_model_checkpoint = str(folder / name)
+        if self.trainer.args.should_save:
+            state.save_to_json(str(saved / STATE))
+
+    def _write_manifest(self, folder: Path, step: int) -> None:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        for file in files:
+            _to_disk(file)
+        sums = zip(files, hashes_of(files), strict=True)
+        manifest = {
+            "step": step,
+            "precision": self.session.resolution.label,
+            "only_model": bool(self.trainer.args.save_only_model),
+            **self.facts,
+            "files": {
+                str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": value}
+                for file, value in sums
+            },
+        }
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        _to_disk(folder / MANIFEST)
+        for inside in {folder, *(file.parent for file in files)}:
+            _to_disk(inside)
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """True for errors of writing, which safetensors and torch have types of their own for."""
+    from safetensors import SafetensorError
+
+    of_torch = isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
+    return isinstance(error, OSError | SafetensorError) or of_torch
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rename(made: Path, final: Path) -> None:
+    if final.exists():  # the same step, saved a second time
+        shutil.rmtree(final)
+    made.rename(final)
+    _to_disk(final.parent)

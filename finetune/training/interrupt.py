@@ -1,12 +1,12 @@
-"""Ctrl-C and SIGTERM during training.
+"""Signals during training: Ctrl-C, SIGTERM, SIGHUP (a closed terminal), SIGUSR1 (Slurm).
 
     first       the step ends, a checkpoint is saved, training stops
     second      training stops at once
     after training, in the last evaluation: it stops at once
 
 In each case the run folder gets a receipt and a report that state it, the model is not saved as
-finished, and the command exits with code 130 (`finetune.cli`). Resume with
-`train.resume_from_checkpoint`.
+finished, and the command exits with 128 + the signal's number (130 after Ctrl-C). Go on with
+`python -m finetune resume`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,22 @@ class GracefulStop(TrainerCallback):
 
     Attributes:
         asked: training was stopped, or will be after this step.
+        number: the signal, SIGINT by default.
     """
 
+    SIGNALS = tuple(
+        getattr(signal, name)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+        if hasattr(signal, name)  # Windows has the first two
+    )
+
     def __init__(self, console: Console) -> None:
-        self.console, self.asked = console, False
+        self.console, self.asked, self.number = console, False, int(signal.SIGINT)
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():  # only it can set handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in self.SIGNALS:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -50,8 +57,9 @@ class GracefulStop(TrainerCallback):
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
-        self.console.print("stopping after this step and saving; Ctrl-C again stops at once")
+        self.asked, self.number = True, number
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.console.print(f"{name}: stopping after this step and saving; again stops at once")
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         if self.asked:

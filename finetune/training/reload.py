@@ -22,7 +22,7 @@ from typing import Any
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean
-from finetune.runs.folder import CHECKPOINTS, checkpoints_in
+from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
     from safetensors.torch import load_file
 
-    from finetune.runs.folder import scaling_file
+    from finetune.runs.checkpoints import scaling_file
 
     if run.config.precision.scaling != "delayed":
         return

@@ -20,12 +20,14 @@ from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import CheckpointError, ConfigError, FinetuneError
 from finetune.hardware.device import this_device
 from finetune.logging import busy, output, whole
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import model_card
+from finetune.runs.checkpoints import Checkpoint, find_checkpoint
 from finetune.runs.folder import write_start
+from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.training import low_bit, scope
@@ -35,6 +37,7 @@ from finetune.training.data import load_data, source_of
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.model import load_model, load_tokenizer
 from finetune.training.preflight import Forecast, Preflight, preflight, processes
+from finetune.training.resume import check_resume, facts_of, rows_hash
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of
 
@@ -113,8 +116,6 @@ class _Run:
         """Load everything but the model, then make the run folder: a failure here leaves none."""
         from accelerate import PartialState
 
-        from finetune.training.checkpoints import resume_folder
-
         self.recipe, self.config, self.attention = recipe, ahead.config, ahead.attention
         self.notes = ahead.notes
         config, on_cpu = ahead.config, ahead.device.kind == "cpu"
@@ -126,7 +127,7 @@ class _Run:
         with state.main_process_first(), busy(self.console, f"reading {source_of(config.data)}"):
             self.rows = load_data(config.data, self.tokenizer, int(config.train.get("seed", 42)))
         self.args = sft_config(config, self.folder, self.rows.settings, on_cpu=on_cpu)
-        self.resume = resume_folder(config)
+        self._choose_checkpoint(out, state.num_processes)
         starts_anew = self.rows.eval is not None and self.resume is None
         if "eval_on_start" not in config.train and starts_anew:
             self.args.eval_on_start = config.eval.at_start and self.args.eval_strategy != "no"
@@ -140,6 +141,31 @@ class _Run:
         self.console.print(f"data: {self.rows.description}")
         if note:
             self.console.print(f"[yellow]! {note}[/]")
+
+    def _choose_checkpoint(self, out: Path, processes: int) -> None:
+        """Set the checkpoint to go on from, if any, and what its manifest has to say of this run.
+
+        Raises:
+            ConfigError: none is whole, or resuming would change what is trained.
+        """
+        rows = rows_hash(self.rows.train, self.rows.eval)
+        self.facts = facts_of(self.config, rows, processes)
+        self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
+        value = self.config.train.get("resume_from_checkpoint")
+        if not value:
+            return
+        name = LAST if value in (True, "true") else str(value)
+        with busy(self.console, "checking the checkpoint"):
+            checkpoint, broken = find_checkpoint(name, out)
+            self.changed = check_resume(checkpoint, self.config, rows, processes)
+        self.resume = checkpoint.folder
+        for path, problem in broken.items():
+            self.console.print(f"[yellow]! {path.name} is passed over: {problem}[/]")
+        self.console.print(whole(f"going on from {checkpoint.folder}"), crop=False)
+        if not checkpoint.manifest:
+            self.console.print("[yellow]! it has no manifest: its settings are not compared[/]")
+        for key, (before, now) in self.changed.items():
+            self.console.print(f"[yellow]! {key}: {before} in the checkpoint, {now} now[/]")
 
     def _introduce(self, ahead: Preflight) -> None:
         """Print model, method, precision, engine and device."""
@@ -175,7 +201,7 @@ class _Run:
         from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
         from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar
-        from finetune.training.checkpoints import ScalingStateKeeper
+        from finetune.training.checkpoints import CheckpointKeeper
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
         from finetune.training.memory_meter import MemoryMeter
@@ -186,7 +212,10 @@ class _Run:
         self.session = session
         self.metrics = MetricsWriter(folder / "metrics.jsonl", session.resolution.label)
         self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console)
-        self.meter, self.keeper = MemoryMeter(session), ScalingStateKeeper(session, self.resume)
+        self.meter = MemoryMeter(session)
+        self.keeper = CheckpointKeeper(
+            session, self.facts, self.resume, fresh=self._is_in_another_precision(session)
+        )
         self.timer = StepTimer(session.device.kind, folder / STEPS_FILE)
         prompts = prompts_of(config, self.rows, self.tokenizer)
         self.samples = SampleWriter(
@@ -209,6 +238,7 @@ class _Run:
                     *(self.keeper, self.meter, self.timer),
                 ],
             )
+        self.keeper.take_over(self.trainer)
         self.monitor = HealthMonitor(
             self.trainer, say=lambda line: console.print(f"[yellow]! {line}[/]")
         )
@@ -218,6 +248,12 @@ class _Run:
         if session.precision.compute == "fp16":
             self.trainer.callback_handler.callbacks.insert(0, LossScaleLog())
         self._started = time.perf_counter()
+
+    def _is_in_another_precision(self, session: Session) -> bool:
+        """True if the checkpoint's amax histories are of another precision than this run's."""
+        before = Checkpoint(self.resume).manifest.get("precision") if self.resume else None
+        changed = any(key.startswith("precision.") for key in self.changed)
+        return changed or before not in (None, session.resolution.label)
 
     def was_just_evaluated(self) -> bool:
         """True if the last metrics row is an evaluation, or there are no evaluation rows."""
@@ -237,11 +273,33 @@ class _Run:
             "name": self.recipe.name,
             "folder": str(self.folder),
             "interrupted": self.stop.asked,
+            **({"exit_code": 128 + self.stop.number} if self.stop.asked else {}),
             "stopped": self.stopped,
         }
+        if self.resume is not None:
+            self.receipt.run["resumed"] = {"from": str(self.resume), "changed": self.changed}
         if self.is_main:
-            self.receipt.save(self.folder / "receipt.json")
+            self._save_receipt()
         self.seconds = time.perf_counter() - self._started
+
+    def _save_receipt(self) -> None:
+        """Write the receipt; where it cannot be, the error that ended the run stays the one shown.
+
+        Raises:
+            CheckpointError: nothing else had failed before.
+        """
+        try:
+            self.receipt.save(self.folder / "receipt.json")
+        except OSError as error:
+            if error.__context__ is not None:
+                self.console.print(f"[yellow]! no receipt could be written: {error.strerror}[/]")
+                return
+            raise CheckpointError(
+                "the receipt could not be written",
+                where=str(self.folder),
+                why=str(error.strerror),
+                fix="make room there and make the folder writable, then resume the run",
+            ) from error
 
     def save(self) -> None:
         """Save the trained model, then sample and score it."""

@@ -300,7 +300,7 @@ RECIPE = (
         ),
         (
             ["tiny_lora_fp8", "train.resume_from_checkpoint=no/run"],
-            ["there is no checkpoint in 'no/run'", "trainer_state.json"],
+            ["there is no checkpoint in 'no/run'", "no such folder"],
         ),
         (
             ["tiny_lora_fp8", "train.eval_strategy=sometimes"],

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from finetune.errors import NonFiniteError
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import PrecisionPlan
-from finetune.runs.folder import newest_checkpoint
+from finetune.runs.checkpoints import newest_checkpoint
 from finetune.training.health.nonfinite import KINDS, Finder, Finding, all_finite, check_parameters
 from finetune.training.patches import replaced
 

@@ -1,0 +1,229 @@
+"""Checkpoints on disk: which are whole, and the one that a user means. Imports no torch.
+
+    checkpoints/
+        .saving/checkpoint-20/       being written; renamed when everything is on the disk
+        checkpoint-10/               whole
+            model or adapter, tokenizer, optimizer.pt, scheduler.pt, rng_state.pth
+            trainer_state.json       the trainer's step and logs
+            fp8_scaling.safetensors  scaling state of the FP8 layers
+            manifest.json            written last: each file with its bytes and SHA-256, and the
+                                     recipe, rows and precision that resuming compares
+
+A folder with a manifest is whole if every file is as the manifest has it. One without, written by
+another program, is taken if the trainer's state, its optimizer and weights are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import ConfigError
+from finetune.runs.lookup import LAST, find_runs, is_run
+
+CHECKPOINTS, SAVING = "checkpoints", ".saving"
+STATE, MANIFEST = "trainer_state.json", "manifest.json"
+LATEST, BEST = (LAST, "latest"), "best"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_NEEDED = (("optimizer*",), ("scheduler.pt",), ("*.safetensors", "*.bin", "pytorch_model_fsdp*"))
+"""Files of a checkpoint without a manifest: one of each group, none of them empty."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder `checkpoint-<step>`, in whatever state it is."""
+
+    folder: Path
+
+    @property
+    def step(self) -> int:
+        """The step of its name."""
+        found = _NAME.fullmatch(self.folder.name)
+        return int(found[1]) if found else int(self.state.get("global_step") or 0)
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """`trainer_state.json`; empty when it is missing or not whole."""
+        return _json_of(self.folder / STATE)
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """`manifest.json`; empty when it is missing or not whole."""
+        return _json_of(self.folder / MANIFEST)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+
+    def logged(self, key: str) -> float | None:
+        """The last value that was logged under `key` up to its step."""
+        rows = [row for row in self.state.get("log_history") or () if isinstance(row, dict)]
+        return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+
+    def problem(self, *, contents: bool = False) -> str:
+        """Why training cannot go on from it; empty if it can.
+
+        Args:
+            contents: compare the SHA-256 of every file too, which reads all of them.
+        """
+        if not isinstance(self.state.get("global_step"), int):
+            missing = not (self.folder / STATE).is_file()
+            return f"{STATE} is {'missing' if missing else 'not whole'}"
+        if not (self.folder / MANIFEST).is_file():
+            return next(self._lacks(), "")
+        files = self.manifest.get("files")
+        if not isinstance(files, dict):
+            return f"{MANIFEST} is not whole"
+        for name, facts in files.items():
+            file = self.folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (found := file.stat().st_size) != facts["bytes"]:
+                return f"{name} has {found:,} bytes, not {facts['bytes']:,}"
+        if self.manifest.get("only_model"):
+            return "it holds the model alone (train.save_only_model)"
+        if contents:
+            found = hashes_of([self.folder / name for name in files])
+            for (name, facts), value in zip(files.items(), found, strict=True):
+                if value != facts["sha256"]:
+                    return f"{name} has changed since it was saved (SHA-256)"
+        return ""
+
+    def _lacks(self) -> Iterator[str]:
+        """What is missing in a folder that has no manifest."""
+        for patterns in _NEEDED:
+            found = [f for pattern in patterns for f in self.folder.glob(pattern)]
+            if not found:
+                yield f"{patterns[0]} is missing"
+            for file in found:
+                if file.is_file() and not file.stat().st_size:
+                    yield f"{file.name} is empty"
+
+
+def hashes_of(files: list[Path]) -> list[str]:
+    """SHA-256 of each file, several at a time (hashing releases the interpreter's lock)."""
+
+    def one(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(one, files))
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Step -> folder of every `checkpoint-<step>` in a folder, in the order of steps."""
+    named = ((_NAME.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
+    steps = {int(name[1]): path for name, path in named if name and path.is_dir()}
+    return dict(sorted(steps.items()))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of the highest step in a folder whose files are all there, if any."""
+    saved = reversed(checkpoints_in(folder).values())
+    return next((path for path in saved if not Checkpoint(path).problem()), None)
+
+
+def scaling_file(process: int) -> str:
+    """Name of a process's file of FP8 scaling state in a checkpoint."""
+    return f"fp8_scaling{f'_{process}' if process else ''}.safetensors"
+
+
+def best_of(saved: list[Checkpoint]) -> list[Checkpoint]:
+    """Checkpoints by eval loss at their step, lowest first; those without one last."""
+
+    def loss(checkpoint: Checkpoint) -> float:
+        rows = [row for row in checkpoint.state.get("log_history") or () if isinstance(row, dict)]
+        at = (r["eval_loss"] for r in rows if r.get("step") == checkpoint.step and "eval_loss" in r)
+        return next(at, float("inf"))
+
+    return sorted(saved, key=lambda checkpoint: (loss(checkpoint), -checkpoint.step))
+
+
+def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, dict[Path, str]]:
+    """The checkpoint to go on from, and those that were passed over.
+
+    Args:
+        name: a run folder, its `checkpoints` folder (the newest whole checkpoint of either), one of
+            both followed by `/best`, `/last` or `/latest`, one checkpoint, or `last` alone: of the
+            newest run that saved one.
+        out: folder of runs, for `last`.
+
+    Returns:
+        A checkpoint whose files are all as they were saved; broken ones before it, with the reason.
+
+    Raises:
+        ConfigError: there is none that is whole.
+    """
+    where, folder, which = "train.resume_from_checkpoint", Path(name).expanduser(), LAST
+    if not folder.exists() and folder.name in (*LATEST, BEST):
+        which, folder = folder.name, folder.parent
+        if len(Path(name).parts) == 1:
+            folder = _newest_run_with_checkpoints(Path(out), name)
+    if (folder / CHECKPOINTS).is_dir():
+        folder = folder / CHECKPOINTS
+    saved = [Checkpoint(path) for path in reversed(checkpoints_in(folder).values())]
+    if not saved and (folder / STATE).exists() | (folder / MANIFEST).exists():
+        saved = [Checkpoint(folder)]  # one checkpoint, whatever its name
+    elif not saved and _NAME.fullmatch(folder.name) and folder.is_dir():
+        saved = [Checkpoint(folder)]
+    if which == BEST:
+        saved = best_of(saved)
+    broken: dict[Path, str] = {}
+    for checkpoint in saved:
+        problem = checkpoint.problem(contents=True)
+        if not problem:
+            return checkpoint, broken
+        broken[checkpoint.folder] = problem
+    if not broken:
+        raise ConfigError(
+            f"there is no checkpoint in {name!r}",
+            where=where,
+            why="a checkpoint folder holds trainer_state.json"
+            if folder.is_dir()
+            else "there is no such folder",
+            fix="give a run folder, its checkpoints/ folder, or one checkpoint-N folder; "
+            "`python -m finetune checkpoints` lists them",
+        )
+    others = reversed(checkpoints_in(folder.parent).values()) if folder in broken else ()
+    whole = (p for p in others if p != folder and not Checkpoint(p).problem(contents=True))
+    beside = next(whole, None)
+    raise ConfigError(
+        f"no checkpoint in {name!r} is whole",
+        where=where,
+        why="; ".join(f"{path.name}: {problem}" for path, problem in broken.items()),
+        fix=f"{where}={beside}" if beside else "start anew: no earlier state of this run is left",
+    )
+
+
+def _newest_run_with_checkpoints(out: Path, name: str) -> Path:
+    runs = find_runs(out) if out.is_dir() else []
+    for run in runs:
+        if checkpoints_in(run.folder / CHECKPOINTS):
+            return run.folder
+    raise ConfigError(
+        f"there is no checkpoint {name!r}: no run in {str(out)!r} saved one",
+        where="train.resume_from_checkpoint",
+        fix="give a run folder, or train with train.save_strategy=steps train.save_steps=100",
+    )
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint belongs to, if it lies in one."""
+    return next((p for p in checkpoint.resolve().parents[:2] if is_run(p)), None)
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

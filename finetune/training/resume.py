@@ -1,0 +1,148 @@
+"""Resuming: a checkpoint's recipe, rows and processes against those of the run that goes on.
+
+Training that goes on under other settings than it began with has no meaning that a log could tell,
+so every setting that changes the mathematics has to be allowed by name (`resume.allow`). Free are
+settings that change only what is logged, saved or evaluated, or how a step is computed; precision
+may change too, which a line and the receipt say. What a checkpoint's tensors cannot fit (adapters
+of another rank, the state of another optimizer) cannot be allowed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.schema import RunConfig
+from finetune.errors import ConfigError
+from finetune.runs.checkpoints import Checkpoint
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FREE = (
+    *("eval.*", "resume.*", "precision.*", "data.prompts", "data.path", "data.name"),
+    *("data.eval_path", "model.attention", "train.resume_from_checkpoint"),
+    *("train.logging_*", "train.log_*", "train.save_*", "train.eval_*", "train.report_to"),
+    *("train.run_name", "train.disable_tqdm", "train.dataloader_*", "train.dataset_num_proc"),
+    *("train.gradient_checkpointing*", "train.activation_offloading", "train.per_device_eval_*"),
+    *("train.hub_*", "train.push_to_hub", "train.ddp_*", "train.fsdp*", "train.torch_empty_*"),
+    *("train.skip_memory_metrics", "train.load_best_model_at_end", "train.metric_for_best_model"),
+    *("train.greater_is_better", "train.include_*", "train.use_liger_kernel", "train.trackio_*"),
+)  # fmt: skip
+"""Settings that may differ. Rows are compared themselves, wherever their file is now."""
+FIXED = (
+    *("lora", "lora.r", "lora.target_modules", "lora.modules_to_save", "lora.use_dora"),
+    *("lora.bias", "lora.target_parameters", "lora.exclude_modules", "lora.layers_to_transform"),
+    "train.optim",
+)
+"""Settings that a checkpoint's tensors are shaped by."""
+
+
+def rows_hash(*parts: Dataset | None) -> str:
+    """SHA-256 of rows in their order: any other row, column or order gives another."""
+    import pyarrow as pa
+
+    found = hashlib.sha256()
+
+    class Sink:
+        closed = False
+
+        def write(self, data: Any) -> int:
+            found.update(data)
+            return len(data)
+
+        def flush(self) -> None:
+            """Nothing is held back."""
+
+        def close(self) -> None:
+            self.closed = True
+
+    for rows in parts:
+        found.update(b"rows" if rows is not None else b"none")
+        for table in (
+            () if rows is None else (rows.data.table, rows._indices and rows._indices.table)
+        ):
+            if table is not None:
+                with pa.ipc.new_stream(pa.PythonFile(Sink(), "w"), table.schema) as stream:
+                    stream.write_table(table, max_chunksize=1000)
+    return found.hexdigest()
+
+
+def facts_of(config: RunConfig, rows: str, processes: int) -> dict[str, Any]:
+    """What a manifest keeps for `check_resume`."""
+    return {"config": config.model_dump(mode="json"), "rows": rows, "processes": processes}
+
+
+def check_resume(
+    checkpoint: Checkpoint, config: RunConfig, rows: str, processes: int
+) -> dict[str, tuple[Any, Any]]:
+    """Refuse a run that goes on from a checkpoint under other mathematics.
+
+    Returns:
+        Settings that differ and may: key -> (in the checkpoint, now); empty for a checkpoint of
+        another program, whose manifest says nothing.
+
+    Raises:
+        ConfigError: a setting differs that `resume.allow` does not name, or cannot.
+    """
+    last = config.train.get("max_steps", -1)
+    if isinstance(last, int) and 0 < last <= checkpoint.step:
+        raise ConfigError(
+            f"the run ends at step {last}, and the checkpoint is at step {checkpoint.step}",
+            where="train.max_steps",
+            why="no step is left to train",
+            fix=f"train.max_steps={2 * checkpoint.step} 'resume.allow=[train.max_steps]', or use "
+            "the run as it is",
+        )
+    began = checkpoint.manifest
+    if "config" not in began:
+        return {}
+    differing = dict(_differences(began["config"], config.model_dump(mode="json")))
+    if began.get("rows") != rows:
+        differing["data.rows"] = ("the rows it was trained on", "other rows, or another order")
+    if began.get("processes") != processes:
+        differing["processes"] = (began.get("processes"), processes)
+    allowed = config.resume.allow
+    fixed = [key for key in differing if key in FIXED]
+    refused = [key for key in differing if not _matches(key, (*FREE, *allowed))]
+    if fixed or refused:
+        shown = fixed or refused
+        raise ConfigError(
+            f"resuming would change {', '.join(shown)}",
+            where=f"train.resume_from_checkpoint: {checkpoint.folder}",
+            why="; ".join(f"{key}: {_say(*differing[key])}" for key in shown),
+            fix="the checkpoint's tensors do not fit: take the values back, or start anew without "
+            "train.resume_from_checkpoint"
+            if fixed
+            else f"take the values back, or 'resume.allow=[{', '.join((*allowed, *refused))}]'",
+        )
+    return {key: pair for key, pair in differing.items() if _is_worth_a_line(key, allowed)}
+
+
+def _is_worth_a_line(key: str, allowed: tuple[str, ...]) -> bool:
+    return key.startswith("precision.") or _matches(key, allowed)
+
+
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _say(before: Any, now: Any) -> str:
+    return f"{_shown(before)} in the checkpoint, {_shown(now)} now"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _differences(before: Any, now: Any, at: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Every key, with dots, whose value differs between two configurations as plain data."""
+    if isinstance(before, dict) and isinstance(now, dict) and at.count(".") < 1:
+        for key in sorted({*before, *now}):
+            # A key that this version added, or a default that was left out, is None on one side.
+            yield from _differences(before.get(key), now.get(key), f"{at}.{key}".lstrip("."))
+    elif before != now:
+        yield at, (before, now)

@@ -1,0 +1,226 @@
+"""Which checkpoints are whole, which one is meant, and what may differ when training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError
+from finetune.runs.checkpoints import (
+    MANIFEST,
+    SAVING,
+    STATE,
+    Checkpoint,
+    checkpoints_in,
+    find_checkpoint,
+    hashes_of,
+    newest_checkpoint,
+)
+from finetune.training.resume import FIXED, FREE, check_resume, facts_of, rows_hash
+
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE)
+
+
+def make(folder: Path, step: int, *, facts: dict | None = None, eval_loss: float = 1.0) -> Path:
+    """A checkpoint as training writes it, with made-up tensors."""
+    at = folder / f"checkpoint-{step}"
+    at.mkdir(parents=True)
+    for name in FILES[:-1]:
+        (at / name).write_bytes(f"{name} of step {step}".encode() * 40)
+    log = [{"step": step, "loss": 2.0}, {"step": step, "eval_loss": eval_loss}]
+    (at / STATE).write_text(json.dumps({"global_step": step, "log_history": log}))
+    sums = zip(FILES, hashes_of([at / name for name in FILES]), strict=True)
+    files = {n: {"bytes": (at / n).stat().st_size, "sha256": value} for n, value in sums}
+    (at / MANIFEST).write_text(json.dumps({"step": step, **(facts or {}), "files": files}))
+    return at
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+@pytest.mark.parametrize("damage", [Path.unlink, empty, truncate, flip_a_bit])
+def test_a_damaged_checkpoint_is_passed_over(damage, name, tmp_path) -> None:
+    """Any file, missing, empty, cut or with one bit flipped: the one before it is taken."""
+    make(tmp_path, 10)
+    newest = make(tmp_path, 20)
+    assert find_checkpoint(str(tmp_path))[0].step == 20
+    if name == MANIFEST and damage in (Path.unlink, flip_a_bit):
+        # Without it the folder is one of another program; a flipped bit may fall into a number.
+        return
+    damage(newest / name)
+    found, broken = find_checkpoint(str(tmp_path))
+    assert found.step == 10
+    assert name in broken[newest] or (name == STATE and "manifest" not in broken[newest])
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole\n[\s\S]*checkpoint-10"):
+        find_checkpoint(str(newest))
+
+
+def test_without_any_whole_one_each_reason_is_given(tmp_path) -> None:
+    for step in (1, 2):
+        empty(make(tmp_path, step) / "optimizer.pt")
+    with pytest.raises(ConfigError, match=r"checkpoint-2: optimizer.pt has 0 bytes[\s\S]*-1: "):
+        find_checkpoint(str(tmp_path))
+
+
+def test_other_folders_are_no_checkpoints(tmp_path) -> None:
+    make(tmp_path, 10)
+    shutil.copytree(tmp_path / "checkpoint-10", tmp_path / "checkpoint-10.bak")
+    shutil.copytree(tmp_path / "checkpoint-10", tmp_path / "checkpoint-old-20")
+    make(tmp_path / SAVING, 30)  # its process was killed before it could rename it
+    (tmp_path / "checkpoint-40").write_text("a file")
+    assert list(checkpoints_in(tmp_path)) == [10]
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("", 30), ("/last", 30), ("/latest", 30), ("/best", 20), ("/checkpoints", 30)],
+)
+def test_names_of_checkpoints(name, step, tmp_path) -> None:
+    for at, loss in ((10, 2.0), (20, 1.0), (30, 1.5)):
+        make(tmp_path / "run" / "checkpoints", at, eval_loss=loss)
+    assert find_checkpoint(f"{tmp_path}/run{name}")[0].step == step
+
+
+def test_one_of_another_program_needs_its_parts(tmp_path) -> None:
+    at = make(tmp_path, 5)
+    (at / MANIFEST).unlink()
+    assert not Checkpoint(at).problem(contents=True)
+    for name in ("optimizer.pt", "scheduler.pt", "model.safetensors"):
+        kept = (at / name).read_bytes()
+        empty(at / name)
+        assert Checkpoint(at).problem() == f"{name} is empty"
+        (at / name).unlink()
+        assert "is missing" in Checkpoint(at).problem()
+        (at / name).write_bytes(kept)
+
+
+def test_a_model_alone_is_no_state_of_training(tmp_path) -> None:
+    at = make(tmp_path, 5, facts={"only_model": True})
+    assert "train.save_only_model" in Checkpoint(at).problem()
+
+
+# ------------------------------------------------------------------------------- what may differ
+
+
+BEGAN = load_recipe(
+    "tiny_lora_fp8",
+    ["train.max_steps=40", "train.per_device_train_batch_size=4", "train.optim=adamw_torch"],
+).config
+CHANGES = {
+    "train.learning_rate=0.1": "train.learning_rate",
+    "train.seed=7": "train.seed",
+    "train.max_steps=80": "train.max_steps",
+    "train.gradient_accumulation_steps=3": "train.gradient_accumulation_steps",
+    "train.packing=true": "train.packing",
+    "train.max_length=64": "train.max_length",
+    "train.weight_decay=0.5": "train.weight_decay",
+    "lora.alpha=99": "lora.alpha",
+    "lora.dropout=0.1": "lora.dropout",
+    "data.eval_fraction=0.5": "data.eval_fraction",
+    "data.seed=3": "data.seed",
+    "model.dtype=bfloat16": "model.dtype",
+}
+SHAPES = ("lora.r=4", "lora.target_modules=[q_proj]", "train.optim=sgd", "lora.use_dora=true")
+
+
+def at(tmp_path, **facts) -> Checkpoint:
+    return Checkpoint(make(tmp_path, 10, facts=facts_of(BEGAN, "rows", 1) | facts))
+
+
+@pytest.mark.parametrize(("override", "key"), CHANGES.items(), ids=CHANGES)
+def test_other_mathematics_has_to_be_allowed_by_name(override, key, tmp_path) -> None:
+    config = load_recipe_like([override])
+    checkpoint = at(tmp_path)
+    with pytest.raises(ConfigError, match=rf"resuming would change {key}\n[\s\S]*allow=\[{key}\]"):
+        check_resume(checkpoint, config, "rows", 1)
+    allowed = load_recipe_like([override, f"resume.allow=[{key}]"])
+    assert list(check_resume(checkpoint, allowed, "rows", 1)) == [key]
+
+
+def load_recipe_like(overrides: list[str]):
+    from finetune.config.recipe import with_overrides
+
+    return with_overrides(BEGAN, overrides)
+
+
+@pytest.mark.parametrize("override", SHAPES)
+def test_what_tensors_are_shaped_by_cannot_be_allowed(override, tmp_path) -> None:
+    key = override.partition("=")[0]
+    config = load_recipe_like([override, f"resume.allow=[{key}]"])
+    with pytest.raises(ConfigError, match=rf"would change {key}\n[\s\S]*do not fit"):
+        check_resume(at(tmp_path), config, "rows", 1)
+
+
+def test_rows_and_processes_are_compared(tmp_path) -> None:
+    checkpoint = at(tmp_path)
+    for rows, processes, key in (("others", 1, "data.rows"), ("rows", 2, "processes")):
+        with pytest.raises(ConfigError, match=f"would change {key}"):
+            check_resume(checkpoint, BEGAN, rows, processes)
+
+
+def test_precision_may_change_and_is_told(tmp_path) -> None:
+    config = load_recipe_like(["precision.compute=bf16"])
+    changed = check_resume(at(tmp_path), config, "rows", 1)
+    assert changed["precision.compute"] == ("fp8", "bf16")
+
+
+def test_no_step_left_is_an_error(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"ends at step 10, and the checkpoint is at step 10"):
+        check_resume(at(tmp_path), load_recipe_like(["train.max_steps=10"]), "rows", 1)
+
+
+def test_every_free_setting_is_one(tmp_path) -> None:
+    """A pattern that matches nothing would be a misspelt key, which then is refused or missed."""
+    import fnmatch
+
+    from trl import SFTConfig
+
+    sections = {
+        f"{section}.{key}"
+        for section, field in type(BEGAN).model_fields.items()
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ()))
+        for key in getattr(part, "model_fields", {})
+    }
+    known = sections | {f"train.{field.name}" for field in dataclasses.fields(SFTConfig)} | {"lora"}
+    for pattern in (*FREE, *FIXED):
+        optional = ("lora.target_parameters", "lora.exclude_modules", "lora.layers_to_transform")
+        assert fnmatch.filter(known, pattern) or pattern in optional, pattern
+
+
+def test_rows_have_one_hash_in_one_order() -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"text": [f"row {i}" for i in range(3000)]})
+    same = Dataset.from_dict({"text": [f"row {i}" for i in range(3000)]})
+    assert rows_hash(rows, None) == rows_hash(same, None)
+    one = Dataset.from_dict({"text": [f"row {i + (i == 2999)}" for i in range(3000)]})
+    different = [
+        rows_hash(*parts)
+        for parts in (
+            (rows, None),
+            (rows, rows),
+            (one, None),
+            (rows.shuffle(seed=1), None),
+            (rows.select(range(2999)), None),
+            (rows.rename_column("text", "t"), None),
+        )
+    ]
+    assert len(set(different)) == len(different)
