@@ -37,6 +37,7 @@ from finetune.config.schema import (
     LoraSection,
     ModelConfig,
     PrecisionConfig,
+    ResumeConfig,
     Scaling,
     Section,
 )
@@ -482,6 +483,7 @@ SECTIONS: dict[str, type[Section]] = {
     "lora": LoraSection,
     "data": DataConfig,
     "eval": EvalConfig,
+    "resume": ResumeConfig,
 }
 
 GENERATED: dict[str, Callable[[], str]] = {
