@@ -24,7 +24,7 @@ from finetune.hardware.device import (
     this_device,
     version,
 )
-from finetune.training.session import LIBRARIES
+from finetune.training.evidence import LIBRARIES
 
 COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
     *(("te", "delayed"), ("te", "tensorwise"), ("torchao", "tensorwise"), ("torchao", "rowwise")),

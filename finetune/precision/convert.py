@@ -42,6 +42,8 @@ class Conversion:
         fused: PEFT's layers whose adapters are fused with their base.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
+        proof: observer of the model's steps, if it trains.
+        follows: of a reference: True if its call is computed as in training, whatever its mode.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Conversion:
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self.fused: list[nn.Module] = []
         self.compiled: list[nn.Module] = []
+        self.proof: Any = None
+        self.follows: Callable[[], bool] | None = None
         self._swapped: list[nn.Module] = []
         self._checkpointed: list[tuple[nn.Module, Any]] = []
         self._applied = False
@@ -147,6 +151,8 @@ class Conversion:
         self._swapped, self._checkpointed, self.compiled, self.fused = [], [], [], []
         self.around.clear()
         self._applied = False
+        if self.proof is not None:
+            self.proof.release()
 
     def compile_layers(self) -> int:
         """`torch.compile` each decoder layer in place, and return their number.
@@ -173,12 +179,17 @@ class Conversion:
         Not a pair of hooks, the second of which would not run after Ctrl-C.
         """
         with contextlib.ExitStack() as stack:
+            low, steps = self.model.training, torch.is_grad_enabled() and self.model.training
+            if self.follows is not None:
+                low = steps = self.follows()
+                for engine in self.engines:
+                    stack.enter_context(engine.computing(low=low))
             if self.backend is not None:
-                if torch.is_grad_enabled() and self.model.training and not in_backward():
+                if steps and not in_backward():
                     if self.backend.wraps_checkpointing:
                         self._wrap_checkpointing()
                     self.backend.begin_step()
-                if self.model.training:
+                if low:
                     stack.enter_context(self.backend.region())
             for enter in list(self.around):
                 stack.enter_context(enter())

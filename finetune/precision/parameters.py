@@ -213,7 +213,7 @@ class ParameterMixin(ObservedMixin):
         if not isinstance(self, ParameterMixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, *args, **kwargs)
         reverted = "fp8_parameters" not in self.__dict__  # and FSDP2's class has stayed in front
-        if reverted or (not self.training and self.fp8_backend.precision.eval == "high"):
+        if reverted or self.fp8_backend.is_high(self):
             return self.plain_class.forward(self, *args, **kwargs)
         with ParameterMode(self):
             return self.plain_class.forward(self, *args, **kwargs)

@@ -111,7 +111,8 @@ class Receipt(JupyterMixin):
             GEMMs of weights stored in FP8), `storage` (how frozen weights are stored that are not
             plain, `nf4` -> number of layers),
             `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how
-            many run in one function with their base, and why others do not).
+            many run in one function with their base, and why others do not), `references` (models
+            evaluated beside the one that trains, and their precision).
         fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the observed
             micro-step, attention and output head included; 0 to 1.
         flop_share: the same for each precision.
@@ -207,6 +208,8 @@ class Receipt(JupyterMixin):
             yield Text(f"attention: {self.precision['attention']}", style="dim")
         if self.precision.get("kernels"):
             yield Text(f"FP8 casts: {self.precision['kernels']}", style="dim")
+        for line in self.precision.get("references", ()):
+            yield Text(f"reference: {line}", style="dim")
         if self.role_share.get("adapter"):
             shares = ", ".join(f"{role} {share:.1%}" for role, share in self.role_share.items())
             yield Text(f"matmul FLOPs: {shares}")

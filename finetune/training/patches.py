@@ -17,7 +17,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -84,19 +84,29 @@ class Patches:
                 setattr(owner, name, replacement)
 
 
-def patch_accelerator(
-    patches: Patches,
-    resolution: Resolution,
-    prepare_models: Callable[[Sequence[nn.Module]], None],
-    prepare_optimizer: Callable[[Optimizer], None],
-) -> None:
+class Preparer(Protocol):
+    """Methods called before Accelerate's own."""
+
+    def before_accelerator(self) -> None:
+        """An `Accelerator` is about to be built."""
+        ...
+
+    def prepare_models(self, models: Sequence[nn.Module], *, evaluation: bool = False) -> None:
+        """Models are about to be prepared, `evaluation` if they will not train."""
+        ...
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to be prepared."""
+        ...
+
+
+def patch_accelerator(patches: Patches, resolution: Resolution, preparer: Preparer) -> None:
     """Make every `Accelerator` built from now on follow a precision.
 
     Args:
         patches: collection to add to.
         resolution: executed and requested precision.
-        prepare_models: called with models before Accelerate prepares them.
-        prepare_optimizer: called with each optimizer before Accelerate prepares it.
+        preparer: called before Accelerate's own methods.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -108,6 +118,7 @@ def patch_accelerator(
         signature = inspect.signature(original)
 
         def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            preparer.before_accelerator()
             given = signature.bind(accelerator, *args, **kwargs).arguments
             _refuse_conflicts(given, precision)
             given["mixed_precision"] = AUTOCAST[precision.compute]
@@ -129,10 +140,10 @@ def patch_accelerator(
             models = [a for a in args if isinstance(a, nn.Module)]
             if models:
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
-                prepare_models(models)
+                preparer.prepare_models(models)
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
-                    prepare_optimizer(optimizer)
+                    preparer.prepare_optimizer(optimizer)
             if "FSDP" not in str(accelerator.distributed_type):
                 return original(accelerator, *args, **kwargs)
             for model in models:
@@ -145,10 +156,14 @@ def patch_accelerator(
         return prepare
 
     def make_prepare_model(original: Any) -> Any:
+        signature = inspect.signature(original)
+
         def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if multiplies(model):
+                given = signature.bind(accelerator, model, *args, **kwargs).arguments
+                evaluation = bool(given.get("evaluation_mode"))
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
-                prepare_models([model])
+                preparer.prepare_models([model], evaluation=evaluation)
             return original(accelerator, model, *args, **kwargs)
 
         return prepare_model

@@ -16,9 +16,8 @@ Transformer Engine has fused casts already; on a CPU nothing is gained.
 from __future__ import annotations
 
 import contextlib
-import platform
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,29 +26,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import OrderError, PrecisionError
-from finetune.hardware.device import Device, Resolution, resolve, this_device, version
-from finetune.hardware.gemm_engine import cuda_of, gemm_engine
+from finetune.errors import OrderError, PlanError, PrecisionError
+from finetune.hardware.device import Device, Resolution, resolve, this_device
 from finetune.precision import convert
-from finetune.precision.backends.base import Backend
 from finetune.precision.convert import Conversion
-from finetune.precision.formats import E4M3
 from finetune.precision.layers import iter_linears, iter_parameters, iter_weights
-from finetune.precision.lora import fused_adapters
 from finetune.precision.planner import PrecisionPlan, plan, refuse_quantized
-from finetune.precision.proof.proof import Proof, is_torchao, named_trainable
-from finetune.precision.stored import StoredMixin, stored_as, stored_weights
+from finetune.precision.proof.movement import is_torchao
+from finetune.precision.proof.proof import Proof, named_trainable
+from finetune.precision.stored import StoredMixin, stored_as
 from finetune.precision.weights import serves
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
-from finetune.training.attention import executed_attention
+from finetune.training.evidence import receipt_of
 from finetune.training.patches import Patches, multiplies, patch_accelerator
+from finetune.training.references import References
 
-LIBRARIES = (
-    *("torch", "transformers", "trl", "peft", "accelerate", "datasets", "torchao"),
-    *("transformer-engine", "bitsandbytes", "liger-kernel", "triton"),
-)
-"""Distributions whose versions the receipt records."""
 GUARD = "_finetune_guard"
 """Attribute of a model that a replaced session has reverted; see `_guard`."""
 
@@ -62,7 +54,7 @@ class Session:
         precision: the same without the reasons.
         planned: plan of the run's sketch, None without one.
         conversions: conversions of the models prepared under it that are still alive.
-        proofs: one per model that trains; the receipt uses the last.
+        references: models that are evaluated in training.
         patches: active patches.
         compiled: compiled layers, and why.
     """
@@ -73,16 +65,19 @@ class Session:
         self.resolution, self.device, self.planned = resolution, device, planned
         self.precision = resolution.precision
         self.conversions: weakref.WeakSet[Conversion] = weakref.WeakSet()
-        self.proofs: list[Proof] = []
+        self.references = References(lambda: self.training[1], self.prepare_model)
         self.patches = Patches()
+        self._proofs: list[weakref.ref[Proof]] = []
+        # Alive for the receipt: the proof begun last, and the last whose model has an optimizer.
+        self._newest: Proof | None = None
+        self._stepped: Proof | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.compiled = "off"
         self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Patch `Accelerator` so that models prepared from now on follow this session."""
-        patch_accelerator(
-            self.patches, self.resolution, self._prepare_models, self._prepare_optimizer
-        )
+        patch_accelerator(self.patches, self.resolution, self)
 
     def end(self, *, replaced: bool = False) -> None:
         """Remove the patches and restore every model's plain layers.
@@ -93,8 +88,6 @@ class Session:
         """
         self._undo.close()
         self.patches.restore()
-        for proof in self.proofs:
-            proof.release()
         for conversion in list(self.conversions):
             conversion.revert()
             if replaced:
@@ -102,11 +95,34 @@ class Session:
 
     # -------------------------------------------------------------------------------- preparation
 
-    def _prepare_models(self, models: Sequence[nn.Module]) -> None:
+    def before_accelerator(self) -> None:
+        """Called before an `Accelerator` is built, by a trainer as a rule."""
+        self.references.patch_trainers(self.patches)
+
+    def prepare_models(self, models: Sequence[nn.Module], *, evaluation: bool = False) -> None:
+        """Convert models that Accelerate is about to prepare.
+
+        Args:
+            evaluation: they are only evaluated (a reference, a teacher, a reward model).
+        """
         for model in sorted(models, key=multiplies, reverse=True):
+            if evaluation:
+                self._prepare_reference(model)
             # A loss or temperature module has nothing to convert.
-            if multiplies(model) or not len(self.conversions):
+            elif multiplies(model) or not len(self.conversions):
                 self.prepare_model(model)
+
+    def _prepare_reference(self, model: nn.Module) -> None:
+        if self.precision.compute != "fp8" or convert.conversion_of(model) is not None:
+            return  # autocast is all it takes
+        try:
+            refuse_quantized(model, self.precision)
+            made = plan(model, self.references.precision_of(self.precision))
+        except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
+            return
+        conversion = convert.apply(model, made, hardware=bool(self.device.has_fp8))
+        self.conversions.add(conversion)
+        self.references.add(conversion)
 
     def prepare_model(self, model: nn.Module) -> Conversion:
         """Plan and convert `model` (once a session), and start its proof if it trains."""
@@ -131,15 +147,22 @@ class Session:
         if made.stored:
             _describe_storage(model)
         if before:
-            # A finished proof keeps its model alive; the receipt needs only the last.
-            for proof in self.proofs:
-                if not proof.is_open:
-                    proof.release()
-            self.proofs = [proof for proof in self.proofs if proof.is_open]
-            self.proofs.append(Proof(conversion, before, lambda: self._after_gemms(conversion)))
+            self._begin_proof(conversion, before)
+            self.references.watch_adapters(conversion)
         else:
             self._compile(conversion)
         return conversion
+
+    def _begin_proof(self, conversion: Conversion, before: dict[str, int]) -> None:
+        proof = Proof(conversion, before, lambda: self._after_gemms(conversion))
+        self._proofs = [one for one in self._proofs if one() is not None] + [weakref.ref(proof)]
+        self._newest = proof
+        for optimizer in self._optimizers:
+            self._note_owner(proof, optimizer)
+
+    def _note_owner(self, proof: Proof, optimizer: Optimizer) -> None:
+        if not proof.is_released and proof.concerns(optimizer):
+            self._stepped = proof
 
     def _after_gemms(self, conversion: Conversion) -> None:
         """Check float32 weights again and compile, after the witnessed step."""
@@ -180,11 +203,16 @@ class Session:
         self.resolution = Resolution(other.precision, r.asked, f"{other.reason}; {why}")
         self.precision = other.precision
 
-    def _prepare_optimizer(self, optimizer: Optimizer) -> None:
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Watch an optimizer that Accelerate is about to prepare."""
         from accelerate.optimizer import AcceleratedOptimizer
 
         if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier train()
             optimizer = optimizer.optimizer
+        self._optimizers.add(optimizer)
+        for one in self._proofs:
+            if (proof := one()) is not None:
+                self._note_owner(proof, optimizer)
         self._undo.callback(optimizer.register_step_pre_hook(self._check_owner).remove)
         if self.precision.compute == "fp16" and hasattr(optimizer, "_step_supports_amp_scaling"):
             # A fused optimizer would skip inside its kernel unreported: the learning rate would
@@ -210,105 +238,19 @@ class Session:
 
     @property
     def training(self) -> tuple[Proof | None, Conversion | None]:
-        """Proof and conversion of the model that trains (the last one prepared)."""
-        proof = self.proofs[-1] if self.proofs else None
+        """Proof and conversion of the model that trains.
+
+        Of several it is the one prepared last, with its optimizer if any has one.
+        """
+        proof = self._stepped or self._newest
         return proof, proof.conversion if proof else None
 
     def receipt(self) -> Receipt:
-        """Receipt of the model that trains (the last one prepared)."""
-        r, p = self.resolution, self.precision
-        proof, conversion = self.training
-        share = dict(proof.flop_share) if proof else {}
-        engines = conversion.engines if conversion else []
-        low = next((k for k in ("fp8", "fp4") if share.get(k)), "")
-        ran = low or max(share, key=lambda k: share[k], default="nothing")
-        fp8 = p.compute == "fp8"
-        return Receipt(
-            status=proof.status if proof else "not proven: nothing was trained",
-            precision={
-                "asked": r.asked.compute,
-                "ran": ran,
-                "backend": "+".join(e.name for e in engines) if fp8 else "",
-                "scaling": p.scaling if fp8 else "",
-                "format": _format(p, engines) if fp8 else "",
-                "effective": self._effective(engines),
-                "gemm": self._gemm(),
-                "reason": r.reason,
-                "fallback": r.fallback,
-                "storage": stored_weights(conversion.model) if conversion else {},
-                "forced": dict(conversion.plan.overrides) if conversion else {},
-                "compile": self.compiled,
-                "kernels": self._kernels(conversion),
-                "attention": executed_attention(conversion.model, self.device)
-                if conversion
-                else "",
-                "evaluation": p.eval if fp8 else "high",
-                "adapters": fused_adapters(conversion.fused) if conversion else "",
-            },
-            fp8_flop_share=share.get("fp8", 0.0) + share.get("fp4", 0.0),
-            flop_share=share,
-            trainable=dict(proof.trainable) if proof else {},
-            layers=proof.layers if proof else [],
-            environment=self._environment(),
-        )
-
-    def _gemm(self) -> str:
-        """Library that multiplies FP8 here; empty in another precision."""
-        p, capability = self.precision, self.device.capability
-        if p.compute != "fp8":
-            return ""
-        if capability is None or not self.device.has_fp8 or p.backend == "emulated":
-            return "emulated"
-        if p.backend == "te" and p.frozen != "fp8":
-            return "Transformer Engine"
-        numbers = torch.__version__.split("+")[0].split(".")[:2]
-        cuda = cuda_of(tuple(int(n) for n in numbers), torch.version.cuda)
-        return gemm_engine(p.scaling, capability, cuda)
-
-    def _kernels(self, conversion: Conversion | None) -> str:
-        """What casts the operands of frozen weights; empty without them."""
-        if conversion is None or conversion.frozen is None:
-            return ""
-        if conversion.frozen.own_cast:
-            return "triton"
-        casts = "inductor" if conversion.compiled else "eager"
-        return f"{casts}; transposes: triton" if conversion.frozen.own_transpose else casts
-
-    def _effective(self, engines: Iterable[Backend]) -> dict[str, Any]:
-        """Settings in effect: of each backend, in its own terms; without one, in torch's."""
-        found: dict[str, Any] = {}
-        for engine in engines:
-            own = engine.effective()
-            found |= {"frozen": own} if engine.name == "frozen" else own
-        if not found and self.precision.compute == "fp32":
-            return {"fp32_precision": compute_types.in_force()}
-        if not found and self.precision.compute == "fp16":
-            return {"loss_scaling": compute_types.scaler_arguments(self.precision)}
-        return found
-
-    def _environment(self) -> dict[str, Any]:
-        import torch.distributed as dist
-
-        d = self.device
-        return {
-            "versions": {"python": platform.python_version()}
-            | {name: v for name in LIBRARIES if (v := version(name))},
-            "device": {
-                "kind": d.kind,
-                "name": d.name,
-                "capability": ".".join(map(str, d.capability)) if d.capability else None,
-                "memory_gib": round(d.memory_gib, 1),
-            },
-            "processes": dist.get_world_size() if dist.is_initialized() else 1,
-            "seed": torch.initial_seed(),
-            "patches": self.patches.names,
-        }
-
-
-def _format(precision: PrecisionConfig, engines: list[Backend]) -> str:
-    if [engine.name for engine in engines] == ["frozen"]:
-        return E4M3.name
-    return "e2m1" if precision.low == "fp4" else precision.fp8_format
+        """Receipt of the model that trains."""
+        return receipt_of(
+            self.resolution, self.device, self.training[0], compiled=self.compiled,
+            references=self.references.described(), patches=self.patches.names,
+        )  # fmt: skip
 
 
 def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:

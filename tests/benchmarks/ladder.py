@@ -49,7 +49,8 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, FinetuneError
 from finetune.hardware.device import Device, Verdict, this_device
-from finetune.precision.proof.proof import Proof, fingerprint
+from finetune.precision.proof.movement import fingerprint
+from finetune.precision.proof.proof import Proof
 from finetune.runs.folder import new_folder
 from finetune.training.memory_meter import MemoryMeter
 from finetune.training.session import Session

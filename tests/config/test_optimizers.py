@@ -23,7 +23,7 @@ from finetune.errors import ConfigError, ProofError
 from finetune.estimator.gate import bound
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.precision.planner import plan
-from finetune.precision.proof.proof import evidence, stored_bytes
+from finetune.precision.proof.movement import evidence, stored_bytes
 from finetune.training import low_bit
 from finetune.training.model import sketch
 from finetune.training.trainer import RunReport, train

@@ -20,7 +20,7 @@ from finetune import (
 from finetune.errors import OrderError, PlanError, ProofError, UnknownArgumentError
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.convert import conversion_of
-from finetune.precision.proof.proof import fingerprint
+from finetune.precision.proof.movement import fingerprint
 from tests.conftest import batch
 
 

@@ -41,12 +41,12 @@ from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, session
 from finetune.training.attention import OWN, Attention
 from finetune.training.data import random_rows
+from finetune.training.evidence import LIBRARIES
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.health.speed import mfu, work_of
 from finetune.training.memory_meter import MemoryMeter
 from finetune.training.model import load_tokenizer
 from finetune.training.preflight import preflight
-from finetune.training.session import LIBRARIES
 from finetune.training.timer import StepTimer
 from finetune.training.trainer import make_trainer
 

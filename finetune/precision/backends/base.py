@@ -91,7 +91,7 @@ class Fp8Mixin(Swapped):
     @property
     def runs_low(self) -> bool:
         """True if a call now runs in FP8: in training, or evaluation with `precision.eval=fp8`."""
-        return self.training or self.fp8_backend.precision.eval != "high"
+        return not self.fp8_backend.is_high(self)
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""
@@ -131,6 +131,22 @@ class Backend:
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.precision = precision
+        self._low: bool | None = None
+
+    def is_high(self, module: nn.Module) -> bool:
+        """True if a module of this backend computes in high precision at present: in evaluation."""
+        if self._low is not None:
+            return not self._low
+        return not module.training and self.precision.eval == "high"
+
+    @contextlib.contextmanager
+    def computing(self, *, low: bool) -> Iterator[None]:
+        """Compute as in training or as in evaluation, whatever the modules' mode."""
+        before, self._low = self._low, low or self.precision.eval == "fp8"
+        try:
+            yield
+        finally:
+            self._low = before
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         """Attributes of the converted module, besides `fp8_backend`."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from torch import nn
-
 
 def remedy(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> str:
     """Return the fix of a proof's error.
@@ -38,12 +36,3 @@ def remedy(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> 
         "replace or move layers before the model is prepared, and call the prepared model itself; "
         "the plan is shown by `python -m finetune validate RECIPE`"
     )
-
-
-def why_still(dead: list[nn.Parameter]) -> str:
-    """No gradient at all is a hole in the graph; a gradient of zeros is one of the numbers."""
-    zeros = sum(p.grad is not None for p in dead)
-    if not zeros:
-        return "no gradient reached them"
-    who = "all" if zeros == len(dead) else f"{zeros}"
-    return f"the gradients of {who} of them are zeros throughout"

@@ -122,12 +122,14 @@ class Witness:
         called: names of the layers, and of a module's parameters, whose forward has run.
         seen: (layer name, gemm, precision) -> `Seen`; attention and GEMMs outside layers under
             names in parentheses.
+        saw_backward: True if a gradient of one of the model's layers has run.
         count, last: number of GEMMs seen, and (m, n, k) of the last one.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
         self.seen: dict[tuple[str, Gemm, str], Seen] = defaultdict(Seen)
         self.called: set[str] = set()
+        self.saw_backward = False
         self.count, self.last = 0, (0, 0, 0)
         self._plan = {layer.name: layer for layer in plan.layers}
         self._head = next((layer for layer in plan.layers if layer.role == "head"), None)
@@ -148,11 +150,6 @@ class Witness:
             watch(layer, modules[layer.owner])
 
     @property
-    def saw_backward(self) -> bool:
-        """True if a gradient GEMM of one of the model's layers has been seen."""
-        return any(name in self._plan and gemm != "fprop" for name, gemm, _ in self.seen)
-
-    @property
     def owners(self) -> set[str]:
         """Names of the layers for which some GEMM has been seen."""
         return {name for name, _, _ in self.seen}
@@ -162,6 +159,7 @@ class Witness:
         self.seen.clear()
         self.called.clear()
         self._stack.clear()
+        self.saw_backward = False
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -191,6 +189,7 @@ class Witness:
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
         """Begin a forward or gradient of this layer or parameter, of shape (N, K)."""
+        self.saw_backward |= backward and name in self._plan
         self._stack.append((name, backward, shape))
 
     def leave(self) -> None:
@@ -220,7 +219,8 @@ class Witness:
         """Attribute the GEMMs in a module's forward to `name`."""
 
         def before(module: nn.Module, args: Any) -> None:
-            self.called.add(name)
+            if torch.is_grad_enabled():  # not in a generation
+                self.called.add(name)
             self.enter(name, shape)
 
         leave = module.register_forward_hook(lambda *_: self.leave(), always_call=True)
@@ -235,7 +235,11 @@ class Witness:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _watch_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
-        called = owner.register_forward_pre_hook(lambda *_: self.called.add(layer.name))
+        def before(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                self.called.add(layer.name)
+
+        called = owner.register_forward_pre_hook(before)
         self._handles += [called, *self._attribution.follow(layer.name, owner)]
 
     # ------------------------------------------------------------------------------ which GEMM

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +171,8 @@ class Speed:
 
     def begin_micro_step(self, inputs: Any) -> None:
         """Count the tokens of the micro-step about to run."""
-        ids = inputs.get("input_ids")
+        # Trainers that generate, such as GRPO's, get rows of prompts here.
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         tokens = ids.numel() if isinstance(ids, Tensor) else 0
         self.tokens += tokens
         running = session.in_force()

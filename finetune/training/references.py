@@ -1,0 +1,133 @@
+"""References: models that a trainer evaluates beside the one that trains.
+
+Trainers prepare them with `evaluation_mode=True`. They get no proof, as nothing of them trains. One
+with the layers of the policy is its *reference*: DPO, KTO, GRPO and RLOO compare log-probabilities
+of the two, and rounding in one alone would look like a difference between them (the loss of DPO
+would begin at 0.679 instead of ln 2 = 0.693). So a reference computes as the policy does at that
+moment: in FP8 while it trains, in the precision of evaluation while it is evaluated. Other models
+(a teacher, a reward model) compute in high precision, unless `precision.eval=fp8`.
+
+The same holds for a policy that is its own reference: adapters switched off, where it trains on in
+FP8 anyway, and log-probabilities computed once before training, where this file prepares the model
+early. TRL caches these on disk; the precision becomes a part of their key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config.schema import PrecisionConfig
+from finetune.precision.convert import Conversion
+from finetune.training.patches import Patches, replaced
+
+PRECOMPUTES = "_precompute_ref_logps"
+"""Method of TRL's trainers (1.16) that computes a reference's log-probabilities in advance."""
+
+
+class References:
+    """The references of one session."""
+
+    def __init__(
+        self,
+        policy: Callable[[], Conversion | None],
+        prepare: Callable[[nn.Module], Conversion],
+    ) -> None:
+        """Begin without any.
+
+        Args:
+            policy: gives the conversion of the model that trains, if there is one yet.
+            prepare: converts a model that trains.
+        """
+        self._policy, self._prepare = policy, prepare
+        self._lines: dict[str, None] = {}
+
+    def described(self) -> list[str]:
+        """One line for each kind of reference that has computed."""
+        return list(self._lines)
+
+    @staticmethod
+    def precision_of(precision: PrecisionConfig) -> PrecisionConfig:
+        """Precision of a reference: the same casts, of weights that are kept as they are."""
+        if precision.frozen != "fp8":
+            return precision
+        # Stored weights have scales of their own default, and E4M3 alone.
+        same = {"frozen": "bf16", "power_of_two_scales": bool(precision.power_of_two_scales)}
+        return precision.model_copy(update=same)
+
+    def add(self, conversion: Conversion) -> None:
+        """Let a converted model compute as the policy does, if it is its reference."""
+        made = weakref.ref(conversion)
+
+        def follows() -> bool:
+            this = made()
+            assert this is not None  # it is being called
+            return self._follows(this)
+
+        conversion.follows = follows
+
+    def _follows(self, reference: Conversion) -> bool:
+        name, policy = type(reference.model).__name__, self._policy()
+        if policy is not None and _layers(policy) != _layers(reference):
+            self._lines[f"{name}, another model: evaluated in high precision"] = None
+            return False
+        self._lines[f"{name}: in the precision of the policy, FP8 in training"] = None
+        return policy is None or policy.model.training
+
+    def watch_adapters(self, conversion: Conversion) -> None:
+        """Notice it if the policy is its own reference, with its adapters switched off."""
+        peft = sys.modules.get("peft.tuners.tuners_utils")
+        layers = () if peft is None else conversion.model.modules()
+        tuner: Any = next((m for m in layers if isinstance(m, peft.BaseTunerLayer)), None)  # pyright: ignore[reportOptionalMemberAccess]
+        if tuner is None:
+            return
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            if not torch.is_grad_enabled() and tuner.disable_adapters:
+                self._lines["the policy with its adapters switched off, FP8 in training"] = None
+                conversion.around.remove(around)
+            yield
+
+        conversion.around.append(around)
+
+    # ----------------------------------------------------------------------------- precomputed
+
+    def patch_trainers(self, patches: Patches) -> None:
+        """Patch the trainers loaded so far that compute log-probabilities before training."""
+        transformers = sys.modules.get("transformers.trainer")
+        classes: list[type] = [] if transformers is None else [transformers.Trainer]
+        while classes:
+            cls = classes.pop()
+            classes += cls.__subclasses__()
+            name = f"{cls.__module__}.{cls.__qualname__}.{PRECOMPUTES}"
+            if PRECOMPUTES in vars(cls) and name not in patches.names:
+                patches.replace(cls, PRECOMPUTES, self._make_precompute)
+
+    def _make_precompute(self, original: Any) -> Any:
+        def precompute(trainer: Any, dataset: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            conversion = self._prepare(trainer.ref_model or trainer.model)
+            low = name == "train"
+            key = f"{trainer._precompute_model_hash} {low} {conversion.plan.precision!r}"
+            if low:
+                self._lines["log-probabilities precomputed in FP8"] = None
+            with (
+                replaced(conversion, "follows", lambda: low),
+                replaced(trainer, "_precompute_model_hash", key),
+            ):
+                return original(trainer, dataset, name, *args, **kwargs)
+
+        return precompute
+
+
+def _layers(conversion: Conversion) -> Counter[Any]:
+    """Shapes of the layers of a model without adapters."""
+    rows = conversion.plan.layers
+    return Counter((row.role, row.shape) for row in rows if row.role != "adapter")

@@ -1,0 +1,119 @@
+"""Stock trainers of TRL and Transformers under the helper: proven, whatever they compare with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from finetune import get_receipt
+from finetune.precision.backends.base import Fp8Mixin
+from tests.benchmarks import trainers
+from tests.benchmarks.trainers import METHODS, TRAINERS, Workshop
+from tests.conftest import batch, slow_but
+
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL 1.16
+
+QUICK = [("DPO", "full"), ("DPO", "frozen")]
+SYNCHRONIZED = "DPO, synchronized"
+ROWS = [(n, m) for n in TRAINERS for m in METHODS if n != SYNCHRONIZED or m == "full"]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("shop"))
+
+
+@pytest.mark.parametrize(("name", "method"), slow_but(QUICK, ROWS))
+def test_stock_trainer_is_proven(shop, name, method) -> None:
+    # By row, log-probabilities do not depend on what else is in the batch.
+    ours = trainers.train(shop, name, method, "emulated", scaling="rowwise")
+    assert not ours.error
+    receipt = ours.receipt
+    assert receipt is not None
+    assert receipt.status == "proven"
+    assert receipt.fp8_flop_share > 0.3
+    counts = receipt.trainable
+    assert counts["before"] == counts["after"] == counts["in_optimizer"] == counts["moved"]
+    plain = trainers.train(shop, name, method, "bf16")
+    assert sum(ours.losses) == pytest.approx(sum(plain.losses), rel=0.01, abs=0.01)
+    if name.startswith("DPO"):
+        assert ours.losses[0] == pytest.approx(math.log(2), abs=5e-5), "policy equals reference"
+        assert receipt.precision["references"], "the receipt says how it was computed"
+
+
+@pytest.mark.parametrize("method", slow_but(["full"], ["full", "LoRA"]))
+def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
+    """GRPO's advantage is zero where all rewards of a group are equal, and so is every gradient."""
+    rewards = iter([1.0] * 3 * 4 + [float(i) for i in range(20)])
+
+    def reward(completions: list[str], **_: Any) -> list[float | None]:
+        return [next(rewards) for _ in completions]
+
+    seen = []
+    with trainers.precision_of("emulated", method):
+        trainer = trainers.grpo(shop, method, reward_funcs=reward)
+        plain = trainer.training_step
+
+        def training_step(*args, **kwargs):
+            seen.append(get_receipt().status)
+            return plain(*args, **kwargs)
+
+        trainer.training_step = training_step
+        trainer.args.max_steps = 6
+        trainer.train()
+        assert get_receipt().status == "proven"
+    assert seen[3] == "not proven: weights have not been seen to move; all gradients were zero"
+
+
+def test_a_reference_computes_as_the_policy_does(shop) -> None:
+    """In FP8 while the policy trains, in high precision while that is evaluated."""
+    with trainers.precision_of("emulated", "full"):
+        trainer = trainers.dpo_given(shop, "full")
+        trainer.train()
+        reference, inputs = trainer.ref_model, {"input_ids": batch()["input_ids"]}
+        assert not reference.training
+        layers = [m for m in reference.modules() if isinstance(m, Fp8Mixin)]
+        assert len(layers) == 14
+        with torch.no_grad():
+            trainer.model.train()
+            low = reference(**inputs).logits
+            trainer.model.eval()
+            high = reference(**inputs).logits
+            trainer.model.train()
+            assert torch.equal(reference(**inputs).logits, low)
+        assert not torch.equal(low, high)
+        assert get_receipt().precision["references"] == [
+            "LlamaForCausalLM: in the precision of the policy, FP8 in training"
+        ]
+
+
+def test_a_teacher_beside_its_student(make_llama, setup_backend) -> None:
+    """Both prepared, the teacher with gradients enabled in one step: it has no optimizer."""
+    accelerator = setup_backend("emulated")
+    student, teacher = make_llama(), make_llama(seed=1)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    student, teacher, optimizer = accelerator.prepare(student, teacher, optimizer)
+    for seed in range(2):
+        inputs = batch(seed=seed)
+        target = teacher(**inputs).logits.detach() if seed else None
+        with torch.no_grad():
+            target = teacher(**inputs).logits if target is None else target
+        loss = (student(**inputs).logits - target).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert {row.calls["fprop"] for row in receipt.layers if row.role in ("base", "head")} == {1}
+
+
+@pytest.mark.slow
+def test_a_reward_model_stays_in_high_precision(shop) -> None:
+    ours = trainers.train(shop, "GRPO, reward model", "full", "emulated")
+    assert ours.receipt is not None
+    assert ours.receipt.precision["references"] == [
+        "LlamaForSequenceClassification, another model: evaluated in high precision"
+    ]
