@@ -17,11 +17,8 @@ way: its module decides which it contracts.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -47,7 +44,7 @@ from finetune.precision.layers import (
     why_own_forward,
 )
 from finetune.precision.overrides import Choices, Part, part_of
-from finetune.precision.stored import StoredMixin, iter_stored, stored_as
+from finetune.precision.stored import StoredMixin, ids_giving_types, iter_stored, stored_as
 from finetune.precision.weights import Granularity, serves
 
 ALIGNMENT = 16
@@ -304,7 +301,7 @@ class _Storing:
             for m in model.modules()
             if (kind := ".".join(type(m).__module__.split(".")[:3])) in READS_WEIGHT
         }
-        self._typed = set(_giving_types(model))
+        self._typed = set(ids_giving_types(model))
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:
         """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""
@@ -338,27 +335,6 @@ class _Storing:
             fix="precision.frozen=bf16 over a base that is loaded plain; or LoRA, which adds to "
             "what the layer gives",
         )
-
-
-def _giving_types(model: nn.Module) -> Iterator[int]:
-    """Ids of layers whose parent's code casts activations to the type of their weight.
-
-    T5's `wo` is one. Cast to the type of FP8 codes, activations would lose scale and gradient.
-    """
-    for parent in model.modules():
-        for name in _named_before_dtype(type(parent)):
-            child = getattr(parent, name, None)
-            yield id(getattr(child, "base_layer", child))
-
-
-@functools.cache
-def _named_before_dtype(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Names `x` in each `self.x.weight.dtype` of a class's forward."""
-    try:
-        source = inspect.getsource(cls.forward)
-    except (OSError, TypeError):  # written in C, or in a notebook cell that is gone
-        return ()
-    return tuple(re.findall(r"self\.(\w+)\.weight\.dtype", source))
 
 
 def _plan_layer(

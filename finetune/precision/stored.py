@@ -16,6 +16,9 @@ not from the requested precision.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
@@ -307,3 +310,24 @@ def stored_as(module: nn.Module) -> str:
 def stored_weights(model: nn.Module) -> dict[str, int]:
     """Number of linear layers by storage format, plain ones left out."""
     return dict(Counter(kind for _, m, _ in iter_linears(model) if (kind := stored_as(m))))
+
+
+def ids_giving_types(model: nn.Module) -> Iterator[int]:
+    """Ids of layers whose parent's code casts activations to the type of their weight.
+
+    T5's `wo` is one. Cast to the type of FP8 codes, activations would lose scale and gradient.
+    """
+    for parent in model.modules():
+        for name in _named_before_dtype(type(parent)):
+            child = getattr(parent, name, None)
+            yield id(getattr(child, "base_layer", child))
+
+
+@functools.cache
+def _named_before_dtype(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names `x` in each `self.x.weight.dtype` of a class's forward."""
+    try:
+        source = inspect.getsource(cls.forward)
+    except (OSError, TypeError):  # written in C, or in a notebook cell that is gone
+        return ()
+    return tuple(re.findall(r"self\.(\w+)\.weight\.dtype", source))
