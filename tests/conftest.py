@@ -150,24 +150,31 @@ def make_llama():
 
 
 @pytest.fixture
-def te_stand_in(monkeypatch):
-    """Transformer Engine by a stand-in, on a machine that says it is an H100."""
+def te_engine(monkeypatch):
+    """Transformer Engine on a machine that says it is an H100: its own Python, or a stand-in."""
     import finetune.training.session
-    from tests import te_stand_in as stand_in
+    from tests import te
 
-    stand_in.install(monkeypatch)
     monkeypatch.setattr(finetune.training.session, "this_device", lambda: H100)
-    return stand_in
+    return te.install(monkeypatch)
+
+
+@pytest.fixture
+def real_te(te_engine):
+    """Transformer Engine's own Python; skips without its wheel."""
+    if not te_engine.is_real:
+        pytest.skip("needs Transformer Engine's wheel: python -m tests.te.fetch")
+    return te_engine
 
 
 @pytest.fixture
 def setup_backend(request, monkeypatch):
-    """A function that sets FP8 up with a backend, TE by its stand-in."""
+    """A function that sets FP8 up with a backend; of TE, its own Python or a stand-in."""
     from finetune import setup_fp8_mixed_precision_training
 
     def setup(backend: str, **kwargs):
         if backend == "te":
-            request.getfixturevalue("te_stand_in")
+            request.getfixturevalue("te_engine")
             return setup_fp8_mixed_precision_training("te", cpu=True, **kwargs)
         return setup_fp8_mixed_precision_training(backend, emulation="allow", cpu=True, **kwargs)
 

@@ -11,11 +11,12 @@ where FP8 is asked. What differs is what a user types around it:
     bf16        SFTTrainer's own default
 
 Each trap has the model that shows it: 2, full fine-tuning by torchao; 3, LoRA by Transformer
-Engine; 5, full fine-tuning of a tied model by Transformer Engine. Transformer Engine is a stand-in
-with the real layer's contract (`tests.te_stand_in`), upstream and ours alike, so that this runs on
-a CPU; torchao, Accelerate, PEFT, TRL and Transformers are the installed ones, torchao with
-`emulate=True`, because `torch._scaled_mm` is a scalar loop on many CPUs (14 minutes for three steps
-instead of 4 s). A run takes a process of its own, since engines and Accelerate keep state in it.
+Engine; 5, full fine-tuning of a tied model by Transformer Engine. Transformer Engine is its own
+Python over a double of its compiled library (`tests.te`; get its wheel by `python -m
+tests.te.fetch`), upstream and ours alike, so that this runs on a CPU; torchao, Accelerate, PEFT,
+TRL and Transformers are the installed ones, torchao with `emulate=True`, because `torch._scaled_mm`
+is a scalar loop on many CPUs (14 minutes for three steps instead of 4 s). A run takes a process of
+its own, since engines and Accelerate keep state in it.
 """
 
 from __future__ import annotations
@@ -61,21 +62,24 @@ class Trap:
 
 TRAPS = {
     2: Trap("trap 2: accelerate + torchao, full fine-tuning", "torchao"),
-    3: Trap("trap 3: accelerate + TE (stand-in), LoRA r=8", "te", rank=8, learning_rate=3e-3),
-    5: Trap("trap 5: accelerate + TE (stand-in), tied head", "te", tied=True, learning_rate=2e-3),
+    3: Trap("trap 3: accelerate + TE, LoRA r=8", "te", rank=8, learning_rate=3e-3),
+    5: Trap("trap 5: accelerate + TE, tied head", "te", tied=True, learning_rate=2e-3),
 }
 
 
 def ask(trap: Trap, arm: str, patch: Any) -> None:
-    """Ask for the precision of an arm, before anything is built; TE is the stand-in."""
+    """Ask for the precision of an arm, before anything is built."""
     from finetune import setup_fp8_mixed_precision_training
-    from tests import te_stand_in
 
     if arm == "upstream":
         patch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
         patch.setenv("ACCELERATE_FP8_BACKEND", "AO" if trap.engine == "torchao" else "TE")
         if trap.engine == "te":
-            te_stand_in.install_for_accelerate(patch)
+            from tests import te
+            from tests.te.loading import offer_to_accelerate
+
+            te.install(patch, real=True)
+            offer_to_accelerate(patch)
         else:  # Accelerate makes the settings when it is asked, and torchao multiplies by them
             import torchao.float8
 
@@ -83,9 +87,10 @@ def ask(trap: Trap, arm: str, patch: Any) -> None:
             patch.setattr(torchao.float8, "Float8LinearConfig", emulated)
     elif arm == "ours" and trap.engine == "te":
         import finetune.training.session
+        from tests import te
         from tests.conftest import H100
 
-        te_stand_in.install(patch)
+        te.install(patch, real=True)
         patch.setattr(finetune.training.session, "this_device", lambda: H100)
         setup_fp8_mixed_precision_training("te", cpu=True)
     elif arm == "ours":
@@ -212,8 +217,6 @@ def run(number: int, arm: str, seed: int, steps: int, patch: Any) -> dict[str, A
     Args:
         patch: a `pytest.MonkeyPatch`, undone by the caller.
     """
-    import peft  # noqa: F401 - before the stand-in, which it would keep for the whole process
-
     trap = TRAPS[number]
     ask(trap, arm, patch)
     with tempfile.TemporaryDirectory() as folder:

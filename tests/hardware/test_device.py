@@ -19,7 +19,7 @@ from finetune.hardware.device import (
     resolve,
     this_device,
 )
-from tests import te_stand_in
+from tests import te
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 
 AMD = Device("cuda", "AMD Instinct MI300X", (9, 4), 192.0, is_rocm=True)
@@ -44,7 +44,7 @@ def no_te(monkeypatch):
 @pytest.fixture
 def with_te(monkeypatch):
     """Transformer Engine is importable."""
-    te_stand_in.install(monkeypatch)
+    te.install(monkeypatch, real=False)
 
 
 # -------------------------------------------------------------------------------------- hardware

@@ -1,7 +1,7 @@
 """Every scaling x format x backend: trains a step as asked, or is refused and told what to use.
 
-Backend `te` is its stand-in, on a machine that says it is an H100 or a B200; the other two run on
-this one. A refusal must help: the settings that it names are tried, and one must be had.
+Backend `te` runs as on an H100 or a B200 (`tests.te`); the other two run on this machine. A refusal
+must help: the settings that it names are tried, and one must be had.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def machine(backend: str) -> tuple[Device, ...]:
 
 
 @pytest.fixture
-def on(te_stand_in, monkeypatch):
+def on(te_engine, monkeypatch):
     """A function that puts a session on a machine and returns the accelerator."""
 
     def setup(backend: str, device: Device, **settings: Any):
         monkeypatch.setattr(finetune.training.session, "this_device", lambda: device)
+        if device.capability is not None:
+            te_engine.become(device.capability)
         return setup_fp8_mixed_precision_training(backend, cpu=True, **settings)
 
     return setup

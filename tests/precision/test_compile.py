@@ -203,7 +203,7 @@ def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind, checkpointed) -> No
 
 
 @pytest.mark.parametrize("backend", ["auto", "te", "emulated"])
-def test_delayed_scaling_is_not_compiled(te_stand_in, backend) -> None:
+def test_delayed_scaling_is_not_compiled(te_engine, backend) -> None:
     with pytest.raises(PrecisionError) as caught:
         setup_fp8_mixed_precision_training(
             backend, scaling="delayed", compile="on", emulation="allow", cpu=True

@@ -693,7 +693,7 @@ def test_interrupted_recomputation_leaves_nothing_open(setup_backend, use_reentr
     assert get_receipt().status == "proven"
 
 
-def test_auto_takes_torchao_where_transformer_engine_cannot(te_stand_in) -> None:
+def test_auto_takes_torchao_where_transformer_engine_cannot(te_engine) -> None:
     from finetune.config.schema import ModelConfig
     from finetune.training import session
     from finetune.training.model import load_model

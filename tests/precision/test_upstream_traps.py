@@ -1,7 +1,8 @@
 """What today's libraries do to FP8 fine-tuning when nobody watches, and what we do instead.
 
 Each trap is two tests: `*_upstream` pins what the installed libraries do, so that we notice when
-they mend it; `*_ours` runs the same user code under the helper. Transformer Engine is a stand-in.
+they fix it; `*_ours` runs the same user code under the helper. Transformer Engine is its own Python
+over a double of its compiled library (`tests.te`).
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ def one_step(accelerator: Accelerator, model, optimizer) -> None:
 
 
 @pytest.fixture
-def accelerate_sees_te(te_stand_in, monkeypatch):
-    """Accelerate takes the stand-in for Transformer Engine, in the API of its own choice."""
-    return te_stand_in.install_for_accelerate(monkeypatch)
+def accelerate_sees_te(real_te, monkeypatch):
+    """Accelerate finds Transformer Engine; the class of the layers that it builds."""
+    from tests.te.loading import offer_to_accelerate
+
+    return offer_to_accelerate(monkeypatch)
 
 
 # ---------------------------------------------------------------- 1. SFTConfig's bf16 hides fp8
@@ -230,19 +233,6 @@ def test_frozen_wgrad_is_wasted_ours(backend, scaling) -> None:
 # ------------------------------------------------------ 8. checkpointing recomputes outside of FP8
 
 
-def te_forwards(monkeypatch, te_stand_in) -> list[bool]:
-    """A list that grows by one entry a forward of a TE layer: whether it was in FP8."""
-    seen: list[bool] = []
-    forward = te_stand_in._Linear.forward
-
-    def watched(ctx, *args):
-        seen.append(te_stand_in.State.recipe is not None)
-        return forward(ctx, *args)
-
-    monkeypatch.setattr(te_stand_in._Linear, "forward", staticmethod(watched))
-    return seen
-
-
 def checkpointed_lora(make_llama, *, reentrant: bool):
     model = lora(make_llama(), 8)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
@@ -253,11 +243,11 @@ def checkpointed_lora(make_llama, *, reentrant: bool):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_recomputes_outside_fp8_upstream(
-    make_llama, accelerate_sees_te, te_stand_in, monkeypatch, reentrant
+    make_llama, accelerate_sees_te, te_engine, monkeypatch, reentrant
 ) -> None:
     """Accelerate's autocast is around `model.forward` alone, and TRL checkpoints by default."""
     model, _ = prepare_upstream(checkpointed_lora(make_llama, reentrant=reentrant))
-    seen = te_forwards(monkeypatch, te_stand_in)
+    seen = te_engine.watch_forwards(monkeypatch)
     loss = model(**batch()).loss
     assert seen == [True] * 15, "7 layers in each of 2 blocks, and the head"
     if reentrant:
@@ -271,11 +261,11 @@ def test_checkpointing_recomputes_outside_fp8_upstream(
 
 
 def test_checkpointing_recomputes_in_fp8_ours(
-    make_llama, setup_backend, te_stand_in, monkeypatch
+    make_llama, setup_backend, te_engine, monkeypatch
 ) -> None:
     accelerator = setup_backend("te")
     model = accelerator.prepare(checkpointed_lora(make_llama, reentrant=False))
-    seen = te_forwards(monkeypatch, te_stand_in)
+    seen = te_engine.watch_forwards(monkeypatch)
     accelerator.backward(model(**batch()).loss)
     assert seen == [True] * 2 * 14, "the head stays in BF16"
 
@@ -296,10 +286,26 @@ def test_interval_is_passed_on_upstream(accelerate_sees_te) -> None:
     assert TERecipeKwargs(interval=2).to_kwargs() == {"interval": 2}
 
 
-@pytest.mark.te
-def test_interval_is_dropped_upstream() -> None:
-    scaling = pytest.importorskip("transformer_engine.common.recipe").DelayedScaling
-    assert not hasattr(scaling(interval=2), "interval")
+def test_interval_is_dropped_upstream(real_te) -> None:
+    """As is anything else that the recipe does not know."""
+    from transformer_engine.common.recipe import DelayedScaling
+
+    made = DelayedScaling(interval=2, override_linear_precision=(False, False, True), nonsense=1)
+    assert vars(made) | {"_cached_repr": None} == vars(DelayedScaling()) | {"_cached_repr": None}
+
+
+def test_a_setting_that_the_engine_drops_is_an_error_ours(te_engine, monkeypatch) -> None:
+    """A later version renames one, say."""
+    from transformer_engine.common import recipe
+
+    real = recipe.DelayedScaling
+    dropping = lambda amax_compute_algo, **settings: real(**settings)  # noqa: ARG005, E731
+    monkeypatch.setattr(recipe, "DelayedScaling", dropping)
+    precision = PrecisionConfig(
+        compute="fp8", backend="te", scaling="delayed", amax_compute_algo="most_recent"
+    )
+    with pytest.raises(PrecisionError, match="ignores amax_compute_algo"):
+        convert.apply(square_stack(), planner.plan(square_stack(), precision))
 
 
 def test_lower_case_backend_upstream(monkeypatch) -> None:
@@ -309,7 +315,7 @@ def test_lower_case_backend_upstream(monkeypatch) -> None:
         Accelerator(mixed_precision="fp8", cpu=True)
 
 
-def test_settings_reach_the_engine_ours(make_llama, te_stand_in) -> None:
+def test_settings_reach_the_engine_ours(make_llama, te_engine) -> None:
     setup = setup_fp8_mixed_precision_training
     accelerator = setup(
         backend="te", fp8_format="hybrid", amax_history_len=8, amax_compute_algo="most_recent",
@@ -317,12 +323,15 @@ def test_settings_reach_the_engine_ours(make_llama, te_stand_in) -> None:
     )  # fmt: skip
     model = accelerator.prepare(make_llama())
     accelerator.backward(model(**batch()).loss)
-    effective = get_receipt().precision["effective"]["recipe"]
-    for setting in ("margin=1", "amax_history_len=8", "'most_recent'", "reduce_amax=False"):
-        assert setting in effective, "as the engine itself reports it"
+    effective = get_receipt().precision["effective"]  # as the engine itself reports it
+    assert effective["recipe"] == "DelayedScaling"
+    assert effective["fp8_format"] == "HYBRID"
+    assert effective["amax_compute_algo"] == "most_recent"
+    wanted = {"margin": 1, "amax_history_len": 8, "reduce_amax": False}
+    assert wanted.items() <= effective.items()
 
 
-def test_settings_an_engine_lacks_are_errors(te_stand_in) -> None:
+def test_settings_an_engine_lacks_are_errors(te_engine) -> None:
     with pytest.raises(PrecisionError, match="no pure E5M2"):
         setup_fp8_mixed_precision_training(backend="te", fp8_format="e5m2")
     with pytest.raises(TypeError, match="interval"):

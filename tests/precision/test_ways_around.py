@@ -140,7 +140,9 @@ def test_setup_again_and_going_on_with_the_old_model(make_llama, setup_backend) 
 
 
 @pytest.mark.parametrize("backend", ["emulated", "te"])
-def test_interrupt_inside_forward_leaves_nothing_open(make_llama, setup_backend, backend) -> None:
+def test_interrupt_inside_forward_leaves_nothing_open(
+    make_llama, setup_backend, te_engine, backend
+) -> None:
     accelerator = setup_backend(backend, scaling="delayed")
     model = make_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -155,10 +157,7 @@ def test_interrupt_inside_forward_leaves_nothing_open(make_llama, setup_backend,
         model(**batch())
     hook.remove()
     assert _get_current_dispatch_mode() is None
-    if backend == "te":
-        from tests.te_stand_in import State
-
-        assert State.depth == 0
+    assert te_engine.depth == 0
     for seed in range(2):
         step(accelerator, model, optimizer, seed)
     assert get_receipt().status == "proven"
@@ -286,7 +285,7 @@ def test_root_that_is_a_linear_layer(setup_backend) -> None:
     assert layer(torch.randn(16, 64)).shape == (16, 64)
 
 
-def test_backend_in_capitals_and_keep_as_text(make_llama, te_stand_in) -> None:
+def test_backend_in_capitals_and_keep_as_text(make_llama, te_engine) -> None:
     accelerator = setup_fp8_mixed_precision_training("TE", keep="q_proj", cpu=True)
     model = accelerator.prepare(make_llama())
     assert get_receipt().precision["scaling"] == "delayed"
@@ -313,7 +312,7 @@ def test_misspelt_setting_leaves_nothing_in_force() -> None:
     assert Accelerator.__init__ is plain
 
 
-def test_checkpointing_enabled_anew(make_llama, te_stand_in) -> None:
+def test_checkpointing_enabled_anew(make_llama, te_engine) -> None:
     """Each new checkpointing function is wrapped, and the user's own comes back."""
     accelerator = setup_fp8_mixed_precision_training("te", cpu=True)
     model = accelerator.prepare(make_llama())

@@ -6,14 +6,18 @@ no `_extra_state`, and a replaced parameter (FSDP2) is used at once.
 
 TE's autocast must surround the whole model's forward: leaving the outermost one updates every
 delayed scale. It must also surround recomputation, or a checkpointed layer recomputes in BF16, but
-must *not* update scales there. Since TE 2.8 the entry is `te.autocast(recipe=...)`; `interval`,
-`override_linear_precision` and pure E5M2 no longer exist.
+must *not* update scales there. Since TE 2.8 the entry is `te.autocast(recipe=...)`.
+
+Recipes of TE are pydantic dataclasses, which ignore keywords that they do not know (`interval`,
+`override_linear_precision`): every setting is therefore read back from the recipe that was made.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, is_dataclass
+from enum import Enum
 from functools import wraps
 from typing import Any, Literal
 
@@ -22,25 +26,32 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from finetune.config.schema import PrecisionConfig
+from finetune.errors import PrecisionError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
 from finetune.precision.planner import LayerPlan, alignment
 
 
 def te_recipe(precision: PrecisionConfig) -> Any:
-    """The `transformer_engine.common.recipe` object of a precision."""
+    """The `transformer_engine.common.recipe` object of a precision.
+
+    Raises:
+        PrecisionError: this version of TE drops a setting.
+    """
     from transformer_engine.common import recipe
 
     # Recipes of an older TE have no `backward_override`: it is passed only where it is needed.
     high = {"backward_override": "high_precision"} if precision.gemms_kept_high else {}
     if precision.scaling == "nvfp4":
-        return recipe.NVFP4BlockScaling(
+        return _made(
+            recipe.NVFP4BlockScaling,
             disable_rht=not precision.hadamard,
             disable_stochastic_rounding=not precision.stochastic_rounding,
             **high,
         )
     fmt = {"hybrid": recipe.Format.HYBRID, "e4m3": recipe.Format.E4M3}[precision.fp8_format]
     if precision.scaling == "delayed":
-        return recipe.DelayedScaling(
+        return _made(
+            recipe.DelayedScaling,
             margin=precision.margin,
             fp8_format=fmt,
             amax_history_len=precision.amax_history_len,
@@ -49,13 +60,29 @@ def te_recipe(precision: PrecisionConfig) -> Any:
             **high,
         )
     if precision.scaling == "mxfp8":
-        return recipe.MXFP8BlockScaling(fp8_format=fmt, **high)
+        return _made(recipe.MXFP8BlockScaling, fp8_format=fmt, **high)
     blockwise = precision.scaling == "blockwise"
     kind = recipe.Float8BlockScaling if blockwise else recipe.Float8CurrentScaling
-    made = kind(fp8_format=fmt, **high)
+    made = _made(kind, fp8_format=fmt, **high)
     # TE reads this setting off the recipe object, and offers an environment variable to set it.
-    scales = recipe.QParams(power_2_scale=precision.pow2_scales, amax_epsilon=0.0)
+    scales = _made(
+        recipe.QParams, power_2_scale=precision.pow2_scales, amax_epsilon=0.0
+    )  # fmt: skip
     made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = scales
+    return made
+
+
+def _made(kind: Any, **settings: Any) -> Any:
+    """An object of TE with these settings, each of which it must have taken."""
+    made = kind(**settings)
+    dropped = [name for name, value in settings.items() if getattr(made, name, None) != value]
+    if dropped:
+        raise PrecisionError(
+            f"this Transformer Engine ignores {' and '.join(dropped)}",
+            where=f"{kind.__module__}.{kind.__name__}",
+            why="its recipes drop settings that they do not know, without an error",
+            fix="install transformer-engine 2.20, or choose another backend or scaling",
+        )
     return made
 
 
@@ -96,6 +123,12 @@ class TransformerEngineBackend(Backend):
     def __init__(self, precision: PrecisionConfig, layers: int) -> None:
         super().__init__(precision)
         self.recipe = te_recipe(precision)
+        if precision.scaling == "nvfp4":
+            from transformer_engine.pytorch import NVFP4Quantizer
+
+            # The first quantizer makes TE's Hadamard matrix, by a product (2.20): here, and not in
+            # the forward of the first layer, where the proof would count it as BF16.
+            NVFP4Quantizer()
         self._engines: list[Any] = []
         self._inside = 0
 
@@ -134,7 +167,12 @@ class TransformerEngineBackend(Backend):
                 context.__exit__(None, None, None)
 
     def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """A gradient-checkpointing function whose recomputation runs under the same recipe."""
+        """A gradient-checkpointing function whose recomputation runs under the same recipe.
+
+        Re-entrant recomputation enters an autocast of its own in backward. There TE takes every
+        layer for the first, and updates the scales of gradients after each: the same histories,
+        since the others have no new amax then, but a reduction a layer over several processes.
+        """
         from transformer_engine.pytorch.distributed import get_activation_recompute_contexts
 
         @wraps(checkpoint)
@@ -164,7 +202,9 @@ class TransformerEngineBackend(Backend):
         return states[wanted][index] if wanted in states else None
 
     def effective(self) -> dict[str, Any]:
-        return {"engine": "transformer_engine", "recipe": repr(self.recipe)}
+        # Not `repr(recipe)`, which leaves `amax_compute_algo` out (2.20).
+        settings = {n: _plain(v) for n, v in vars(self.recipe).items() if not n.startswith("_")}
+        return {"engine": "transformer_engine", "recipe": type(self.recipe).__name__} | settings
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {
@@ -190,3 +230,12 @@ def _delayed_states(engine: Any) -> Iterator[tuple[str, Any]]:
         state = engine.fp8_meta.get(direction)
         if state is not None and getattr(state, "amax_history", None) is not None:
             yield direction, state
+
+
+def _plain(value: Any) -> Any:
+    """A setting of a recipe, for JSON: formats by name, parameters as a table."""
+    if isinstance(value, Enum):
+        return value.name
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value if isinstance(value, (str, bool, int, float)) or value is None else repr(value)

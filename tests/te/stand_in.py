@@ -1,6 +1,8 @@
-"""A stand-in for Transformer Engine 2.x, with the contract of the real layer, that runs on a CPU.
+"""A small Transformer Engine of our own, where the wheel of the real one is missing.
 
-It keeps what our backend relies on, as read in TE 2.20's sources, and is strict about it:
+`pytest` must test the backend in a fresh clone, without a download: so this fall-back stays, under
+the same fixture and the same assertions as the engine's own Python (`loading`). It has the contract
+that our backend relies on, and is strict about it:
 
 * `te.Linear(in_features, out_features, bias=, params_dtype=, device=)`; FP8 only inside
   `te.autocast(enabled, recipe=)`, BF16 outside it, as in TE;
@@ -8,11 +10,11 @@ It keeps what our backend relies on, as read in TE 2.20's sources, and is strict
 * all GEMMs go through `transformer_engine_torch.generic_gemm(A, transa, B, transb, ...)`, in
   layouts TN (fprop), NN (dgrad), NT (wgrad), with A the weight or the input;
 * no wgrad for a frozen weight;
-* delayed scaling: amaxes enter row 0 of each history; leaving the outermost autocast with gradients
-  enabled rolls every forward history and sets the scales; during recomputation the scales of the
-  first forward are used.
+* delayed scaling: amaxes enter row 0 of each history. Leaving the outermost autocast with gradients
+  enabled updates every forward scale, the backward of the first layer of an autocast those of
+  gradients. During recomputation the scales of the first forward are used.
 
-Rounding is that of `finetune.precision.formats`.
+Rounding is that of `finetune.precision.formats`; block recipes are cast with one scale a tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import enum
 import importlib.machinery
 import sys
 import types
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import torch
@@ -90,9 +92,16 @@ class State:
 
     depth = 0
     recipe = None
+    first = False  # no layer has run in this autocast
     layers: list = []
-    updates = 0
+    updates: Counter = Counter()
     region = None  # None, "first" or "again"
+
+
+def update(direction):
+    State.updates[direction] += bool(State.layers)
+    for layer in State.layers:
+        layer.fp8_meta[{"forward": "scaling_fwd", "backward": "scaling_bwd"}[direction]].update()
 
 
 class autocast:  # noqa: N801 - TE's name
@@ -102,6 +111,7 @@ class autocast:  # noqa: N801 - TE's name
     def __enter__(self):
         self.previous = State.recipe
         State.recipe = self.recipe if self.enabled else None
+        State.first = State.first or not State.depth
         State.depth += 1
         return self
 
@@ -109,29 +119,28 @@ class autocast:  # noqa: N801 - TE's name
         State.recipe = self.previous
         State.depth -= 1
         if self.enabled and State.depth == 0 and torch.is_grad_enabled():
-            State.updates += 1
-            for layer in State.layers:
-                layer.fp8_meta["scaling_fwd"].update(self.recipe)
+            update("forward")
 
 
 class ScalingState:
     def __init__(self, recipe, tensors, dtype):
         self.amax_history = torch.zeros(recipe.amax_history_len, tensors)
         self.scale = torch.ones(tensors)
-        self.dtype = dtype
+        self.recipe, self.dtype = recipe, dtype
 
     def cast(self, index, x):
         self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], amax(x))
         scale = self.scale[index].clone()
         return Quantised(None, cast(x, scale, self.dtype), scale)
 
-    def update(self, recipe):
-        algo = recipe.amax_compute_algo
-        window = self.amax_history.amax(0) if algo == "max" else self.amax_history[0]
-        new = self.dtype.max / window.clamp(min=1e-30) / 2**recipe.margin
-        self.scale.copy_(torch.where(window > 0, new, self.scale))
-        self.amax_history.copy_(self.amax_history.roll(-1, 0))
-        self.amax_history[0] = 0
+    def update(self):
+        last = self.amax_history[0].clone()
+        window = self.amax_history.amax(0) if self.recipe.amax_compute_algo == "max" else last
+        new = self.dtype.max / window / 2**self.recipe.margin
+        self.scale.copy_(torch.where(last > 0, new, self.scale))  # an idle operand keeps all
+        rolled = self.amax_history.roll(-1, 0)
+        rolled[0] = 0
+        self.amax_history.copy_(torch.where(last > 0, rolled, self.amax_history))
 
 
 class Quantised:
@@ -171,6 +180,7 @@ class _Linear(torch.autograd.Function):
         gemm = sys.modules["transformer_engine_torch"].generic_gemm
         ctx.layer, ctx.dtype, ctx.types = layer, dtype, (x.dtype, w.dtype)
         ctx.fp8 = State.recipe is not None
+        ctx.first, State.first = State.first, False
         if not ctx.fp8:
             xq, wq = x.to(dtype), w.to(dtype)
         else:
@@ -196,6 +206,8 @@ class _Linear(torch.autograd.Function):
             dx = gemm(wq, False, gq, False, out_dtype=ctx.dtype)[0].to(ctx.types[0])
         if ctx.needs_input_grad[1]:
             dw = gemm(xq, False, gq, True, out_dtype=ctx.dtype)[0].to(ctx.types[1])
+        if ctx.fp8 and ctx.first:
+            update("backward")
         return dx, dw, None, None
 
 
@@ -266,69 +278,51 @@ def get_activation_recompute_contexts():
     return _phase("first"), _phase("again")
 
 
-def install(monkeypatch) -> None:
-    """Put the stand-in where `transformer_engine` would be, for one test."""
-    State.depth, State.recipe, State.layers, State.updates, State.region = 0, None, [], 0, None
+class Engine:
+    """The stand-in in force; the same as `loading.Engine`."""
 
-    def module(name, **attributes):
-        made = types.ModuleType(name)
-        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        made.__dict__.update(attributes)
-        monkeypatch.setitem(sys.modules, name, made)
-        return made
+    is_real = False
 
-    recipe = module(
-        "transformer_engine.common.recipe",
-        Format=Format,
-        DelayedScaling=DelayedScaling,
-        Float8CurrentScaling=Float8CurrentScaling,
-        Float8BlockScaling=Float8BlockScaling,
-        MXFP8BlockScaling=MXFP8BlockScaling,
-        NVFP4BlockScaling=NVFP4BlockScaling,
-        QParams=QParams,
-    )
-    common = module("transformer_engine.common", recipe=recipe)
-    distributed = module(
-        "transformer_engine.pytorch.distributed",
-        get_activation_recompute_contexts=get_activation_recompute_contexts,
-    )
-    pytorch = module(
-        "transformer_engine.pytorch", Linear=Linear, autocast=autocast, distributed=distributed
-    )
-    module("transformer_engine", common=common, pytorch=pytorch, __version__="2.20.2")
-    module("transformer_engine_torch", generic_gemm=generic_gemm)
+    def __init__(self, patch, capability=(9, 0)):
+        State.depth, State.recipe, State.layers, State.region = 0, None, [], None
+        State.updates = Counter()
 
+        def module(name, **attributes):
+            made = types.ModuleType(name)
+            made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            made.__dict__.update(attributes)
+            patch.setitem(sys.modules, name, made)
+            return made
 
-def install_for_accelerate(monkeypatch) -> type[Linear]:
-    """`install`, and make Accelerate take the stand-in for the API that it calls itself.
+        recipes = (
+            Format, DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling,
+            NVFP4BlockScaling, QParams,
+        )  # fmt: skip
+        recipe = module("transformer_engine.common.recipe", **{r.__name__: r for r in recipes})
+        common = module("transformer_engine.common", recipe=recipe)
+        contexts = {"get_activation_recompute_contexts": get_activation_recompute_contexts}
+        distributed = module("transformer_engine.pytorch.distributed", **contexts)
+        parts = {"Linear": Linear, "autocast": autocast, "distributed": distributed}
+        parts["NVFP4Quantizer"] = object
+        pytorch = module("transformer_engine.pytorch", **parts)
+        module("transformer_engine", common=common, pytorch=pytorch, __version__="2.20.2")
+        module("transformer_engine_torch", generic_gemm=generic_gemm)
 
-    Accelerate builds `te.Linear` in place of each linear layer and runs the model under
-    `fp8_autocast`. Returns the class of the layers that it builds.
-    """
-    import accelerate.accelerator
-    import accelerate.utils.dataclasses
-    import accelerate.utils.imports
-    import accelerate.utils.transformer_engine as at
+    def become(self, capability):
+        """The stand-in is the same on every GPU."""
 
-    install(monkeypatch)
-    te = sys.modules["transformer_engine.pytorch"]
-    te.LayerNorm, te.TransformerLayer = nn.LayerNorm, type("TransformerLayer", (nn.Module,), {})
-    te.fp8_autocast = lambda enabled=True, fp8_recipe=None: autocast(enabled, fp8_recipe)
-    fp8 = types.ModuleType("transformer_engine.pytorch.fp8")
-    fp8.check_mxfp8_support = lambda: (False, "stand-in")
-    te.fp8 = fp8
-    monkeypatch.setitem(sys.modules, fp8.__name__, fp8)
+    updates = property(lambda _: State.updates)
+    depth = property(lambda _: State.depth)
+    in_fp8 = property(lambda _: State.recipe is not None)
+    layers = property(lambda _: len(State.layers))
 
-    class AccelerateLinear(Linear):
-        def __init__(self, *args, params_dtype=None, device=None, **kwargs):
-            super().__init__(*args, params_dtype=params_dtype, device=device or "cpu", **kwargs)
+    def watch_forwards(self, patch):
+        """A list that grows by an entry a forward of a layer: True in FP8."""
+        seen, forward = [], _Linear.forward
 
-        def forward(self, x):
-            return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+        def watched(ctx, *args):
+            seen.append(self.in_fp8)
+            return forward(ctx, *args)
 
-    te.Linear = AccelerateLinear
-    for where in (
-        accelerate.utils.imports, accelerate.utils.dataclasses, at, accelerate.accelerator,
-    ):  # fmt: skip
-        monkeypatch.setattr(where, "is_transformer_engine_available", lambda: True)
-    return AccelerateLinear
+        patch.setattr(_Linear, "forward", staticmethod(watched))
+        return seen
