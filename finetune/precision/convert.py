@@ -22,7 +22,7 @@ from finetune.errors import ConversionError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.layers import iter_weights
-from finetune.precision.lora import AdaptedMixin, FusedMixin, iter_fusable
+from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
 from finetune.precision.planner import PrecisionPlan
@@ -40,6 +40,7 @@ class Conversion:
         backend: engine of layers that keep their weights, None without such FP8 layers.
         frozen: engine of layers with weights stored in FP8, None without them.
         fused: PEFT's layers whose adapters are fused with their base.
+        adapters: their adapters in the compute type.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
         proof: observer of the model's steps, if it trains.
@@ -57,6 +58,7 @@ class Conversion:
         self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self.fused: list[nn.Module] = []
+        self.adapters = LowAdapters(self.fused)
         self.compiled: list[nn.Module] = []
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
@@ -94,7 +96,8 @@ class Conversion:
         fused = iter_fusable(self.model) if self.plan.precision.fused_adapters else ()
         for name, module in list(fused):
             self._swap(module.base_layer, AdaptedMixin)
-            self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
+            facts = {"fp8_name": name, "fp8_together": self.adapters, "fp8_low": ()}
+            self._swap(module, FusedMixin, fp8_observers=[], **facts)
             self.fused.append(module)
         self._swap(self.model, RootMixin, **{ATTRIBUTE: self})
         self._applied = True
@@ -148,7 +151,8 @@ class Conversion:
             module.__dict__["_gradient_checkpointing_func"] = function
         for module in self.compiled:
             module._compiled_call_impl = None
-        self._swapped, self._checkpointed, self.compiled, self.fused = [], [], [], []
+        self._swapped, self._checkpointed, self.compiled = [], [], []
+        self.fused.clear()
         self.around.clear()
         self._applied = False
         if self.proof is not None:
@@ -165,6 +169,7 @@ class Conversion:
         for module in self.model.modules():
             if type(module).__name__ in names and not isinstance(module, ParameterMixin):
                 module.compile()
+                self.adapters.compiled(module)
                 if self.backend is not None:
                     self.backend.compiled(module)
                 self.compiled.append(module)
@@ -184,6 +189,8 @@ class Conversion:
                 low = steps = self.follows()
                 for engine in self.engines:
                     stack.enter_context(engine.computing(low=low))
+            if low:
+                stack.enter_context(self.adapters.passes.whole_model())
             if self.backend is not None:
                 if steps and not in_backward():
                     if self.backend.wraps_checkpointing:

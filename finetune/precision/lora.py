@@ -14,10 +14,11 @@ dA needs x, which in LoRA is most of what a layer keeps for backward. Where the 
 FP8, the codes that fprop made of x can be kept instead, at half the bytes: x̂ = codes · scale, with
 its scale folded into u. Siblings fed the same tensor keep the same codes.
 
-Adapters are float32 masters (or of the user's type), computed in the type of autocast, and never in
-FP8 at any rank. PEFT's module, names and files do not change; only the class of its layer does, and
-only training is fused. Dropout, several active adapters, DoRA and other variants, and biases of
-adapters run in PEFT's own forward, with the same base.
+Adapters are float32 masters (or of the user's type), computed in the type of autocast, to which all
+of a model are cast together in each forward pass (`LowAdapters`), and never in FP8 at any rank.
+PEFT's module, names and files do not change; only the class of its layer does, and only training
+is fused. Dropout, several active adapters, DoRA and other variants, and biases of adapters run in
+PEFT's own forward, with the same base.
 
 Hooks on the base layer run around base and adapter; those on `lora_A` and `lora_B` are not called,
 as these modules are not.
@@ -39,18 +40,24 @@ from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
 from finetune.precision.layers import by_rows, compute_dtype, is_conv1d, linear_shape
 from finetune.precision.overrides import OverrideMixin
+from finetune.precision.passes import Passes, feed
 from finetune.precision.stored import StoredMixin, refuse_merge
 from finetune.precision.swap import Swapped, weight_matrix
 from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop
 
 
 class Adapter(NamedTuple):
-    """Masters [r, K] and [N, r] of an adapter, its s, and their names for observers of GEMMs."""
+    """Masters [r, K] and [N, r] of an adapter, its s, and their names for observers of GEMMs.
+
+    Attributes:
+        low: both in the compute type, or () where they have not been cast.
+    """
 
     a: Tensor
     b: Tensor
     scaling: float
     owners: tuple[Owner, Owner]
+    low: tuple[Tensor, ...] = ()
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -70,6 +77,7 @@ class AdaptedLinear(torch.autograd.Function):
         s: float,
         how: Arithmetic | None,
         owners: tuple[Owner, Owner],
+        *low: Tensor,
     ) -> Tensor:
         """x [M, K] -> y [M, N] in the type of `x`.
 
@@ -79,7 +87,10 @@ class AdaptedLinear(torch.autograd.Function):
             w, w_inverse: weight [N, K]: codes and scales, or a plain matrix and None.
             a, b: masters of the adapter, [r, K] and [N, r].
             how: arithmetic of the base, None for a plain matmul.
+            low: a and b in the type of `x`, if they have been cast.
         """
+        ctx.dtypes = a.dtype, b.dtype
+        a, b = low or (a, b)
         low_a, low_b = a.to(x.dtype), b.to(x.dtype)
         if how is None:
             y = x @ w.t().to(x.dtype)  # [M, K] @ [K, N]
@@ -87,7 +98,7 @@ class AdaptedLinear(torch.autograd.Function):
             assert w_inverse is not None
             y = fprop(x, (values, x_inverse), w, w_inverse, how)  # [M, K] @ [K, N]
         with multiplying(owners[0], a):
-            t = torch.mm(x, low_a.t()).mul_(s)  # [M, K] @ [K, r]
+            t = times(x, low_a.t(), s)  # [M, K] @ [K, r]
         with multiplying(owners[1], b):
             y = y.addmm_(t, low_b.t())  # [M, r] @ [r, N]
         saved = (x, None) if kept is None else (kept, x_inverse)
@@ -111,18 +122,71 @@ class AdaptedLinear(torch.autograd.Function):
             dx = g @ w.to(dtype) if plain else dgrad(g, w, w_inverse, ctx.how)  # [M, N] @ [N, K]
         if needs_x or needs_a:
             with multiplying(of_b, b, backward=True):
-                u = torch.mm(g, low_b).mul_(ctx.s)  # [M, N] @ [N, r]
+                u = times(g, low_b, ctx.s)  # [M, N] @ [N, r]
         with multiplying(of_a, a, backward=True):
             if dx is not None:
                 dx = dx.addmm_(u, low_a)  # [M, r] @ [r, K]
             if needs_a:
                 if x_inverse is not None:  # x̂ = codes · scale: the scale goes into u
                     x, u = decode_bits(x.view(torch.uint8)), u * x_inverse
-                da = torch.mm(u.t().to(dtype), x.to(dtype)).to(a.dtype)  # [r, M] @ [M, K]
+                da = torch.mm(u.t().to(dtype), x.to(dtype)).to(ctx.dtypes[0])  # [r, M] @ [M, K]
         if needs_b:
             with multiplying(of_b, b, backward=True):
-                db = torch.mm(g.t(), t.to(dtype)).to(b.dtype)  # [N, M] @ [M, r]
-        return dx, None, None, None, None, None, da, db, None, None, None
+                db = torch.mm(g.t(), t.to(dtype)).to(ctx.dtypes[1])  # [N, M] @ [M, r]
+        nones = (None,) * (len(ctx.needs_input_grad) - 8)
+        return dx, None, None, None, None, None, da, db, *nones
+
+
+def times(x: Tensor, w: Tensor, s: float) -> Tensor:
+    """`s · (x w)`, the factor applied by the GEMM: [M, K] @ [K, N]."""
+    return torch.addmm(x.new_empty(()), x, w, beta=0, alpha=s)  # beta=0: the sum is not read
+
+
+class LowAdapters:
+    """Adapters of a model in the compute type, cast together when a forward pass begins.
+
+    One at a time they are two kernels in each layer's forward, recomputation and backward. They are
+    cast in each pass, though steps are fewer: to look whether one has changed costs as much.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.passes, self._layers = Passes(), layers
+        self._made_in = -1
+        self._used: dict[int, int] = {}
+        self._low: dict[int, tuple[Tensor, ...]] = {}
+
+    def of(self, layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """A and B of a layer in `dtype`; () where they are to be cast alone, or not at all."""
+        key = id(layer)
+        self._used[key] = self.passes.of_use(self._used.get(key))
+        if self._made_in != self.passes.number:
+            self._made_in = self.passes.number
+            self._cast(dtype)
+        a, b, *low = self._low.get(key, (None, None))
+        same = low and low[0].dtype is dtype and a is active(layer)[0] and b is active(layer)[1]
+        return tuple(low) if same else ()
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        fused = [layer for layer in self._layers if layer.training and not why_not_fused(layer)]
+        masters = [active(layer) for layer in fused]
+        flat = [p for pair in masters for p in pair]
+        self._low = {}
+        # Shards are gathered layer by layer (FSDP), after this: each layer casts for itself.
+        if any(type(p) is not nn.Parameter or p.dtype is dtype for p in flat):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            low = [torch.empty_like(p, dtype=dtype, requires_grad=False) for p in flat]
+            if flat:
+                torch._foreach_copy_(low, flat)
+        pairs = zip(fused, masters, low[::2], low[1::2], strict=True)
+        self._low = {id(layer): (*pair, a, b) for layer, pair, a, b in pairs}
+
+    def compiled(self, layer: nn.Module) -> None:
+        """Prepare a decoder layer that is compiled now, which calls `layer._compiled_call_impl`."""
+        inside = {id(m) for m in layer.modules()}
+        fused = [m for m in self._layers if id(m) in inside]
+        if fused:
+            feed(layer, "fp8_low", lambda x: [(m, self.of(m, compute_dtype(x))) for m in fused])
 
 
 class AdaptedMixin(Swapped):
@@ -135,7 +199,7 @@ class AdaptedMixin(Swapped):
         if adapter is None:
             return super().forward(input)
         values = x_inverse = kept = inverse = how = None
-        w, (a, b, s, owners) = weight_matrix(self), adapter
+        w, (a, b, s, owners, low) = weight_matrix(self), adapter
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
         if isinstance(self, FrozenMixin):
@@ -148,7 +212,9 @@ class AdaptedMixin(Swapped):
                 kept = None if kept is None else kept.view(torch.uint8)
 
         def multiply(x: Tensor) -> Tensor:
-            return AdaptedLinear.apply(x, values, x_inverse, kept, w, inverse, a, b, s, how, owners)
+            return AdaptedLinear.apply(
+                x, values, x_inverse, kept, w, inverse, a, b, s, how, owners, *low
+            )
 
         return by_rows(input, self.bias, multiply)
 
@@ -157,22 +223,24 @@ class FusedMixin(ObservedMixin):
     """Mixin of PEFT's LoRA layer: in training its adapter is passed to the base."""
 
     fp8_name: str
+    fp8_together: LowAdapters
+    fp8_low: tuple[Tensor, ...]
     base_layer: nn.Module
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         this: Any = self
-        active = [name for name in this.active_adapters if name in this.lora_A]
-        if args or kwargs or not this.training or why_not_fused(this, active):
+        if args or kwargs or not this.training or why_not_fused(this):
             return self.plain_class.forward(this, x, *args, **kwargs)
-        (name,) = active
+        (name,) = active_names(this)
         # Without observers a compiled layer must not depend on its name: each decoder layer would
         # be a graph of its own, and those past `torch._dynamo.config.recompile_limit` none.
         a_name = b_name = ""
         if self.fp8_observers:
             a_name, b_name = (f"{self.fp8_name}.lora_{which}.{name}" for which in "AB")
         owners = Owner(a_name, self.fp8_observers), Owner(b_name, self.fp8_observers)
-        a, b = this.lora_A[name].weight, this.lora_B[name].weight
-        return self.base_layer(x, Adapter(a, b, float(this.scaling[name]), owners))
+        compiling = torch.compiler.is_compiling()
+        low = self.fp8_low if compiling else self.fp8_together.of(this, compute_dtype(x))
+        return self.base_layer(x, Adapter(*active(this), float(this.scaling[name]), owners, low))
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.base_layer, StoredMixin):
@@ -180,8 +248,20 @@ class FusedMixin(ObservedMixin):
         self.plain_class.merge(self, *args, **kwargs)
 
 
-def why_not_fused(layer: Any, active: list[str]) -> str:
+def active_names(layer: Any) -> list[str]:
+    """Names of the active adapters of one of PEFT's layers."""
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def active(layer: Any) -> tuple[Tensor, Tensor]:
+    """Masters A and B of the active adapter."""
+    (name,) = active_names(layer)
+    return layer.lora_A[name].weight, layer.lora_B[name].weight
+
+
+def why_not_fused(layer: Any) -> str:
     """The reason why PEFT's own forward runs, or "" if the fused function can."""
+    active = active_names(layer)
     if not isinstance(layer.base_layer, AdaptedMixin):  # `disabled` for a while
         return "the base layer is not its own"
     if layer.base_layer.weight.requires_grad:
@@ -200,10 +280,7 @@ def why_not_fused(layer: Any, active: list[str]) -> str:
 
 def fused_adapters(layers: Iterable[Any]) -> str:
     """Number of PEFT's layers fused with their base, and the reasons of the others."""
-    reasons = Counter(
-        why_not_fused(layer, [name for name in layer.active_adapters if name in layer.lora_A])
-        for layer in layers
-    )
+    reasons = Counter(why_not_fused(layer) for layer in layers)
     if not reasons:
         return ""
     left = [f"{count} as PEFT has them: {why}" for why, count in reasons.items() if why]

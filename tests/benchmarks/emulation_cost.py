@@ -3,7 +3,8 @@
 One training step of the packaged model in each precision in turn, many times over, so that whatever
 else the machine does meets them all alike. A ratio is that of the step times of the same round;
 shown are the median over rounds and the quartiles. `--exact` multiplies in float32
-(`precision.emulation=exact`).
+(`precision.emulation=exact`). `--kept` runs each with `precision.fp8_params` too, which pays where
+an update has several micro-steps (`--micro-steps`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from finetune.training.model import TINY_LLAMA
 BASELINE = "bf16"
 
 
-def precisions(emulation: str) -> dict[str, PrecisionConfig]:
-    """Everything that emulates: our backend with every scaling, torchao's with what it has."""
+def precisions(emulation: str, *, kept: bool) -> dict[str, PrecisionConfig]:
+    """Everything that emulates: our backend with every scaling, torchao's with what it has.
+
+    Args:
+        kept: with codes of weights kept between steps, too.
+    """
     found = {}
     for backend in get_args(BackendName):
         for scaling in get_args(Scaling):
@@ -43,6 +48,8 @@ def precisions(emulation: str) -> dict[str, PrecisionConfig]:
             )
             if backend != "te" and engine_verdict(backend, p):
                 found[f"{backend} {scaling}"] = p
+                if kept:
+                    found[f"{backend} {scaling}, kept"] = p.model_copy(update={"fp8_params": True})
     return found
 
 
@@ -57,12 +64,13 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.ids = torch.randint(3, 1500, (rows, length))
 
-    def step(self) -> float:
+    def step(self, micro_steps: int) -> float:
         """Seconds of one step."""
         started = time.perf_counter()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss: Any = self.model(input_ids=self.ids, labels=self.ids).loss
-        loss.backward()
+        for _ in range(micro_steps):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss: Any = self.model(input_ids=self.ids, labels=self.ids).loss
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - started
@@ -73,16 +81,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rows", type=int, default=8, help="as in the recipe tiny_full")
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--micro-steps", type=int, default=1, help="for each optimizer step")
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--kept", action="store_true")
+    parser.add_argument("--only", default="", help="part of the names to run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    asked = precisions("exact" if arguments.exact else "allow")
+    every = precisions("exact" if arguments.exact else "allow", kept=arguments.kept)
+    asked = {name: p for name, p in every.items() if arguments.only in name}
     shape = arguments.rows, arguments.length
     runs = {name: Run(p, *shape) for name, p in {BASELINE: None, **asked}.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(arguments.steps + 3):
         for name, run in runs.items():
-            seconds = run.step()
+            seconds = run.step(arguments.micro_steps)
             if round_ >= 3:
                 times[name].append(seconds)
     print(f"BF16 step: {statistics.median(times[BASELINE]) * 1e3:.0f} ms, {shape[0]} x {shape[1]}")

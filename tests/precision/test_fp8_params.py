@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torchao.float8 import float8_scaling_utils
@@ -30,7 +29,7 @@ from finetune.precision.backends.torchao import quantize_weight
 from finetune.precision.formats import matrix_hash, mix_bits, row_hashes
 from finetune.precision.scaling import BlockwiseRule, MxRule, NvRule, RowwiseRule, TensorwiseRule
 from finetune.training import session
-from tests.conftest import batch
+from tests.conftest import batch, reads_a_master
 
 RULES = (TensorwiseRule, RowwiseRule, BlockwiseRule, MxRule, NvRule)
 ENGINES = ("emulated", "torchao")
@@ -159,27 +158,22 @@ def test_a_weight_is_cast_once_an_update(backend, scaling, ways, reentrant, cast
     ("backend", "scaling", "ways"),
     [("emulated", "tensorwise", 1), ("torchao", "rowwise", 2)],
 )
-def test_compiled_layers_read_codes_alone(make_llama, monkeypatch, backend, scaling, ways) -> None:
+def test_compiled_layers_read_codes_alone(
+    make_llama, monkeypatch, captured, backend, scaling, ways
+) -> None:
     """One graph, which never reads a weight in high precision; one cast an update before it."""
-    graphs: list[torch.fx.GraphModule] = []
     cast_ahead: list[int] = []
-    compile, get = nn.Module.compile, WeightCache.get
+    get = WeightCache.get
 
     def counted(self, w, way, cast):
         return get(self, w, way, lambda w: (cast_ahead.append(1), cast(w))[1])
 
-    def kept(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    capture = aot_autograd(fw_compiler=kept, bw_compiler=kept)
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compile(self, backend=capture))
     monkeypatch.setattr(WeightCache, "get", counted)
 
     def run(held: bool) -> list[float]:
         torch._dynamo.reset()
         counters.clear()
-        graphs.clear()
+        captured.clear()
         model = make_llama().train()
         model.activation_checkpointing_enable({"use_reentrant": False})
         convert_to(model, fp8(scaling, backend, fp8_params=held)).compile_layers()
@@ -198,10 +192,10 @@ def test_compiled_layers_read_codes_alone(make_llama, monkeypatch, backend, scal
 
     plain = run(held=False)
     assert not cast_ahead
-    assert any(map(reads_a_master, graphs))
+    assert any(map(reads_a_master, captured))
     assert run(held=True) == plain
     assert len(cast_ahead) == 2 * 14 * ways
-    assert not any(map(reads_a_master, graphs))
+    assert not any(map(reads_a_master, captured))
 
 
 @pytest.mark.slow
@@ -219,25 +213,6 @@ def test_the_compiled_cast_and_hash_have_the_same_bits() -> None:
                 assert torch.equal(a.float(), b.float())
                 assert a.stride() == b.stride()
         assert torch.equal(matrix_hash(w, compiled_once(mix_bits)), matrix_hash(w))
-
-
-def reads_a_master(graph: torch.fx.GraphModule) -> bool:
-    """True if some node computes with a float32 matrix that the graph was given."""
-    pending = [
-        node
-        for node in graph.graph.nodes
-        if node.op == "placeholder"
-        and isinstance(value := node.meta.get("val"), torch.Tensor)
-        and (value.dtype, value.dim()) == (torch.float32, 2)
-        and min(value.shape) > 1  # no scale
-    ]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "call_function" and user.target in (torch.ops.aten.t.default,):
-                pending.append(user)
-            elif user.op != "output":
-                return True
-    return False
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -377,6 +352,16 @@ def test_any_order_of_events_leaves_nothing_stale(backend, seed) -> None:
                 model.train()
             results.append(y)
         assert torch.equal(*results), event
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_a_weight_that_is_no_number_stays_visible(backend, odd) -> None:
+    model = nn.Sequential(nn.Linear(64, 32))
+    with torch.no_grad():
+        model[0].weight[3, 5] = odd
+    convert_to(model, fp8(backend=backend, fp8_params=True))
+    assert not model(torch.randn(16, 64)).isfinite().all()
 
 
 def test_one_weight_of_a_million_is_noticed() -> None:

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
 from finetune.precision.formats import matrix_hash, mix_bits
+from finetune.precision.passes import Passes, feed
 from finetune.precision.planner import LayerPlan
 from finetune.precision.swap import weight_matrix
 
@@ -85,18 +86,8 @@ class WeightCache(Generic[T]):
         self.fused = False
         self.updates = Updates()
         self._entries: dict[Hashable, _Entry[T]] = {}
-        self._pass, self._checked, self._step = 0, 0, 0
-        self._inside = False
-
-    @contextlib.contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Context of a forward pass of the whole model, before which bits are compared."""
-        before, self._inside = self._inside, True
-        self._pass += not before
-        try:
-            yield
-        finally:
-            self._inside = before
+        self.passes = Passes()
+        self._checked, self._step = 0, 0
 
     def get(self, w: Tensor, way: Hashable, cast: Callable[[Tensor], T]) -> T:
         """Codes of a weight [N, K], kept or cast anew.
@@ -123,9 +114,9 @@ class WeightCache(Generic[T]):
         if entry is None:
             # A graph that still waits for its backward keeps the codes that it was made with.
             kept = w.detach()
-            entry = _Entry(kept, w._version, step, self._hash(kept), self._pass)
+            entry = _Entry(kept, w._version, step, self._hash(kept), self.passes.number)
             self._entries[address] = entry
-        entry.used_in = self._pass
+        entry.used_in = self.passes.number
         if way not in entry.codes:
             with torch.inference_mode(False), torch.no_grad():
                 entry.codes[way] = cast(entry.weight)
@@ -134,12 +125,10 @@ class WeightCache(Generic[T]):
     def _look(self, address: Hashable) -> None:
         """Begin a forward pass where one begins: compare bits, and drop what nothing uses."""
         entry = self._entries.get(address)
-        # Parts of a model are called without the whole: a second call of one is another pass.
-        if entry is not None and entry.used_in == self._pass and not self._inside:
-            self._pass += 1
-        if self._checked == self._pass:
+        number = self.passes.of_use(entry.used_in if entry is not None else None)
+        if self._checked == number:
             return
-        self._checked = self._pass
+        self._checked = number
         if self._step != self.updates.count:
             used = {k: e for k, e in self._entries.items() if e.step >= self._step}
             self._entries, self._step = used, self.updates.count
@@ -182,7 +171,7 @@ class CachedBackend(Backend):
         return {"fp8_codes": ()}
 
     def region(self) -> contextlib.AbstractContextManager[None]:
-        return super().region() if self.cache is None else self.cache.forward_pass()
+        return super().region() if self.cache is None else self.cache.passes.whole_model()
 
     def codes_for(self, layer: Any, w: Tensor) -> tuple[Any, ...]:
         """Codes of the weight [N, K] of a layer with these attributes, () without a cache.
@@ -201,17 +190,11 @@ class CachedBackend(Backend):
         if self.cache is None:
             return
         self.cache.fused = True
-        run: Any = layer._compiled_call_impl
         inside: list[Any] = [m for m in layer.modules() if isinstance(m, Fp8Mixin)]
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            low = [m for m in inside if m.runs_low and m.fp8_backend is self]
-            try:
-                for m in low:
-                    m.__dict__["fp8_codes"] = self.codes_for(m, weight_matrix(m))
-                return run(*args, **kwargs)
-            finally:  # a compiled region that we do not call must cast for itself
-                for m in low:
-                    m.__dict__["fp8_codes"] = ()
+        def codes(_: Tensor) -> Iterator[tuple[nn.Module, Any]]:
+            for m in inside:
+                if m.runs_low and m.fp8_backend is self:
+                    yield m, self.codes_for(m, weight_matrix(m))
 
-        layer._compiled_call_impl = call
+        feed(layer, "fp8_codes", codes)

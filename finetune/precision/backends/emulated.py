@@ -18,7 +18,7 @@ from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision.backends.base import Fp8Mixin, restore
 from finetune.precision.backends.cached import CachedBackend, WeightCache
-from finetune.precision.formats import E2M1, E4M3, Format, decode
+from finetune.precision.formats import E2M1, E4M3, Format, decode_bits
 from finetune.precision.gemm import Codes, scaled_mm
 from finetune.precision.layers import by_rows, compute_dtype
 from finetune.precision.planner import LayerPlan
@@ -122,7 +122,9 @@ def _unpack(kind: Kind | None, values: Any = None, inverse: Any = None, block: A
     if kind is None:
         return None
     fmt, in_bf16, tile = kind
-    values = values if values.dtype is torch.bfloat16 else decode(values).to(torch.bfloat16)
+    if values.dtype is E4M3.dtype:
+        values = decode_bits(values.view(torch.uint8))
+    values = values.to(torch.bfloat16)
     return Codes(values, inverse, fmt, in_bf16, block, tile)
 
 
@@ -171,7 +173,9 @@ class EmulatedBackend(CachedBackend):
             codes = rule.cast("w", w, dim)
             # E2M1 numbers are E4M3 numbers too, and torch has no four-bit type that computes.
             dtype = E4M3.dtype if codes.fmt is E2M1 else codes.fmt.dtype
-            return _pack(codes._replace(values=codes.values.to(dtype)))
+            # `decode_bits` has no NaN: here it is in the scale.
+            inverse = codes.inverse.masked_fill(codes.values.isnan().any(), torch.nan)
+            return _pack(codes._replace(values=codes.values.to(dtype), inverse=inverse))
 
         dgrad = "dgrad" not in self.high
         dims = {1} if "fprop" not in self.high or (rule.reuses and dgrad) else set[int]()
