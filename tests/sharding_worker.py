@@ -297,7 +297,8 @@ def recipe_config(case: str, folder: Path) -> RunConfig:
     data["model"] |= {"name": str(folder), "weights": "random", "pad_token": None}
     data["train"] |= {
         "max_length": LENGTH, "per_device_train_batch_size": ROWS, "packing": False,
-        "gradient_accumulation_steps": 1, "fsdp": True, "fsdp_config": {"version": 2}, **train,
+        "gradient_accumulation_steps": 1, "fsdp": True, "fsdp_config": {"version": 2},
+        "gradient_checkpointing": True, **train,
     }  # fmt: skip
     if data["precision"]["compute"] == "fp8":
         data["precision"] |= EMULATED

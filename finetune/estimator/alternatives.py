@@ -84,7 +84,7 @@ def twin_of(measured: Measured) -> Alternative | None:
     typed: tuple[str, ...] = ()
     match config.precision.compute:
         case "fp8":
-            label, precision = "BF16", _bf16(config)
+            label, precision = "BF16", in_bf16(config)
             if measured.compiled:
                 label, typed = "BF16, compiled", ("precision.compile=on",)
                 precision["compile"] = "on"
@@ -100,7 +100,7 @@ def alternatives_of(measured: Measured) -> Iterator[Alternative]:
     """Measure other backends, scalings, storages and optimizers."""
     config = measured.config
     fp8, bf16, nf4 = "precision.compute=fp8", "precision.compute=bf16", "model.storage=nf4"
-    yield _alternative(measured, "BF16", bf16, precision=_bf16(config))
+    yield _alternative(measured, "BF16", bf16, precision=in_bf16(config))
     for scaling in ("tensorwise", "rowwise"):
         typed = (fp8, "precision.backend=torchao", f"precision.scaling={scaling}")
         precision = _fp8(config, scaling, backend="torchao", frozen="bf16")
@@ -118,10 +118,10 @@ def alternatives_of(measured: Measured) -> Iterator[Alternative]:
         typed = (fp8, "precision.frozen=fp8")
         yield _alternative(measured, "FP8 frozen base", *typed, precision=frozen)
         model = {"storage": "nf4"}
-        yield _alternative(measured, "QLoRA", bf16, nf4, precision=_bf16(config), model=model)
+        yield _alternative(measured, "QLoRA", bf16, nf4, precision=in_bf16(config), model=model)
 
 
-def _bf16(config: RunConfig) -> dict[str, Any]:
+def in_bf16(config: RunConfig) -> dict[str, Any]:
     """Precision section of the same run in BF16, without FP8 settings."""
     types = {k: v for k, v in config.precision.map.items() if v != "fp8"}
     return {**_defaults(config), "compute": "bf16", "backend": "auto", "map": types}

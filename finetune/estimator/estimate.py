@@ -14,10 +14,14 @@ from rich.text import Text
 
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.config.schema import RunConfig
+from finetune.config.sft import CHECKPOINTING
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
 from finetune.estimator.alternatives import Alternative, alternatives_of, table_of, twin_of
 from finetune.estimator.caveats import caveats
+from finetune.estimator.knobs import setting
+from finetune.estimator.ladder import Rung, ladder_of
+from finetune.estimator.ladder import table_of as rungs_table
 from finetune.estimator.measure import Measured, changed, check_sizes, measure_well
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.place import Place, place_of
@@ -48,6 +52,7 @@ class Estimate(JupyterMixin):
         measured: Memory and time at a place.
         twin: The same run in BF16 or FP8, whichever it does not use.
         others: Alternatives, if requested.
+        ladder: What each setting of the run brings in speed, from stock settings on.
         advised: Changes that make it fit or faster, if it does not fit or if requested.
         notes: Limits of the estimate and the direction of their error.
         tokens: Tokens of the whole run on all devices; None if unknown.
@@ -58,6 +63,7 @@ class Estimate(JupyterMixin):
     measured: Measured
     twin: Alternative | None = None
     others: tuple[Alternative, ...] = ()
+    ladder: tuple[Rung, ...] = ()
     advised: Advised | None = None
     notes: tuple[str, ...] = ()
     tokens: int | None = None
@@ -108,6 +114,7 @@ class Estimate(JupyterMixin):
             },
             "twin": None if self.twin is None else self.twin.facts(),
             "alternatives": [other.facts() for other in self.others],
+            "ladder": [rung.facts() for rung in self.ladder],
             "advice": None if self.advised is None else self.advised.facts(),
             "notes": list(self.notes),
         }
@@ -125,7 +132,8 @@ class Estimate(JupyterMixin):
             (self.fit, STYLE[self.fit]), f" ({need})",
         )  # fmt: skip
         counts = f"{count(measured.parameters)} parameters, {count(measured.trainable)} trainable"
-        yield Text(counts, "dim")
+        saving = "on" if setting(measured.config, CHECKPOINTING) else "off"
+        yield Text(f"{counts}; gradient checkpointing {saving}", "dim")
         yield Text()
         yield self._memory()
         yield from self._allocator()
@@ -138,6 +146,9 @@ class Estimate(JupyterMixin):
             yield Text()
             yield table_of(beside)
             yield from self._verdict()
+        if self.ladder:
+            yield Text()
+            yield rungs_table(self.ladder)
         if self.advised is not None:
             yield Text()
             yield self.advised
@@ -306,11 +317,13 @@ def estimate(
     steps = int(config.train.get("max_steps", -1))
     if tokens is None and steps > 0 and measured.pace is not None:
         tokens = steps * measured.pace.tokens * place.count
+    other = twin_of(measured) if twin else None
     return Estimate(
         name,
         measured,
-        twin_of(measured) if twin else None,
+        other,
         tuple(alternatives_of(measured)) if alternatives else (),
+        ladder_of(measured, other) if twin else (),
         advise(measured) if advice or (advice is None and measured.fit != "fits") else None,
         caveats(measured),
         tokens,

@@ -98,10 +98,17 @@ class Option:
 
 def decided(config: RunConfig, place: Place) -> RunConfig:
     """The run with `train.gradient_checkpointing: auto` decided: off where a step fits without."""
+    return _decided(config, place)[0]
+
+
+def _decided(config: RunConfig, place: Place) -> tuple[RunConfig, Measured | None]:
+    """The same, and its measurement if that decided."""
     if not decides_checkpointing(config):
-        return config
-    off = with_checkpointing(config, False)
-    return with_checkpointing(config, measure_fast(off, place).fit != "fits")
+        return config, None
+    found = measure_fast(with_checkpointing(config, False), place)
+    if found.fit == "fits":
+        return found.config, found
+    return with_checkpointing(config, True), None
 
 
 def measure_well(config: RunConfig, place: Place, *, whole: bool = False) -> Measured:
@@ -112,9 +119,9 @@ def measure_well(config: RunConfig, place: Place, *, whole: bool = False) -> Mea
     Raises:
         FinetuneError: any error that the run itself would raise.
     """
-    config = decided(config, place)
+    config, found = _decided(config, place)
     if not whole:
-        found = measure_fast(config, place)
+        found = found or measure_fast(config, place)
         taken = found.footprint.allocated + found.footprint.outside
         if abs(taken / place.memory_bytes - 1) > NEARLY:
             return found

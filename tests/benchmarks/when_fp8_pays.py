@@ -2,17 +2,21 @@
 
     python -m tests.benchmarks.when_fp8_pays            # which recipe on which GPU (README)
     python -m tests.benchmarks.when_fp8_pays --tokens   # by tokens of a micro-batch (findings)
+    python -m tests.benchmarks.when_fp8_pays --speeds   # tokens/s and memory of each side
 
 No GPU, no weights and no network: a cell is what `python -m finetune estimate` says. Memory is what
 `nvidia-smi` will show; where it does not fit, the least that is needed. Speed is that of the FP8
 recipe over its BF16 twin, whose decoder layers are compiled as well (`precision.compile=on`): with
 torchao FP8 layers are compiled by default, BF16 ones are not, and that gain is not FP8's.
-`--tokens` shows the ratio over plain BF16 too. Predicted, not measured.
+`--tokens` shows the ratio over plain BF16 too. Recipes that leave gradient checkpointing open have
+it where their own memory needs it; a dagger marks cells where BF16 needs it and FP8 does not.
+Predicted, not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from typing import Any
 
@@ -45,13 +49,20 @@ def cell(recipe: str, gpu: str, gpus: int = 1) -> str:
     tight = "" if found.fit == "fits" else ", tight"
     if not speed:
         return f"{held.shown / GIB:.0f} GiB, BF16{tight}"
-    ratio = faster(found, ask(f"{recipe}_bf16", gpu, gpus, COMPILED))
-    return f"{held.shown / GIB:.0f} GiB, {ratio:.2f}x{tight}"
+    other = ask(f"{recipe}_bf16", gpu, gpus, COMPILED)
+    helped = "†" if checkpoints(other) and not checkpoints(found) else ""
+    return f"{held.shown / GIB:.0f} GiB, {faster(found, other):.2f}x{helped}{tight}"
 
 
 COMPILED = ("precision.compile=on",)
 
 
+def checkpoints(found: Any) -> bool:
+    """True if an estimate is of a run with gradient checkpointing."""
+    return bool(found.measured.config.train["gradient_checkpointing"])
+
+
+@functools.cache
 def ask(recipe: str, gpu: str, gpus: int, overrides: tuple[str, ...] = ()) -> Any:
     """An estimate of this and nothing beside it."""
     from finetune import estimate
@@ -106,12 +117,46 @@ def by_tokens(gpu: str) -> str:
     return "\n".join(lines)
 
 
+SIDES = (
+    ("llama_8b_lora", 1), ("llama_8b_lora32", 1), ("llama_8b_full", 1), ("qwen_7b_lora", 1),
+    ("llama_70b_lora", 8), ("llama_1b_full", 1),
+)  # fmt: skip
+"""Recipes of the table of speeds, and their GPUs."""
+
+
+def speeds(gpus: tuple[str, ...]) -> str:
+    """Markdown: tokens/s of all GPUs and GiB of one, FP8 and compiled BF16; equal checkpointing."""
+    titles = "recipe, GPU | FP8 tokens/s | BF16 tokens/s | FP8 / BF16 | checkpointing | FP8 GiB"
+    titles += " | BF16 GiB | FP8 / BF16 memory"
+    lines = [f"| {titles} |", "|---" * 8 + "|"]
+    for recipe, count in SIDES:
+        for gpu in gpus:
+            fp8 = ask(f"{recipe}_fp8", gpu, count)
+            alike = f"train.gradient_checkpointing={str(checkpoints(fp8)).lower()}"
+            other = ask(f"{recipe}_bf16", gpu, count, (*COMPILED, alike))
+            cells = [f"{x.tokens_per_s:,.0f}" for x in (fp8, other)]
+            cells += [f"{faster(fp8, other):.2f}", "on" if checkpoints(fp8) else "off"]
+            held = [x.measured.footprint.shown / GIB for x in (fp8, other)]
+            fits = ["" if x.fit == "fits" else f", {x.fit}" for x in (fp8, other)]
+            cells += [f"{size:.1f}{fit}" for size, fit in zip(held, fits, strict=True)]
+            cells.append(f"{held[0] / held[1]:.2f}")
+            lines.append(
+                f"| `{recipe}`, {f'{count} x ' * (count > 1)}{gpu} | {' | '.join(cells)} |"
+            )
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--tokens", action="store_true", help="by tokens of a micro-batch")
+    parser.add_argument("--speeds", action="store_true", help="tokens/s and memory of each side")
     parser.add_argument("--gpus", default="", help=f"left out: {','.join(GPUS)}, or H100")
     args = parser.parse_args()
     gpus = tuple(args.gpus.split(",")) if args.gpus else (("H100",) if args.tokens else GPUS)
+    if args.speeds:
+        print(speeds(tuple(gpu for gpu in gpus if gpu != "A100-80GB")))
+        return
     print("\n\n".join(by_tokens(gpu) for gpu in gpus) if args.tokens else choosing(gpus))
 
 

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from finetune.config.recipe import find_recipe, list_recipes, load_recipe
 from finetune.config.schema import RunConfig
-from finetune.config.sft import convert_train, sft_config
+from finetune.config.sft import (
+    convert_train,
+    decides_checkpointing,
+    sft_config,
+    with_checkpointing,
+)
 from finetune.config.yaml import dump_yaml, parse_yaml
 from finetune.errors import ConfigError, RecipeNotFoundError
 
@@ -97,6 +102,8 @@ def test_a_qlora_recipe_is_the_lora_recipe_with_another_storage(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
     config = load_recipe(name, ["~train.fsdp", "~train.fsdp_config"]).config  # needs GPUs
+    if decides_checkpointing(config):  # as preflight does
+        config = with_checkpointing(config, True)
     args = sft_config(config, tmp_path, {}, on_cpu=not torch.cuda.is_available())
     for key in ("learning_rate", "max_length", "per_device_train_batch_size", "seed"):
         assert getattr(args, key) == config.train[key]

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +149,43 @@ def test_a_layer_saves_what_torch_saves(counted, layer) -> None:
     """Bytes that AOTAutograd's own partition of an 8B layer keeps at 8,192 tokens."""
     found = counted[layer]
     assert found["model"]["saved"] == pytest.approx(found["saved"], rel=0.01)
+
+
+PINNED: dict[str, dict[str, Any]] = {
+    "BF16 LoRA": {"saved": 1077, "kernels": (27, 26), "gemms": (21, 35), "moved": (1.49, 2.16)},
+    "FP8 LoRA": {
+        "saved": 708, "kernels": (28, 33), "fp8_gemms": (7, 7), "gemms": (14, 28),
+        "code_stores": (4, 5), "transposes": (0, 7), "moved": (1.77, 3.53),
+    },
+    "BF16 full": {"saved": 1075, "kernels": (6, 6), "gemms": (7, 14), "moved": (1.48, 2.64)},
+    "FP8 full": {
+        "saved": 706, "kernels": (36, 29), "fp8_gemms": (7, 14), "code_stores": (9, 9),
+        "moved": (3.23, 4.84),
+    },
+}  # fmt: skip
+"""Upper bounds of what a compiled layer saves (MB), launches and moves (GB), and exact products."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("triton") is None, reason="Inductor writes no GPU code without it")
+@pytest.mark.parametrize("layer", PINNED)
+def test_a_compiled_layer_launches_and_moves_no_more_than_before(counted, layer) -> None:
+    """Counts in the code that Inductor writes for an H100, forward and backward."""
+    found, pinned = counted[layer], dict(PINNED[layer])
+    phases = [found[name] for name in ("forward", "backward")]
+    assert found["saved"] / 1e6 <= pinned.pop("saved") * 1.01
+    for phase, most in zip(phases, pinned.pop("moved"), strict=True):
+        assert phase["bytes"] / 1e9 <= most * 1.01
+    for phase, most in zip(phases, pinned.pop("kernels"), strict=True):
+        assert phase["kernels"] <= most
+    for key in ("fp8_gemms", "gemms", "code_stores", "transposes"):
+        assert tuple(phase[key] for phase in phases) == pinned.get(key, (0, 0)), key
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("triton") is None, reason="Inductor writes no GPU code without it")
+@pytest.mark.parametrize("layer", PINNED)
+def test_predicted_traffic_is_close_to_inductors(counted, layer) -> None:
+    found = counted[layer]
+    for phase in ("forward", "backward"):
+        assert found["model"][phase] == pytest.approx(found[phase]["bytes"], rel=0.2)

@@ -60,6 +60,7 @@ def config(shape) -> RunConfig:
             "model.weights=random",
             "train.max_length=256",
             "train.packing=false",
+            "train.gradient_checkpointing=true",
         ],
     )
     return recipe.config

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from finetune import load_recipe
 from finetune.config.recipe import list_recipes
 from finetune.config.schema import RunConfig
+from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.errors import RehearsalError
 from finetune.estimator.caveats import caveats
 from finetune.estimator.gate import bound
@@ -70,6 +71,8 @@ def there(config: RunConfig, backend: str = "") -> Resolution:
 
 
 def on_h100(config: RunConfig, backend: str = "torchao", layers: int = 2) -> Rehearsal:
+    if decides_checkpointing(config):
+        config = with_checkpointing(config, True)
     return rehearse(config, H100, there(config, backend), layers=layers)
 
 

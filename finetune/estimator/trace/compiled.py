@@ -359,9 +359,12 @@ class _Rewriter:
         following.reverse()
         marks = {name: following[number] for name, number in self._trace.marks.items()}
         events = [entry[2] for entry in entries]
-        return replace(
-            self._trace, ops=self._ops, events=events, marks=marks
-        ), following.__getitem__
+        storages = dict(self._trace.storages)
+        for number in after & inner & storages.keys():
+            if storages[number].phase == "forward" and storages[number].kind == "temporary":
+                storages[number] = replace(storages[number], kind="saved", saved=True)
+        facts: dict[str, Any] = {"ops": self._ops, "events": events, "storages": storages}
+        return replace(self._trace, marks=marks, **facts), following.__getitem__
 
 
 def _readers(ops: list[Op]) -> set[int]:

@@ -1,0 +1,45 @@
+"""The ladder of an estimate: what each setting of a run brings."""
+
+from __future__ import annotations
+
+import math
+
+from finetune.config.recipe import load_recipe
+from finetune.estimator.alternatives import twin_of
+from finetune.estimator.ladder import ladder_of
+from finetune.estimator.measure import measure_well
+from finetune.estimator.place import place_of
+
+
+def test_gains_multiply_to_the_run() -> None:
+    """Each setting that the run has is a rung; the last but one is its BF16 twin."""
+    changes = ("train.packing=true", "train.max_length=512", "train.per_device_train_batch_size=4")
+    run = measure_well(load_recipe("tiny_lora_fp8", changes).config, place_of("H100"))
+    twin = twin_of(run)
+    rungs = ladder_of(run, twin)
+    assert [rung.typed.partition("=")[0] for rung in rungs] == [
+        "", "model.attention", "precision.fused_adapters", "precision.compile",
+        "train.gradient_checkpointing", "precision.compute",
+    ]  # fmt: skip
+    assert twin is not None
+    assert twin.pace is not None
+    assert rungs[-2].tokens_per_s == twin.pace.tokens_per_s
+    assert rungs[-1].tokens_per_s == run.tokens_per_s
+    whole = math.prod(rung.gain for rung in rungs)
+    assert math.isclose(whole * rungs[0].tokens_per_s, rungs[-1].tokens_per_s)
+    assert all(rung.gain > 0.5 for rung in rungs)
+
+
+def test_a_rung_is_close_to_its_estimate() -> None:
+    """The rung before low precision, if rehearsed as a rung is, has the twin's speed."""
+    run = measure_well(load_recipe("gpt2_124m_full_fp8").config, place_of("H100"))
+    twin = twin_of(run)
+    assert twin is not None
+    assert twin.pace is not None
+    rung = ladder_of(run, None)[-2]
+    assert math.isclose(rung.tokens_per_s, twin.pace.tokens_per_s, rel_tol=0.03)
+
+
+def test_a_cpu_has_no_ladder() -> None:
+    run = measure_well(load_recipe("tiny_lora_bf16").config, place_of())
+    assert ladder_of(run, None) == ()
