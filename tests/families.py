@@ -11,7 +11,7 @@ from finetune.training.model import TINY_LLAMA
 _TEXT: dict[str, Any] = {
     "vocab_size": 1536,
     "hidden_size": 128,
-    "intermediate_size": 256,
+    "intermediate_size": 512,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -21,7 +21,7 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_EXPERTS: dict[str, Any] = _TEXT | {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_EXPERTS: dict[str, Any] = _TEXT | {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
 _VISION: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -86,9 +86,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_mamba": _MAMBA,
     "mamba2": _MAMBA | {"num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
     "mixtral": _TEXT | {"num_local_experts": 4},
-    "qwen2_moe": _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 128},
+    "qwen2_moe": _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 256},
     "qwen3_moe": _EXPERTS | {"num_experts": 4},
-    "olmoe": _TEXT | {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": _TEXT | {"intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": _EXPERTS | {
         "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None,

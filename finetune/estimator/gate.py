@@ -13,6 +13,7 @@ rows are shorter than `train.max_length`.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.optimizers import chosen
@@ -189,8 +190,10 @@ def bound(
         assert shape is not None
         stored[id(layer.weight)] = stored_bytes(storage, *shape)
     for row in plan.stored:
-        weight: Any = model.get_submodule(row.name).weight
-        stored[id(weight)] = fp8_bytes(*row.shape, None if row.stored == "row" else 1)
+        owner: Any = model.get_submodule(row.owner)
+        weight = owner.weight if row.kind == "linear" else getattr(owner, row.name.split(".")[-1])
+        matrix = fp8_bytes(*row.shape, None if row.stored == "row" else 1)
+        stored[id(weight)] = weight.numel() // math.prod(row.shape) * matrix
     tensors = (
         Parameters(
             tuple(p.shape),

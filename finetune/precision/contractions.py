@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 Labels = tuple[Hashable, ...]
@@ -165,6 +166,18 @@ def grouped(x: Tensor, w: Tensor, ends: Sequence[int], linear: Linear) -> Tensor
         found = [linear(pieces[0], w[0], None)]
     rest = found[0].new_zeros(pieces[-1].shape[0], w.shape[1])
     return torch.cat([*found, rest])
+
+
+def group_sizes(ends: Tensor, rows: int) -> list[int]:
+    """Number of rows of each group, given their ends; one synchronization with the device.
+
+    Fake tensors, as in rehearsals, have no values: their groups are even.
+    """
+    groups = len(ends)
+    if isinstance(ends, FakeTensor):
+        return [rows // groups + (i < rows % groups) for i in range(groups)]
+    values = ends.tolist()
+    return [end - start for start, end in zip([0, *values[:-1]], values, strict=True)]
 
 
 def gathered(p: Product, source: Tensor, index: Tensor, linear: Linear) -> Tensor:

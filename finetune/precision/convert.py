@@ -21,6 +21,18 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
+from finetune.precision.expert_adapters import (
+    ConvertedSplitMixin,
+    SplitMixin,
+    split_adapters,
+)
+from finetune.precision.experts import (
+    CastExpertsMixin,
+    ConvertedExpertsMixin,
+    ExpertsMixin,
+    cast_experts,
+    store_experts,
+)
 from finetune.precision.layers import iter_weights
 from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
@@ -28,6 +40,7 @@ from finetune.precision.parameters import ParameterMixin, planned_parameters
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap, unswap
+from finetune.precision.weights import Arithmetic, tile_of
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -87,6 +100,7 @@ class Conversion:
                 store(module, layer.stored)
             facts = engine.attributes(module, layer)
             self._swap(module, engine.mixin, fp8_backend=engine, **facts)
+        self._convert_experts(modules)
         for owner, layers in self.plan.fp8_parameters.items():
             assert self.backend is not None
             facts = planned_parameters(self.backend, modules[owner], layers)
@@ -109,9 +123,33 @@ class Conversion:
                 fix="report this as a bug",
             )
 
+    def _convert_experts(self, modules: dict[str, nn.Module]) -> None:
+        """Store frozen experts, split the adapters on experts, and let both be observed."""
+        if self.plan.precision.fused_adapters or self.frozen is not None:
+            split_adapters(self.model)
+        stored: dict[str, dict[str, Arithmetic]] = {}
+        for layer in self.plan.stored:
+            if layer.kind == "parameter" and layer.stored and self.frozen is not None:
+                local = layer.name.rpartition(".")[2]
+                experts: Any = modules[layer.owner]
+                store_experts(experts, local, layer.stored)
+                how = self.frozen.arithmetic(tile_of(layer.stored, experts.codes(local).shape[1:]))
+                stored.setdefault(layer.owner, {})[local] = how
+        if self.plan.precision.compute != "fp32":
+            in_fp8 = {modules[name] for name in self.plan.fp8_parameters}
+            for module in [m for m in cast_experts(self.model) if m not in in_fp8]:
+                self._swap(module, CastExpertsMixin)
+        for name, module in modules.items():
+            if isinstance(module, ExpertsMixin):
+                facts = {"fp8_name": name, "fp8_observers": [], "fp8_how": stored.get(name, {})}
+                self._swap(module, ConvertedExpertsMixin, fp8_backend=self.frozen, **facts)
+            elif isinstance(module, SplitMixin):
+                self._swap(module, ConvertedSplitMixin, fp8_name=name, fp8_observers=[])
+
     def _parameters(self) -> dict[str, tuple[int, bool]]:
         """Identity and trainability of every parameter that conversion must not touch."""
-        stored = {f"{layer.name}.weight" for layer in self.plan.stored}
+        names = {"linear": "{}.weight", "parameter": "{}"}
+        stored = {names[layer.kind].format(layer.name) for layer in self.plan.stored}
         named = self.model.named_parameters()
         return {name: (id(p), p.requires_grad) for name, p in named if name not in stored}
 
@@ -126,6 +164,8 @@ class Conversion:
         for name, module in self.model.named_modules():
             if isinstance(module, Fp8Mixin | OverrideMixin):
                 found.add(name)
+            if isinstance(module, ConvertedExpertsMixin):
+                found |= {f"{name}.{local}" for local in module.fp8_how}
             if isinstance(module, ParameterMixin):
                 found |= {f"{name}.{each.local}".lstrip(".") for each in module.fp8_parameters}
         if planned != found:
@@ -310,7 +350,8 @@ def revert(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, Fp8Mixin | ParameterMixin)]
+    mixins = Fp8Mixin | ParameterMixin | ConvertedExpertsMixin
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, mixins)]
     classes = [type(module) for module in layers]
     try:
         for module, cls in zip(layers, classes, strict=True):

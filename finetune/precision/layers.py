@@ -322,13 +322,24 @@ def declared_matmuls(module: nn.Module) -> tuple[str, ...]:
             return _registered[base]
         if ATTRIBUTE in vars(base):
             return tuple(vars(base)[ATTRIBUTE])
-    # A class of Transformers, or one decorated by its `use_experts_implementation`.
-    decorated = getattr(cls.forward, "__globals__", {}).get("__name__")
     theirs = any(base.__module__.startswith("transformers.") for base in cls.__mro__)
-    if not theirs and decorated != "transformers.integrations.moe":
+    if not theirs and not _is_decorated(cls):
         return ()
     own = module._parameters
     return tuple(n for n in EXPERTS if (p := own.get(n)) is not None and p.dim() == 3)
+
+
+def _is_decorated(cls: type[nn.Module]) -> bool:
+    """True for a class that Transformers' `use_experts_implementation` has decorated."""
+    forwards = (vars(base).get("forward") for base in cls.__mro__)
+    names = (getattr(forward, "__globals__", {}).get("__name__") for forward in forwards)
+    return "transformers.integrations.moe" in names
+
+
+def are_served_experts(module: nn.Module) -> bool:
+    """True for decorated experts on this process, which `finetune.precision.experts` multiplies."""
+    spread = getattr(module, "_is_expert_parallel", False)
+    return _is_decorated(type(module)) and not spread
 
 
 def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

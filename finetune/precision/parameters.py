@@ -22,6 +22,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,7 +33,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
 from finetune.precision.backends.base import Backend, ObservedMixin, Owner, multiplying
-from finetune.precision.contractions import Linear, contract, gathered, grouped, products, read
+from finetune.precision.contractions import (
+    Linear,
+    contract,
+    gathered,
+    group_sizes,
+    grouped,
+    products,
+    read,
+)
 from finetune.precision.layers import compute_dtype
 from finetune.precision.planner import LayerPlan, alignment
 
@@ -151,7 +160,8 @@ class ParameterMode(TorchFunctionMode):
             if first or taken is not None:
                 raise _refused(name, func, "the parameter must be the stack of the groups' weights")
             self._check_aligned(entry, func, (product.w.shape[2], product.w.shape[1]))
-            return grouped(product.x, product.w.mT, product.ends.tolist(), linear)
+            sizes = group_sizes(product.ends, product.x.shape[0])
+            return grouped(product.x, product.w.mT, list(accumulate(sizes)), linear)
         if taken is None:
             product = product.narrowed()
         if not product.is_linear:

@@ -33,6 +33,7 @@ from finetune.precision.layers import (
     BESIDE_ADAPTERS,
     IN_HEAD,
     Role,
+    are_served_experts,
     head_modules,
     is_low_rank,
     iter_linears,
@@ -44,7 +45,7 @@ from finetune.precision.layers import (
     why_own_forward,
 )
 from finetune.precision.overrides import Choices, Part, part_of
-from finetune.precision.stored import StoredMixin, ids_giving_types, iter_stored, stored_as
+from finetune.precision.stored import Fp8Bits, StoredMixin, ids_giving_types, iter_stored, stored_as
 from finetune.precision.weights import Granularity, serves
 
 ALIGNMENT = 16
@@ -91,7 +92,7 @@ class LayerPlan:
     @property
     def plain_name(self) -> str:
         """The name of the module in the model without PEFT's wrapping."""
-        return self.name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        return self.name.removeprefix("base_model.model.").replace(".base_layer", "")
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
@@ -139,7 +140,7 @@ class PrecisionPlan:
         """Module name -> its parameters that are to multiply in FP8."""
         found: dict[str, list[LayerPlan]] = {}
         for layer in self.fp8_layers:
-            if layer.kind == "parameter":
+            if layer.kind == "parameter" and not layer.stored:
                 found.setdefault(layer.owner, []).append(layer)
         return found
 
@@ -216,9 +217,13 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         layers.append(storing.row(row, module))
     for name, owner, parameter in parameters:
         n, k = parameter.shape[-2:]
-        cannot = why_made_anew(model, name, owner) or _why_not_parameter((n, k), precision)
-        row = _plan_layer(name, (n, k), not parameter.requires_grad, roles[name], cannot, choices)
-        layers.append(_as_parameter(row))
+        frozen = not parameter.requires_grad
+        cannot = _why_not_aligned((n, k), precision)
+        if not storing.serves(owner, frozen=frozen):
+            made_anew = "" if are_served_experts(owner) else why_made_anew(model, name, owner)
+            cannot = made_anew or _why_not_parameter((n, k), precision)
+        row = _plan_layer(name, (n, k), frozen, roles[name], cannot, choices)
+        layers.append(storing.parameter_row(_as_parameter(row), owner))
     chosen = {name: choice for name in lookups if (choice := choices.of(name)) is not None}
     casts = [CastPlan(name, choice.compute, choice.reason) for name, choice in chosen.items()]
     result = PrecisionPlan(tuple(layers), precision, tuple(casts))
@@ -249,7 +254,7 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
     """
     stored = dict(iter_stored(model))
     quantized = [
-        (name, name in stored)
+        (name, name in stored or isinstance(weight, Fp8Bits))
         for name, weight, _ in iter_weights(model)
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
     ]
@@ -325,6 +330,18 @@ class _Storing:
             reason += ", cast again from what the checkpoint holds"
         requested = "" if row.reason == ALIGNED else f"{row.reason}; "
         return replace(row, stored=granularity, reason=requested + reason)
+
+    def serves(self, owner: nn.Module, *, frozen: bool) -> bool:
+        """True if a parameter of this module would be stored in FP8."""
+        return self.precision.frozen == "fp8" and frozen and are_served_experts(owner)
+
+    def parameter_row(self, row: LayerPlan, owner: nn.Module) -> LayerPlan:
+        """The row of a parameter: experts are stored like linear layers."""
+        if row.compute != "fp8" or not self.serves(owner, frozen=row.frozen):
+            return row
+        granularity: Granularity = "row" if self.precision.scaling == "rowwise" else "tensor"
+        reason = f"experts: frozen, stored in FP8 (per-{granularity} scale)"
+        return replace(row, stored=granularity, reason=reason)
 
     def _refused(self, name: str, method: str) -> PlanError:
         return PlanError(

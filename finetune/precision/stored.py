@@ -16,12 +16,13 @@ not from the requested precision.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,19 @@ class Fp8Bits(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Fp8Bits, (self.as_subclass(Tensor),)
+
+
+@contextlib.contextmanager
+def moving(parameters: Iterable[Any]) -> Iterator[None]:
+    """Let parameters of codes be moved; where FSDP2 has put its own parameter, it says nothing."""
+    marked = list(parameters)
+    for bits in marked:
+        bits.__dict__["moving"] = True
+    try:
+        yield
+    finally:
+        for bits in marked:
+            bits.__dict__.pop("moving", None)
 
 
 def refuse_merge(where: str = "") -> StorageNotComputeError:
@@ -151,12 +165,9 @@ class StoredMixin(Swapped):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before, bits = self.weight_scale, cast("Any", self.weight)
-        bits.__dict__["moving"] = True  # where FSDP2 has put its own parameter, it says nothing
-        try:
+        before = self.weight_scale
+        with moving([self.weight]):
             result = super()._apply(fn, recurse)
-        finally:
-            bits.__dict__.pop("moving", None)
         if self.weight_scale.dtype is not torch.float32:  # model.to(dtype) is not about scales
             self.weight_scale = before.to(self.weight_scale.device)
         return result

@@ -152,6 +152,7 @@ class Arithmetic(NamedTuple):
         fast_accum: True if `torch._scaled_mm` may accumulate with fewer digits.
         own_cast, own_transpose: True if operators of `finetune.precision.kernels` cast the operands
             of `torch._scaled_mm` by row, and transpose codes for it.
+        grouped: True if one kernel multiplies all experts of a stack.
     """
 
     tile: Tile
@@ -163,6 +164,7 @@ class Arithmetic(NamedTuple):
     fast_accum: bool = True
     own_cast: bool = False
     own_transpose: bool = False
+    grouped: bool = False
 
 
 def dequantizing(tile: Tile) -> Arithmetic:

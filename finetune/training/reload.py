@@ -130,6 +130,7 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
 def _load(run: TrainedRun) -> Any:
     from peft import PeftModel
 
+    from finetune.precision.expert_adapters import split_adapters
     from finetune.precision.planner import plan
     from finetune.training.model import load_model, sketch
 
@@ -146,7 +147,9 @@ def _load(run: TrainedRun) -> Any:
             fix="train it with model.weights=pretrained",
         )
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
-    return PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
+    model = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
+    split_adapters(model)  # PEFT adds those on experts to weights, which may be codes
+    return model
 
 
 def _as_evaluated(precision: PrecisionConfig) -> PrecisionConfig | None:

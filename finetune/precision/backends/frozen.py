@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
-from finetune.hardware.device import has_triton
+from finetune.hardware.device import has_triton, this_device
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import by_rows, compute_dtype
@@ -93,6 +93,9 @@ class FrozenBackend(Backend):
         # casts apart; what it does not compile, or cannot join, runs in kernels of ours.
         apart = precision.kernels == "triton" or precision.compile_requested == "off"
         self.own_transpose, self.own_cast = own, own and apart
+        # `torch._scaled_grouped_mm` of torch 2.13 is for Hopper, scales by row and E4M3 alone.
+        hopper = not emulate and this_device().capability == (9, 0)
+        self.grouped = hopper and precision.scaling == "rowwise" and not self.high
         self._shared = SharedCast()
 
     def cast(self, x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
@@ -128,6 +131,7 @@ class FrozenBackend(Backend):
             fast_accum=self.precision.fast_accum,
             own_cast=self.own_cast,
             own_transpose=self.own_transpose,
+            grouped=self.grouped,
         )
 
     def as_cast(

@@ -1,0 +1,401 @@
+"""Experts that Transformers holds in one parameter, frozen: stored as FP8 codes, adapters split.
+
+A mixture of experts keeps each of its two stacks of matrices, [experts, N, K], in one parameter
+([experts, K, N] in gpt-oss). Frozen, it is stored like the weight of a linear layer
+(`finetune.precision.weights`): uint8 codes in the parameter's shape, with one scale per expert and
+output channel. Tokens come sorted by expert, x [S, K], and both GEMMs start from the codes:
+
+    fprop   y  = x̂_e · q_eᵀ       for each expert e with tokens
+    dgrad   dx = ĝ_e · q_e
+
+On GPUs of compute capability 9.0 `torch._scaled_grouped_mm` multiplies all experts in one kernel,
+without synchronization; elsewhere it is a loop over the experts, after one synchronization.
+
+The forward is that of `transformers.integrations.moe.grouped_mm_experts_forward` (5.23), whose
+routing, gates, biases and norms it keeps; the weights follow autocast, which `grouped_mm` by itself
+does not. Not served: experts that are spread over processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from finetune.precision.backends.base import ObservedMixin, Owner, multiplying
+from finetune.precision.backends.frozen import FrozenBackend
+from finetune.precision.contractions import group_sizes
+from finetune.precision.formats import E4M3
+from finetune.precision.layers import are_served_experts, compute_dtype, declared_matmuls
+from finetune.precision.stored import Fp8Bits, moving
+from finetune.precision.swap import Swapped, swap
+from finetune.precision.weights import (
+    Arithmetic,
+    Granularity,
+    Tile,
+    cast,
+    dequantizing,
+    dgrad,
+    fprop,
+    quantize_weight,
+    tile_of,
+)
+
+SCALE = "_scale"
+"""Suffix of the buffer with the inverse scales of a stored parameter."""
+
+
+class Routing(NamedTuple):
+    """Rows of tokens sorted by expert.
+
+    Attributes:
+        order: position of each sorted row among the rows as routed, [S].
+        token: token of each sorted row, [S].
+        expert: expert of each sorted row, [S].
+        ends: end of each expert's rows, int32 [E].
+        sizes: number of rows of each expert; None where one kernel multiplies all experts.
+    """
+
+    order: Tensor
+    token: Tensor
+    expert: Tensor
+    ends: Tensor
+    sizes: list[int] | None
+
+
+class Adapter(NamedTuple):
+    """Masters [r·E, K] and [N, r·E] of an adapter on a stack, its s, and their names."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    owners: tuple[Owner, Owner]
+
+
+class FrozenExperts(torch.autograd.Function):
+    """`y = x W_eᵀ` for rows sorted by expert, of stored codes; nothing else is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor | None,
+        x_inverse: Tensor | None,
+        bits: Tensor,
+        inverse: Tensor,
+        route: Routing,
+        how: Arithmetic,
+        owner: Owner,
+    ) -> Tensor:
+        """x [S, K], its cast (None if high), bits [E, N, K], inverse [E, N, 1] -> [S, N]."""
+        ctx.save_for_backward(bits, inverse, route.ends, route.expert)
+        ctx.sizes, ctx.how, ctx.owner = route.sizes, how, owner
+        with multiplying(owner, bits[0]):
+            if route.sizes is None:
+                assert values is not None
+                assert x_inverse is not None
+                cast_x = values, x_inverse.reshape(-1)
+                y = _grouped(cast_x, bits.mT, inverse.squeeze(-1), route.ends, how)
+                return y.to(x.dtype)
+            y = x.new_empty(x.shape[0], bits.shape[1])
+            for e, rows in _parts(route.sizes):
+                xq = _rows(values, rows), _rows(x_inverse, rows)
+                y[rows] = fprop(x[rows], xq, bits[e], inverse[e], how)  # [M, K] @ [K, N]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        """g [S, N] -> dx [S, K]."""
+        bits, inverse, ends, expert = ctx.saved_tensors
+        with multiplying(ctx.owner, bits[0], backward=True):
+            if ctx.sizes is None:
+                values, g_inverse = cast(g.float() * inverse.squeeze(-1)[expert], ctx.how)
+                column_major = bits.mT.contiguous().mT  # [E, N, K], N innermost
+                ones = inverse.new_ones(bits.shape[0], bits.shape[2])
+                cast_g = values, g_inverse.reshape(-1)
+                dx = _grouped(cast_g, column_major, ones, ends, ctx.how).to(g.dtype)
+            else:
+                dx = g.new_empty(g.shape[0], bits.shape[2])
+                for e, rows in _parts(ctx.sizes):
+                    dx[rows] = dgrad(g[rows], bits[e], inverse[e], ctx.how)  # [M, N] @ [N, K]
+        return dx, None, None, None, None, None, None, None
+
+
+def _parts(sizes: list[int]) -> Iterator[tuple[int, slice]]:
+    """Number and rows of each expert that has tokens."""
+    start = 0
+    for e, size in enumerate(sizes):
+        if size:
+            yield e, slice(start, start + size)
+        start += size
+
+
+def _rows(x: Tensor | None, rows: slice) -> Any:
+    return x if x is None or x.numel() == 1 else x[rows]
+
+
+def _grouped(
+    a: tuple[Tensor, Tensor], bits: Tensor, inverse: Tensor, ends: Tensor, how: Arithmetic
+) -> Tensor:
+    """[S, C] @ [E, C, D] -> [S, D] in BF16, by torch's kernel for Hopper (torch 2.13).
+
+    `a` are E4M3 rows and their inverse scales [S]; `bits` have C innermost; `inverse` is [E, D].
+    """
+    return torch._scaled_grouped_mm(
+        a[0],
+        bits.view(E4M3.dtype),
+        a[1],
+        inverse.contiguous(),
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=how.fast_accum,
+    )
+
+
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Rows x [S, C] sorted by expert times w [E, C, D], in the type of `w`."""
+    from transformers.integrations import moe
+
+    return moe._grouped_mm(x, w, ends)
+
+
+# ------------------------------------------------------------------------------------ the module
+
+
+def stored_names(module: nn.Module) -> list[str]:
+    """Names of the parameters of a module that are stacks of FP8 codes."""
+    own = module._parameters
+    return [n for n in declared_matmuls(module) if getattr(own[n], "dtype", None) is torch.uint8]
+
+
+class ExpertsMixin(Swapped):
+    """Mixin of decorated experts: stored stacks are dequantized for use, adapters are split."""
+
+    in_copies = True
+    keeps_name = True
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+    num_experts: int
+    stored_raw: bool = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Mapping[str, tuple[Adapter, ...]] | None = None,
+    ) -> Tensor:
+        """Tokens [T, H], their experts and weights [T, top] -> [T, H]."""
+        this, adapters = self, adapters or {}
+        tokens = hidden_states.to(compute_dtype(hidden_states))
+        route = self._route(top_k_index)
+        up = "gate_up_proj" if self.has_gate else "up_proj"
+        y = self._project(up, tokens, route, adapters.get(up, ()), route.token)
+        y = this._apply_gate(y) if self.has_gate else this.act_fn(y)  # pyright: ignore
+        y = self._project("down_proj", y, route, adapters.get("down_proj", ()))
+        y = this.post_expert_norm(y) if self.has_post_expert_norm else y  # pyright: ignore
+        y = y * top_k_weights.reshape(-1)[route.order].unsqueeze(-1)
+        back = torch.empty_like(route.order)
+        back[route.order] = torch.arange(len(back), device=back.device)
+        y = y[back].view(*top_k_index.shape, -1).sum(dim=1)  # [T, top, H] -> [T, H]
+        return y.to(hidden_states.dtype)
+
+    def _route(self, top_k_index: Tensor) -> Routing:
+        expert, order = torch.sort(top_k_index.reshape(-1))
+        # By comparison: `histc` and `bincount` have no common type on CPUs and GPUs.
+        numbers = torch.arange(self.num_experts, device=expert.device)
+        ends = torch.searchsorted(expert, numbers, right=True).int()
+        loop = not all(how.grouped for how in self._arithmetic().values())
+        sizes = group_sizes(ends, len(expert)) if loop else None
+        return Routing(order, order // top_k_index.shape[-1], expert, ends, sizes)
+
+    def _arithmetic(self) -> dict[str, Arithmetic]:
+        """Arithmetic of the GEMMs of each stored stack."""
+        found = {}
+        for name in stored_names(self):
+            _, n, k = self.codes(name).shape
+            one = getattr(self, name + SCALE).shape[1] == 1
+            found[name] = dequantizing((n, k) if one else (1, k))
+        return found
+
+    def _cast(self, x: Tensor, how: Arithmetic) -> tuple[Tensor, Tensor]:
+        raise AssertionError("codes are dequantized outside of FP8 runs")
+
+    def _owner(self, name: str) -> Owner:
+        return Owner(name, [])
+
+    def codes(self, name: str) -> Tensor:
+        """The codes of a stored stack as [E, N, K]."""
+        w: Any = self._parameters[name]
+        return w.mT if self.is_transposed else w
+
+    def _project(
+        self,
+        name: str,
+        x: Tensor,
+        route: Routing,
+        adapters: tuple[Adapter, ...],
+        token: Tensor | None = None,
+    ) -> Tensor:
+        """Rows, or rows `token` of the tokens, times this stack, with its bias and adapters."""
+        how = self._arithmetic().get(name)
+        values = x_inverse = None
+        if how is not None and "fprop" not in how.high:
+            values, x_inverse = self._cast(x, how)
+            if token is not None:
+                values, x_inverse = _take(values, token), _take(x_inverse, token)
+        x = x if token is None else x[token]
+        if how is not None:
+            bits, inverse = self.codes(name), getattr(self, name + SCALE)
+            owner = self._owner(name)
+            y = FrozenExperts.apply(x, values, x_inverse, bits, inverse, route, how, owner)
+        else:
+            w = getattr(self, name)
+            w = w if self.is_transposed else w.mT
+            # A planned parameter must reach its FP8 product as it is, not as a copy.
+            y = grouped_mm(x, w if name in self._planned() else w.to(x.dtype), route.ends)
+        for adapter in adapters:
+            y = y + _low_rank(x, adapter, route)
+        bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        return y if bias is None else y + bias[route.expert].to(y.dtype)
+
+    def _planned(self) -> set[str]:
+        """Parameters that multiply in FP8 without being stored so (`ParameterMixin`)."""
+        return {each.local for each in self.__dict__.get("fp8_parameters", ())}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        names = stored_names(self)
+        scales = {name: getattr(self, name + SCALE) for name in names}
+        with moving([self._parameters[name] for name in names]):
+            result = super()._apply(fn, recurse)
+        for name, before in scales.items():
+            after = getattr(self, name + SCALE)
+            if after.dtype is not torch.float32:  # model.to(dtype) is not about scales
+                setattr(self, name + SCALE, before.to(after.device))
+        return result
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if self.stored_raw else stored_names(self):
+            destination[prefix + name] = destination[prefix + name].detach().view(E4M3.dtype)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for name in stored_names(self):
+            given = state_dict.get(prefix + name)
+            if given is not None and given.dtype is E4M3.dtype:
+                state_dict[prefix + name] = given.view(torch.uint8)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class CastExpertsMixin(ExpertsMixin):
+    """The same for plain weights that follow autocast, which `grouped_mm` does not let them."""
+
+    in_copies = False
+
+
+def cast_experts(model: nn.Module) -> Iterator[Any]:
+    """Experts with float32 weights that Transformers would multiply past autocast."""
+    for module in model.modules():
+        if not are_served_experts(module) or isinstance(module, ExpertsMixin):
+            continue
+        own = [module._parameters[name] for name in declared_matmuls(module)]
+        wide = any(p is not None and p.dtype is torch.float32 for p in own)
+        config: Any = module.config
+        if wide and config._experts_implementation == "grouped_mm":
+            yield module
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a cast; one scale for all stays. As bytes, since FP8 types have no index kernels."""
+    if x.numel() == 1:
+        return x
+    return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype is E4M3.dtype else x[rows]
+
+
+def _low_rank(x: Tensor, adapter: Adapter, route: Routing) -> Tensor:
+    """`s · x A_eᵀ B_eᵀ` of rows sorted by expert: [S, K] -> [S, N]."""
+    experts, (of_a, of_b) = len(route.ends), adapter.owners
+    a = adapter.a.to(x.dtype).reshape(experts, -1, adapter.a.shape[1])  # [E, r, K]
+    b = adapter.b.to(x.dtype).reshape(adapter.b.shape[0], -1, experts)  # [N, r, E]
+    b = b.permute(2, 1, 0)  # [E, r, N]
+    if odd := -a.shape[1] % 8:  # grouped products want rows of 16 bytes, as t [S, r] has them
+        a, b = F.pad(a, (0, 0, 0, odd)), F.pad(b, (0, 0, 0, odd))
+    b = b.contiguous()
+    with multiplying(of_a, a[0]):
+        t = grouped_mm(x, a.mT, route.ends) * adapter.scaling  # [S, K] @ [K, r]
+    with multiplying(of_b, b[0].t()):
+        y = grouped_mm(t, b, route.ends)  # [S, r] @ [r, N]
+    for owner, result, given, w in ((of_a, t, x, a), (of_b, y, t, b)):
+        for observer in owner.observers:
+            observer.watch(owner.name, (w.shape[1], w.shape[2]), result, (given, w))
+    return y
+
+
+class ConvertedExpertsMixin(ObservedMixin):
+    """Mixin of experts in a converted model: named, observed, and in FP8 where stored."""
+
+    fp8_name: str
+    fp8_backend: FrozenBackend | None
+    fp8_how: dict[str, Arithmetic]
+    keeps_name = True
+
+    def _arithmetic(self) -> dict[str, Arithmetic]:
+        backend = self.fp8_backend
+        if backend is None or (not self.training and backend.precision.eval == "high"):
+            return super()._arithmetic()  # pyright: ignore[reportAttributeAccessIssue]
+        return self.fp8_how
+
+    def _cast(self, x: Tensor, how: Arithmetic) -> tuple[Tensor, Tensor]:
+        assert self.fp8_backend is not None
+        return self.fp8_backend.cast(x, how, x.dtype)
+
+    def _owner(self, name: str) -> Owner:
+        return Owner(f"{self.fp8_name}.{name}", self.fp8_observers)
+
+
+# --------------------------------------------------------------------------------------- storage
+
+
+@torch.no_grad()
+def store_experts(module: Any, name: str, granularity: Granularity = "row") -> None:
+    """Store one stack of a module of experts as FP8 codes, in place; also on the meta device."""
+    if name in stored_names(module):
+        return
+    w = module._parameters[name]
+    stack = w.mT if module.is_transposed else w  # [E, N, K]
+    tile = tile_of(granularity, (stack.shape[1], stack.shape[2]))
+    put_experts(module, name, *quantize_stack(stack, tile))
+
+
+def quantize_stack(stack: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Codes [E, N, K] of a stack, and inverse scales [E, N, 1] by row, [E, 1, 1] by matrix."""
+    experts, n, k = stack.shape
+    if tile == (1, k):
+        bits, inverse = quantize_weight(stack.reshape(-1, k), tile)
+        return bits.view(experts, n, k), inverse.view(experts, n, 1)
+    pairs = [quantize_weight(matrix, tile) for matrix in stack]
+    return torch.stack([bits for bits, _ in pairs]), torch.stack([scale for _, scale in pairs])
+
+
+def put_experts(module: Any, name: str, bits: Tensor, inverse: Tensor) -> None:
+    """Replace a stack by codes [E, N, K] and inverse scales [E, N, 1], or [E, 1, 1]."""
+    # In the shape that the module had, from which PEFT reads the sizes of adapters.
+    module._parameters[name] = Fp8Bits(bits.mT if module.is_transposed else bits)
+    module.register_buffer(name + SCALE, inverse)
+    if not isinstance(module, ExpertsMixin):
+        swap(module, ExpertsMixin)
+
+
+def iter_stored_experts(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Name of the module, the module, and the parameter, of each stack stored as FP8 codes."""
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertsMixin):
+            for local in stored_names(module):
+                yield name, module, local

@@ -1,0 +1,276 @@
+"""Experts in one parameter: stored as FP8 codes, and adapters on them split from the base."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from finetune import get_receipt
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import StorageNotComputeError
+from finetune.precision import convert
+from finetune.precision.backends.base import Owner
+from finetune.precision.expert_adapters import split_adapters
+from finetune.precision.experts import (
+    FrozenExperts,
+    Routing,
+    iter_stored_experts,
+    quantize_stack,
+    store_experts,
+)
+from finetune.precision.formats import E4M3, decode_bits
+from finetune.precision.planner import plan
+from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
+from tests.benchmarks.families import run
+from tests.families import config_of
+
+ON_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+FROZEN = PrecisionConfig(
+    compute="fp8", backend="emulated", scaling="rowwise", frozen="fp8", emulation="allow"
+)
+
+
+def adapted(family: str, *, targets=ON_EXPERTS, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = config_of(family)
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], target_parameters=targets)
+    model = get_peft_model(model, lora).train()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:  # zeros at first, which would hide every error
+            torch.nn.init.normal_(p, std=0.02)
+    return model
+
+
+def tokens(seed: int = 0):
+    ids = torch.randint(3, 1500, (2, 24), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model):
+    for p in model.parameters():
+        p.grad = None
+    loss = model(**tokens()).loss
+    loss.backward()
+    named = model.named_parameters()
+    return float(loss.detach()), {n: p.grad for n, p in named if p.grad is not None}
+
+
+def furthest(ours, theirs) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in theirs)
+
+
+# ---------------------------------------------------------------------------------- split adapters
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # gpt-oss: [E, K, N], biases, own gate
+def test_split_adapters_are_what_peft_computes(family) -> None:
+    model = adapted(family)
+    loss, theirs = step(model)
+    assert sum("experts" in name for name in theirs) == 4
+    split_adapters(model)
+    again, ours = step(model)
+    assert again == pytest.approx(loss, rel=1e-6)
+    assert furthest(ours, theirs) < 3e-6
+    copied, _ = step(copy.deepcopy(model))
+    assert copied == again
+    with model.disable_adapter():
+        assert model(**tokens()).loss.item() != pytest.approx(loss, rel=1e-4)
+    model.merge_adapter()
+    merged = model(**tokens()).loss.item()
+    assert merged == pytest.approx(loss, rel=1e-5)
+
+
+def test_files_of_split_adapters_are_peft_s_own(tmp_path) -> None:
+    from safetensors.torch import load_file
+
+    model = adapted("qwen3_moe")
+    model.save_pretrained(tmp_path / "peft")
+    split_adapters(model)
+    model.save_pretrained(tmp_path / "split")
+    theirs, ours = (
+        load_file(tmp_path / x / "adapter_model.safetensors") for x in ("peft", "split")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_nothing_of_the_size_of_a_stack_is_saved() -> None:
+    model = adapted("qwen3_moe")
+    stack = model.get_submodule("base_model.model.model.layers.0.mlp.experts").get_param().numel()
+
+    def saved() -> int:
+        made: dict[int, int] = {}
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def pack(x):
+            if x.untyped_storage()._cdata not in own:
+                made[x.untyped_storage()._cdata] = x.untyped_storage().nbytes() // 4
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(**tokens())
+        return max(made.values())
+
+    assert saved() >= stack, "PEFT's own: W + BA of all experts"
+    split_adapters(model)
+    assert saved() < stack
+
+
+# ------------------------------------------------------------------------------------ stored stacks
+
+
+def routed(sizes: list[int]) -> Routing:
+    ends = torch.tensor(sizes).cumsum(0).int()
+    expert = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    rows = torch.arange(sum(sizes))
+    return Routing(rows, rows, expert, ends, sizes)
+
+
+@pytest.mark.parametrize("tile", [(1, 48), (32, 48)], ids=["row", "tensor"])
+@pytest.mark.parametrize("sizes", [[5, 0, 16, 3], [0, 0, 0, 8], [0, 0, 0, 0]])
+def test_each_expert_is_a_frozen_linear_layer(tile, sizes) -> None:
+    torch.manual_seed(1)
+    stack = torch.randn(4, 32, 48) * torch.tensor([1.0, 10, 0.01, 3]).view(4, 1, 1)
+    bits, inverse = quantize_stack(stack, tile)
+    how, route = Arithmetic(tile, per_row=tile[0] == 1), routed(sizes)
+    x = torch.randn(sum(sizes), 48, dtype=torch.bfloat16, requires_grad=True)
+    xq = cast(x.detach(), Arithmetic(tile)) if sum(sizes) else (x.detach(), x.detach())
+    y = FrozenExperts.apply(x, *xq, bits, inverse, route, how, Owner("experts", []))
+    g = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, g)
+    assert y.shape == (sum(sizes), 32)
+    for e, (start, end) in enumerate(pairwise([0, *route.ends.tolist()])):
+        if start == end:
+            continue
+        part = x.detach()[start:end].requires_grad_()
+        own = xq[0][start:end], xq[1][start:end]
+        one = FrozenLinear.apply(part, *own, bits[e], inverse[e], how)
+        assert torch.equal(y[start:end], one)
+        assert torch.equal(dx[start:end], torch.autograd.grad(one, part, g[start:end])[0])
+
+
+def test_one_kernel_gets_what_it_wants_and_gives_the_same(monkeypatch) -> None:
+    """On Hopper. Its meta kernel checks shapes, strides and types; a loop stands for its values."""
+    torch.manual_seed(2)
+    sizes, calls = [5, 0, 16, 11], []
+    stack = torch.randn(4, 32, 48)
+    bits, inverse = quantize_stack(stack, (1, 48))
+    kernel = torch._scaled_grouped_mm
+
+    def checked(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
+        meta = [t.to("meta") for t in (a, b, scale_a, scale_b, offs)]
+        # On strides the kernel insists: b has its contracted dimension innermost.
+        assert meta[1].stride() == b.stride()
+        out = kernel(*meta[:4], offs=meta[4], out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+        calls.append(tuple(out.shape))
+        rows = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
+        wide = torch.einsum("sc,scd->sd", a.float(), b.float()[rows])
+        return (wide * scale_a[:, None] * scale_b[rows]).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", checked)
+    x = torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(32, 32, dtype=torch.bfloat16)
+    route = routed(sizes)
+    found = []
+    for how, own in (
+        (Arithmetic((1, 48), emulate=False, grouped=True), route._replace(sizes=None)),
+        (Arithmetic((1, 48)), route),
+    ):
+        xq = cast(x.detach(), how)
+        xq = (xq[0].to(E4M3.dtype), xq[1]) if how.grouped else xq
+        y = FrozenExperts.apply(x, *xq, bits, inverse, own, how, Owner("experts", []))
+        found.append((y, *torch.autograd.grad(y, x, g)))
+    assert calls == [(32, 32), (32, 48)]
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_stored_experts_compute_what_their_codes_say(family) -> None:
+    model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32).eval()
+    experts = model.model.layers[0].mlp.experts
+    plain = copy.deepcopy(model)
+    for name in ("gate_up_proj", "down_proj"):
+        before = getattr(experts, name)
+        store_experts(experts, name)
+        codes, scale = experts.codes(name), getattr(experts, f"{name}_scale")
+        assert getattr(experts, name).shape == before.shape, "as PEFT reads it"
+        assert codes.is_contiguous()
+        back = (decode_bits(codes).float() * scale).detach()
+        other = plain.model.layers[0].mlp.experts
+        setattr(other, name, torch.nn.Parameter(back.mT if experts.is_transposed else back))
+    with torch.no_grad():
+        ours, theirs = model(**tokens()).logits, plain(**tokens()).logits
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+    assert model.state_dict()["model.layers.0.mlp.experts.down_proj"].dtype is E4M3.dtype
+    assert torch.equal(again(**tokens()).logits, ours)
+    half = again.to(torch.bfloat16).model.layers[0].mlp.experts
+    assert half.down_proj.dtype is torch.uint8
+    assert half.down_proj_scale.dtype is torch.float32
+
+
+def test_a_converted_model_is_near_the_float32_one() -> None:
+    plain = adapted("qwen3_moe")
+    model = copy.deepcopy(plain)
+    # With attention as it is, every token goes to the same experts.
+    made = plan(model, FROZEN.model_copy(update={"keep": ("self_attn",)}))
+    stored = [row for row in made.stored if row.kind == "parameter"]
+    assert [row.reason for row in stored] == ["experts: frozen, stored in FP8 (per-row scale)"] * 2
+    conversion = convert.apply(model, made)
+    assert len(list(iter_stored_experts(model))) == 2
+    theirs, ours = step(plain), step(model)
+    assert ours[0] == pytest.approx(theirs[0], abs=0.02)
+    assert furthest(ours[1], theirs[1]) < 0.1
+    model.eval()
+    evaluated = model(**tokens()).loss.item()
+    conversion.revert()
+    assert model(**tokens()).loss.item() == evaluated, "reverting leaves storage and adapters"
+    with pytest.raises(StorageNotComputeError, match="merged into weights stored in FP8"):
+        model.merge_adapter()
+
+
+def test_adapters_train_over_stored_experts(setup_backend) -> None:
+    model = adapted("qwen3_moe")
+    accelerator = setup_backend("emulated", scaling="rowwise", frozen="fp8")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        accelerator.backward(model(**tokens()).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    rows = [row for row in receipt.layers if "experts" in row.name]
+    assert {(r.role, r.fprop, r.dgrad, r.wgrad) for r in rows} == {
+        ("base", "fp8", "fp8", "none"),
+        ("adapter", "bf16", "bf16", "bf16"),
+    }
+    assert all(row.flops for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_lora_on_a_mixture_runs_mostly_in_fp8(family, tmp_path) -> None:
+    row = run(family, "lora", tmp_path)
+    assert row.error == ""
+    assert row.receipt.fp8_flop_share > 0.5
+    assert abs(row.memory_error) < 0.01
+
+
+def test_a_stack_s_codes_are_those_of_its_matrices() -> None:
+    stack = torch.randn(3, 32, 48, generator=torch.Generator().manual_seed(3))
+    for tile in ((1, 48), (32, 48)):
+        bits, inverse = quantize_stack(stack, tile)
+        for e in range(3):
+            back = dequantize_weight(bits[e], inverse[e], tile)
+            assert (back - stack[e]).abs().max() < stack[e].abs().max() / 16
