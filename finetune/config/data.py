@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
@@ -31,6 +31,15 @@ class DataConfig(Section):
         "several seeds that share it share their eval rows",
     )
     max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
+    columns: dict[str, str] = Field(
+        default={},
+        description="names of columns, as a format has them -> as the rows have them, for instance "
+        "`{prompt: ask, completion: reply}`",
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error",
+        description="a row that cannot be trained on ends the run, or is skipped and counted",
+    )
     prompts: tuple[str, ...] = Field(
         default=(), description="questions that the model answers at each evaluation and at the end"
     )

@@ -130,6 +130,7 @@ class Receipt(JupyterMixin):
             allocator kept (GPUs); `predicted_gib`, `predicted_reserved_gib` and `predicted`, the
             same as they were expected before the run, and by whom.
         conditions: what a fair twin of the run has to share (`finetune.training.conditions`).
+        data: rows and tokens of `train` and `eval`, accounted for (`finetune.training.ledger`).
     """
 
     status: str
@@ -143,6 +144,7 @@ class Receipt(JupyterMixin):
     memory: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
 
     @property
     def role_share(self) -> dict[str, float]:

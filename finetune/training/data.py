@@ -1,45 +1,28 @@
 """From `DataConfig` to the rows that `SFTTrainer` expects.
 
-A format is recognized by its columns and shown; rows are mapped to one of TRL's own formats, and
-tokenizing, masking and packing are TRL's.
-
-    columns                             becomes
-    messages | conversations            messages            (loss on the assistant's turns)
-    prompt + completion                 prompt-completion   (loss on the completion)
-    instruction (+ input) + output      prompt-completion   Alpaca
-    question + answer, prompt + response  prompt-completion
-    text                                text                (loss on every token)
+A format is recognized by its columns and shown (`finetune.training.rows`); tokenizing, masking and
+packing are TRL's, and counted (`finetune.training.ledger`).
 """
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import BUILTIN, DataConfig, ModelConfig
 from finetune.errors import DataError, DataNotFoundError, did_you_mean
 from finetune.training.model import ASSETS, load_shape
+from finetune.training.rows import formatted, unused_keys
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-FORMATS = "messages; prompt and completion; instruction, input and output (Alpaca); text"
 ADD_ROWS = 'add rows, such as {"prompt": "Where?", "completion": "Here."}'
-PAIRS = {
-    "prompt-completion": ("prompt", "completion"),
-    "prompt-response": ("prompt", "response"),
-    "question-answer": ("question", "answer"),
-    "Alpaca": ("instruction", "output"),
-}
-"""Columns of question and answer by format."""
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user"}
 
 
 @dataclass(frozen=True)
@@ -51,12 +34,16 @@ class Rows:
         eval: evaluation rows, or None.
         description: the recognized format, in a few words.
         settings: `SFTConfig` arguments that the format implies, unless the recipe sets them.
+        refused: training rows that were skipped, since they cannot be trained on.
+        notes: what is worth a warning.
     """
 
     train: Dataset
     eval: Dataset | None
     description: str
     settings: dict[str, Any]
+    refused: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Rows:
@@ -77,9 +64,14 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         held_out = _load(data, data.eval_path, data.eval_split or data.split, "data.eval_path")
     if data.max_rows is not None:
         rows = rows.select(range(min(data.max_rows, len(rows))))
-    kind, rows = _formatted(rows, tokenizer, source)
+    kind, rows, refused = formatted(rows, tokenizer, source, data)
+    notes = list(unused_keys(rows, tokenizer, source)) if kind == "messages" else []
+    if refused:
+        notes.append(
+            f"{len(refused):,} rows are skipped; the first: {next(iter(refused.values()))}"
+        )
     if held_out is not None:
-        _, held_out = _formatted(held_out, tokenizer, data.eval_path or source)
+        _, held_out, _ = formatted(held_out, tokenizer, data.eval_path or source, data)
     elif data.eval_fraction > 0 and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
         split = rows.train_test_split(
@@ -94,7 +86,12 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
         settings["assistant_only_loss"] = _can_mask_assistant(tokenizer)
         on = "the assistant's turns" if settings["assistant_only_loss"] else "every token"
         description += f", loss on {on}"
-    return Rows(rows, held_out, description, settings)
+        if not settings["assistant_only_loss"]:
+            notes.append(
+                "the chat template has no {% generation %} markers, so the user's turns are "
+                "trained on too; give prompt and completion, or a template with markers"
+            )
+    return Rows(rows, held_out, description, settings, len(refused), tuple(notes))
 
 
 def source_of(data: DataConfig) -> str:
@@ -171,6 +168,8 @@ def _load_file(path: Path, where: str) -> Dataset:
         rows: Any = load_dataset(
             loader, data_files=glob.escape(str(path)), split="train", **options
         )
+    except DataError:
+        raise
     except (DatasetGenerationError, ValueError, OSError) as error:
         if isinstance(error, OSError) and error.filename not in (None, str(path)):
             raise DataError(
@@ -188,13 +187,26 @@ def _load_file(path: Path, where: str) -> Dataset:
 
 
 def _csv_as_text(path: Path) -> dict[str, Any]:
-    """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing."""
+    """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing.
+
+    Raises:
+        DataError: a line has more or fewer cells than the header; pandas would shift its columns.
+    """
     import csv
 
     from datasets import Features, Value
 
     with path.open(newline="", encoding="utf-8-sig") as file:
-        header = next(csv.reader(file), [])
+        lines = csv.reader(file)
+        header = next(lines, [])
+        for cells in lines:
+            if cells and len(cells) != len(header):
+                raise DataError(
+                    f"{path.name} has a row of {len(cells)} cells under {len(header)} columns",
+                    where=f"{path}:{lines.line_num}",
+                    why="its columns would be shifted",
+                    fix="quote cells that hold a comma or a line break, or remove the row",
+                )
     features = Features({column: Value("string") for column in header})
     return {"features": features, "keep_default_na": False} if header else {}
 
@@ -240,109 +252,6 @@ def _load_hub(data: DataConfig, name: str, split: str) -> Dataset:
             fix="data.split=NAME of a split that has rows; the data set's page lists them",
         )
     return rows
-
-
-# --------------------------------------------------------------------------------------- convert
-
-Converter = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-class _BadRowError(ValueError):
-    """Row that cannot be converted; `_formatted` adds its position."""
-
-
-def _formatted(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, source: str
-) -> tuple[str, Dataset]:
-    """Recognized format, and the rows in TRL's."""
-    has_template = bool(tokenizer.chat_template)
-    kind, convert = _recognize(rows, has_template, source)
-    if kind == "messages" and not has_template:
-        raise DataError(
-            "these rows are chat messages, and the model's tokenizer has no chat template",
-            where=source,
-            why="base models often have none, and nothing then says how turns become text",
-            fix="take the -Instruct model, put a chat_template.jinja beside its tokenizer, or give "
-            "rows with columns prompt and completion, or text",
-        )
-
-    def numbered(row: dict[str, Any], index: int) -> dict[str, Any]:
-        try:
-            return convert(row)
-        except _BadRowError as error:
-            raise DataError(
-                f"row {index + 1} of {source} cannot be trained on",
-                where=f"{source}: row {index + 1}",
-                why=str(error),
-                fix="fix or remove that row",
-            ) from error
-
-    columns = rows.column_names
-    try:
-        return kind, rows.map(
-            numbered, with_indices=True, remove_columns=columns, load_from_cache_file=False
-        )
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source} is not UTF-8 text", where=source, why=str(error), fix="save it as UTF-8"
-        ) from error
-
-
-def _recognize(rows: Dataset, has_template: bool, source: str) -> tuple[str, Converter]:
-    columns = set(rows.column_names)
-    for column in ("messages", "conversations"):
-        if column in columns:
-            return "messages", partial(_messages, column)
-    for kind, (ask, answer) in PAIRS.items():
-        if {ask, answer} <= columns:
-            return kind, partial(_pair, ask, answer, has_template)
-    if "text" in columns:
-        return "text", lambda row: {"text": _text(row, "text")}
-    raise DataError(
-        f"the columns of {source} are not a format that can be trained on",
-        where=source,
-        why=f"columns found: {', '.join(sorted(columns))}",
-        fix=f"rename them to one of: {FORMATS}",
-    )
-
-
-def _text(row: dict[str, Any], column: str) -> str:
-    value = row[column]
-    if not isinstance(value, str) or not value.strip():
-        empty = value is None or isinstance(value, str)
-        raise _BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
-    return value
-
-
-def _messages(column: str, row: dict[str, Any]) -> dict[str, Any]:
-    turns, given = [], row[column] or ()
-    for turn in given if isinstance(given, list | tuple) else (given,):
-        if not isinstance(turn, dict):
-            raise _BadRowError(f"a turn needs role and content, this one is {turn!r}")
-        role = turn.get("role") or SHAREGPT_ROLES.get(turn.get("from", ""), turn.get("from"))
-        content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-        if not role or not isinstance(content, str):
-            raise _BadRowError(f"a turn needs role and content, this one is {turn}")
-        turns.append({"role": role, "content": content})
-    if not any(turn["role"] == "assistant" for turn in turns):
-        raise _BadRowError("no assistant turn, so there is nothing to learn")
-    return {"messages": turns}
-
-
-def _pair(ask: str, answer: str, has_template: bool, row: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(row[ask], list):  # TRL's conversational prompt-completion
-        if not row[ask] or not row[answer]:
-            raise _BadRowError(f"{ask if not row[ask] else answer!r} is empty")
-        return {"prompt": row[ask], "completion": row[answer]}
-    prompt, completion = _text(row, ask), _text(row, answer)
-    if ask == "instruction" and row.get("input"):
-        prompt = f"{prompt}\n\n{row['input']}"
-    if not has_template:
-        return {"prompt": f"{prompt}\n\n", "completion": completion}
-    return {
-        "prompt": [{"role": "user", "content": prompt}],
-        "completion": [{"role": "assistant", "content": completion}],
-    }
 
 
 # ------------------------------------------------------------------------------------ random rows

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
@@ -139,6 +140,8 @@ class _Run:
         self._introduce(ahead)
         self.console.print(whole(f"run folder: {self.folder}"), crop=False)
         self.console.print(f"data: {self.rows.description}")
+        for line in self.rows.notes:
+            self.console.print(f"[yellow]! {escape(line)}[/]")
         if note:
             self.console.print(f"[yellow]! {note}[/]")
 
@@ -239,6 +242,12 @@ class _Run:
                 ],
             )
         self.keeper.take_over(self.trainer)
+        self.ledgers = {
+            name: replace(found, refused=self.rows.refused if name == "train" else 0)
+            for name, found in self.trainer.ledgers.items()
+        }
+        for warns, line in self.ledgers["train"].lines():
+            console.print(f"[yellow]! {line}[/]" if warns else f"      {line}")
         self.monitor = HealthMonitor(
             self.trainer, say=lambda line: console.print(f"[yellow]! {line}[/]")
         )
@@ -269,6 +278,7 @@ class _Run:
         self.receipt = self.session.receipt()
         self.receipt.notes, self.receipt.memory = self.notes, self.meter.reading()
         self.receipt.conditions = conditions_of(self.trainer, self.session)
+        self.receipt.data = {name: found.as_json() for name, found in self.ledgers.items()}
         self.receipt.run = {
             "name": self.recipe.name,
             "folder": str(self.folder),
@@ -381,13 +391,14 @@ def make_trainer(
         train, held_out: rows in one of TRL's formats.
         stored: plan rows of weights that are stored in FP8 from the start.
         attention: resolved `model.attention`.
-        kind: trainer class, default `trl.SFTTrainer`.
+        kind: trainer class, default `trl.SFTTrainer` with a ledger of its rows.
 
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
     """
     from peft import get_peft_model
-    from trl import SFTTrainer
+
+    from finetune.training.ledger import AccountedTrainer
 
     resolved = {"attention": attention.implementation}
     model: Any = load_model(config.model.model_copy(update=resolved), stored)
@@ -400,7 +411,7 @@ def make_trainer(
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
     with nf4.masters_kept(model), scope.false_warnings_ignored():
-        trainer = (kind or SFTTrainer)(
+        trainer = (kind or AccountedTrainer)(
             model=model,
             args=args,
             train_dataset=train,

@@ -314,8 +314,8 @@ def test_an_unknown_packaged_set_names_the_nearest(load):
         ),
         pytest.param(
             "a.jsonl",
-            '{"instruction": "a", "response": "b"}\n',
-            ["columns of a.jsonl are not a format", "found: instruction, response"],
+            '{"instruction": "a", "completion": "b"}\n',
+            ["columns of a.jsonl are not a format", "found: completion, instruction"],
             id="half-of-two-formats",
         ),
     ],

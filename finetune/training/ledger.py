@@ -1,0 +1,210 @@
+"""The ledger of a data set: every row and token accounted for, before the first step.
+
+    read = refused + dropped + trained       rows
+    tokens = cut + kept,  kept >= trained    tokens
+
+TRL tokenizes, masks, truncates and packs (`SFTTrainer._prepare_dataset`), and drops rows of which
+truncation leaves no trained token without a word. `AccountedTrainer` lets it do so in two steps,
+first everything but truncating and packing, counts what is there, and lets it finish: the prepared
+rows are those of one step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from jinja2 import TemplateError
+from trl import SFTTrainer
+
+from finetune.errors import DataError
+
+MASKED = -100
+"""Label of a token that has no part in the loss (torch's cross-entropy)."""
+BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Counts of one data set.
+
+    Attributes:
+        rows: rows that were tokenized.
+        dropped: rows of which truncation left no trained token.
+        truncated: rows longer than `max_length`, without the dropped ones.
+        tokens: tokens before truncation.
+        cut: tokens behind `max_length`, those of dropped rows included.
+        trained: tokens with a part in the loss, after truncation.
+        longest: tokens of the longest row.
+        stops: rows whose last trained token is the one that ends an answer.
+        bins: packed rows; None without packing.
+        max_length: the limit; None without one.
+        refused: rows that could not be read and were skipped (`data.on_bad_row`).
+    """
+
+    rows: int
+    dropped: int
+    truncated: int
+    tokens: int
+    cut: int
+    trained: int
+    longest: int
+    stops: int
+    bins: int | None
+    max_length: int | None
+    refused: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Tokens that enter the model in an epoch."""
+        return self.tokens - self.cut
+
+    @property
+    def share(self) -> float:
+        """Share of these that have a part in the loss."""
+        return self.trained / self.kept if self.kept else 0.0
+
+    @property
+    def efficiency(self) -> float | None:
+        """Share of packed rows that is not padding; None without packing."""
+        if self.bins is None or not self.max_length:
+            return None
+        return self.kept / (self.bins * self.max_length) if self.bins else 0.0
+
+    def lines(self) -> Iterator[tuple[bool, str]]:
+        """(is a warning, line) for the console."""
+        facts = [f"{self.kept:,} tokens", f"{self.share:.1%} of them trained"]
+        facts.append(f"longest row {self.longest:,}")
+        if self.efficiency is not None:
+            facts.append(f"packed into {self.bins:,} rows, {self.efficiency:.0%} full")
+        yield False, ", ".join(facts)
+        if self.refused:
+            yield True, f"{self.refused:,} rows could not be read and are skipped"
+        if self.dropped:
+            share = self.dropped / self.rows
+            yield (
+                True,
+                f"{self.dropped:,} of {self.rows:,} rows ({share:.0%}) are dropped: no trained "
+                f"token lies within train.max_length={self.max_length}",
+            )
+        if self.truncated:
+            yield (
+                True,
+                f"{self.truncated:,} rows are longer than train.max_length={self.max_length} and "
+                f"are cut: {self.cut / self.tokens:.1%} of all tokens are not trained on",
+            )
+        if not self.stops and self.trained:
+            yield True, "no row ends with a trained stop token: answers may not end"
+
+    def as_json(self) -> dict[str, Any]:
+        """For the receipt."""
+        return asdict(self) | {"trained_share": self.share, "packing_efficiency": self.efficiency}
+
+
+def account(rows: Dataset, args: Any, *, packing: bool, stops: set[int]) -> Ledger:
+    """Count a tokenized data set with the columns `input_ids` and `labels`.
+
+    Args:
+        rows: before truncation and packing.
+        args: `SFTConfig`.
+        packing: as these rows are packed.
+        stops: ids that end an answer.
+    """
+    limit, at_start = args.max_length, args.truncation_mode == "keep_start" or packing
+    splits = packing and args.packing_strategy in ("bfd_split", "wrapped")
+    found = dict.fromkeys(
+        ("rows", "dropped", "truncated", "tokens", "cut", "trained", "longest", "stops"), 0
+    )
+    for batch in rows.with_format("arrow").iter(batch_size=BATCH):
+        ids = batch["input_ids"].combine_chunks()
+        labels = np.asarray(batch["labels"].combine_chunks().flatten())
+        lengths = np.asarray(ids.value_lengths()).astype(np.int64)
+        starts = np.cumsum(lengths) - lengths
+        position = np.arange(labels.size) - np.repeat(starts, lengths)
+        inside = np.ones(labels.size, bool)
+        if limit is not None and not splits:
+            skipped = 0 if at_start else np.repeat(np.maximum(lengths - limit, 0), lengths)
+            inside = (position >= skipped) & (position < skipped + limit)
+        counted = inside & (labels != MASKED)
+        per_row = np.bincount(np.repeat(np.arange(lengths.size), lengths), counted, lengths.size)
+        kept = np.minimum(lengths, limit) if limit is not None and not splits else lengths
+        drops = (per_row == 0) & (not packing)
+        last = np.maximum.reduceat(
+            np.where(counted, np.arange(labels.size), -1), starts[lengths > 0]
+        )
+        found["rows"] += lengths.size
+        found["dropped"] += int(drops.sum())
+        found["truncated"] += int(((kept < lengths) & ~drops).sum())
+        found["tokens"] += int(lengths.sum())
+        found["cut"] += int((lengths - np.where(drops, 0, kept)).sum())
+        found["trained"] += int(per_row.sum())
+        found["longest"] = max(found["longest"], int(lengths.max(initial=0)))
+        found["stops"] += int(np.isin(labels[last[last >= 0]], list(stops)).sum())
+    return Ledger(**found, bins=None, max_length=limit)
+
+
+class AccountedTrainer(SFTTrainer):
+    """`SFTTrainer` that keeps the `ledgers` of its data sets, by name (`train`, `eval`)."""
+
+    ledgers: dict[str, Ledger]
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool,
+        formatting_func: Any, dataset_name: str,
+    ) -> Any:  # fmt: skip
+        """TRL's preparation, counted half-way.
+
+        Raises:
+            DataError: no token of any row would be trained on.
+        """
+        prepare = super()._prepare_dataset
+        if not isinstance(dataset, Dataset):
+            return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        try:
+            tokenized: Any = prepare(
+                dataset, processing_class, whole, False, formatting_func, dataset_name
+            )
+        except (TemplateError, TypeError, RuntimeError) as error:
+            raise DataError(
+                f"a row of the {dataset_name} set cannot be put into the model's chat template",
+                where="data",
+                why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                fix="look at the rows that have keys or roles which the template does not expect",
+            ) from error
+        found = account(tokenized, args, packing=packing, stops=_stops(self._tokenizer))
+        if not found.trained:
+            raise nothing_trained(found, dataset_name)
+        done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
+        bins = len(done) if packing else None
+        known = self.__dict__.setdefault("ledgers", {})
+        known[dataset_name] = Ledger(**asdict(found) | {"bins": bins})
+        return done
+
+
+def _stops(tokenizer: Any) -> set[int]:
+    """Ids that end an answer: the tokenizer's own, and its marks of turns (`<|im_end|>`)."""
+    return {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+
+
+def nothing_trained(found: Ledger, name: str) -> DataError:
+    """The error for rows of which no token has a part in the loss."""
+    if found.max_length is not None and found.cut:
+        return DataError(
+            f"no token of the {name} rows would be trained on",
+            where=f"train.max_length={found.max_length}",
+            why=f"all {found.rows:,} rows are cut before what is trained on begins; the longest "
+            f"has {found.longest:,} tokens",
+            fix=f"train.max_length={found.longest}",
+        )
+    return DataError(
+        f"no token of the {name} rows would be trained on",
+        where="data",
+        why=f"every token of all {found.rows:,} rows is masked",
+        fix="look at the rows: python -m finetune data RECIPE --show 5",
+    )
