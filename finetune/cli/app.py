@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE, analysis, recipes, runs, train
+from finetune.cli.data import data
 from finetune.cli.estimate import estimate
 from finetune.config.recipe import is_path, list_recipes
 from finetune.errors import FinetuneError, RecipeNotFoundError, did_you_mean
@@ -37,6 +38,7 @@ VERBS: dict[str, dict[str, Callable[..., None]]] = {
         "schema": recipes.schema,
     },
     "Plan": {
+        "data": data,
         "validate": recipes.validate,
         "estimate": estimate,
         "doctor": analysis.doctor,

@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from jinja2 import TemplateError
 from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
+from finetune.config.schema import RunConfig
+from finetune.config.sft import sft_config, with_checkpointing
 from finetune.errors import DataError
+from finetune.training.data import Rows, load_data
+from finetune.training.model import load_tokenizer
 
 MASKED = -100
 """Label of a token that has no part in the loss (torch's cross-entropy)."""
@@ -185,6 +191,53 @@ class AccountedTrainer(SFTTrainer):
         known = self.__dict__.setdefault("ledgers", {})
         known[dataset_name] = Ledger(**asdict(found) | {"bins": bins})
         return done
+
+
+@dataclass(frozen=True)
+class CountedRows:
+    """Rows of a recipe, tokenized and cut as for training, without a model.
+
+    Attributes:
+        rows: as loaded.
+        prepared: columns `input_ids` and `labels`; not packed.
+        ledger: counts, packing included.
+    """
+
+    rows: Rows
+    prepared: Dataset
+    ledger: Ledger
+    tokenizer: Any
+
+
+def counted_rows(config: RunConfig) -> CountedRows:
+    """Load, tokenize and count the training rows of a recipe, as its trainer would.
+
+    Raises:
+        DataError, DataNotFoundError, ModelNotFoundError: rows or tokenizer cannot be had.
+    """
+    tokenizer, _ = load_tokenizer(config.model)
+    rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
+    train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
+    plain = with_checkpointing(config.model_copy(update={"train": train}), False)
+    args = sft_config(plain, Path("runs"), rows.settings, on_cpu=True)
+    trainer = object.__new__(AccountedTrainer)  # without a model: preparing rows needs none
+    state: Any = trainer
+    state._tokenizer, state.chat_template = tokenizer, None
+    if args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
+        state.chat_template = get_training_chat_template(tokenizer)
+    pairs = {"prompt", "completion"} <= set(rows.train.column_names)
+    state.completion_only_loss = (
+        pairs if args.completion_only_loss is None else args.completion_only_loss
+    )
+    prepare = trainer._prepare_dataset
+    if args.packing:
+        prepare(rows.train, tokenizer, args, True, None, "train")
+        ledger = trainer.ledgers["train"]
+        prepared = prepare(rows.train, tokenizer, args, False, None, "train")
+    else:
+        prepared = prepare(rows.train, tokenizer, args, False, None, "train")
+        ledger = trainer.ledgers["train"]
+    return CountedRows(rows, prepared, replace(ledger, refused=rows.refused), tokenizer)
 
 
 def _stops(tokenizer: Any) -> set[int]:

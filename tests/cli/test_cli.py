@@ -536,3 +536,20 @@ def test_what_is_to_be_copied_is_neither_wrapped_nor_cropped(cli, monkeypatch, t
         assert any(str(folder) in line for line in lines), lines
         if not interrupted:
             assert any(f"generate {folder} " in line for line in lines)
+
+
+def test_data_counts_and_shows_what_is_trained_on(cli) -> None:
+    found = cli("data", "tiny_lora_fp8", "--show", 1, "--html", "rows.html", "data.max_rows=40")
+    assert found.code == 0
+    assert "32 training rows" in found.out
+    assert "of them trained, longest row" in found.out
+    assert "row 1, " in found.out
+    assert "Ahoy!" in Path("rows.html").read_text("utf-8")
+    counted = json.loads(cli("data", "tiny_lora_fp8", "data.max_rows=40", "--json").out)
+    assert counted["train"]["rows"] == 32
+    row = counted["rows"][0]
+    assert any(label < 0 for label in row["labels"])
+    assert any(label == i for label, i in zip(row["labels"], row["input_ids"], strict=True))
+    page = cli("data", "tiny_lora_fp8", "data.max_rows=40", "--html", "no/folder/rows.html")
+    assert page.code == 2
+    assert "--html" in page.err

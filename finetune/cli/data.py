@@ -1,0 +1,91 @@
+"""Verb `data`: the rows of a recipe as the model will see them, and their ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from finetune.cli import AsJson, Overrides, RecipeName
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError
+from finetune.logging import busy, output, whole
+
+TRAINED, CONTEXT = "bold green", "dim"
+
+
+def data(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    show: Annotated[int, typer.Option(min=0, help="Rows to decode.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Write the rows as an HTML page too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count rows and tokens, and show which ones are trained on."""
+    checked = load_recipe(recipe, overrides or ())
+    console = output(stderr=as_json)
+    with busy(console, f"reading the rows of {checked.name}"):
+        from finetune.training.ledger import counted_rows
+
+        found = counted_rows(checked.config)
+    shown = found.prepared.select(range(min(show, len(found.prepared))))
+    if as_json:
+        rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in shown]
+        facts = {"description": found.rows.description, "notes": found.rows.notes}
+        print(json.dumps({**facts, "train": found.ledger.as_json(), "rows": rows}))
+        return
+    console.print(f"{checked.name}: {found.rows.description}", highlight=False)
+    for line in found.rows.notes:
+        console.print(Text(f"! {line}", style="yellow"))
+    for warns, line in found.ledger.lines():
+        console.print(Text(f"! {line}", style="yellow") if warns else line, highlight=False)
+    page = Console(record=True, quiet=False, file=_Nowhere(), width=100)
+    for index, row in enumerate(shown):
+        text = _decoded(found.tokenizer, row)
+        for target in (console, page):
+            target.print(f"\nrow {index + 1}, {len(row['input_ids'])} tokens", style="bold")
+            target.print(text)
+    console.print(Text.assemble("\n", ("trained", TRAINED), " ", ("context", CONTEXT)))
+    if html is not None:
+        _write(html, page.export_html())
+        console.print(whole(f"page: {html}"), crop=False)
+
+
+class _Nowhere:
+    """Where a console writes that only records."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def _decoded(tokenizer: Any, row: dict[str, Any]) -> Text:
+    """The row as text, trained tokens in another style.
+
+    Spans are decoded together: a character may have several tokens.
+    """
+    text, ids, labels = Text(), row["input_ids"], row["labels"]
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or (labels[end] >= 0) != (labels[start] >= 0):
+            style = TRAINED if labels[start] >= 0 else CONTEXT
+            text.append(tokenizer.decode(ids[start:end]), style=style)
+            start = end
+    return text
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the page {str(file)!r} cannot be written: {error.strerror}",
+            where="--html",
+            fix="choose a file in a folder that is there",
+        ) from None
