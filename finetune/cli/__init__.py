@@ -27,4 +27,7 @@ RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Run folder, `last`, or a recipe's name.")
 ]
 RunsFolder = Annotated[Path, typer.Option(help="Folder of runs.")]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let the code of the run's model run here.")
+]
 Checkpoint = Annotated[str | None, typer.Option(help="A step, or `last`; left out: the run's end.")]

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.cli import AsJson, RunName, RunsFolder
+from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
 from finetune.logging import output, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.folder import COMPARISON
@@ -197,11 +197,14 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
     to: Annotated[str, typer.Option(help="adapter, merged, fp8 or nvfp4.")],
     force: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
+    trust_remote_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Export weights, checked: adapter, merged, FP8, NVFP4."""
     from finetune.export.export import export_run
 
     console = output(stderr=as_json)
-    done = export_run(run, to, out, force=force, console=console)
+    done = export_run(
+        run, to, out, force=force, trust_remote_code=trust_remote_code, console=console
+    )
     print((done.folder / "export.json").read_text("utf-8") if as_json else f"export: {done.folder}")

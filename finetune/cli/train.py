@@ -22,6 +22,7 @@ from finetune.cli import (
     RecipeName,
     RunName,
     RunsFolder,
+    TrustCode,
 )
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
@@ -103,6 +104,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
     checkpoint: Checkpoint = None,
+    trust_remote_code: TrustCode = False,
     out: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -119,7 +121,7 @@ def generate(
 
     from finetune.training.reload import loaded, open_trained
 
-    trained = open_trained(folder, checkpoint)
+    trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     notes = output(stderr=True)
     if notes.is_terminal:
         notes.print(whole(f"loading {trained.weights}", "dim"), crop=False)
@@ -196,6 +198,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question.")] = None,
     checkpoint: Checkpoint = None,
+    trust_remote_code: TrustCode = False,
     out: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -204,7 +207,7 @@ def evaluate(
     from finetune.config.schema import BUILTIN, EvalConfig
     from finetune.training.reload import loaded, open_trained
 
-    trained = open_trained(folder, checkpoint)
+    trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     named = None if tasks is None else tuple(n for name in tasks.split(",") if (n := name.strip()))
     given = {"tasks": named, "data": data, "limit": limit, "shots": shots}
     wanted = trained.config.eval.model_dump() | {k: v for k, v in given.items() if v is not None}

@@ -48,7 +48,7 @@ from finetune.hardware.device import version
 from finetune.hardware.requirements import require
 from finetune.logging import output
 from finetune.runs.card import model_card
-from finetune.runs.lookup import read_run
+from finetune.runs.lookup import read_run, refuse_foreign_code
 from finetune.training.model import locate
 
 TARGETS = tuple(parity.BOUNDS)
@@ -138,6 +138,7 @@ def export_run(
     out: Path | str,
     *,
     force: bool = False,
+    trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> Export:
     """Export a run's weights, and check them against the run's model on its evaluation rows.
@@ -147,6 +148,7 @@ def export_run(
         to: `adapter`, `merged`, `fp8` or `nvfp4`.
         out: the folder to make.
         force: replace an earlier export there.
+        trust_remote_code: the model's own code may run, if the run's recipe says so too.
         console: console for progress output.
 
     Raises:
@@ -156,6 +158,7 @@ def export_run(
     """
     say = bind((console or output()).print, soft_wrap=True)
     finished, out = open_run(run), Path(out).expanduser().resolve()
+    refuse_foreign_code(finished.config, finished.folder, trust_remote_code)
     _refuse_target(to, finished)
     config, adapter = finished.config, finished.model if finished.has_adapter else None
     source = weights_folder(config.model) if adapter else finished.model

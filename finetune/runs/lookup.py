@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, did_you_mean
 from finetune.runs.folder import COMPARISON, Run
 
@@ -136,3 +137,20 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
         if newest
         else "train one: python -m finetune tiny_lora_fp8; --out says where runs lie",
     )
+
+
+def refuse_foreign_code(config: RunConfig, folder: Path, trusted: bool) -> None:
+    """Reject a run whose model brings its own code, unless whoever starts the command trusts it.
+
+    The folder may come from somebody else, and its own word is no permission.
+
+    Raises:
+        ConfigError: the run's recipe has `model.trust_remote_code`, and `trusted` is False.
+    """
+    if config.model.trust_remote_code and not trusted:
+        raise ConfigError(
+            "the model of this run brings code of its own, which would run here",
+            where=f"{folder / 'config.yaml'}: model.trust_remote_code",
+            why=f"{config.model.name} and the run's folder may come from somebody else",
+            fix="--trust-remote-code, once you have read that code",
+        )

@@ -23,6 +23,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
+from finetune.runs.lookup import refuse_foreign_code
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,20 @@ class TrainedRun:
     weights: Path
 
 
-def open_trained(folder: Path, checkpoint: str | None = None) -> TrainedRun:
+def open_trained(
+    folder: Path, checkpoint: str | None = None, *, trust_remote_code: bool = False
+) -> TrainedRun:
     """Find a run's weights.
 
     Args:
         checkpoint: a step, or `last`; default: the weights at the run's end.
+        trust_remote_code: the model's own code may run, if the run's recipe says so too.
 
     Raises:
         ConfigError: it has none, or no such checkpoint; lists its checkpoints.
     """
     config = load_recipe(str(folder / "config.yaml"), check_train=False).config
+    refuse_foreign_code(config, folder, trust_remote_code)
     saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}
     steps, weights = list(saved), folder / "model"
     again = f"python -m finetune {shlex.quote(str(folder / 'config.yaml'))}"

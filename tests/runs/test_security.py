@@ -1,0 +1,62 @@
+"""No connection without a reason, no secret in a file, no foreign code without permission."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError
+
+GUARD = """
+import runpy, socket, sys
+def refuse(*args, **kwargs):
+    print("CONNECTION", args[:2], file=sys.stderr)
+    raise OSError("no network in this test")
+socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
+sys.argv = ["finetune", *sys.argv[1:]]
+runpy.run_module("finetune", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_local_recipe_makes_no_connection_and_keeps_no_secret(tmp_path) -> None:
+    (tmp_path / "guard.py").write_text(GUARD)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRL_"))}
+    environment |= {"HF_TOKEN": "hf_s3cret-pl4nted", "WANDB_API_KEY": "key_s3cret-pl4nted"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "guard.py", "tiny_lora_fp8", "train.max_steps=2",
+         "train.save_strategy=steps", "train.save_steps=1", "data.max_rows=24"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "CONNECTION" not in done.stderr
+    files = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
+    assert len(files) > 20
+    for file in files:
+        assert b"s3cret-pl4nted" not in file.read_bytes(), file
+
+
+def test_secrets_are_no_settings() -> None:
+    with pytest.raises(ConfigError, match=r"is a secret[\s\S]*HF_TOKEN") as caught:
+        load_recipe("tiny_lora_fp8", ["train.hub_token=hf_mine"])
+    assert "hf_mine" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "verb", [("generate", "{run}", "hi"), ("export", "{run}", "out", "--to", "merged")]
+)
+def test_code_of_a_runs_model_needs_permission(verb, cli, tmp_path) -> None:
+    run = tmp_path / "runs" / "tiny" / "20260101-000000-aaaa"
+    (run / "model").mkdir(parents=True)
+    config = load_recipe("tiny_lora_fp8", ["model.trust_remote_code=true"])
+    (run / "config.yaml").write_text(config.to_yaml())
+    (run / "receipt.json").write_text('{"status": "proven", "precision": {}}')
+    found = cli(*(word.format(run=Path("runs") / "tiny" / run.name) for word in verb))
+    assert found.code == 2
+    assert "brings code of its own" in found.err
+    assert "--trust-remote-code" in found.err
