@@ -19,7 +19,7 @@ from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
+from finetune.precision.backends.base import Backend, Fp8Mixin, Tally, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.expert_adapters import (
     ConvertedSplitMixin,
@@ -99,7 +99,7 @@ class Conversion:
             if layer.stored:
                 store(module, layer.stored)
             facts = engine.attributes(module, layer)
-            self._swap(module, engine.mixin, fp8_backend=engine, **facts)
+            self._swap(module, engine.mixin, fp8_backend=engine, fp8_tally=Tally(), **facts)
         self._convert_experts(modules)
         for owner, layers in self.plan.fp8_parameters.items():
             assert self.backend is not None
@@ -141,7 +141,9 @@ class Conversion:
                 self._swap(module, CastExpertsMixin)
         for name, module in modules.items():
             if isinstance(module, ExpertsMixin):
-                facts = {"fp8_name": name, "fp8_observers": [], "fp8_how": stored.get(name, {})}
+                facts: dict[str, Any] = {"fp8_name": name, "fp8_observers": []}
+                facts |= {"fp8_how": (how := stored.get(name, {}))}
+                facts |= {"fp8_tallies": {local: Tally() for local in how}}
                 self._swap(module, ConvertedExpertsMixin, fp8_backend=self.frozen, **facts)
             elif isinstance(module, SplitMixin):
                 self._swap(module, ConvertedSplitMixin, fp8_name=name, fp8_observers=[])

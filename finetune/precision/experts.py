@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from finetune.precision.backends.base import ObservedMixin, Owner, multiplying
+from finetune.precision.backends.base import ObservedMixin, Owner, Tally, multiplying
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.contractions import group_sizes
 from finetune.precision.formats import E4M3
@@ -344,11 +344,19 @@ class ConvertedExpertsMixin(ObservedMixin):
     fp8_name: str
     fp8_backend: FrozenBackend | None
     fp8_how: dict[str, Arithmetic]
+    fp8_tallies: dict[str, Tally]
     keeps_name = True
+
+    def _project(self, name: str, x: Tensor, *args: Any) -> Tensor:
+        y = super()._project(name, x, *args)  # pyright: ignore[reportAttributeAccessIssue]
+        if name in self.fp8_tallies and self.fp8_backend is not None and y.numel():
+            tally = self.fp8_tallies[name]  # of rows [S, N]
+            tally.watch(y, y) if self.fp8_backend.is_high(self) else tally.count(y)
+        return y
 
     def _arithmetic(self) -> dict[str, Arithmetic]:
         backend = self.fp8_backend
-        if backend is None or (not self.training and backend.precision.eval == "high"):
+        if backend is None or backend.is_high(self):
             return super()._arithmetic()  # pyright: ignore[reportAttributeAccessIssue]
         return self.fp8_how
 

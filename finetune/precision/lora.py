@@ -203,6 +203,7 @@ class AdaptedMixin(Swapped):
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
         if isinstance(self, FrozenMixin):
+            self.fp8_tally.count(input)
             how = self.fp8_how
             if "fprop" not in how.high:
                 dtype = compute_dtype(input)

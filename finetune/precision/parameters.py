@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import Backend, ObservedMixin, Owner, multiplying
+from finetune.precision.backends.base import Backend, ObservedMixin, Owner, Tally, multiplying
 from finetune.precision.contractions import (
     Linear,
     contract,
@@ -55,6 +55,7 @@ class PlannedParameter:
 
     layer: LayerPlan
     linear: Linear
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def local(self) -> str:
@@ -185,6 +186,7 @@ class ParameterMode(TorchFunctionMode):
             dtype = compute_dtype(x)
             return x.to(dtype) @ w.to(dtype).t()  # [0, K] @ [K, N]
         name, shape = entry.layer.name, (w.shape[0], w.shape[1])
+        entry.tally.count(x)
         with multiplying(Owner(name, self.observers), w):
             y = entry.linear(x, w, bias)  # [M, K] @ [K, N]
         for observer in self.observers:
@@ -223,8 +225,14 @@ class ParameterMixin(ObservedMixin):
         if not isinstance(self, ParameterMixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, *args, **kwargs)
         reverted = "fp8_parameters" not in self.__dict__  # and FSDP2's class has stayed in front
-        if reverted or self.fp8_backend.is_high(self):
+        if reverted:
             return self.plain_class.forward(self, *args, **kwargs)
+        if self.fp8_backend.is_high(self):
+            y = self.plain_class.forward(self, *args, **kwargs)
+            for entry in self.fp8_parameters:
+                for result in tensors_of([y]):
+                    entry.tally.watch(result, result)
+            return y
         with ParameterMode(self):
             return self.plain_class.forward(self, *args, **kwargs)
 

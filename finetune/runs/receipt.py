@@ -113,8 +113,9 @@ class Receipt(JupyterMixin):
             `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how
             many run in one function with their base, and why others do not), `references` (models
             evaluated beside the one that trains, and their precision).
-        fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the observed
-            micro-step, attention and output head included; 0 to 1.
+        fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the run, attention
+            and output head included; 0 to 1. Those of the observed micro-step, weighted with the
+            calls of each layer until now.
         flop_share: the same for each precision.
         role_share: share of those FLOPs by what a layer is: `base`, `adapter`, `head`, `router`,
             and `other` for matmuls that are no layers.
@@ -122,7 +123,9 @@ class Receipt(JupyterMixin):
             the second optimizer step with a learning rate above zero), `below_resolution` (updated
             by the optimizer, but by less than their type can hold); `optimizer_state_bytes`: of
             moments and their scales as they are stored, on this process.
-        layers: every linear layer.
+        layers: every linear layer, in the observed micro-step.
+        held: what was watched until the end: optimizer `steps` compared with the plan, layers
+            `resting` (name -> steps without a call), and those that BF16 `entered`.
         notes: what does not train although one might think so, and why, a line each.
         environment: versions, device, seed, processes, patches in force.
         memory: `measured_gib`, the peak of a step or of the training (None: not measured);
@@ -143,6 +146,7 @@ class Receipt(JupyterMixin):
     environment: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
 

@@ -80,6 +80,7 @@ def receipt_of(
         flop_share=share,
         trainable=dict(proof.trainable) if proof else {},
         layers=proof.layers if proof else [],
+        held=proof.sentinel.described() if proof else {},
         environment=_environment(device) | {"patches": patches},
     )
 

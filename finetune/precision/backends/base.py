@@ -71,6 +71,39 @@ def _observed(owner: Owner, shape: tuple[int, int], backward: bool) -> Iterator[
             observer.leave()
 
 
+class Tally:
+    """Calls of one converted layer with gradients enabled.
+
+    Attributes:
+        ran: True if it was called in FP8 since this was last set to False.
+        rows: tokens M of those calls; calls in compiled code do not count them.
+        high: gradients that passed calls in high precision, since this was last set to 0.
+        high_rows: tokens of those calls.
+    """
+
+    def __init__(self) -> None:
+        self.ran, self.rows, self.high, self.high_rows = False, 0, 0, 0
+
+    def count(self, x: Tensor) -> None:
+        """Count a call in FP8 with the input x [..., K]."""
+        if torch.is_grad_enabled():
+            self.ran = True
+            if not torch.compiler.is_compiling():
+                self.rows += x.numel() // x.shape[-1]
+
+    def watch(self, x: Tensor, y: Any) -> None:
+        """Count a call in high precision, x [..., K] -> y, if a gradient passes it."""
+        if not isinstance(y, Tensor) or not y.requires_grad or torch.compiler.is_compiling():
+            return
+
+        def passed(gradient: Tensor) -> None:
+            self.high += 1
+            self.high_rows += rows
+
+        rows = x.numel() // x.shape[-1]
+        y.register_hook(passed)
+
+
 class Fp8Mixin(Swapped):
     """Mixin before a linear layer's own class: training runs in FP8.
 
@@ -78,6 +111,7 @@ class Fp8Mixin(Swapped):
     """
 
     fp8_backend: Backend
+    fp8_tally: Tally
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -85,7 +119,11 @@ class Fp8Mixin(Swapped):
         if not isinstance(self, Fp8Mixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, input)
         if not self.runs_low or input.numel() == 0:  # an expert without tokens has no scale
-            return self.plain_class.forward(self, input)
+            y = self.plain_class.forward(self, input)
+            if input.numel():
+                self.fp8_tally.watch(input, y)
+            return y
+        self.fp8_tally.count(input)
         return self.fp8_linear(input, weight_matrix(self), self.bias)
 
     @property

@@ -18,6 +18,7 @@ A proof lives as long as its conversion does, hence its model: hooks refer to it
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,13 +31,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from finetune.errors import ProofError, some
+from finetune.errors import ProofError
 from finetune.precision.backends.base import in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.backwards import unwatch_backwards, watch_backwards
 from finetune.precision.proof.movement import Movement
 from finetune.precision.proof.remedies import remedy
+from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, Seen, Witness
 from finetune.runs.receipt import LayerReceipt
 
@@ -52,10 +54,11 @@ class Proof:
     Attributes:
         status: `proven`, or what is still missing.
         is_open: True while steps are observed.
+        is_stopped: True once it has failed.
         is_released: True once the model is no longer converted to this plan.
         layers: rows of the receipt, after the first micro-step.
-        flop_share: precision -> share of matmul FLOPs.
         trainable: counts for the receipt.
+        sentinel: holds the model to its plan.
     """
 
     def __init__(
@@ -76,16 +79,16 @@ class Proof:
         self.model = conversion.model
         self.status = "not proven: no training step yet"
         self.layers: list[LayerReceipt] = []
-        self.flop_share: dict[str, float] = {}
-        self._before = trainable_before
-        self._names = {name for name, _ in conversion.model.named_parameters()}
         self.trainable = {"before": sum(trainable_before.values())} | dict.fromkeys(
             ("after", "in_optimizer", "moved", "below_resolution", "optimizer_state_bytes"), 0
         )
-        self.is_open, self.is_released = True, False
+        self.is_open, self.is_released, self.is_stopped = True, False, False
         self._witness: Witness | None = Witness(self.model, conversion.plan)
         self._mode: bool | None = None
         self._movement = Movement(self.model, self.trainable, self._fail)
+        self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
+        self._flops: Flops = {}
+        self._left = ""
         self._steppers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         conversion.proof = self
         conversion.around.append(self._around_forward)
@@ -96,6 +99,11 @@ class Proof:
         ]
         for handle in self._handles:
             weakref.finalize(self, handle.remove)
+
+    @property
+    def flop_share(self) -> dict[str, float]:
+        """Precision -> share of the matmul FLOPs of the run so far; empty before the first step."""
+        return self.sentinel.share(self._flops) if self._flops else {}
 
     def close(self) -> None:
         """Stop observing; repeated calls have no effect."""
@@ -127,6 +135,7 @@ class Proof:
         if self._mode is not self.model.training:  # what a sanity check ran is no evidence
             witness.reset()
             self._mode = self.model.training
+        self.sentinel.check_layers()
         try:
             with witness.watching():
                 yield
@@ -154,6 +163,7 @@ class Proof:
         if witness is not None and witness.saw_backward:
             self._stop_witness()
             self._judge_gemms(witness)
+            self.sentinel.begin()
             self._after_gemms()
 
     def _stop_witness(self) -> None:
@@ -165,11 +175,9 @@ class Proof:
             self._witness = None
 
     def _judge_gemms(self, witness: Witness) -> None:
-        total = sum(seen.flops for seen in witness.seen.values()) or 1
-        shares: dict[str, float] = {}
-        for (_, _, precision), seen in witness.seen.items():
-            shares[precision] = shares.get(precision, 0.0) + seen.flops / total
-        self.flop_share = dict(sorted(shares.items()))
+        for (name, _, precision), seen in witness.seen.items():
+            self._flops[name, precision] = self._flops.get((name, precision), 0) + seen.flops
+        shares = self.flop_share
         self.layers = self._layer_receipts(witness)
         self.status = f"not proven: {self._movement.missing}"
         plan = self.conversion.plan
@@ -238,7 +246,7 @@ class Proof:
         return known
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self.is_open or not self.concerns(optimizer):
+        if self.is_released or self.is_stopped or not self.concerns(optimizer):
             return None
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
@@ -267,30 +275,12 @@ class Proof:
                 why="what ran is unknown: FP8 has not been proven",
                 fix="call the prepared model itself, not its parts, and then loss.backward()",
             )
-        trainable = named_trainable(self.model)
-        self._judge_trainable_set(trainable)
-        self._movement.before_step(optimizer, trainable)
-
-    def _judge_trainable_set(self, trainable: dict[str, nn.Parameter]) -> None:
-        self.trainable["after"] = sum(p.numel() for p in trainable.values())
-        unfrozen = sorted(trainable.keys() - self._before.keys())
-        froze = sorted(self._before.keys() - trainable.keys())
-        if added := sorted(set(unfrozen) - self._names):
-            self._fail(
-                "trainable parameters were added after preparation",
-                where=some(added),
-                why="layers that were not there when the model was prepared are not converted, and "
-                "no optimizer made before has them",
-                fix="attach adapters first (get_peft_model, or the trainer's peft_config), then "
-                "prepare the model",
-            )
-        if unfrozen or froze:
-            self._fail(
-                "preparation changed which parameters train",
-                where=f"now trainable: {some(unfrozen)}; no longer: {some(froze)}",
-                why="a frozen base that trains, or weights that stopped, is not the run asked for",
-                fix="freeze before building the trainer, and do not touch requires_grad afterwards",
-            )
+        if self._witness is None:
+            self.sentinel.before_step(optimizer)
+        if self.is_open:
+            trainable = named_trainable(self.model)
+            self.trainable["after"] = sum(p.numel() for p in trainable.values())
+            self._movement.before_step(optimizer, trainable)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_open or not self.concerns(optimizer):
@@ -298,11 +288,20 @@ class Proof:
         self._movement.after_step(optimizer, named_trainable(self.model))
         self.status = f"not proven: {self._movement.missing}"
         if self._movement.is_done and self._witness is None:
-            self.status = "proven"
+            self.status = f"not proven: {self._left}" if self._left else "proven"
             self.close()
 
+    def _leave_plan(self, what: str, *, where: str, why: str, fix: str) -> None:
+        """BF16 entered: an error, or a loud line if the run may fall back to it."""
+        if self.conversion.plan.precision.on_unsupported != "bf16":
+            self._fail(what, where=where, why=why, fix=fix)
+        if not self._left:
+            warnings.warn(f"! {what} ({where}): {why}", stacklevel=2)
+        self._left = what
+        self.status = f"not proven: {what}"
+
     def _fail(self, what: str, *, where: str, why: str, fix: str) -> None:
-        self.status = f"stopped: {what}"
+        self.status, self.is_stopped = f"stopped: {what}", True
         self.close()
         raise ProofError(what, where=where, why=why, fix=fix)
 

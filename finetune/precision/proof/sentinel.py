@@ -1,0 +1,324 @@
+"""The sentinel: holds a proven run to its plan, at each optimizer step until the last.
+
+The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
+the optimizer uses the gradients, four things are compared, none of which needs the witness:
+
+    tree       every linear layer is the object that was prepared, and there is no other
+    classes    every planned layer is still a converted one
+    trainable  the parameters that train are those that trained at preparation
+    calls      each converted layer counts its calls: one whose weight (or adapter) has a gradient
+               was called in FP8, and no gradient has passed a call in high precision
+
+A layer that is not called at all rests, which is allowed at any step and counted. Prepare a model
+again to change its layers or what trains.
+
+The cost is a comparison of lists of objects, about 0.1 microseconds for each module and parameter,
+and as much for each call of a converted layer. What differs is looked at again slowly, since
+sharding and wrapping change the same lists in harmless ways.
+
+*The share of the run.* Calls count their rows, so the FLOPs of the witnessed micro-step are
+weighted with the rows of each layer over the run, other matmuls with those of the busiest layer.
+Attention grows faster than rows do, so its part is that of the witnessed step. Layers under
+`torch.compile` count no rows; then the share is that of the witnessed step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from finetune.errors import some
+from finetune.precision.backends.base import Fp8Mixin, Tally
+from finetune.precision.convert import Conversion
+from finetune.precision.experts import ConvertedExpertsMixin
+from finetune.precision.layers import iter_linears
+from finetune.precision.parameters import ParameterMixin
+from finetune.precision.planner import LayerPlan
+from finetune.precision.proof.movement import local_part
+from finetune.precision.proof.remedies import remedy
+
+Flops = dict[tuple[str, str], int]
+"""(Layer, precision) -> FLOPs of the witnessed micro-step."""
+
+
+@dataclass
+class Held:
+    """A converted layer under watch.
+
+    Attributes:
+        layer: its plan.
+        module: the module whose class was changed.
+        tally: its calls.
+        evidence: the trainable parameters whose gradients come from its calls alone.
+        first: its rows of the witnessed micro-step.
+    """
+
+    layer: LayerPlan
+    module: nn.Module
+    tally: Tally
+    evidence: list[nn.Parameter]
+    first: int = 0
+
+
+class Sentinel:
+    """Compares a model with its plan.
+
+    Attributes:
+        steps: optimizer steps compared.
+        resting: layer -> steps in which it was not called.
+        entered: layer -> steps in which gradients passed it in high precision.
+    """
+
+    def __init__(
+        self,
+        conversion: Conversion,
+        trains: set[str],
+        fail: Callable[..., None],
+        leave: Callable[..., None],
+    ) -> None:
+        """Note the layers of a model that was just converted.
+
+        Args:
+            conversion: the prepared model.
+            trains: names of the parameters that trained before preparation.
+            fail: raises an error of what, where, why and fix.
+            leave: the same for BF16 that enters, which a setting may allow.
+        """
+        self.conversion, self.model, self._fail = conversion, conversion.model, fail
+        self._leave = leave
+        self.steps, self.resting, self.entered = 0, Counter[str](), Counter[str]()
+        self._linears = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
+        self._names = {name for name, _ in self.model.named_parameters()}
+        self._trains = trains
+        self._held: list[Held] = []
+        self._mine: weakref.WeakKeyDictionary[Optimizer, list[Held]] = weakref.WeakKeyDictionary()
+        self._is_begun = self._is_noted = False
+        self._task = -1
+
+    def begin(self) -> None:
+        """Begin to count, after the witnessed micro-step."""
+        parameters = dict(self.model.named_parameters())
+        self._held = list(self._iter_held(parameters))
+        for held in self._held:
+            held.first = held.tally.rows
+        self._mine.clear()
+        self._is_begun = True
+
+    def _iter_held(self, parameters: dict[str, nn.Parameter]) -> Iterator[Held]:
+        modules = dict(self.model.named_modules())
+        owned = [id(p) for m in modules.values() for p in m._parameters.values()]
+        tied = {key for key, count in Counter(owned).items() if count > 1}
+        for layer in self.conversion.plan.fp8_layers:
+            module: Any = modules.get(layer.owner)
+            if isinstance(module, Fp8Mixin):
+                weight, tally = parameters.get(f"{layer.name}.weight"), module.fp8_tally
+            elif isinstance(module, ParameterMixin):
+                weight = parameters.get(layer.name)
+                tally = next(e.tally for e in module.fp8_parameters if e.layer is layer)
+            elif isinstance(module, ConvertedExpertsMixin):
+                weight, tally = None, module.fp8_tallies[layer.name.rpartition(".")[2]]
+            else:
+                continue
+            # A weight of two layers has gradients of either.
+            alone = weight is not None and weight.requires_grad and id(weight) not in tied
+            evidence = [weight] if weight is not None and alone else []
+            if not evidence and layer.name.endswith(".base_layer"):  # its adapter's
+                prefix = layer.name.removesuffix("base_layer")
+                own = {n: p for n, p in parameters.items() if n.startswith(prefix)}
+                evidence = [p for p in own.values() if p.requires_grad]
+            yield Held(layer, module, tally, evidence)
+
+    def _note(self) -> None:
+        """Note the tree, the classes and the parameters, to compare lists of objects."""
+        modules = list(self.model.modules())
+        self._tree = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
+        self._classes = [(held.module, type(held.module)) for held in self._held]
+        self._parameters = [
+            (m._parameters, name, p, p.requires_grad)
+            for m in modules
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
+        self._is_noted = True
+
+    # ------------------------------------------------------------------------------ each step
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Compare, before an optimizer of the model uses the gradients."""
+        # Where each parameter steps inside the backward, once in each.
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task != self._task:
+            self._task = task
+            self.steps += 1
+            self._check_structure()
+        if self._is_begun:
+            self._check_calls(self._concerned(optimizer))
+
+    def _check_structure(self) -> None:
+        if self._is_noted and self._is_same():
+            return
+        self.check_layers()
+        self.check_trainable()
+        if self._is_begun:
+            self._check_classes()
+            self._note()
+
+    def _is_same(self) -> bool:
+        return (
+            all(list(now.values()) == then for now, then in self._tree)
+            and all(type(module) is cls for module, cls in self._classes)
+            and all(
+                now.get(name) is p and p.requires_grad is trains
+                for now, name, p, trains in self._parameters
+            )
+        )
+
+    def check_layers(self) -> None:
+        """Raise unless the linear layers are those that were prepared."""
+        now = {id(m): name for name, m, _ in iter_linears(self.model)}
+        gone = sorted(name for key, (name, _) in self._linears.items() if key not in now)
+        new = sorted(name for key, name in now.items() if key not in self._linears)
+        if gone:
+            self._leave(
+                "linear layers were replaced or removed after preparation",
+                where=some(gone),
+                why="what stands in their place was never converted: it would run in BF16, and "
+                "optimizers made before do not have it",
+                fix="change the model first, then prepare it (or build the trainer); later, "
+                "prepare it again together with its optimizer",
+            )
+        if new:
+            self._leave(
+                "linear layers were added after preparation",
+                where=some(new),
+                why="layers that were not there when the model was prepared are not converted, and "
+                "no optimizer made before has them",
+                fix="attach adapters first (get_peft_model, or the trainer's peft_config), then "
+                "prepare the model",
+            )
+        self._linears = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
+
+    def check_trainable(self) -> None:
+        """Raise unless the parameters that train are those that trained at preparation."""
+        now = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        unfrozen, froze = sorted(now - self._trains), sorted(self._trains - now)
+        if added := [name for name in unfrozen if name not in self._names]:
+            self._fail(
+                "trainable parameters were added after preparation",
+                where=some(added),
+                why="the plan does not have them, and no optimizer made before has them",
+                fix="add them first, then prepare the model",
+            )
+        if unfrozen or froze:
+            self._fail(
+                "the model was prepared with a different choice of which parameters train",
+                where=f"now trainable: {some(unfrozen)}; no longer: {some(froze)}",
+                why="the plan, the optimizer and the receipt are of the parameters that trained "
+                "when it was prepared",
+                fix="freeze before building the trainer, and do not touch requires_grad "
+                "afterwards; or prepare the model again when it has changed",
+            )
+
+    def _check_classes(self) -> None:
+        plain = [h.layer.name for h in self._held if not _is_converted(h.module)]
+        if plain:
+            self._leave(
+                "converted layers became plain again",
+                where=some(plain),
+                why="they multiply in BF16",
+                fix="prepare the model again, or leave its classes as they are",
+            )
+
+    def _check_calls(self, concerned: list[Held]) -> None:
+        past: list[str] = []
+        high: list[str] = []
+        for held in concerned:
+            tally = held.tally
+            if tally.high:
+                tally.high = 0
+                high.append(held.layer.name)
+            elif tally.ran:
+                tally.ran = False
+            elif any(_has_gradient(p) for p in held.evidence):
+                past.append(held.layer.name)
+            else:
+                self.resting[held.layer.name] += 1
+        self.entered.update(high + past)
+        if high or past:
+            self._leave(
+                f"BF16 entered at optimizer step {self.steps}: {len(high + past)} layers that were "
+                "planned in FP8 did not run in FP8",
+                where=some(high + past),
+                why="they were called in evaluation mode, where layers multiply in high precision"
+                if high
+                else "their weights have gradients, and the layers were not called",
+                fix=remedy(
+                    "fp8", training=not high, silent=True, roles={h.layer.role for h in self._held}
+                ),
+            )
+
+    def _concerned(self, optimizer: Optimizer) -> list[Held]:
+        """Layers of which an optimizer has the evidence, and those that have none."""
+        if optimizer not in self._mine:
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._mine[optimizer] = [
+                held
+                for held in self._held
+                if not held.evidence or any(id(p) in owned for p in held.evidence)
+            ]
+        return self._mine[optimizer]
+
+    # ------------------------------------------------------------------------------- the share
+
+    def share(self, flops: Flops) -> dict[str, float]:
+        """Share of each precision in the matmul FLOPs of the run.
+
+        Two layers of 100 FLOPs in FP8 each and a head of 100 in BF16, with 10 rows in the witnessed
+        micro-step: after 100 rows of one layer and 50 of the other they are 1000, 500 and 1000
+        FLOPs, and FP8 has 60 % instead of 67 %.
+        """
+        weights: dict[str, float] = {}
+        more: Counter[str] = Counter()
+        for held in self._held:
+            n, k = held.layer.shape
+            each, tally = 2 * n * k * len(held.layer.gemms), held.tally
+            if held.first:
+                weights[held.layer.name] = tally.rows / held.first
+            else:
+                more[self.conversion.plan.precision.low] += each * tally.rows
+            more["bf16"] += each * tally.high_rows
+        if self.conversion.compiled or not any(weights.values()):
+            weights = {}
+        usual = max(weights.values(), default=1.0)
+        total: dict[str, float] = {}
+        for (name, precision), done in flops.items():
+            total[precision] = total.get(precision, 0.0) + done * weights.get(name, usual)
+        for precision, done in more.items():
+            if done:
+                total[precision] = total.get(precision, 0.0) + done
+        whole = sum(total.values()) or 1.0
+        return {precision: done / whole for precision, done in sorted(total.items())}
+
+    def described(self) -> dict[str, Any]:
+        """Facts for the receipt."""
+        return {
+            "steps": self.steps,
+            "resting": dict(self.resting),
+            "entered": dict(self.entered),
+        }
+
+
+def _is_converted(module: nn.Module) -> bool:
+    return isinstance(module, Fp8Mixin | ParameterMixin | ConvertedExpertsMixin)
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and bool((local_part(gradient) != 0).any())

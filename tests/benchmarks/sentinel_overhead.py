@@ -1,0 +1,115 @@
+"""What the sentinel costs per step.
+
+    python -m tests.benchmarks.sentinel_overhead [--steps 20] [--hidden 128] [--layers 4]
+
+Two copies of a model train in one process, a step of each in turn: one under the sentinel, one that
+was released after its proof, with calls that nobody counts. Printed are the median of the pairwise
+ratios, and the time of the comparison itself, which does not grow with the size of the matrices.
+The goal is at most 1 % of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import timeit
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune import setup_fp8_mixed_precision_training
+from finetune.hardware.device import this_device
+from finetune.precision.backends.base import Fp8Mixin
+from finetune.precision.convert import conversion_of
+
+
+def make_model(hidden: int, layers: int, *, lora: bool) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, vocab_size=1024,
+        use_cache=False,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).to(this_device().kind, torch.bfloat16)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    return model.train()
+
+
+def stepper(accelerator: Any, model: Any) -> tuple[Callable[[torch.Tensor], float], Any, Any]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-4))
+
+    def step(ids: torch.Tensor) -> float:
+        started = time.perf_counter()
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    return step, model, optimizer.optimizer
+
+
+def release(model: Any) -> None:
+    """Leave a model without a sentinel, and without counted calls."""
+    conversion: Any = conversion_of(model)
+    conversion.proof.release()
+    nobody = SimpleNamespace(count=lambda *_: None, watch=lambda *_: None)
+    for module in model.modules():
+        if isinstance(module, Fp8Mixin):
+            module.__dict__["fp8_tally"] = nobody
+
+
+def measure(steps: int, hidden: int, layers: int, *, lora: bool) -> tuple[float, float, float]:
+    """Median ratio of steps, seconds of a step, seconds of one comparison."""
+    cpu = this_device().kind == "cpu"
+    accelerator = setup_fp8_mixed_precision_training(
+        "torchao", emulation="allow", compile="off", cpu=cpu
+    )
+    ours, model, optimizer = stepper(accelerator, make_model(hidden, layers, lora=lora))
+    bare, other, _ = stepper(accelerator, make_model(hidden, layers, lora=lora))
+    ratios, times = [], []
+    for index in range(steps + 5):
+        ids = torch.randint(1, 1024, (4, 64), device=this_device().kind)
+        pair = (ours, bare) if index % 2 else (bare, ours)
+        took = {function: function(ids) for function in pair}
+        if index == 3:  # the first steps are the proof
+            release(other)
+        if index >= 5:
+            ratios.append(took[ours] / took[bare])
+            times.append(took[bare])
+    conversion: Any = conversion_of(model)
+    layers_held = [m.fp8_tally for m in model.modules() if isinstance(m, Fp8Mixin)]
+
+    def compare() -> None:
+        for tally in layers_held:
+            tally.ran = True
+        conversion.proof.sentinel.before_step(optimizer)
+
+    compared = timeit.timeit(compare, number=100) / 100
+    return statistics.median(ratios), statistics.median(times), compared
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    options = parser.parse_args()
+    for lora in (False, True):
+        ratio, step, compared = measure(options.steps, options.hidden, options.layers, lora=lora)
+        print(
+            f"{'LoRA' if lora else 'full'}: {ratio:.4f} times a step of {step * 1e3:.1f} ms; "
+            f"comparison {compared * 1e6:.0f} us, {compared / step:.2%} of it"
+        )
+
+
+if __name__ == "__main__":
+    main()
