@@ -32,6 +32,7 @@ from finetune.precision.layers import (
     read_by_parent,
 )
 from finetune.precision.overrides import decoder_blocks
+from finetune.precision.stored import stored_as
 from finetune.storage.architecture import beside_text
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def kept_out(model: Any, config: RunConfig) -> dict[str, str]:
         named = next((where for where, pattern in chosen if matches(pattern, name)), "")
         if name.startswith(towers):
             found[name] = NO_TEXT
-        elif why := own_forward(module) or past.get(name, ""):
+        elif why := past.get(name, "") or ("" if stored_as(module) else own_forward(module)):
             found[name] = why
         elif named:
             found[name] = named

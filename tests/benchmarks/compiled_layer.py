@@ -93,20 +93,22 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         to_fake(model)
         choose_attention(model, "varlen")
         store_base(model, config.model.storage)
-        convert.apply(model, plan, hardware=True)
+        conversion = convert.apply(model, plan, hardware=True)
         convert.store_operands_once()
-        layer = next(m for m in model.train().modules() if type(m).__name__ == "LlamaDecoderLayer")
+        layer: Any = next(
+            m for m in model.train().modules() if type(m).__name__ == "LlamaDecoderLayer"
+        )
         sizes = model.config
         x = torch.empty(1, tokens, sizes.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         width = sizes.hidden_size // sizes.num_attention_heads
         angles = torch.empty(1, tokens, width, dtype=torch.bfloat16)
 
-        def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return layer(x, position_embeddings=(cos, sin), attention_mask=None)
-
-        compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
-        compiled(x, angles, angles).sum().backward()
+        # As `Conversion.compile_layers` compiles it, but for the backend.
+        layer.compile(backend=backend, fullgraph=True, dynamic=False)
+        conversion.adapters.compiled(layer)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x, position_embeddings=(angles, angles), attention_mask=None)
+        y.sum().backward()
     inputs = {name: inputs for name, (_, inputs) in found.items()}
     return Graphs(found["forward"][0], found["backward"][0], inputs)
 

@@ -24,7 +24,7 @@ from finetune.estimator.memory.footprint import tensor_footprint
 from finetune.estimator.place import place_of
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
-from finetune.estimator.trace.stand_ins import SteadyScale
+from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
 from finetune.hardware.device import Resolution, engine_verdict
 from finetune.precision import weights
 from finetune.precision.planner import plan
@@ -114,6 +114,14 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     assert names & products
     if backend and found.plan.fp8_layers:
         assert names & {"aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
+
+
+def test_layers_in_four_bits_get_adapters() -> None:
+    """Their class has a forward of its own, for which PEFT has adapters of its own."""
+    pytest.importorskip("bitsandbytes")
+    config = load_recipe("llama_8b_qlora_bf16").config
+    model = sketch(config, as_four_bit, layers=1)
+    assert any("lora_A" in name for name, _ in model.named_parameters())
 
 
 def phases(config: RunConfig, layers: int, backend: str = "torchao") -> dict[str, int]:
