@@ -270,13 +270,13 @@ def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> li
 
 
 def resolve(model: Any, names: Iterable[str]) -> list[str]:
-    """Names of linear layers in this model, given names with or without the prefix of a head model.
+    """Names of linear layers and experts in this model, given with or without a head's prefix.
 
     Raises:
-        PlanError: a name that is no linear layer of the model.
+        PlanError: a name that is no linear layer and no stack of experts of the model.
     """
     prefix = f"{model.base_model_prefix}."
-    known = {name for name, _, _ in iter_linears(model)}
+    known = {name for name, _, _ in iter_linears(model)} | experts_in(model).keys()
     found = []
     for name in names:
         candidates = (name, name.removeprefix(prefix), prefix + name)
@@ -340,6 +340,12 @@ def are_served_experts(module: nn.Module) -> bool:
     """True for decorated experts on this process, which `finetune.precision.experts` multiplies."""
     spread = getattr(module, "_is_expert_parallel", False)
     return _is_decorated(type(module)) and not spread
+
+
+def experts_in(model: nn.Module) -> dict[str, nn.Module]:
+    """Name of each parameter that is a stack of served experts -> its module."""
+    parameters = iter_parameters(model)
+    return {name: owner for name, owner, _ in parameters if are_served_experts(owner)}
 
 
 def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

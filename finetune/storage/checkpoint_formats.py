@@ -215,6 +215,17 @@ def scale_shapes(files: list[str], suffix: str) -> dict[str, tuple[int, ...] | N
     return {key: scales.get(key.removesuffix(".weight")) for key in codes}
 
 
+def check_scales(name: str, scale: Tensor) -> None:
+    """Raise `StorageNotComputeError` for scales that are NaN or infinite, as of such weights."""
+    if not torch.isfinite(scale).all():
+        raise StorageNotComputeError(
+            f"{name!r} has NaN or infinity in its weight or scales",
+            where="checkpoint",
+            why="it would be in every output of the model",
+            fix="take another copy of the checkpoint",
+        )
+
+
 def check_codes(name: str, module: Any) -> None:
     """Check codes and scales that came from a file, and bring them to their type and shape.
 
@@ -239,13 +250,7 @@ def check_codes(name: str, module: Any) -> None:
     if scale.dtype is not torch.float32:
         raise refuse_layout(f"{name} with scales in {scale.dtype}", "scales are floating point")
     module.weight_scale = scale.reshape(grid)
-    if not torch.isfinite(module.weight_scale).all():
-        raise StorageNotComputeError(
-            f"{name!r} has NaN or infinity in its weight or scales",
-            where="checkpoint",
-            why="it would be in every output of the model",
-            fix="take another copy of the checkpoint",
-        )
+    check_scales(name, module.weight_scale)
     parts = module.bits.detach().split(slab_rows((n, k), scale.device))
     bad = sum(int(((part & NAN) == NAN).sum()) for part in parts)
     if bad:

@@ -39,6 +39,7 @@ from transformers import initialization as init
 import finetune.storage.bdh  # noqa: F401  makes our own model types known
 from finetune.config.schema import Storage
 from finetune.errors import ConfigError, ModelNotFoundError, PlanError
+from finetune.precision.experts import store_experts
 from finetune.precision.layers import leave_out, resolve, storable
 from finetune.precision.stored import iter_stored, release, requantize, store
 from finetune.precision.weights import Granularity
@@ -111,12 +112,12 @@ def load_stored(
     dtype: torch.dtype = torch.bfloat16,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a pretrained model in which exactly the named linear layers are stored in FP8.
+    """Load a pretrained model in which exactly the named linear layers and experts are FP8 codes.
 
     Args:
         source: as `model_name_or_path` of `load_in_fp8`; published codes are requantized if in
             `names`, else dequantized.
-        names: dotted names of linear layers of the plain model.
+        names: dotted names of linear layers of the plain model, and of parameters of experts.
         granularity: scope of a scale.
 
     Raises:
@@ -306,17 +307,23 @@ class _Filling:
         for key, buffer in module.named_buffers(recurse=False):
             setattr(module, key, self._real(buffer))
         owner._initialize_weights(module)
-        if name in self.names:
-            self.due.append(name)
+        own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        self.due += [each for each in (name, *own) if each in self.names]
 
     def store_due(self, root: nn.Module, prefix: str = "") -> None:
         """Quantize the complete layers: the named ones inside a decoder layer, or the rest."""
         inside = [name for name in self.due if name.startswith(prefix)]
         self.due = [name for name in self.due if not name.startswith(prefix)]
         for name in inside:
-            module: Any = root.get_submodule(name.removeprefix(prefix))
-            used = module.weight.detach()
-            store(module, self.granularity)
+            owner, _, local = name.removeprefix(prefix).rpartition(".")
+            experts = root.get_submodule(owner)
+            if local in experts._parameters:
+                used = experts.get_parameter(local).detach()
+                store_experts(experts, local, self.granularity)
+            else:
+                module: Any = experts.get_submodule(local)
+                used = module.weight.detach()
+                store(module, self.granularity)
             self.spare[used.shape, used.dtype].append(used)
 
     def _real(self, tensor: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ Afterwards every stored layer is checked: codes without NaN, finite scales of th
 parameters are frozen: FP8 storage is a base for adapters, and norms and embeddings alone would
 train by accident.
 
-Experts in one 3-D parameter are no linear layers. A 16-bit checkpoint of such a model keeps them as
-they are, with a warning; a published FP8 one is refused.
+Experts in one 3-D parameter are no linear layers. Of a 16-bit checkpoint they are quantized, stack
+by stack, where they are named (`modules`, as a recipe's plan does); else they stay as they are,
+with a warning. A published FP8 one is refused.
 """
 
 from __future__ import annotations
@@ -32,8 +33,16 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.errors import ConfigError, StorageNotComputeError, did_you_mean, some
+from finetune.precision.experts import SCALE as EXPERT_SCALE
+from finetune.precision.experts import put_experts, quantize_stack
 from finetune.precision.formats import E4M3
-from finetune.precision.layers import linear_shape, resolve, storable, why_own_forward
+from finetune.precision.layers import (
+    experts_in,
+    linear_shape,
+    resolve,
+    storable,
+    why_own_forward,
+)
 from finetune.precision.stored import Fp8Bits, iter_stored, put, refuse_training, release
 from finetune.precision.weights import Granularity, Tile, quantize_weight
 from finetune.storage.checkpoint_formats import (
@@ -42,6 +51,7 @@ from finetune.storage.checkpoint_formats import (
     SCALE,
     Layout,
     check_codes,
+    check_scales,
     granularity_name,
     layout_of,
     refuse_layout,
@@ -123,6 +133,9 @@ class QuantizeWeight(ConversionOps):
             if not self.quantizer.param_needs_quantization(model, name):
                 result[name] = value
                 continue
+            if name in self.quantizer.stacks:
+                result |= self._stack(model, name, value)
+                continue
             module: Any = model.get_submodule(name.removesuffix(".weight"))
             w = value.t() if module.transposed_weight else value
             if tuple(w.shape) != tuple(module.bits.shape):  # is reported by its caller
@@ -133,6 +146,17 @@ class QuantizeWeight(ConversionOps):
             result[name.removesuffix(".weight") + SCALE] = inverse
             del value, w
         return result
+
+    def _stack(self, model: Any, name: str, value: Any) -> dict[str, Any]:
+        """Codes and scales of all matrices of a stack of experts."""
+        owner, _, local = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if value.shape != module._parameters[local].shape:
+            raise ValueError(f"{name} is {tuple(value.shape)} in the checkpoint")
+        stack = value.mT if module.is_transposed else value
+        bits, inverse = quantize_stack(stack, self.quantizer.stacks[name])
+        bits = bits.mT if module.is_transposed else bits
+        return {name: Fp8Bits(bits), name + EXPERT_SCALE: inverse}
 
 
 class Fp8StorageQuantizer(HfQuantizer):
@@ -145,6 +169,7 @@ class Fp8StorageQuantizer(HfQuantizer):
         # A configuration object may serve several models: names are written into a copy.
         super().__init__(Fp8StorageConfig(**quantization_config.to_dict()), **kwargs)
         self._names: set[str] = set()
+        self.stacks: dict[str, Tile] = {}
         published = self.quantization_config.published
         self._layout = layout_of(published) if published is not None else Layout(OWN)
 
@@ -171,6 +196,8 @@ class Fp8StorageQuantizer(HfQuantizer):
         return QuantizeWeight(self)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        if param_name in self.stacks and not self.pre_quantized:
+            return True
         module, _, tensor = param_name.rpartition(".")
         # Transformers does not compare the shape of such a tensor; scales have that of the file.
         return module in self._names and tensor == (
@@ -202,6 +229,9 @@ class Fp8StorageQuantizer(HfQuantizer):
         dtype = dtype or torch.get_default_dtype()
         published = self.pre_quantized and self.quantization_config.modules is None
         tiles = self._found(model, checkpoint_files or []) if published else self._named(model)
+        for name, experts in experts_in(model).items():
+            if name in tiles:
+                self.stacks[name] = _expect_stack(experts, name, tiles.pop(name))
         if not self.pre_quantized:
             _warn_of_experts(model, dtype)
         for name, tile in tiles.items():
@@ -220,7 +250,7 @@ class Fp8StorageQuantizer(HfQuantizer):
         if not self.pre_quantized:  # a checkpoint of ours may also have RxC from a published one
             named = {check_granularity(kind): names for kind, names in named.items()}
         return {
-            name: tile_named(kind, _shape(model.get_submodule(name)))
+            name: tile_named(kind, _shape_of(model, name))
             for kind, names in named.items()
             for name in names
         }
@@ -267,10 +297,11 @@ class Fp8StorageQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         _refuse_offload(getattr(model, "hf_device_map", None) or {})
+        weights = [f"{name}.weight" for name in self._names]
         missing = [
-            name
-            for name in sorted(self._names)
-            if not getattr(model.get_submodule(name).weight, "_is_hf_initialized", False)
+            name.removesuffix(".weight")
+            for name in sorted([*weights, *self.stacks])
+            if not getattr(model.get_parameter(name), "_is_hf_initialized", False)
         ]
         if missing:
             raise StorageNotComputeError(
@@ -281,6 +312,8 @@ class Fp8StorageQuantizer(HfQuantizer):
             )
         for name, module in iter_stored(model):
             check_codes(name, module)
+        for name in self.stacks:
+            check_scales(name, model.get_buffer(name + EXPERT_SCALE))
         model._weight_conversions = [  # saved under our own names, not the publisher's
             c
             for c in model._weight_conversions
@@ -321,6 +354,28 @@ def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
     model.config.quantization_config = config
 
 
+def _shape_of(model: nn.Module, name: str) -> tuple[int, int]:
+    """(N, K) of a linear layer, or of each matrix of a stack of experts."""
+    stacks = experts_in(model)
+    if name not in stacks:
+        return _shape(model.get_submodule(name))
+    rows, columns = model.get_parameter(name).shape[-2:]
+    return (columns, rows) if stacks[name].is_transposed else (rows, columns)
+
+
+def _expect_stack(experts: Any, name: str, tile: Tile) -> Tile:
+    """Make a stack of experts on the meta device one that codes can be loaded into."""
+    local = name.rpartition(".")[2]
+    w = experts._parameters[local]
+    count, n, k = (w.mT if experts.is_transposed else w).shape
+    with torch.device("meta"):
+        bits = torch.empty(count, n, k, dtype=torch.uint8)
+        scales = torch.empty(count, n // tile[0], 1, dtype=torch.float32)
+    put_experts(experts, local, bits, scales)
+    experts._is_hf_initialized = True  # a weight that is missing is an error, not a random one
+    return tile
+
+
 def _shape(module: nn.Module) -> tuple[int, int]:
     shape = linear_shape(module)
     assert shape is not None
@@ -350,7 +405,11 @@ def _refuse_offload(device_map: Mapping[str, Any]) -> None:
 
 
 def _warn_of_experts(model: nn.Module, dtype: torch.dtype) -> None:
-    stacked = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}
+    stacked = {
+        name: p.numel()
+        for name, p in model.named_parameters()
+        if p.ndim > 2 and p.is_floating_point()
+    }
     total = sum(p.numel() for p in model.parameters())
     if sum(stacked.values()) * 10 < total:
         return

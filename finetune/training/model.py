@@ -175,7 +175,6 @@ def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrain
     """
     import torch
 
-    stored = [row for row in stored if row.kind == "linear"]
     kwargs: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     kwargs |= implementation_arguments(model)
     if model.weights == "pretrained":

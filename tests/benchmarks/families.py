@@ -19,6 +19,7 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from finetune import load_recipe, train
 from finetune.errors import FinetuneError
@@ -83,7 +84,7 @@ def table(rows: list[Row]) -> Table:
         share = f"{row.receipt.fp8_flop_share:.1%}" if row.receipt else "-"
         off = "-" if row.memory_error is None else f"{row.memory_error:+.1%}"
         notes = row.receipt.notes if row.receipt else [row.error]
-        found.add_row(row.family, row.method, share, off, "; ".join([*row.high, *notes]))
+        found.add_row(row.family, row.method, share, off, Text("; ".join([*row.high, *notes])))
     return found
 
 
@@ -96,12 +97,9 @@ def main() -> None:
     given = parser.parse_args()
     methods: tuple[Method, ...] = (given.method,) if given.method else ("full", "lora")
     with tempfile.TemporaryDirectory() as folder:
-        rows = [
-            run(family, method, Path(folder), *given.overrides)
-            for family in given.families
-            for method in methods
-        ]
-    Console(width=160).print(table(rows))
+        for family in given.families:
+            rows = [run(family, method, Path(folder), *given.overrides) for method in methods]
+            Console(width=160).print(table(rows))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ from finetune.precision.experts import (
     store_experts,
 )
 from finetune.precision.formats import E4M3, decode_bits
+from finetune.precision.layers import experts_in
 from finetune.precision.planner import plan
 from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
+from finetune.storage.loading import build_stored, load_stored
 from tests.benchmarks.families import run
 from tests.families import config_of
 
@@ -256,6 +258,29 @@ def test_adapters_train_over_stored_experts(setup_backend) -> None:
         ("adapter", "bf16", "bf16", "bf16"),
     }
     assert all(row.flops for row in rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_codes_from_the_start(family, tmp_path) -> None:
+    """Of a checkpoint, which has a file entry for each expert, and of random weights."""
+    plain = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / family)
+    names = ["model.layers.0.self_attn.q_proj", *experts_in(plain)]
+    loaded = load_stored(tmp_path / family, names)
+    built = build_stored(plain.config, names)
+    assert len(names) == 5
+    for name, owner in experts_in(plain).items():
+        module, _, local = name.rpartition(".")
+        store_experts(owner, local)
+        theirs = loaded.get_submodule(module)
+        assert torch.equal(theirs.codes(local), owner.codes(local))
+        assert torch.equal(getattr(theirs, f"{local}_scale"), getattr(owner, f"{local}_scale"))
+        assert built.get_submodule(module).codes(local).dtype is torch.uint8
+    for model in (loaded, built):
+        assert len(list(iter_stored_experts(model))) == 4
+        assert torch.isfinite(model(**tokens()).loss)
+        plain_stacks = [p for p in model.parameters() if p.dim() == 3 and p.is_floating_point()]
+        assert not plain_stacks
 
 
 @pytest.mark.slow
