@@ -70,6 +70,7 @@ def _clean_session():
 FORETOLD = (
     "test_cli",
     "test_estimate",
+    "test_families",
     "test_measured_memory",
     "test_one_way",
     "test_rehearsal",

@@ -28,7 +28,6 @@ from finetune.precision.layers import experts_in
 from finetune.precision.planner import plan
 from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
 from finetune.storage.loading import build_stored, load_stored
-from tests.benchmarks.families import run
 from tests.families import config_of
 
 ON_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -281,15 +280,6 @@ def test_experts_are_codes_from_the_start(family, tmp_path) -> None:
         assert torch.isfinite(model(**tokens()).loss)
         plain_stacks = [p for p in model.parameters() if p.dim() == 3 and p.is_floating_point()]
         assert not plain_stacks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_lora_on_a_mixture_runs_mostly_in_fp8(family, tmp_path) -> None:
-    row = run(family, "lora", tmp_path)
-    assert row.error == ""
-    assert row.receipt.fp8_flop_share > 0.5
-    assert abs(row.memory_error) < 0.01
 
 
 def test_a_stack_s_codes_are_those_of_its_matrices() -> None:

@@ -15,7 +15,7 @@ from finetune.storage.architecture import auto_class, beside_text
 from finetune.training.model import sketch
 from finetune.training.scope import excluding, notes
 from tests.benchmarks.families import run
-from tests.families import config_of, folder_of
+from tests.families import FAMILIES, config_of, folder_of
 
 TOWERS = {
     "gemma3": ["model.vision_tower", "model.multi_modal_projector"],
@@ -61,15 +61,38 @@ def test_a_model_that_is_all_text_has_nothing_beside_it(tmp_path) -> None:
     assert not notes(sketch(config), config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_gemma_3_as_published_trains_on_text(method, tmp_path) -> None:
-    row = run("gemma3", method, tmp_path)
+QUICK = [("gemma3", "full"), ("qwen3_moe", "lora")]
+SLOW = [("gemma3", "lora"), ("mixtral", "lora"), ("gpt_oss", "full"), ("mamba", "lora")]
+SHARES = {"mamba": 0.3, "falcon_mamba": 0.3, "mamba2": 0.09, "opt": 0.37, "falcon": 0.4}
+"""Least FP8 share of tiny models in which head, convolutions or scans weigh more than elsewhere."""
+
+
+def speed_of(family: str, method: str) -> tuple[pytest.MarkDecorator, ...]:
+    if (family, method) in QUICK:
+        return ()
+    return (pytest.mark.slow,) if (family, method) in SLOW else (pytest.mark.long,)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        pytest.param(family, method, marks=speed_of(family, method))
+        for family in FAMILIES
+        for method in ("full", "lora")
+    ],
+)
+def test_every_family_is_proven_in_fp8_and_its_memory_foretold(family, method, tmp_path) -> None:
+    """The table of `tests.benchmarks.families`, a row at a time."""
+    row = run(family, method, tmp_path)
     assert row.error == ""
     assert row.receipt.status == "proven"
-    assert row.receipt.fp8_flop_share > 0.4
+    assert row.receipt.fp8_flop_share > SHARES.get(family, 0.41)
+    assert row.memory_error is not None
     assert abs(row.memory_error) < 0.01
-    assert row.receipt.notes[0].startswith("frozen: model.vision_tower")
+    if family in TOWERS:
+        assert row.receipt.notes[0].startswith("frozen: model.vis")
+    if family in ("qwen3_moe", "mixtral") and method == "lora":
+        assert row.receipt.fp8_flop_share > 0.5
 
 
 def test_a_model_that_generates_nothing_is_refused() -> None:
