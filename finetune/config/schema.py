@@ -7,15 +7,16 @@ imports torch, so that listing and checking recipes stays instant.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from finetune.config.data import DataConfig, EvalConfig
 from finetune.config.refusal import RefusedError
 from finetune.config.section import Section
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
+_TORCH_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BackendName = Literal["te", "torchao", "emulated"]
 Scaling = Literal[
     "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"
@@ -26,6 +27,11 @@ Storage = Literal["nf4", "fp8"]
 
 BUILTIN = "builtin:"
 """Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""
+
+
+def _compute_of(value: Any) -> Any:
+    """`fp32` of `torch.float32`, `torch.float32` as text, or `float32`; anything else as it is."""
+    return _TORCH_NAMES.get(str(value).removeprefix("torch."), value)
 
 
 class ModelConfig(Section):
@@ -103,11 +109,11 @@ class PrecisionConfig(Section):
         default=(),
         description="GEMMs that stay in high precision in every layer: `fprop`, `dgrad`, `wgrad`",
     )
-    map: dict[str, Compute] = Field(
+    map: dict[str, Annotated[Compute, BeforeValidator(_compute_of)]] = Field(
         default={},
         description="precision by part: `embed`, `attn`, `mlp`, `norm`, `output`, `router` or a "
-        "module pattern, to `fp8`, `bf16`, `fp16` or `fp32`; one that cannot be honoured is an "
-        "error. Attention scores and softmax are never touched",
+        "module pattern, to `fp8`, `bf16`, `fp16` or `fp32` (or a torch dtype); one that cannot be "
+        "honoured is an error. Attention scores and softmax are never touched",
     )
     first_n: NonNegativeInt = Field(
         default=0, description="decoder blocks at the beginning that stay in high precision"

@@ -3,7 +3,9 @@
     python -m tests.benchmarks.trap_runs --trap 2 --arm upstream --seed 42 --steps 150 --out a.json
 
 The script is the same in all three: the packaged Llama and data, a stock `SFTTrainer`, `bf16=False`
-where FP8 is asked. What differs is what a user types around it:
+where FP8 is asked. (For Transformer Engine with the loss of `transformers.Trainer`: TRL 1.16 fuses
+head and loss, and stops in the first step at the empty bias of a head that Accelerate converted.)
+What differs is what a user types around it:
 
     upstream    `accelerate launch --mixed_precision fp8 --fp8_backend AO` (or TE): here the
                 environment variables which that sets
@@ -100,7 +102,7 @@ def ask(trap: Trap, arm: str, patch: Any) -> None:
 def build(trap: Trap, arm: str, seed: int, steps: int, out: Path) -> Any:
     """The user's script up to `trainer.train()`."""
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
     from trl import SFTConfig, SFTTrainer
 
     from finetune.config.schema import DataConfig
@@ -121,7 +123,13 @@ def build(trap: Trap, arm: str, seed: int, steps: int, out: Path) -> Any:
         disable_tqdm=True, **rows.settings,
     )  # fmt: skip
     lora = LoraConfig(r=trap.rank, lora_alpha=2 * trap.rank, target_modules="all-linear")
-    return SFTTrainer(
+
+    class PlainLoss(SFTTrainer):
+        """The model's own loss, in the place of TRL's."""
+
+        compute_loss = Trainer.compute_loss
+
+    return (PlainLoss if trap.engine == "te" else SFTTrainer)(
         model=model, args=args, train_dataset=rows.train, eval_dataset=rows.eval,
         processing_class=tokenizer, peft_config=lora if trap.rank else None,
     )  # fmt: skip

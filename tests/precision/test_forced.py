@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import PlanError, ProofError
+from finetune.errors import ConfigError, PlanError, ProofError
 from finetune.precision import convert, planner
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from tests.conftest import batch
@@ -55,6 +55,13 @@ def test_attention_layers_multiply_in_the_chosen_type(make_llama, compute, kind)
     assert precisions(receipt, "mlp") == {"fp8"}
     # Under BF16 autocast float16 cannot meet BF16 afterwards; float32 can.
     assert set(output) == {torch.float32 if compute == "fp32" else torch.bfloat16}
+
+
+def test_torch_names_of_types_are_understood(make_llama) -> None:
+    receipt = trained(make_llama(), map={"attn": torch.float32, "norm": "float32"})
+    assert precisions(receipt, "self_attn") == {"fp32"}
+    with pytest.raises(ConfigError, match="attn"):
+        trained(make_llama(), map={"attn": torch.float64})
 
 
 @pytest.mark.parametrize("output", ["fp8", "fp32", "fp16"])

@@ -270,6 +270,37 @@ def test_checkpointing_recomputes_in_fp8_ours(
     assert seen == [True] * 2 * 14, "the head stays in BF16"
 
 
+# ------------------------------------------- TRL's fused loss stops at a head that TE has converted
+
+
+def sft_trainer(model, tmp_path) -> SFTTrainer:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    args = SFTConfig(
+        output_dir=str(tmp_path), report_to="none", use_cpu=True, max_steps=2, bf16=False,
+        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"text": "boats come home before the night"}] * 8)
+    return SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fused_loss_reads_the_engines_empty_bias_upstream(
+    make_llama, accelerate_sees_te, monkeypatch, tmp_path
+) -> None:
+    """`te.Linear(bias=False).bias` has no elements, and is not None."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    trainer = sft_trainer(make_llama(vocab_size=1536), tmp_path)
+    with pytest.raises(RuntimeError, match=r"must match the size of tensor b \(0\)"):
+        trainer.train()
+
+
+def test_fused_loss_reads_the_engines_empty_bias_ours(make_llama, setup_backend, tmp_path) -> None:
+    setup_backend("te")
+    sft_trainer(make_llama(vocab_size=1536), tmp_path).train()
+    assert get_receipt().status == "proven"
+
+
 # ------------------------------------------------------------ 9. settings that are dropped or crash
 
 
