@@ -204,10 +204,16 @@ class PrecisionConfig(Section):
         default=65536.0,
         ge=1.0,
         allow_inf_nan=False,
-        description="fp16: the loss scale to begin with; overflow halves it",
+        description="fp16: the loss scale to begin with",
     )
     loss_scale_growth_interval: PositiveInt = Field(
-        default=2000, description="fp16: steps without overflow after which the scale doubles"
+        default=2000, description="fp16: steps without overflow after which the scale grows"
+    )
+    loss_scale_growth_factor: float = Field(
+        default=2.0, gt=1.0, le=65536.0, description="fp16: what the scale is then multiplied by"
+    )
+    loss_scale_backoff_factor: float = Field(
+        default=0.5, gt=0.0, lt=1.0, description="fp16: what an overflow multiplies the scale by"
     )
     health_every: NonNegativeInt = Field(
         default=50,
@@ -258,7 +264,8 @@ class PrecisionConfig(Section):
                     *(f"scaling={scaling}", f"~{name}"),
                 )
         for name in self._changed(*FP16_ONLY) if self.compute != "fp16" else ():
-            what = f"{name} belongs to fp16, and {self.compute} needs no loss scaling"
+            why = ": each FP8 gradient has a scale of its own" if self.compute == "fp8" else ""
+            what = f"{name} belongs to fp16, and {self.compute} needs no loss scaling{why}"
             raise RefusedError(what, "compute=fp16", f"~{name}")
         if self.scaling == "nvfp4" and self.format is not None:
             raise RefusedError("nvfp4 has one format, E2M1 with E4M3 block scales", "~format")
@@ -316,7 +323,12 @@ class PrecisionConfig(Section):
 
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
-FP16_ONLY = ("loss_scale_init", "loss_scale_growth_interval")
+FP16_ONLY = (
+    "loss_scale_init",
+    "loss_scale_growth_interval",
+    "loss_scale_growth_factor",
+    "loss_scale_backoff_factor",
+)
 FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", "saved_input", "fast_accum", "kernels")
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")

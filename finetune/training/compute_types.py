@@ -5,8 +5,8 @@ gradients of a language model lie below 1e-4 and many below 6e-8, zero in float1
 with it every gradient, is multiplied by a scale S, and gradients are divided by S in float32 before
 they are clipped and applied (Micikevicius et al. 2017, arXiv 1710.03740). S is found by trial:
 
-    a gradient is Inf or NaN:          the step is skipped, S := S / 2       (backoff)
-    `growth_interval` steps without:   S := S · 2                            (growth)
+    a gradient is Inf or NaN:          the step is skipped, S := S · 1/2     (`backoff_factor`)
+    `growth_interval` steps without:   S := S · 2                            (`growth_factor`)
 
 A skipped step changes no weight, no moment and no learning rate. Accelerate runs torch's scaler
 (`torch.amp.GradScaler`). Accelerate 1.15 has neither scaler nor autocast on a CPU; `complete` adds
@@ -16,6 +16,9 @@ times that of float32).
 Limits: trainable weights must be float32. A float16 gradient divided by S would be zero again, and
 PyTorch on CUDA does not unscale bfloat16 (pytorch issue 127176). Frozen weights may be of any type.
 S never falls below 1: a run that overflows there needs no smaller scale, and is stopped.
+
+FP8 compute takes no loss scale: its gradients are BF16 or float32 between layers, and a cast to FP8
+divides by the tensor's own amax, so that a factor of 2^k changes no code (a test shows it).
 
 *float32* is the debugging mode. float32 operands do not imply float32 GEMMs: by process-wide
 settings that any library can change, PyTorch may round them first, to TF32 (10 bits of significand
@@ -44,6 +47,8 @@ def scaler_arguments(precision: PrecisionConfig) -> dict[str, Any]:
     return {
         "init_scale": precision.loss_scale_init,
         "growth_interval": precision.loss_scale_growth_interval,
+        "growth_factor": precision.loss_scale_growth_factor,
+        "backoff_factor": precision.loss_scale_backoff_factor,
     }
 
 
@@ -56,7 +61,7 @@ def hand_over(given: dict[str, Any], precision: PrecisionConfig) -> None:
         raise PrecisionError(
             "loss scaling was set twice",
             where="kwargs_handlers=[GradScalerKwargs(...)]",
-            why="precision.loss_scale_init and loss_scale_growth_interval would be ignored",
+            why="precision.loss_scale_init and its like would be ignored",
             fix="leave GradScalerKwargs out",
         )
     given["kwargs_handlers"] = [*handlers, GradScalerKwargs(**scaler_arguments(precision))]

@@ -17,7 +17,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, NonFiniteError, PrecisionError, ProofError
 from finetune.training import session
-from finetune.training.compute_types import refuse_vanished_scale
+from finetune.training.compute_types import refuse_vanished_scale, scaler_arguments
 from finetune.training.trainer import RunReport, train
 from tests.config.test_optimizers import SMALL, low_bit_adamw
 from tests.conftest import batch
@@ -66,6 +66,7 @@ def test_a_recipe_trains_in_float16_and_proves_it(tmp_path) -> None:
     assert receipt.status == "proven"
     assert receipt.precision["ran"] == receipt.precision["asked"] == "fp16"
     scaling = {"init_scale": 65536.0, "growth_interval": 2000}
+    scaling |= {"growth_factor": 2.0, "backoff_factor": 0.5}
     assert receipt.precision["effective"] == {"loss_scaling": scaling}
     base = [row for row in receipt.layers if row.role == "base"]
     assert {(row.fprop, row.dgrad, row.wgrad) for row in base} == {("fp16",) * 3}
@@ -111,9 +112,13 @@ def test_a_run_of_skipped_steps_alone_is_not_proven(tmp_path) -> None:
 
 
 def test_the_scale_grows_after_the_interval(tmp_path) -> None:
-    settings = ("precision.loss_scale_init=1024", "precision.loss_scale_growth_interval=2")
-    rows = logs(run(tmp_path, *settings, "train.max_steps=5"))
-    assert [row["loss_scale"] for row in rows] == [1024, 2048, 2048, 4096, 4096]
+    settings = (
+        "loss_scale_init=1024",
+        "loss_scale_growth_interval=2",
+        "loss_scale_growth_factor=4",
+    )
+    rows = logs(run(tmp_path, *(f"precision.{s}" for s in settings), "train.max_steps=5"))
+    assert [row["loss_scale"] for row in rows] == [1024, 4096, 4096, 16384, 16384]
     assert rows[-1]["skipped_steps"] == 0
 
 
@@ -244,10 +249,34 @@ def test_bfloat16_weights_are_refused_before_loading(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("compute", ["fp8", "bf16", "fp32"])
-@pytest.mark.parametrize("setting", ["loss_scale_init=1024", "loss_scale_growth_interval=10"])
+@pytest.mark.parametrize("setting", ["loss_scale_init=1024", "loss_scale_backoff_factor=0.25"])
 def test_loss_scaling_belongs_to_float16(compute, setting) -> None:
     with pytest.raises(ConfigError, match=r"belongs to fp16[\s\S]*precision\.compute=fp16"):
         load_recipe("tiny_full_bf16", [f"precision.compute={compute}", f"precision.{setting}"])
+
+
+def test_an_overflow_multiplies_by_the_backoff_factor() -> None:
+    precision = PrecisionConfig(compute="fp16", loss_scale_backoff_factor=0.25)
+    scaler = torch.amp.GradScaler("cpu", **scaler_arguments(precision))
+    weight = torch.nn.Parameter(torch.ones(2))
+    scaler.scale(weight.sum() * float("inf")).backward()
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    scaler.update()
+    assert scaler.get_scale() == 65536 / 4
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_scaled_loss_changes_no_fp8_gradient(make_llama, setup_backend, scaling) -> None:
+    """So FP8 needs no loss scaling, and has none."""
+    accelerator = setup_backend("emulated", scaling=scaling)
+    model = accelerator.prepare(make_llama(num_hidden_layers=1))
+    gradients = []
+    for factor in (1.0, 2.0**10):
+        model.zero_grad()
+        (model(**batch()).loss * factor).backward()
+        gradients.append({n: p.grad / factor for n, p in model.named_parameters()})
+    plain, scaled = gradients
+    assert all(torch.equal(grad, scaled[name]) for name, grad in plain.items())
 
 
 @pytest.mark.parametrize("value", ["0", "0.5", "-1", "inf", "nan"])
