@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import os
 import re
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
@@ -141,11 +144,22 @@ def setup_fp8_mixed_precision_training(
     watch_trainers(running)
     if running.resolution.fallback:
         warnings.warn(running.resolution.fallback, stacklevel=2)
+    atexit.unregister(_say_if_unused)
+    atexit.register(_say_if_unused)
+    if running.device.kind == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        more.setdefault("cpu", True)  # Accelerate joins processes without a GPU only with this
     try:
         return Accelerator(**more)
     except BaseException:
         session.uninstall()
         raise
+
+
+def _say_if_unused() -> None:
+    """Say at the end of a script that nothing ran in FP8."""
+    running = session.in_force()
+    if running is not None and not running.has_prepared:
+        print("! FP8 was set up, and no model was prepared: nothing ran in FP8", file=sys.stderr)
 
 
 def _values(key: str, problem: Any) -> list[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -52,6 +53,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[type, str, Any, Any]] = []  # owner, name, original, replacement
+        self.are_aside = False
 
     @property
     def names(self) -> list[str]:
@@ -77,9 +79,11 @@ class Patches:
     def aside(self) -> Iterator[None]:
         """Context manager under the original methods."""
         self._put_back()
+        self.are_aside = True
         try:
             yield
         finally:
+            self.are_aside = False
             for owner, name, _, replacement in self._replaced:
                 setattr(owner, name, replacement)
 
@@ -97,6 +101,10 @@ class Preparer(Protocol):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer is about to be prepared."""
+        ...
+
+    def after_prepare(self, accelerator: Any, models: Sequence[nn.Module]) -> None:
+        """Models were converted for this accelerator."""
         ...
 
 
@@ -144,6 +152,7 @@ def patch_accelerator(patches: Patches, resolution: Resolution, preparer: Prepar
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
                     preparer.prepare_optimizer(optimizer)
+            preparer.after_prepare(accelerator, models)
             if "FSDP" not in str(accelerator.distributed_type):
                 return original(accelerator, *args, **kwargs)
             for model in models:
@@ -211,6 +220,16 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
             where="Trainer() or Accelerator() came before setup_fp8_mixed_precision_training()",
             why="its Accelerator was made for another precision; it would train in BF16",
             fix="call setup_fp8_mixed_precision_training() first, then build the trainer",
+        )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and accelerator.num_processes == 1:
+        raise OrderError(
+            f"{started} processes were started, and each would train alone",
+            where="torchrun or accelerate launch, with an Accelerator of one process",
+            why="the first Accelerator of a process decides how it is joined to the others, and "
+            "that one was built without knowing of them",
+            fix="on CPUs: cpu=True in setup_fp8_mixed_precision_training(...) as in your own "
+            "Accelerator; on GPUs leave cpu=True out of both; or start one process",
         )
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "MEGATRON_LM"):
         raise PrecisionError(

@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PlanError, PrecisionError
@@ -41,6 +42,7 @@ from finetune.training import compute_types, low_bit
 from finetune.training.evidence import receipt_of
 from finetune.training.patches import Patches, multiplies, patch_accelerator
 from finetune.training.references import References
+from finetune.training.scaling_state import ScalingState
 
 GUARD = "_finetune_guard"
 """Attribute of a model that a replaced session has reverted; see `_guard`."""
@@ -56,6 +58,7 @@ class Session:
         conversions: conversions of the models prepared under it that are still alive.
         references: models that are evaluated in training.
         patches: active patches.
+        has_prepared: True once a model that trains was prepared.
         compiled: compiled layers, and why.
     """
 
@@ -72,12 +75,16 @@ class Session:
         self._newest: Proof | None = None
         self._stepped: Proof | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.has_prepared = False
+        self._stateful: weakref.WeakSet[Any] = weakref.WeakSet()
         self.compiled = "off"
         self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Patch `Accelerator` so that models prepared from now on follow this session."""
         patch_accelerator(self.patches, self.resolution, self)
+        hook = register_optimizer_step_pre_hook(self._check_prepared)
+        self._undo.callback(hook.remove)
 
     def end(self, *, replaced: bool = False) -> None:
         """Remove the patches and restore every model's plain layers.
@@ -144,6 +151,7 @@ class Session:
             made = plan(model, self.precision)
         conversion = convert.apply(model, made, hardware=bool(self.device.has_fp8))
         self.conversions.add(conversion)
+        self.has_prepared = True
         if made.stored:
             _describe_storage(model)
         if before:
@@ -203,6 +211,15 @@ class Session:
         self.resolution = Resolution(other.precision, r.asked, f"{other.reason}; {why}")
         self.precision = other.precision
 
+    def after_prepare(self, accelerator: Any, models: Sequence[nn.Module]) -> None:
+        """Let `accelerator.save_state` keep the scaling state of prepared models."""
+        for model in models:
+            conversion = convert.conversion_of(model)
+            backend = conversion.backend if conversion is not None else None
+            if backend is not None and backend.has_state and conversion not in self._stateful:
+                self._stateful.add(conversion)
+                accelerator.register_for_checkpointing(ScalingState(backend))
+
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Watch an optimizer that Accelerate is about to prepare."""
         from accelerate.optimizer import AcceleratedOptimizer
@@ -232,6 +249,27 @@ class Session:
             why="the model was not converted; it would train in another precision",
             fix="pass model and optimizer to accelerator.prepare; on several GPUs start with "
             "torchrun, or show one with CUDA_VISIBLE_DEVICES=0",
+        )
+
+    def stop(self, error: BaseException) -> None:
+        """End the proof of a run that has failed, so that nothing of it watches later runs."""
+        proof = self.training[0]
+        if proof is not None:
+            proof.stop(type(error).__name__)
+
+    def _check_prepared(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Reject the first step of a script that prepares nothing."""
+        known = self.has_prepared or optimizer in self._optimizers
+        matrices = any(p.dim() > 1 for group in optimizer.param_groups for p in group["params"])
+        if known or not matrices or self.patches.are_aside or self.precision.compute != "fp8":
+            return
+        raise OrderError(
+            "an optimizer steps, and no model was prepared",
+            where="optimizer.step() after setup_fp8_mixed_precision_training()",
+            why="nothing was converted: the model would train in its own precision",
+            fix="accelerator = setup_fp8_mixed_precision_training(...), then model, optimizer = "
+            "accelerator.prepare(model, optimizer); or build a Trainer; or call "
+            "teardown_fp8_mixed_precision_training() first",
         )
 
     # ------------------------------------------------------------------------------------ receipt

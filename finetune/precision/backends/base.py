@@ -227,6 +227,11 @@ class Backend:
         """The recipe in force, as the engine itself reports it."""
         raise AssertionError("each backend reports its recipe")
 
+    @property
+    def has_state(self) -> bool:
+        """True if scales or random numbers carry over from one step to the next."""
+        return self.precision.scaling in ("delayed", "nvfp4")
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Scaling state to store with a checkpoint, so that resuming is exact."""
         return {}

@@ -39,7 +39,7 @@ from finetune.precision.proof.backwards import unwatch_backwards, watch_backward
 from finetune.precision.proof.movement import Movement
 from finetune.precision.proof.remedies import remedy
 from finetune.precision.proof.sentinel import Flops, Sentinel
-from finetune.precision.proof.witness import NOT_LINEAR, Seen, Witness
+from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
 from finetune.runs.receipt import LayerReceipt
 
 
@@ -231,7 +231,8 @@ class Proof:
             reason = layer.reason if seen else f"did not run in the observed step ({layer.reason})"
             rows.append(_row(layer.name, layer.shape, layer.role, seen, reason))
         for name, seen in by_layer.items():
-            rows.append(_row(name, (0, 0), "other", seen, NOT_LINEAR[name]))
+            which = f" ({', '.join(sorted(witness.unknown))})" if name == UNKNOWN else ""
+            rows.append(_row(name, (0, 0), "other", seen, NOT_LINEAR[name] + which))
         return rows
 
     # ------------------------------------------------------------ 2. trainable set, 3. movement

@@ -33,17 +33,22 @@ from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.gemm import EMULATED
 from finetune.precision.planner import Gemm, LayerPlan, PrecisionPlan
 from finetune.precision.proof.attribution import Attribution
+from finetune.precision.proof.opaque import estimated_flops, recurrent_flops
 
 aten = torch.ops.aten
 ATTENTION = "(attention)"
 BATCHED = "(batched)"
 EXPERTS = "(experts)"
 OTHER = "(other)"
+RECURRENT = "(recurrent)"
+UNKNOWN = "(unknown)"
 NOT_LINEAR = {
     ATTENTION: "attention scores and weighted sum: kept in high precision",
     BATCHED: "batched matmuls outside linear layers, such as attention scores",
     EXPERTS: "grouped matmuls of weights that are not declared (fp8_matmuls)",
     OTHER: "not a linear layer",
+    RECURRENT: "fused recurrent layers (LSTM, GRU): kept in high precision",
+    UNKNOWN: "operators that cannot be looked into; FLOPs estimated from their shapes",
 }
 """Names of matmuls outside linear layers, and the reason in the receipt."""
 
@@ -56,7 +61,12 @@ def _existing(*names: str) -> list[Any]:
 # Position of the first of the two operands in the calls that multiply matrices.
 _FIRST_OPERAND: dict[Any, int] = dict.fromkeys(
     [EMULATED, *_existing("mm", "bmm", "_scaled_mm", "_scaled_mm_v2")], 0
-) | dict.fromkeys(_existing("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_"), 1)
+) | dict.fromkeys(
+    _existing(
+        *("addmm", "addmm_", "_addmm_activation"), *("baddbmm", "baddbmm_", "addbmm", "addbmm_")
+    ),
+    1,
+)
 _FOUR_BIT = {"bitsandbytes::gemm_4bit"}
 """Products x Wᵀ, (x, codes, (N, K), ...), of a weight that is dequantized to the type of x."""
 _GROUPED = _existing("_grouped_mm", "_scaled_grouped_mm")
@@ -122,6 +132,7 @@ class Witness:
         called: names of the layers, and of a module's parameters, whose forward has run.
         seen: (layer name, gemm, precision) -> `Seen`; attention and GEMMs outside layers under
             names in parentheses.
+        unknown: names of operators whose FLOPs are estimates.
         saw_backward: True if a gradient of one of the model's layers has run.
         count, last: number of GEMMs seen, and (m, n, k) of the last one.
     """
@@ -129,6 +140,7 @@ class Witness:
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
         self.seen: dict[tuple[str, Gemm, str], Seen] = defaultdict(Seen)
         self.called: set[str] = set()
+        self.unknown: set[str] = set()
         self.saw_backward = False
         self.count, self.last = 0, (0, 0, 0)
         self._plan = {layer.name: layer for layer in plan.layers}
@@ -376,5 +388,14 @@ class _Dispatch(TorchDispatchMode):
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             precision = operand_precision(next(a for a in args if isinstance(a, Tensor)))
             self.witness.add(OTHER, "dgrad" if in_backward() else "fprop", precision, flops)
+            return result
+        elif flops := recurrent_flops(packet, args):
+            gemm = "dgrad" if in_backward() else "fprop"
+            self.witness.add(RECURRENT, gemm, operand_precision(args[0]), flops)
+        else:
+            result = func(*args, **(kwargs or {}))
+            if flops := estimated_flops(packet, args, result):
+                self.witness.unknown.add(packet._qualified_op_name)
+                self.witness.add(UNKNOWN, "dgrad" if in_backward() else "fprop", "unknown", flops)
             return result
         return func(*args, **(kwargs or {}))

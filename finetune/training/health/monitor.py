@@ -213,15 +213,19 @@ def watch_trainers(running: session.Session) -> None:
     def make(original: Any) -> Any:
         def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             present = trainer.callback_handler.callbacks
-            if any(isinstance(callback, HealthMonitor) for callback in present):
-                return original(trainer, *args, **kwargs)
-            monitor = HealthMonitor(trainer)
-            trainer.add_callback(monitor)
+            watched = any(isinstance(callback, HealthMonitor) for callback in present)
+            added = [] if watched else [HealthMonitor(trainer)]
+            for callback in added:
+                trainer.add_callback(callback)
             try:
                 return original(trainer, *args, **kwargs)
+            except BaseException as error:
+                running.stop(error)
+                raise
             finally:
-                monitor.close()
-                trainer.remove_callback(monitor)
+                for callback in added:
+                    trainer.remove_callback(callback)
+                    callback.close()
 
         return train
 

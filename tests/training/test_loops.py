@@ -1,0 +1,212 @@
+"""Loops of scripts: closures, optimizers inside the backward, checkpoints, nothing prepared."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from finetune import get_receipt, teardown_fp8_mixed_precision_training
+from finetune.errors import OrderError, ProofError
+from finetune.precision.proof import backwards
+from finetune.precision.proof.proof import Proof
+from tests.conftest import batch
+
+
+def prepared(model, setup_backend, **kwargs):
+    accelerator = setup_backend("emulated", **kwargs)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def step(accelerator, model, optimizer, seed: int = 0) -> None:
+    accelerator.backward(model(**batch(seed=seed)).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_closure_is_judged_between_backward_and_update(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(**batch()).loss
+        accelerator.backward(loss)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert get_receipt().status == "proven"
+    model.eval()
+    with pytest.raises(ProofError, match="BF16 entered at optimizer step 4: 14 layers"):
+        optimizer.step(closure)
+
+
+def test_optimizer_inside_the_backward(make_llama, setup_backend) -> None:
+    accelerator = setup_backend("emulated")
+    model = accelerator.prepare(make_llama())
+    optimizers = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
+
+    def update(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    for seed in range(3):
+        accelerator.backward(model(**batch(seed=seed)).loss)
+    receipt = get_receipt()
+    counts = receipt.trainable
+    assert receipt.status == "proven"
+    assert counts["in_optimizer"] == counts["moved"] == counts["before"]
+    assert receipt.held["steps"] == 2, "once in each backward after the witnessed one"
+    model.eval()
+    with pytest.raises(ProofError, match="BF16 entered"):
+        accelerator.backward(model(**batch()).loss)
+
+
+def test_save_state_keeps_delayed_scales(make_llama, setup_backend, tmp_path) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend, scaling="delayed")
+    for seed in range(3):
+        step(accelerator, model, optimizer, seed)
+    accelerator.save_state(str(tmp_path))
+    expected = model(**batch(seed=7)).loss.item()
+    teardown_fp8_mixed_precision_training()
+    accelerator, model, optimizer = prepared(make_llama(seed=1), setup_backend, scaling="delayed")
+    accelerator.load_state(str(tmp_path))
+    assert model(**batch(seed=7)).loss.item() == expected
+
+
+def test_nothing_prepared_is_stopped_at_the_first_step(make_llama, setup_backend) -> None:
+    setup_backend("emulated")
+    model = make_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**batch()).loss.backward()
+    with pytest.raises(OrderError, match="no model was prepared"):
+        optimizer.step()
+    teardown_fp8_mixed_precision_training()
+    optimizer.step()
+
+
+@pytest.mark.slow
+def test_nothing_prepared_is_said_at_the_end() -> None:
+    script = "from finetune import setup_fp8_mixed_precision_training as s\ns('emulated', cpu=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "no model was prepared: nothing ran in FP8" in done.stderr
+
+
+def test_processes_that_would_train_alone(make_llama, setup_backend, monkeypatch) -> None:
+    accelerator = setup_backend("emulated")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # one of torchrun's, of which this Accelerator knows not
+    with pytest.raises(OrderError, match="2 processes were started, and each would train alone"):
+        accelerator.prepare(make_llama())
+
+
+# ------------------------------------------------------------------------------- the whole share
+
+
+def test_recurrent_layers_count(setup_backend) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(32, 32, bias=False)
+            self.lstm = nn.LSTM(32, 16, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(self.inner(x.requires_grad_()))[0].square().mean()
+
+    accelerator, model, optimizer = prepared(Model(), setup_backend)
+    for _ in range(2):
+        accelerator.backward(model(torch.randn(2, 8, 32)))
+        optimizer.step()
+        optimizer.zero_grad()
+    linear, recurrent = 32 * 32, 4 * 16 * (32 + 16)  # for each token, three times
+    assert get_receipt().fp8_flop_share == pytest.approx(linear / (linear + recurrent), rel=1e-3)
+
+
+@torch.library.custom_op("finetune_test::opaque", mutates_args=())
+def opaque(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+opaque.register_autograd(
+    lambda ctx, g: (opaque(g, ctx.saved_tensors[1].t()), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),  # noqa: ARG005
+)
+
+
+def test_operators_that_cannot_be_looked_into_are_listed(setup_backend) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(32, 32, bias=False)
+            self.register_buffer("w", torch.randn(32, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x.requires_grad_())
+            return opaque(y, self.w.to(y.dtype)).square().mean()
+
+    accelerator, model, optimizer = prepared(Model(), setup_backend)
+    for _ in range(2):
+        accelerator.backward(model(torch.randn(16, 32)))
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt = get_receipt()
+    assert receipt.flop_share == pytest.approx({"fp8": 3 / 5, "unknown": 2 / 5})
+    assert any("finetune_test::opaque" in row.reason for row in receipt.layers)
+
+
+# ------------------------------------------------------------------------------ run after run
+
+
+def fail(model, kind: int) -> None:
+    """Make the next training step of a model raise: in forward, in backward, in checkpointing."""
+
+    def raising(*_):
+        raise RuntimeError("made to fail")
+
+    layer = model.model.layers[1].mlp.down_proj
+    if kind == 0:
+        layer.register_forward_pre_hook(raising)
+    elif kind == 1:
+        layer.weight.register_hook(raising)
+    else:
+        model.lm_head.register_forward_hook(raising)
+
+
+@pytest.mark.parametrize("runs", [6, pytest.param(50, marks=pytest.mark.long)])
+def test_a_failed_run_leaves_nothing_behind(make_llama, setup_backend, tmp_path, runs) -> None:
+    setup_backend("emulated")
+    ids = batch()["input_ids"].tolist()
+    plain = torch.autograd.backward
+    statuses = []
+    for index in range(runs):
+        args = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", bf16=True,
+            save_strategy="no", learning_rate=1e-2, disable_tqdm=True, logging_steps=1,
+            gradient_checkpointing=index % 2 == 1,
+        )  # fmt: skip
+        rows = [{"input_ids": x, "labels": x} for x in ids * 4]
+        trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)
+        if index % 5 == 2:
+            fail(trainer.model, index // 5 % 3)
+            with pytest.raises(RuntimeError, match="made to fail"):
+                trainer.train()
+            assert get_receipt().status == "stopped: RuntimeError"
+            continue
+        trainer.train()
+        statuses.append(get_receipt().status)
+    assert statuses == ["proven"] * (runs - (runs + 2) // 5)
+    del trainer
+    gc.collect()
+    assert torch.autograd.backward is plain
+    assert not backwards._watching
+    assert sum(type(thing) is Proof for thing in gc.get_objects()) <= 2, "the receipt's"
