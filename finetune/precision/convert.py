@@ -206,6 +206,7 @@ class Conversion:
         One that multiplies by parameters of its own is left out (see `parameters`).
         """
         store_operands_once()
+        allow_counts_in_checkpoints()
         models = self.model.modules()
         names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
         for module in self.model.modules():
@@ -267,6 +268,17 @@ def store_operands_once() -> None:
     from torch._inductor.lowering import add_needs_realized_inputs
 
     add_needs_realized_inputs(torch.ops.aten._scaled_mm)
+
+
+def allow_counts_in_checkpoints() -> None:
+    """Let Dynamo trace a checkpoint in which attributes change, as those of `base.Tally` do.
+
+    Transformers (5.23) checkpoints inside a decoder layer's forward, hence in its graph. Without it
+    (torch 2.13) such a layer breaks, and runs uncompiled.
+    """
+    from torch._dynamo import config
+
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 class RootMixin(Swapped):
