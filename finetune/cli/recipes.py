@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
+from rich.text import Text
 
 from finetune.cli import AsJson, Overrides, RecipeName
 from finetune.config.paths import ASSETS
@@ -66,20 +67,32 @@ def ls(
     titles = (*(f"{compute} ≈GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
     right = (Column(title, justify="right") for title in titles)
     table = Table(*names, *right, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    losing: list[str] = []
     for name, pair in pairs.items():
         one = next(iter(pair.values()))  # they differ in precision alone
         memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
         fp8, bf16 = (speeds.get(f"{name}_{compute}", 0) for compute in COMPUTES)
-        speed = f"{fp8:,}" if fp8 else "-", f"{fp8 / bf16:.2f}x" if fp8 and bf16 else "-"
+        ratio = fp8 / bf16 if fp8 and bf16 else None
+        loses = ratio is not None and ratio < LOSES
+        shown = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
+        losing += [name] * loses
+        speed = f"{fp8:,}" if fp8 else "-", shown
         table.add_row(name, one["model"], one["method"], *memory, *speed)
     console = output()
     console.print(table)
+    if losing:
+        line = f"\nFP8 is slower than BF16 in {', '.join(losing)}: take the _bf16 twin for speed"
+        console.print(Text(line, style="yellow"))
     console.print(
         "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU; tok/s:\n"
         f"predicted on one {gpu}, beside compiled BF16; `-`: does not fit, or no FP8 twin\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
     )
+
+
+LOSES = 0.995
+"""Speed of FP8 over BF16 below which the table says that FP8 does not pay."""
 
 
 def _speeds() -> tuple[str, dict[str, int]]:
