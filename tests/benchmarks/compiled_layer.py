@@ -33,6 +33,8 @@ from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.trace.stand_ins import store_base
 from finetune.estimator.trace.trace import layer_of
 from finetune.precision import convert, planner
+from finetune.precision.lora import active
+from finetune.precision.passes import feed
 from finetune.training.model import sketch
 
 GPU = "H100"
@@ -105,12 +107,17 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
 
         # As `Conversion.compile_layers` compiles it, but for the backend.
         layer.compile(backend=backend, fullgraph=True, dynamic=False)
-        conversion.adapters.compiled(layer)
+        # Adapters arrive cast, as a run gives them; its own cast skips fake parameters.
+        feed(layer, "fp8_low", lambda _: ((m, _low(m)) for m in conversion.fused))
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x, position_embeddings=(angles, angles), attention_mask=None)
         y.sum().backward()
     inputs = {name: inputs for name, (_, inputs) in found.items()}
     return Graphs(found["forward"][0], found["backward"][0], inputs)
+
+
+def _low(layer: Any) -> tuple[Tensor, ...]:
+    return tuple(p.detach().to(torch.bfloat16) for p in active(layer))
 
 
 _SLOW_PATTERNS = (
