@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +33,7 @@ def data(
         from finetune.training.ledger import counted_rows
 
         found = counted_rows(checked.config)
-    shown = found.prepared.select(range(min(show, len(found.prepared))))
+    shown: Any = found.prepared.select(range(min(show, len(found.prepared))))
     if as_json:
         rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in shown]
         facts = {"description": found.rows.description, "notes": found.rows.notes}
@@ -43,7 +44,7 @@ def data(
         console.print(Text(f"! {line}", style="yellow"))
     for warns, line in found.ledger.lines():
         console.print(Text(f"! {line}", style="yellow") if warns else line, highlight=False)
-    page = Console(record=True, quiet=False, file=_Nowhere(), width=100)
+    page = Console(record=True, file=io.StringIO(), width=100)
     for index, row in enumerate(shown):
         text = _decoded(found.tokenizer, row)
         for target in (console, page):
@@ -53,16 +54,6 @@ def data(
     if html is not None:
         _write(html, page.export_html())
         console.print(whole(f"page: {html}"), crop=False)
-
-
-class _Nowhere:
-    """Where a console writes that only records."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
 
 
 def _decoded(tokenizer: Any, row: dict[str, Any]) -> Text:

@@ -125,7 +125,8 @@ def account(rows: Dataset, args: Any, *, packing: bool, stops: set[int]) -> Ledg
     found = dict.fromkeys(
         ("rows", "dropped", "truncated", "tokens", "cut", "trained", "longest", "stops"), 0
     )
-    for batch in rows.with_format("arrow").iter(batch_size=BATCH):
+    tables: Any = rows.with_format("arrow").iter(batch_size=BATCH)
+    for batch in tables:
         ids = batch["input_ids"].combine_chunks()
         labels = np.asarray(batch["labels"].combine_chunks().flatten())
         lengths = np.asarray(ids.value_lengths()).astype(np.int64)
@@ -189,7 +190,7 @@ class AccountedTrainer(SFTTrainer):
         done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
         bins = len(done) if packing else None
         known = self.__dict__.setdefault("ledgers", {})
-        known[dataset_name] = Ledger(**asdict(found) | {"bins": bins})
+        known[dataset_name] = replace(found, bins=bins)
         return done
 
 
