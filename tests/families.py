@@ -91,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": _TEXT | {"intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": _EXPERTS | {
         "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 16,
         "q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
         "v_head_dim": 32,
     },

@@ -334,6 +334,10 @@ FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 
+CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
+"""Initializations of PEFT that need the base's values, or that change them."""
+
+
 class LoraSection(Section):
     """Low-rank adapters, handed to `peft.LoraConfig`. Without this section all weights train."""
 
@@ -363,11 +367,36 @@ class LoraSection(Section):
     modules_to_save: tuple[str, ...] = Field(
         default=(), description="modules trained in full beside them"
     )
+    init_lora_weights: Literal["default", "gaussian", "orthogonal"] = Field(
+        default="default",
+        description="how adapters begin: `default`: A uniform, B zero; `gaussian`: A normal, B "
+        "zero; `orthogonal`: both, A and B orthogonal to each other (an even rank). Those that "
+        "change the base (PiSSA, OLoRA, LoftQ, CorDA) are refused",
+    )
     use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(r) instead")
     use_dora: bool = Field(default=False, description="weight-decomposed adapters (DoRA)")
     bias: Literal["none", "all", "lora_only"] = Field(
         default="none", description="which biases train"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leaves_the_base_alone(cls, values: Any) -> Any:
+        given = str(values.get("init_lora_weights", "")) if isinstance(values, dict) else ""
+        if given.lower().startswith(CHANGE_THE_BASE):
+            raise RefusedError(
+                f"init_lora_weights={given} takes something out of the base weights, and exports, "
+                "merges and reloads of a run add its adapter to the published ones",
+                "~init_lora_weights",
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _even_rank(self) -> LoraSection:
+        if self.init_lora_weights == "orthogonal" and self.r % 2:
+            what = f"init_lora_weights=orthogonal divides the rank by two, and r is {self.r}"
+            raise RefusedError(what, f"r={self.r + 1}", "~init_lora_weights")
+        return self
 
 
 class ResumeConfig(Section):

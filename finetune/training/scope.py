@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 ALL = "all-linear"
 NO_TEXT = "text does not reach them"
+INIT: dict[str, Any] = {"default": True}
+"""Value of `lora.init_lora_weights` -> PEFT's, where they differ."""
 
 
 def freeze(model: PreTrainedModel, config: RunConfig) -> None:
@@ -186,6 +188,7 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
             exclude_modules=excluding(excluded, every) or None,
             target_parameters=list(lora.target_parameters) or None,
             modules_to_save=list(lora.modules_to_save) or None,
+            init_lora_weights=INIT.get(lora.init_lora_weights, lora.init_lora_weights),
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
             bias=lora.bias,
