@@ -71,7 +71,7 @@ def trained(real_te, monkeypatch, make_llama):
     return train
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", slow_but(["full"], ["full", "lora"]))
 @pytest.mark.parametrize(
     ("device", "scaling"), slow_but([(H100, "delayed"), (B200, "nvfp4")], RECIPES), ids=name
 )
@@ -79,7 +79,7 @@ def test_recipe_is_proven(trained, device, scaling, kind) -> None:
     assert all(bool(x.isfinite().all()) for x in trained(device, scaling, kind).values())
 
 
-@pytest.mark.parametrize("kind", ["recomputed", "reentrant"])
+@pytest.mark.parametrize("kind", slow_but(["reentrant"], ["recomputed", "reentrant"]))
 @pytest.mark.parametrize(("device", "scaling"), slow_but([(H100, "delayed")], RECIPES), ids=name)
 def test_recomputation_changes_no_bit(trained, device, scaling, kind) -> None:
     """Neither gradients nor, under delayed scaling, any history or scale.
