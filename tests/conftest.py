@@ -65,10 +65,6 @@ def _clean_session():
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
-    if (peft := sys.modules.get("peft.import_utils")) is not None:
-        # PEFT remembers whether Transformer Engine is there; a test's double is not there any more.
-        peft.is_te_available.cache_clear()
-        peft.is_te_pytorch_available.cache_clear()
 
 
 FORETOLD = (

@@ -21,8 +21,11 @@ def install(patch: Any, *, real: bool | None = None) -> Any:
         patch: a `pytest.MonkeyPatch`.
         real: the engine's own Python, or the stand-in. Default: its own where the wheel is.
     """
+    from peft.import_utils import is_te_pytorch_available
+
     from tests.te.fetch import is_here
 
+    is_te_pytorch_available()  # PEFT remembers the first answer, which has to be that without it
     if is_here() if real is None else real:
         from tests.te.loading import Engine
     else:
