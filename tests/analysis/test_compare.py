@@ -225,6 +225,7 @@ def test_compiling_one_side_is_refused():
         compare.check_pair(pair, CPU, allow=False)
 
 
+@pytest.mark.long
 def test_every_twin_that_ships_is_fair():
     fp8 = [name for name in finetune.list_recipes() if name.endswith("_fp8")]
     for name in fp8:

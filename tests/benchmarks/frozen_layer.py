@@ -40,6 +40,7 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from finetune.config.schema import PrecisionConfig
+from finetune.precision.backends.base import Tally
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.backends.torchao import TorchaoBackend
 from finetune.precision.stored import store
@@ -71,7 +72,9 @@ def bf16_kept(n: int, k: int, scaling: Any, emulate: bool) -> nn.Module:
 
 
 def _converted(layer: nn.Module, engine: Any) -> nn.Module:
-    swap(layer, engine.mixin, fp8_backend=engine, **engine.attributes(layer, None))
+    swap(
+        layer, engine.mixin, fp8_backend=engine, fp8_tally=Tally(), **engine.attributes(layer, None)
+    )
     return layer.train()
 
 

@@ -403,6 +403,7 @@ def no_loading(monkeypatch):
         monkeypatch.setattr(f"finetune.training.trainer.{name}", refuse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
@@ -426,6 +427,7 @@ def test_an_8b_recipe_is_refused_before_anything_is_loaded(cli, on, no_loading, 
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_adapters_of_an_8b_model_need_its_weights_in_memory(cli, on, no_loading):
     on(H100.__class__("cpu", "a laptop", None, 8.0))
     done = cli("llama_8b_lora_bf16")

@@ -101,6 +101,7 @@ def test_kinds_add_up_to_the_peak_of_every_phase(config):
     )
 
 
+@pytest.mark.slow
 def test_the_time_of_a_step_is_the_sum_of_its_parts(result):
     pace = result.measured.pace
     assert sum(pace.classes.values()) == pytest.approx(pace.seconds)

@@ -11,6 +11,7 @@ from finetune.estimator.measure import measure_well
 from finetune.estimator.place import place_of
 
 
+@pytest.mark.long
 def test_gains_multiply_to_the_run() -> None:
     """Each setting that the run has is a rung; the last but one is its BF16 twin."""
     changes = ("train.packing=true", "train.max_length=512", "train.per_device_train_batch_size=4")
@@ -30,6 +31,7 @@ def test_gains_multiply_to_the_run() -> None:
     assert all(rung.gain > 0.5 for rung in rungs)
 
 
+@pytest.mark.slow
 def test_a_rung_is_close_to_its_estimate() -> None:
     """The rung before low precision, if rehearsed as a rung is, has the twin's speed."""
     run = measure_well(load_recipe("gpt2_124m_full_fp8").config, place_of("H100"))

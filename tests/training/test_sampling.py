@@ -153,6 +153,7 @@ def test_samples_are_shown_written_and_reported(run) -> None:
     assert max(map(len, (x for x in screen.splitlines() if "| sample |" in x))) < 200
 
 
+@pytest.mark.slow
 def test_neither_tokens_per_second_nor_the_memory_counts_samples(run) -> None:
     """Each sampling slept: the pause is in the clock of the rows and not in the speed."""
     report, _ = run

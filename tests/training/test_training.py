@@ -20,7 +20,7 @@ from finetune.training.model import TINY_LLAMA
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)
-QUICK_RECIPES = ["tiny_lora_fp8", "bdh_tiny_full_fp8", "llama_8b_full_fp8"]
+QUICK_RECIPES = ["tiny_lora_fp8", "bdh_tiny_full_fp8"]
 """One of each method; `RECIPES` adds one of each model and twin.
 
 The rest differ from these in sizes, which a shrunken run does not have, and every recipe is planned
@@ -29,6 +29,7 @@ in tests/precision/test_planner.py.
 RECIPES = [
     *QUICK_RECIPES,
     *("tiny_full_bf16", "gpt2_124m_full_fp8", "llama_8b_qlora_bf16", "llama_70b_lora_fp8"),
+    "llama_8b_full_fp8",
 ]
 SMALL = (
     "data.name=builtin:harbour",
