@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from finetune.config.recipe import load_recipe
 from finetune.estimator.alternatives import twin_of
 from finetune.estimator.ladder import ladder_of
