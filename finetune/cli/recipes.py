@@ -84,8 +84,10 @@ def ls(
         line = f"\nFP8 is slower than BF16 in {', '.join(losing)}: take the _bf16 twin for speed"
         console.print(Text(line, style="yellow"))
     console.print(
-        "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU; tok/s:\n"
-        f"predicted on one {gpu}, beside compiled BF16; `-`: does not fit, or no FP8 twin\n"
+        "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU, with\n"
+        "checkpointing where the forecast decides it; tok/s: predicted on one "
+        f"{gpu},\nbeside compiled BF16, without checkpointing where memory is enough; `-`: does\n"
+        "not fit, or no FP8 twin\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
     )
