@@ -201,7 +201,7 @@ CASES: list[tuple[Callable[[Given], None], str]] = [
     (adapters_afterwards, "attach adapters first"),
     (frozen_afterwards, "freeze before"),
     (half_an_optimizer, "build the optimizer from model.parameters()"),
-    (weights_without_a_part, "freeze them if they are not meant to"),
+    (weights_without_a_part, "freeze them (requires_grad_(False)) before the model is prepared"),
     (set_up_again, "prepare it again"),
     (recipe_handlers, "pass those settings to setup_fp8_mixed_precision_training"),
     (fp16_beside, "leave fp16 out"),
