@@ -16,7 +16,6 @@ another program, is taken if the trainer's state, its optimizer and weights are 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ConfigError
+from finetune.runs.folder import json_of
 from finetune.runs.lookup import LAST, find_runs, is_run
 
 CHECKPOINTS, SAVING = "checkpoints", ".saving"
@@ -51,12 +51,12 @@ class Checkpoint:
     @cached_property
     def state(self) -> dict[str, Any]:
         """`trainer_state.json`; empty when it is missing or not whole."""
-        return _json_of(self.folder / STATE)
+        return json_of(self.folder / STATE)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """`manifest.json`; empty when it is missing or not whole."""
-        return _json_of(self.folder / MANIFEST)
+        return json_of(self.folder / MANIFEST)
 
     @cached_property
     def nbytes(self) -> int:
@@ -219,11 +219,3 @@ def _newest_run_with_checkpoints(out: Path, name: str) -> Path:
 def run_of(checkpoint: Path) -> Path | None:
     """The run folder that a checkpoint belongs to, if it lies in one."""
     return next((p for p in checkpoint.resolve().parents[:2] if is_run(p)), None)
-
-
-def _json_of(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -104,7 +104,7 @@ class Run:
     @cached_property
     def start(self) -> dict[str, Any]:
         """`run.json`; empty in folders older than it."""
-        return _json_of(self.folder / "run.json")
+        return json_of(self.folder / "run.json")
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -118,12 +118,12 @@ class Run:
     @cached_property
     def receipt(self) -> dict[str, Any]:
         """`receipt.json`; empty before training ended."""
-        return _whole(_json_of(self.folder / "receipt.json"), _RECEIPT)
+        return _whole(json_of(self.folder / "receipt.json"), _RECEIPT)
 
     @cached_property
     def report(self) -> dict[str, Any]:
         """`report.json`; empty before the end."""
-        return _json_of(self.folder / "report.json")
+        return json_of(self.folder / "report.json")
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _json_of(file: Path) -> dict[str, Any]:
+def json_of(file: Path) -> dict[str, Any]:
     """A JSON object; empty when the file is missing or not whole."""
     try:
         data = json.loads(_read(file))

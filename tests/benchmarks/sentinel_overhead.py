@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 import timeit
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from finetune import setup_fp8_mixed_precision_training
 from finetune.hardware.device import this_device
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.convert import conversion_of
+from tests.benchmarks.step_overhead import timed
 
 
 def make_model(hidden: int, layers: int, *, lora: bool) -> Any:
@@ -45,16 +45,7 @@ def stepper(accelerator: Any, model: Any) -> tuple[Callable[[torch.Tensor], floa
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-4))
 
-    def step(ids: torch.Tensor) -> float:
-        started = time.perf_counter()
-        accelerator.backward(model(input_ids=ids, labels=ids).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
-
-    return step, model, optimizer.optimizer
+    return timed(accelerator, model, optimizer), model, optimizer.optimizer
 
 
 def release(model: Any) -> None:
