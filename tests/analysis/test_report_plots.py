@@ -22,11 +22,11 @@ from finetune.analysis.report.elements import Line, Plot, Row, Series, Table
 from finetune.analysis.report.figures import (
     DARK,
     LIGHT,
+    Drawing,
     draw_plot,
     log_ticks,
     step_ticks,
     style,
-    to_svg,
 )
 from finetune.analysis.report.health_plots import Health
 from finetune.analysis.report.run_source import RunSource
@@ -43,7 +43,7 @@ def run(made_once):
 def test_the_figures_of_an_axis_are_told_apart(low, high, log):
     """Thinning the drawing's coordinates leaves its text alone, and no two ticks read the same."""
     series = Series("one", np.arange(20.0).tolist(), np.geomspace(low, high, 20).tolist())
-    svg = to_svg(Plot("p", "Plot", "", "a plot", (series,), log=log), 310, 215)
+    svg = Drawing(Plot("p", "Plot", "", "a plot", (series,), log=log)).svg(310, 215)
     ticks = re.findall(r'<g id="p-ytick_\d+">.*?<text[^>]*>([^<]*)</text>', svg, flags=re.S)
     assert 2 <= len(ticks) <= 9
     assert len(set(ticks)) == len(ticks), ticks
@@ -85,7 +85,7 @@ def test_perplexity_stands_beside_the_loss_and_the_loss_over_time(run):
     assert over_time.over == "seconds"
     assert max(over_time.series[0].x) == pytest.approx(32)  # 80 steps of 0.4 s
     axes = Figure().add_subplot()
-    draw_plot(axes, loss_plot(source), ticks=9)
+    draw_plot(axes, loss_plot(source))
     right = axes.figure.axes[1]
     assert np.exp(right.get_yticks()).tolist() == pytest.approx([3, 10, 30, 100])
     assert right.get_ylim() == axes.get_ylim()

@@ -27,6 +27,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from PIL.Image import Image, frombytes
 
 from finetune.analysis.report.elements import Forest, Plot, Series, signed
 
@@ -63,49 +64,66 @@ PLOT_STYLE: Any = {
 }
 
 
-def to_svg(plot: Plot, width: int, height: int, suffix: str = "") -> str:
-    """Draw an `<svg>` of at most `width` x `height` CSS pixels; `suffix` makes its ids unique."""
-    name = f"{plot.name}{suffix}"
-    with rc_context(PLOT_STYLE | {"svg.hashsalt": name}):
-        buffer = io.StringIO()
-        _figure(plot, width, height).savefig(buffer, format="svg", transparent=True)
-    return _themed(buffer.getvalue(), plot, name)
+class Drawing:
+    """A plot, drawn once and given out in several sizes."""
 
+    def __init__(self, plot: Plot) -> None:
+        self.plot = plot
+        self._figures: dict[bool, Figure] = {}
 
-def to_png(plot: Plot, file: Path) -> None:
-    """Draw the plot with its title and legend, on white."""
-    width, height = (860, 420) if plot.size == "wide" else (560, 380)
-    if isinstance(plot, Forest):
-        height = 120 + FOREST_ROW * len(plot.gaps)
-    with rc_context(PLOT_STYLE):
-        figure = _figure(plot, width, height, titled=True)
-        figure.savefig(file, dpi=108, facecolor="white", pil_kwargs={"compress_level": 1})
+    def svg(self, width: int, height: int, suffix: str = "") -> str:
+        """Give an `<svg>` of at most `width` x `height` CSS pixels; `suffix` makes ids unique."""
+        name = f"{self.plot.name}{suffix}"
+        with rc_context(PLOT_STYLE | {"svg.hashsalt": name}):
+            buffer = io.StringIO()
+            self._sized(width, height, top=12).savefig(buffer, format="svg", transparent=True)
+        return _themed(buffer.getvalue(), self.plot, name)
 
+    def image(self) -> Image:
+        """Give the plot with its title and legend, on white."""
+        plot = self.plot
+        width, height = (860, 420) if plot.size == "wide" else (560, 380)
+        if isinstance(plot, Forest):
+            height = 120 + FOREST_ROW * len(plot.gaps)
+        columns = min(len(plot.legend), 4 if width > 700 else 3) or 1
+        with rc_context(PLOT_STYLE):
+            figure = self._sized(width, height, top=44 + 18 * -(-len(plot.legend) // columns))
+            left = figure.subplotpars.left
+            title = f"{plot.title}, {plot.unit}".removesuffix(", ")
+            added: list[Any] = [
+                figure.text(left, 1 - 24 / height, title, fontsize=13, weight="bold")
+            ]
+            if plot.legend:
+                added += [
+                    figure.legend(
+                        handles=legend_handles(figure.axes[0], plot), loc="upper left",
+                        ncols=columns, fontsize=10, handlelength=2.6,
+                        bbox_to_anchor=(left - 10 / width, 1 - 30 / height),
+                    )
+                ]  # fmt: skip
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="rgba", dpi=108, facecolor="white")
+            for artist in added:
+                artist.remove()
+        size = round(width * 1.5), round(height * 1.5)
+        return frombytes("RGBA", size, buffer.getvalue()).convert("RGB")
 
-def _figure(plot: Plot, width: int, height: int, titled: bool = False) -> Any:
-    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-    axes = figure.add_subplot()
-    if isinstance(plot, Forest):
-        _forest(axes, plot, narrow=width < 500)
-        left, right, bottom = (12, 14, 28) if width < 500 else (110, 190, 28)
-    else:
-        draw_plot(axes, plot, ticks=9 if width > 500 else 6 if width > 400 else 4)
-        left, right, bottom = 46, 40 if plot.perplexity else 14, 34
-    top = 44 if titled else 12
-    legend = plot.legend if titled else ()
-    if legend:
-        columns = min(len(legend), 4 if width > 700 else 3)
-        top += 18 * -(-len(legend) // columns)
-        figure.legend(
-            handles=legend_handles(axes, plot), loc="upper left", ncols=columns, fontsize=10,
-            handlelength=2.6, bbox_to_anchor=((left - 10) / width, 1 - 30 / height),
-        )  # fmt: skip
-    if titled:
-        x, y = left / width, 1 - 24 / height
-        title = f"{plot.title}, {plot.unit}".removesuffix(", ")
-        figure.text(x, y, title, fontsize=13, weight="bold")
-    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
-    return figure
+    def _sized(self, width: int, height: int, top: int) -> Figure:
+        plot, narrow = self.plot, width < 500
+        forest = isinstance(plot, Forest)
+        figure = self._figures.get(forest and narrow)
+        if figure is None:
+            figure = self._figures[forest and narrow] = Figure(dpi=72)
+            axes = figure.add_subplot()
+            _forest(axes, plot, narrow=narrow) if forest else draw_plot(axes, plot)
+        figure.set_size_inches(width / 72, height / 72)
+        if forest:
+            left, right, bottom = (12, 14, 28) if narrow else (110, 190, 28)
+        else:
+            left, right, bottom = 46, 40 if plot.perplexity else 14, 34
+            set_ticks(figure.axes[0], plot, ticks=9 if width > 500 else 6 if width > 400 else 4)
+        figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
+        return figure
 
 
 def legend_handles(axes: Axes, plot: Plot) -> list[Any]:
@@ -117,8 +135,8 @@ def legend_handles(axes: Axes, plot: Plot) -> list[Any]:
 # ---------------------------------------------------------------------------------------- drawing
 
 
-def draw_plot(axes: Axes, plot: Plot, ticks: int) -> None:
-    """Draw series, lines and marks, with at most `ticks` figures on the horizontal axis."""
+def draw_plot(axes: Axes, plot: Plot) -> None:
+    """Draw series, lines and marks; `set_ticks` sets the horizontal axis for a width."""
     for number, series in enumerate(plot.series):
         _draw(axes, series, number)
     for height, label in plot.lines:
@@ -130,7 +148,8 @@ def draw_plot(axes: Axes, plot: Plot, ticks: int) -> None:
     for step in plot.marks:
         axes.axvline(step, color=LIGHT["bad"], linewidth=1.2)
     values = [value for s in plot.series for value in (*s.y, *s.low, *s.high)]
-    _horizontal(axes, plot, ticks)
+    axes.set_xlabel(plot.over, loc="right", labelpad=1)
+    axes.margins(x=0.01)
     low, high = axes.get_ylim()
     if plot.log and min(values) > 0 and max(values) > 4 * min(values):
         axes.set_yscale("log")
@@ -148,9 +167,8 @@ def draw_plot(axes: Axes, plot: Plot, ticks: int) -> None:
         _perplexity(axes)
 
 
-def _horizontal(axes: Axes, plot: Plot, ticks: int) -> None:
-    axes.set_xlabel(plot.over, loc="right", labelpad=1)
-    axes.margins(x=0.01)
+def set_ticks(axes: Axes, plot: Plot, ticks: int) -> None:
+    """Put at most `ticks` figures on the horizontal axis."""
     if plot.over == "step":
         points = sorted({x for s in plot.series for x in s.x})
         axes.xaxis.set_major_locator(FixedLocator(step_ticks(points, ticks)))

@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from finetune.analysis.report.elements import Page, Plot
-from finetune.analysis.report.figures import LIGHT, PLOT_STYLE, draw_plot, legend_handles
+from finetune.analysis.report.figures import LIGHT, PLOT_STYLE, draw_plot, legend_handles, set_ticks
 
 WIDTH, HEIGHT = 1200, 630
 MARGIN = 60
@@ -56,7 +56,8 @@ def _chart(figure: Figure, plot: Plot) -> None:
         (left / WIDTH, 1 - (top + height) / HEIGHT, width / WIDTH, height / HEIGHT)
     )
     with rc_context({"font.size": 15}):
-        draw_plot(axes, replace(plot, perplexity=False), ticks=7)
+        draw_plot(axes, replace(plot, perplexity=False))
+        set_ticks(axes, plot, ticks=7)
         axes.set_facecolor("none")
         axes.tick_params(labelsize=15)
     for line in axes.lines:
