@@ -381,6 +381,7 @@ def test_packed_rows_fill_their_bins() -> None:
     assert lines[-1]["allocated_gib"] == pytest.approx(lines[0]["allocated_gib"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_row_with_the_prediction(monkeypatch) -> None:
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")

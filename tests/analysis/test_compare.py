@@ -225,6 +225,7 @@ def test_compiling_one_side_is_refused():
         compare.check_pair(pair, CPU, allow=False)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_every_twin_that_ships_is_fair():
     fp8 = [name for name in finetune.list_recipes() if name.endswith("_fp8")]
@@ -537,6 +538,7 @@ def test_a_gap_beyond_the_margin_is_not_equivalent(pretend):
     assert "ends higher by more than 1 %" in out
 
 
+@pytest.mark.slow
 def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend, tmp_path):
     out, _ = pretend("tiny_full_fp8", "--json", code=3, BROKEN="fp8", EVAL="0")
     told = json.loads(out, parse_constant=pytest.fail)
@@ -557,6 +559,7 @@ def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend
     assert "1 of 6 runs logged no eval loss" in out
 
 
+@pytest.mark.slow
 def test_a_reference_that_ends_in_no_number_is_refused(pretend, tmp_path):
     out, _ = pretend("tiny_full_fp8", code=2, BROKEN="bf16")
     assert "training loss: BF16, seed 43, ends at nan" in out

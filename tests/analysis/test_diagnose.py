@@ -98,6 +98,7 @@ def test_fp8_adapters_with_random_weights_and_checkpointing(tmp_path, monkeypatc
     assert "text/html" in found._repr_mimebundle_((), ())
 
 
+@pytest.mark.slow
 def test_bf16_of_the_packaged_model_and_data() -> None:
     found = finetune.diagnose("tiny_full_bf16", SMALL, steps=1)
     data = check(found)

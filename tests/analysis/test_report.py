@@ -220,6 +220,7 @@ def test_bf16_where_fp8_was_requested_is_said_loudly(tmp_path):
     assert "no FP8 here: trains in BF16" in report.markdown.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_and_one_that_diverged_have_a_report(tmp_path):
     run = make_run(tmp_path / "r", steps=8, groups=())
     with (run / "metrics.jsonl").open("a") as file:

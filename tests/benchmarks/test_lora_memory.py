@@ -28,6 +28,7 @@ def test_weights_and_saved_activations_of_an_fp8_base(checkpointing):
         assert fp8.saved < 0.65 * bf16.saved
 
 
+@pytest.mark.slow
 def test_codes_kept_for_backward_are_less_than_inputs():
     low, high = measure("FP8", False), measure("FP8, x high", False)
     assert low.weights == high.weights

@@ -120,6 +120,7 @@ def test_rows_of_changing_length_are_compared_by_tokens():
     assert not tune.timed
 
 
+@pytest.mark.slow
 def test_pairs_and_figures(tmp_path: Path):
     common = {"gpu": "H100", "framework": "torchtitan", "seq_len": "4096", "model": "Llama-3.2-1B"}
     rows = [

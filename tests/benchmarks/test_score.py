@@ -195,6 +195,7 @@ def job(tmp_path):
     return map_row(one(tmp_path)).job
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_peak_are_there(job) -> None:
     """Full training: weights, gradients, two states and AdamW's temporaries, in bf16: 10 bytes."""
     from tests.benchmarks.score.memory import memory_of
@@ -266,6 +267,7 @@ def test_packed_weights_weigh_half_a_byte() -> None:
     assert sum(packed_bytes("gptq4", 4096, 4096)) / 4096**2 == pytest.approx(0.52, abs=1e-2)
 
 
+@pytest.mark.slow
 def test_litgpt_keeps_gradients_between_batches(job) -> None:
     """Its 8 bytes a weight and AdamW's temporary: weights, gradients, states, in bf16."""
     from tests.benchmarks.score.memory import memory_of

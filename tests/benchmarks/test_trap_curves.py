@@ -23,6 +23,7 @@ def _needs_the_wheel(request):
 STEPS = 3  # the first has a learning rate of zero, and LoRA's A moves once B has
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # accelerate deprecates parts of its own FP8 path
 @pytest.mark.parametrize("trap", slow_but([2], TRAPS))
 def test_a_script_falls_into_its_trap_upstream(trap, monkeypatch) -> None:
@@ -43,6 +44,7 @@ def test_a_script_falls_into_its_trap_upstream(trap, monkeypatch) -> None:
         assert found["tied_as_config_says"] != found["reloaded"], "and config.json denies it"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("trap", slow_but([2], TRAPS))
 def test_the_same_script_is_free_of_it_ours(trap, monkeypatch) -> None:

@@ -61,6 +61,7 @@ def test_the_table_has_every_optimizer_of_transformers_and_ours() -> None:
     assert {name.value for name in OptimizerNames} | OWN_NAMES == OPTIMIZERS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_but(

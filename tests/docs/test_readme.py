@@ -66,6 +66,13 @@ def takes_long(command: str) -> bool:
     return words[3] in SLOW or "train.max_steps=4" in words
 
 
+def tier(command: str) -> list:
+    if takes_long(command):
+        return [pytest.mark.long]
+    trains = shlex.split(command)[3] in list_recipes()
+    return [pytest.mark.slow] if trains else []
+
+
 def test_first_command_runs_the_main_job_and_second_is_that_of_ci() -> None:
     assert BLOCKS[0].strip().endswith("&& python -m finetune tiny_lora_fp8")
     assert BLOCKS[1].strip() in (ROOT / ".ci" / "run").read_text().splitlines()
@@ -105,7 +112,7 @@ def one_layer(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(one, marks=[pytest.mark.long] if takes_long(one) else []) for one in must_run()],
+    [pytest.param(one, marks=tier(one)) for one in must_run()],
 )
 def test_command_runs(command, cli, tmp_path) -> None:
     """Each in a fresh folder."""

@@ -13,6 +13,7 @@ from finetune.estimator.measure import measure_well
 from finetune.estimator.place import place_of
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_gains_multiply_to_the_run() -> None:
     """Each setting that the run has is a rung; the last but one is its BF16 twin."""
@@ -44,6 +45,7 @@ def test_a_rung_is_close_to_its_estimate() -> None:
     assert math.isclose(rung.tokens_per_s, twin.pace.tokens_per_s, rel_tol=0.03)
 
 
+@pytest.mark.slow
 def test_a_cpu_has_no_ladder() -> None:
     run = measure_well(load_recipe("tiny_lora_bf16").config, place_of())
     assert ladder_of(run, None) == ()

@@ -226,7 +226,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("what", slow_but(["full", "adapters", "adapters over FP8"], KEPT))
+@pytest.mark.parametrize("what", slow_but(["adapters over FP8"], KEPT))
 def test_what_a_layer_keeps_is_what_is_alive(what) -> None:
     """GPT-2 is left out: on CPUs autocast does `pow` and its norms in BF16, on GPUs in float32."""
     family, dtype, lora, precision = KEPT[what]

@@ -213,6 +213,7 @@ def test_a_loss_scale_is_launched_as_the_real_one() -> None:
 # ------------------------------------------------------------------------------- leaving no trace
 
 
+@pytest.mark.slow
 def test_the_same_rehearsal_twice_is_the_same_trace() -> None:
     config = load_recipe("tiny_lora_fp8").config
     first, second = on_h100(config), on_h100(config)

@@ -214,6 +214,7 @@ def test_gpus_of_one_capability_share_a_rehearsal_and_differ_in_speed(run, rehea
     assert shared.pace == alone.pace
 
 
+@pytest.mark.slow
 def test_prices_decide_where_they_are_known_and_what_does_not_fit_comes_last(run, rehearsals):
     gpus = _gpus("H200", "H100", "L4", H100=2.0, L4=0.01)
     small = _gpus("H100-NVL")[0].model_copy(update={"memory_gib": 1.0, "price_usd_per_hour": 0.001})

@@ -72,6 +72,7 @@ def test_shards_are_parts_of_the_whole(config: RunConfig, sharded: dict[int, Mea
             assert kinds[kind] == pytest.approx(each * trainable / count, abs=20_000)
 
 
+@pytest.mark.slow
 def test_more_gpus_never_need_more(sharded: dict[int, Measured]) -> None:
     two, eight, many = (found.footprint for found in sharded.values())
     assert two.tensors > eight.tensors > many.tensors
@@ -102,6 +103,7 @@ def test_copies_are_one_gpu_with_buckets(config: RunConfig) -> None:
     assert two.pace.seconds == pytest.approx(alone.pace.seconds + waits["communication"])
 
 
+@pytest.mark.slow
 def test_one_gpu_shards_nothing(config: RunConfig) -> None:
     alone = changed(config, train={"fsdp": None, "fsdp_config": None})
     asked, not_asked = measure(config, gpus(1)), measure(alone, gpus(1))
@@ -135,6 +137,7 @@ def test_the_first_layers_say_what_all_of_them_take(config: RunConfig, fsdp) -> 
     assert fast.pace.seconds == pytest.approx(whole.pace.seconds, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_words_and_json_tell_of_several(config: RunConfig) -> None:
     result = estimate(config, gpu="H100", gpus=8, twin=False)
     console = Console(width=160, no_color=True)

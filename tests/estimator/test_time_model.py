@@ -537,6 +537,7 @@ def test_torchao_compiled_on_8b(how, published):
     assert found == pytest.approx(published, abs=0.08)
 
 
+@pytest.mark.slow
 def test_eager_torchao_is_slower_than_bf16():
     setting = Setting(1, 4096, checkpointing="full", optimizer="fused")
     assert ratio(LLAMA_8B, setting, {"fp8": "tensorwise"}, None, "eager") < 0.8

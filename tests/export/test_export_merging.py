@@ -23,6 +23,7 @@ from finetune.errors import ConfigError
 from finetune.export.merge import Merger
 from finetune.export.shards import open_checkpoint, write_config, write_weights
 from finetune.training.memory_meter import LiveTensors
+from tests.conftest import slow_but
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -114,7 +115,11 @@ ADAPTERS = {
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]),
+    ids=["float32", "bfloat16"],
+)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_merged_weights_are_pefts(kind, dtype, make_llama, tmp_path):
     base = save(make_llama(vocab_size=64).to(dtype), tmp_path / "base")

@@ -28,7 +28,7 @@ from finetune.precision.weights import (
     quantize_weight,
     tile_of,
 )
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 
 M, K, N = 96, 160, 224
 
@@ -136,7 +136,7 @@ def train(model, accelerator, steps: int = 2):
     return losses
 
 
-@pytest.mark.parametrize("rank", [8, 12, 16, 32, 64])
+@pytest.mark.parametrize("rank", slow_but([8, 12], [8, 12, 16, 32, 64]))
 @pytest.mark.parametrize("fused", [True, False])
 def test_two_base_gemms_and_adapters_never_in_fp8_at_any_rank(
     make_llama, setup_backend, rank, fused

@@ -597,6 +597,7 @@ def test_mixtral_kept_high_is_counted_by_name(setup_backend, implementation) -> 
     assert receipt.status == "proven"
 
 
+@pytest.mark.slow
 def test_implementations_of_experts_train_alike(setup_backend) -> None:
     losses = []
     for implementation in ("eager", "batched_mm", "grouped_mm"):

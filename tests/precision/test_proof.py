@@ -317,6 +317,7 @@ def test_gradients_by_autograd_grad_are_seen(make_llama, setup_backend) -> None:
     assert {row.wgrad for row in receipt.layers if row.role == "base"} == {"fp8"}
 
 
+@pytest.mark.slow
 def test_models_are_not_kept_alive(make_llama, setup_backend) -> None:
     """A loop that trains model after model under one setup does not fill the memory."""
     import gc

@@ -12,7 +12,7 @@ from torch import nn
 from finetune import get_receipt
 from finetune.errors import ProofError
 from finetune.precision import convert
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 
 LATE = 4
 
@@ -88,7 +88,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("late", [0, LATE])
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", slow_but(["full"], ["full", "lora"]))
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_stopped_at_its_step(make_llama, setup_backend, damage, method, late) -> None:
     do, message = DAMAGES[damage]

@@ -56,7 +56,7 @@ def state_of(model) -> dict[str, tuple[int, bool, torch.dtype]]:
     }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(["full tied", "lora 8"], METHODS))
 @pytest.mark.parametrize(("backend", "scaling"), BACKENDS)
 def test_hand_written_loop(make_llama, setup_backend, backend, scaling, method) -> None:
     model = build(make_llama, METHODS[method])
@@ -169,7 +169,7 @@ def gradients(make_llama, setup_backend, backend, scaling, *, checkpointing, ree
 
 
 @pytest.mark.parametrize("lora", slow_but([True], [False, True]))
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", slow_but([True], [False, True]))
 @pytest.mark.parametrize(("backend", "scaling"), BACKENDS)
 def test_checkpointing_gives_the_same_gradients(
     make_llama, setup_backend, backend, scaling, reentrant, lora

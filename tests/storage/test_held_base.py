@@ -65,6 +65,7 @@ def test_a_recipe_loads_its_base_as_codes(weights, scaling) -> None:
     assert told == pytest.approx(held + adapters, abs=1)
 
 
+@pytest.mark.slow
 def test_no_plain_copy_of_a_held_weight_is_alive_after_loading() -> None:
     gc.collect()
     before = {id(t) for t in tensors()}
@@ -114,6 +115,7 @@ def published(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", slow_but(["blocks"], ["blocks", "own"]))
 def test_a_checkpoint_published_in_fp8_is_trained_over(published, tmp_path, layout) -> None:
     chosen = recipe("tiny_lora_fp8", f"model.name={published / layout}")
@@ -170,6 +172,7 @@ def test_a_model_stored_by_the_helper_is_saved_as_what_it_is(setup_backend, tmp_
     torch.testing.assert_close(again(ids).logits, wrapped.base_model.model.eval()(ids).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", slow_but(["pretrained"], ["pretrained", "random"]))
 def test_storage_in_fp8_with_bf16_compute(tmp_path, weights) -> None:
     chosen = recipe("tiny_lora_bf16", "model.storage=fp8", f"model.weights={weights}")
@@ -189,6 +192,7 @@ def test_all_of_a_published_fp8_checkpoint_cannot_train(published, tmp_path, lay
         train(chosen, out=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_module_that_peft_trains_in_full_is_not_held(tmp_path) -> None:
     chosen = recipe(
         "tiny_lora_fp8", "lora.modules_to_save=[up_proj]", "lora.target_modules=[q_proj]"

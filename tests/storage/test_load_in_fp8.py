@@ -323,6 +323,7 @@ def test_a_loop_finds_nothing_to_train(folder):
     assert not loss.requires_grad
 
 
+@pytest.mark.slow
 def test_adapters_train_and_are_ordinary_ones(folder, tmp_path):
     model = load_in_fp8(folder)
     codes = {n: m.weight.clone() for n, m in iter_stored(model)}

@@ -77,6 +77,7 @@ def model(make_llama):
 # --------------------------------------------------------------------------------------- operator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [UNLIMITED, 2])
 def test_the_operator_is_sound_and_its_gradient_right(window) -> None:
     torch.manual_seed(0)

@@ -323,6 +323,7 @@ def test_recomputation_is_not_counted_twice(reentrant, make_llama) -> None:
     assert health_row(again) == pytest.approx(health_row(plain))
 
 
+@pytest.mark.slow
 def test_one_micro_batch_of_an_accumulation(make_llama, setup_backend, tmp_path) -> None:
     found = {}
     for accumulation in (1, 3):
@@ -375,6 +376,7 @@ def test_two_processes(tmp_path) -> None:
 # ----------------------------------------------------------------------------------- no trace left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", slow_but(["emulated"], ["te", "emulated"]))
 @pytest.mark.parametrize("checkpointing", slow_but([True], [False, True]))
 def test_training_is_bit_equal_with_health(

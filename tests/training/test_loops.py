@@ -182,6 +182,7 @@ def fail(model, kind: int) -> None:
         model.lm_head.register_forward_hook(raising)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [6, pytest.param(50, marks=pytest.mark.long)])
 def test_a_failed_run_leaves_nothing_behind(make_llama, setup_backend, tmp_path, runs) -> None:
     setup_backend("emulated")

@@ -60,6 +60,7 @@ def step(accelerator, model, optimizer, seed: int = 0) -> float:
 # -------------------------------------------------------------------------------------- a whole run
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_in_float16_and_proves_it(tmp_path) -> None:
     report = run(tmp_path)
     receipt = report.receipt
@@ -111,6 +112,7 @@ def test_a_run_of_skipped_steps_alone_is_not_proven(tmp_path) -> None:
     assert [row["skipped_steps"] for row in logs(report)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_scale_grows_after_the_interval(tmp_path) -> None:
     settings = (
         "loss_scale_init=1024",
@@ -163,6 +165,7 @@ def test_a_scale_that_has_vanished_is_refused() -> None:
         refuse_vanished_scale(0.5, 3)
 
 
+@pytest.mark.slow
 def test_adapters_train_over_a_frozen_bfloat16_base(tmp_path) -> None:
     report = run(tmp_path, "model.dtype=bfloat16", recipe="tiny_lora_bf16")
     assert report.receipt.status == "proven"

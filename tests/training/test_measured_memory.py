@@ -199,6 +199,7 @@ def test_a_step_that_breaks_off_leaves_no_mode(error, tmp_path, monkeypatch) -> 
     assert "ended before step 3" in json.loads(receipt.read_text())["memory"]["measured"]
 
 
+@pytest.mark.slow
 def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
     foretold, asked = {"predicted_gib": 0.03, "predicted": "by a test"}, []
 

@@ -284,6 +284,7 @@ def test_tasks_are_a_list_or_words_with_commas() -> None:
 # ---------------------------------------------------------------------------------------- generate
 
 
+@pytest.mark.slow
 def test_generate_says_what_the_run_said(run, cli) -> None:
     report, _ = run
     prompts = [one.prompt for one in report.samples]
@@ -296,6 +297,7 @@ def test_generate_says_what_the_run_said(run, cli) -> None:
     assert streamed.out.strip() == report.samples[0].answer
 
 
+@pytest.mark.slow
 def test_generate_reads_lines_and_a_checkpoint_and_draws_by_seed(run, cli, monkeypatch) -> None:
     report, _ = run
     monkeypatch.setattr("sys.stdin", io.StringIO("What is a library?\n\nHello.\n"))
@@ -342,6 +344,7 @@ def test_generate_refuses_with_a_way_out(run, cli, tmp_path) -> None:
     assert "there is no packaged model 'builtin:tiny_lama'" in no_base.err
 
 
+@pytest.mark.slow
 def test_generate_without_an_input_or_with_a_prompt_too_long(run, cli, monkeypatch) -> None:
     folder = str(run[0].folder)
     monkeypatch.setattr("sys.stdin", None)  # closed
