@@ -3,10 +3,6 @@
 A checkpoint is written beside the others under a hidden name, and renamed when every file of every
 process is on the disk: a process that is killed while it saves leaves the earlier ones as they
 were. Older ones are deleted after that, not before.
-
-The amax history of delayed scaling, and the state of the stochastic-rounding generator, belong to a
-run and not to its weights, so they have a file. Processes may differ in either (without
-`reduce_amax`; by row lengths), so each writes one.
 """
 
 from __future__ import annotations
@@ -17,12 +13,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from finetune.errors import CheckpointError
-from finetune.runs.checkpoints import MANIFEST, SAVING, STATE, hashes_of, scaling_file
+from finetune.runs.checkpoints import MANIFEST, SAVING, STATE, hashes_of
+from finetune.training.scaling_state import save_scaling, stored_scaling
 from finetune.training.session import Session
 
 
@@ -49,9 +45,7 @@ class CheckpointKeeper(TrainerCallback):
         conversion = self.session.training[1]
         if self.resumed is None or conversion is None or conversion.backend is None or self.fresh:
             return
-        own, first = (self.resumed / scaling_file(i) for i in (args.process_index, 0))
-        file = own if own.is_file() else first  # resumed by more processes than saved it
-        conversion.backend.load_state_tensors(load_file(file) if file.is_file() else {})
+        conversion.backend.load_state_tensors(stored_scaling(self.resumed, args.process_index))
 
     def save(self, model: Any, trial: Any) -> None:
         """`Trainer._save_checkpoint`: whole, or not at all.
@@ -100,12 +94,7 @@ class CheckpointKeeper(TrainerCallback):
     def save_to(self, folder: Path, process: int = 0) -> None:
         """Store the current scaling state, if any."""
         conversion = self.session.training[1]
-        backend = conversion.backend if conversion is not None else None
-        tensors = backend.state_tensors() if backend is not None else {}
-        if tensors:
-            plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(plain, folder / scaling_file(process))
+        save_scaling(conversion.backend if conversion is not None else None, folder, process)
 
     def _name_the_best(self, saved: Path, folder: Path) -> None:
         """The best checkpoint by the name that it will have, in the trainer's state too."""

@@ -93,6 +93,7 @@ def setup_fp8_mixed_precision_training(
 
     from finetune.training import varlen
     from finetune.training.health.monitor import watch_trainers
+    from finetune.training.scaling_state import keep_in_checkpoints
 
     name = str(backend).lower()
     named = inspect.signature(setup_fp8_mixed_precision_training).parameters
@@ -142,6 +143,7 @@ def setup_fp8_mixed_precision_training(
     running = session.install(precision)
     varlen.register()
     watch_trainers(running)
+    keep_in_checkpoints(running.patches)
     if running.resolution.fallback:
         warnings.warn(running.resolution.fallback, stacklevel=2)
     atexit.unregister(_say_if_unused)

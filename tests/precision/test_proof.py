@@ -205,6 +205,8 @@ def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
         "accelerate.accelerator.Accelerator.prepare",
         "accelerate.accelerator.Accelerator.prepare_model",
         "transformers.trainer.Trainer.train",
+        "transformers.trainer.Trainer._save_optimizer_and_scheduler",
+        "transformers.trainer.Trainer._load_optimizer_and_scheduler",
     ]
     model = accelerator.prepare(model)
     model(**batch())  # the witness waits for a backward
@@ -224,7 +226,7 @@ def test_second_setup_replaces_the_first(make_llama, setup_backend) -> None:
     setup_backend("torchao", scaling="rowwise").prepare(second)
     assert not any(isinstance(m, Fp8Mixin) for m in first.modules())
     assert get_receipt().precision["scaling"] == "rowwise"
-    assert len(get_receipt().environment["patches"]) == 4
+    assert len(set(get_receipt().environment["patches"])) == 6, "each once"
 
 
 def test_bf16_training_after_fp8_in_one_process(make_llama, setup_backend) -> None:

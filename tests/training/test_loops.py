@@ -81,6 +81,32 @@ def test_save_state_keeps_delayed_scales(make_llama, setup_backend, tmp_path) ->
     assert model(**batch(seed=7)).loss.item() == expected
 
 
+def test_trainers_checkpoints_keep_delayed_scales(make_llama, setup_backend, tmp_path) -> None:
+    """A stock `Trainer` that goes on from its checkpoint ends bit for bit where one run ends."""
+    rows = [{"input_ids": x, "labels": x} for s in range(6) for x in batch(seed=s)["input_ids"]]
+
+    def run(folder: str, *, resume: bool = False) -> dict[str, torch.Tensor]:
+        setup_backend("emulated", scaling="delayed", amax_history_len=4)
+        args = TrainingArguments(
+            output_dir=str(tmp_path / folder), max_steps=6, save_steps=3, use_cpu=True, bf16=True,
+            report_to="none", learning_rate=1e-2, disable_tqdm=True, logging_steps=1,
+        )  # fmt: skip
+        trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)
+        trainer.train(
+            resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3") if resume else None
+        )
+        teardown_fp8_mixed_precision_training()
+        return trainer.model.state_dict()
+
+    whole = run("whole")
+    assert (tmp_path / "whole" / "checkpoint-3" / "fp8_scaling.safetensors").is_file()
+    resumed = run("resumed", resume=True)
+    assert all(torch.equal(resumed[name], w) for name, w in whole.items())
+    (tmp_path / "whole" / "checkpoint-3" / "fp8_scaling.safetensors").unlink()
+    fresh = run("fresh", resume=True)
+    assert not all(torch.equal(fresh[name], w) for name, w in whole.items()), "histories matter"
+
+
 def test_nothing_prepared_is_stopped_at_the_first_step(make_llama, setup_backend) -> None:
     setup_backend("emulated")
     model = make_llama()

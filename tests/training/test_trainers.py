@@ -10,8 +10,8 @@ import torch
 
 from finetune import get_receipt
 from finetune.precision.backends.base import Fp8Mixin
-from tests.benchmarks import trainers
-from tests.benchmarks.trainers import METHODS, TRAINERS, Workshop
+from tests.benchmarks import stock_trainers, trainers
+from tests.benchmarks.stock_trainers import METHODS, TRAINERS, Workshop
 from tests.conftest import batch, slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL 1.16
@@ -54,7 +54,7 @@ def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
 
     seen = []
     with trainers.precision_of("emulated", method):
-        trainer = trainers.grpo(shop, method, reward_funcs=reward)
+        trainer = stock_trainers.grpo(shop, method, reward_funcs=reward)
         plain = trainer.training_step
 
         def training_step(*args, **kwargs):
@@ -71,7 +71,7 @@ def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
 def test_a_reference_computes_as_the_policy_does(shop) -> None:
     """In FP8 while the policy trains, in high precision while that is evaluated."""
     with trainers.precision_of("emulated", "full"):
-        trainer = trainers.dpo_given(shop, "full")
+        trainer = stock_trainers.dpo_given(shop, "full")
         trainer.train()
         reference, inputs = trainer.ref_model, {"input_ids": batch()["input_ids"]}
         assert not reference.training
