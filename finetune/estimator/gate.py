@@ -25,12 +25,13 @@ from finetune.estimator.closed_form.static_memory import Parameters, StaticMemor
 from finetune.estimator.knobs import changes
 from finetune.estimator.measure import Measured, changed, measure
 from finetune.estimator.place import place_here
-from finetune.hardware.device import GIB, Device, available_gib
+from finetune.hardware.device import Device, available_gib
 from finetune.precision.layers import linear_shape
 from finetune.storage.sizes import fp8_bytes, stored_bytes
 from finetune.training.memory_meter import Batch
 from finetune.training.model import is_published_fp8
 from finetune.training.preflight import Planned, Preflight, processes
+from finetune.units import GIB
 
 if TYPE_CHECKING:
     from torch import nn

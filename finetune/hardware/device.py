@@ -17,10 +17,10 @@ from typing import Any, Literal
 from finetune.config.schema import FP8_ONLY, PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError
 from finetune.hardware.gemm_engine import NO_ROWWISE
+from finetune.units import GIB
 
 FP8_CAPABILITY = (8, 9)
 BLOCK_CAPABILITY = (10, 0)
-GIB = 2**30
 
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 

@@ -151,10 +151,8 @@ class PrecisionPlan:
         return {item.name: item.compute for item in (*named, *self.casts)}
 
     def __rich__(self) -> RenderableType:
-        """Layers as a table, those of the same place in all blocks in one row."""
-        rows = Counter(
-            (_group(x.name), "x".join(map(str, x.shape)), *_shown(x)) for x in self.layers
-        )
+        """Layers as a table: those of a place in all blocks, and all adapters, in one row."""
+        rows = Counter((*_place(x), *_shown(x)) for x in self.layers)
         rows.update((_group(x.name), "", x.compute, x.reason) for x in self.casts)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         for title in ("", "layer", "N x K", "", "reason"):
@@ -163,6 +161,13 @@ class PrecisionPlan:
             style = "green" if compute in ("fp8", "fp4") else "dim"
             table.add_row(str(count), name, shape, Text(compute, style=style), reason)
         return table
+
+
+def _place(layer: LayerPlan) -> tuple[str, str]:
+    """Name and shape in the table; of an adapter only which of the two factors it is."""
+    if layer.role == "adapter":
+        return layer.name.removesuffix(".default").rpartition(".")[2], ""
+    return _group(layer.name), "x".join(map(str, layer.shape))
 
 
 def _shown(layer: LayerPlan) -> tuple[str, str]:

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainerState
 
 from finetune.training.session import Session
+from finetune.units import GIB
 
 STEP = 3
-GIB = 2**30
 
 
 class Batch(NamedTuple):

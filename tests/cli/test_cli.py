@@ -206,7 +206,7 @@ def test_validate_shows_plan_memory_and_backend(cli, on):
     assert (done.code, done.err) == (0, "")
     assert "tiny_lora_fp8: valid (tiny_lora_fp8.yaml)" in done.out
     assert "adapter" in done.out
-    assert "GiB without activations" in done.out
+    assert "3.8 MiB without activations" in done.out
     assert "precision here: FP8 frozen/rowwise" in done.out
     assert "frozen, stored in FP8 (per-row scale)" in done.out
 

@@ -24,10 +24,9 @@ from finetune.estimator.measure import are_alike, changed, measure, measure_fast
 from finetune.estimator.memory.footprint import Footprint, footprint
 from finetune.estimator.place import place_of, resolve_there
 from finetune.estimator.trace.rehearsal import rehearse
-from finetune.hardware.device import GIB
 from finetune.hardware.gpus import named_gpu
 from finetune.training.memory_meter import Batch
-from finetune.units import MEMORY, duration, size
+from finetune.units import GIB, MEMORY, duration, size
 
 H100 = place_of("H100")
 

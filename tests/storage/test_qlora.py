@@ -24,7 +24,6 @@ from finetune.errors import (
     StorageNotComputeError,
 )
 from finetune.estimator.gate import bound
-from finetune.hardware.device import GIB
 from finetune.precision.planner import plan
 from finetune.precision.stored import stored_as, stored_weights
 from finetune.storage import nf4
@@ -32,6 +31,7 @@ from finetune.storage.sizes import nf4_bytes
 from finetune.training.model import TINY_LLAMA, load_model, sketch
 from finetune.training.preflight import check_settings, preflight
 from finetune.training.scope import lora_config
+from finetune.units import GIB
 from tests.conftest import CPU, batch
 
 QUIET = Console(quiet=True)

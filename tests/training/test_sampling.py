@@ -171,7 +171,8 @@ def test_memory_meter_leaves_out_what_is_aside(monkeypatch) -> None:
     """On a pretended GPU: peaks before, inside and after."""
     from types import SimpleNamespace
 
-    from finetune.training.memory_meter import GIB, MemoryMeter
+    from finetune.training.memory_meter import MemoryMeter
+    from finetune.units import GIB
 
     peak = {"now": 5 * GIB}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["now"])

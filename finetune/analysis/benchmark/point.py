@@ -33,7 +33,7 @@ from finetune.errors import ConfigError, FinetuneError, MemoryShortError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.measure import check_sizes, measure_well
 from finetune.estimator.place import place_here
-from finetune.hardware.device import GIB, Device, available_gib, this_device, version
+from finetune.hardware.device import Device, available_gib, this_device, version
 from finetune.hardware.gpus import find_gpu
 from finetune.logging import output, quiet_libraries
 from finetune.precision.planner import LayerPlan
@@ -49,6 +49,7 @@ from finetune.training.model import load_tokenizer
 from finetune.training.preflight import preflight
 from finetune.training.timer import StepTimer
 from finetune.training.trainer import make_trainer
+from finetune.units import GIB
 
 FAR = 1.25
 """Largest predicted share of a GPU's memory that is tried, since predictions err. On a CPU it is 1:

@@ -35,7 +35,6 @@ from finetune.errors import ConfigError
 from finetune.estimator.closed_form.activations import FLOAT, HALF, TrainingMode, layer_bytes
 from finetune.estimator.closed_form.decoder import Decoder, find_decoder
 from finetune.estimator.closed_form.static_memory import (
-    GIB,
     StaticMemory,
     adapted_linears,
     added_parameters,
@@ -44,6 +43,7 @@ from finetune.estimator.closed_form.static_memory import (
     static_memory,
     stored_linear,
 )
+from finetune.units import GIB
 
 if TYPE_CHECKING:
     from finetune.hardware.gpus import Gpu, Peak

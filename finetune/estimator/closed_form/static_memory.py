@@ -29,8 +29,8 @@ from finetune.config.patterns import matches
 from finetune.config.schema import LoraSection, RunConfig
 from finetune.estimator.closed_form.decoder import Decoder
 from finetune.storage.sizes import fp8_bytes, stored_bytes
+from finetune.units import MEMORY, size
 
-GIB = 2**30
 FLOAT32 = 4
 
 
@@ -77,9 +77,12 @@ class StaticMemory:
         return self.weights + self.gradients + self.optimizer
 
     def __str__(self) -> str:
+        total, weights, gradients, optimizer = (
+            size(x, MEMORY) for x in (self.total, self.weights, self.gradients, self.optimizer)
+        )
         return (
-            f"{self.total / GIB:.1f} GiB without activations (weights {self.weights / GIB:.1f}, "
-            f"gradients {self.gradients / GIB:.1f}, optimizer {self.optimizer / GIB:.1f})"
+            f"{total} without activations "
+            f"(weights {weights}, gradients {gradients}, optimizer {optimizer})"
         )
 
 
