@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from finetune.config.checkpoints import CheckpointsConfig, ResumeConfig
 from finetune.config.optimizers import (
     BLOCK,
     FP8_ADAMW,
@@ -37,7 +38,6 @@ from finetune.config.schema import (
     LoraSection,
     ModelConfig,
     PrecisionConfig,
-    ResumeConfig,
     Scaling,
     Section,
 )
@@ -483,6 +483,7 @@ SECTIONS: dict[str, type[Section]] = {
     "lora": LoraSection,
     "data": DataConfig,
     "eval": EvalConfig,
+    "checkpoints": CheckpointsConfig,
     "resume": ResumeConfig,
 }
 

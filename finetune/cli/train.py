@@ -55,6 +55,14 @@ def resume(
 ) -> None:
     """Go on with a run from its newest whole checkpoint."""
     folder = find_run(run, out)
+    going = Run(folder)
+    if going.holder:
+        raise ConfigError(
+            f"the run {str(folder)!r} is still running",
+            where=str(folder),
+            why=f"{going.holder} trains it",
+            fix=f"wait for its end, or stop it first (`kill {going.start['pid']}`): it saves then",
+        )
     start = folder / CHECKPOINTS / (f"checkpoint-{checkpoint}" if checkpoint.isdigit() else "")
     start = folder / checkpoint if checkpoint in ("best", "last", "latest") else start
     if not checkpoint.isdigit() and checkpoint not in ("best", "last", "latest"):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from finetune.config.checkpoints import CheckpointsConfig, ResumeConfig
 from finetune.config.data import DataConfig, EvalConfig
 from finetune.config.refusal import RefusedError
 from finetune.config.section import Section
@@ -399,16 +400,6 @@ class LoraSection(Section):
         return self
 
 
-class ResumeConfig(Section):
-    """Going on from a checkpoint (`train.resume_from_checkpoint`, or the verb `resume`)."""
-
-    allow: tuple[str, ...] = Field(
-        default=(),
-        description="settings that may differ from those of the checkpoint although they change "
-        "what is trained, such as `train.max_steps`; an error names them",
-    )
-
-
 class RunConfig(Section):
     """One run, complete. `train` is for `trl.SFTConfig`; `finetune.config.recipe` checks it."""
 
@@ -417,6 +408,7 @@ class RunConfig(Section):
     lora: LoraSection | None = None
     data: DataConfig
     eval: EvalConfig = EvalConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     resume: ResumeConfig = ResumeConfig()
     train: dict[str, Any] = {}
 

@@ -107,6 +107,12 @@ class MemoryForecast:
                 f"has {free:.1f} GiB free",
             )
 
+    def advice(self, run: Planned) -> str:
+        """Changes for a run that memory was too small for: first those that train the same."""
+        same = (c for c in changes(run.config, run.device) if c.rank == "same")
+        first = {change.kind: " ".join(change.typed) for change in reversed([*same])}
+        return "; ".join([*reversed(first.values()), advice(run.config, run.device)])
+
     def predicted(self, run: Preflight, batch: Batch | None) -> dict[str, Any]:
         """Predict the memory of the measured batch for the receipt.
 

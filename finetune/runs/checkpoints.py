@@ -16,6 +16,7 @@ another program, is taken if the trainer's state, its optimizer and weights are 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,14 @@ class Checkpoint:
         """The last value that was logged under `key` up to its step."""
         rows = [row for row in self.state.get("log_history") or () if isinstance(row, dict)]
         return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+
+    @property
+    def eval_loss(self) -> float:
+        """Eval loss of its own step; infinite where that was not evaluated, or gave no number."""
+        rows = [row for row in self.state.get("log_history") or () if isinstance(row, dict)]
+        own = (r["eval_loss"] for r in rows if r.get("step") == self.step and "eval_loss" in r)
+        loss = next(own, None)
+        return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
 
     def problem(self, *, contents: bool = False) -> str:
         """Why training cannot go on from it; empty if it can.
@@ -139,13 +148,27 @@ def scaling_file(process: int) -> str:
 
 def best_of(saved: list[Checkpoint]) -> list[Checkpoint]:
     """Checkpoints by eval loss at their step, lowest first; those without one last."""
+    return sorted(saved, key=lambda checkpoint: (checkpoint.eval_loss, -checkpoint.step))
 
-    def loss(checkpoint: Checkpoint) -> float:
-        rows = [row for row in checkpoint.state.get("log_history") or () if isinstance(row, dict)]
-        at = (r["eval_loss"] for r in rows if r.get("step") == checkpoint.step and "eval_loss" in r)
-        return next(at, float("inf"))
 
-    return sorted(saved, key=lambda checkpoint: (loss(checkpoint), -checkpoint.step))
+def superfluous(
+    saved: list[Checkpoint], keep_last: int, keep_best: int = 0, *, named: str = ""
+) -> list[Checkpoint]:
+    """Checkpoints to delete: neither among the newest, nor among the best, nor `named`.
+
+    Of steps 10, 20, 30, 40 with eval losses 3, 1, 2, 4, `keep_last=1` and `keep_best=1` leave 40
+    and 20. By step, not by the time of a file, since clocks jump.
+
+    Args:
+        saved: oldest first.
+        named: folder of one that the trainer calls its best; it counts towards `keep_last`, as in
+            `train.save_total_limit`, but the newest stays too.
+    """
+    evaluated = [one for one in saved if math.isfinite(one.eval_loss)]
+    kept = best_of(evaluated)[:keep_best]
+    kept += [one for one in saved[:-1] if named and one.folder.name == Path(named).name]
+    newest = saved[-max(1, keep_last - bool(named and kept)) :]
+    return [one for one in saved if one not in newest and one not in kept]
 
 
 def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, dict[Path, str]]:

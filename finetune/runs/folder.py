@@ -170,11 +170,26 @@ class Run:
         return "failed" if self.receipt else "killed"
 
     def _lives(self) -> bool:
-        pid = self.start.get("pid")
-        if not isinstance(pid, int) or self.start.get("host") != socket.gethostname():
+        if not self._is_of_this_machine:
             changed = max(file.stat().st_mtime for file in self.folder.iterdir())
             return time.time() - changed < QUIET
+        return self._process_lives()
+
+    @property
+    def holder(self) -> str:
+        """`process 123 on host, since 2026-01-01T...`: who surely writes here now; else empty."""
+        alive = not self.receipt and self._is_of_this_machine and self._process_lives()
+        return "process {pid} on {host}, since {started}".format_map(self.start) if alive else ""
+
+    @property
+    def _is_of_this_machine(self) -> bool:
+        is_known = isinstance(self.start.get("pid"), int)
+        return is_known and self.start.get("host") == socket.gethostname()
+
+    def _process_lives(self) -> bool:
         import psutil
+
+        pid = self.start["pid"]
 
         try:
             process = psutil.Process(pid)

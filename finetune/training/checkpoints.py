@@ -2,22 +2,32 @@
 
 A checkpoint is written beside the others under a hidden name, and renamed when every file of every
 process is on the disk: a process that is killed while it saves leaves the earlier ones as they
-were. Older ones are deleted after that, not before.
+were. Older ones are deleted after that, not before, and leave in one step too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
-from finetune.errors import CheckpointError
-from finetune.runs.checkpoints import MANIFEST, SAVING, STATE, hashes_of
+from finetune.config.checkpoints import CheckpointsConfig
+from finetune.errors import NonFiniteError
+from finetune.runs.checkpoints import (
+    MANIFEST,
+    SAVING,
+    STATE,
+    Checkpoint,
+    checkpoints_in,
+    hashes_of,
+    superfluous,
+)
+from finetune.training.faults import is_of_the_disk, write_failure
 from finetune.training.scaling_state import save_scaling, stored_scaling
 from finetune.training.session import Session
 
@@ -29,12 +39,21 @@ class CheckpointKeeper(TrainerCallback):
         facts: what the manifest keeps for resuming (`resume.facts_of`).
         resumed: checkpoint to go on from, if any.
         fresh: amax histories start anew, since the precision is another one.
+        kept: which checkpoints are kept.
     """
 
     def __init__(
-        self, session: Session, facts: dict[str, Any], resumed: Path | None, *, fresh: bool = False
+        self,
+        session: Session,
+        facts: dict[str, Any],
+        resumed: Path | None,
+        *,
+        fresh: bool = False,
+        kept: CheckpointsConfig | None = None,
     ) -> None:
         self.session, self.facts, self.resumed, self.fresh = session, facts, resumed, fresh
+        self.kept = kept or CheckpointsConfig()
+        self._begun, self._early = 0, None
 
     def take_over(self, trainer: Any) -> None:
         """Let the trainer save through this keeper."""
@@ -42,10 +61,43 @@ class CheckpointKeeper(TrainerCallback):
         trainer._save_checkpoint = self.save
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begun = state.global_step
         conversion = self.session.training[1]
         if self.resumed is None or conversion is None or conversion.backend is None or self.fresh:
             return
         conversion.backend.load_state_tensors(stored_scaling(self.resumed, args.process_index))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save the first step early: a disk that cannot take it shows now, not in hours."""
+        first = state.global_step == self._begun + 1 and args.save_strategy != "no"
+        if first and self.kept.first_step and not control.should_save:
+            self._early = f"checkpoint-{state.global_step}"
+            control.should_save = True
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
+    ) -> None:
+        """Stop at an eval loss that is not finite; what was trained until there is saved before.
+
+        Raises:
+            NonFiniteError: it is not.
+        """
+        step, folder = state.global_step, Path(args.output_dir)
+        if math.isfinite((metrics or {}).get("eval_loss", 0.0)):
+            return
+        again = "then start again"
+        if step > self._begun:
+            if step not in checkpoints_in(folder):
+                self.trainer._save_checkpoint(self.trainer.model, None)  # judges the weights
+            again = f"then go on: python -m finetune resume {folder.parent}"
+        raise NonFiniteError(
+            f"the eval loss is not finite at step {step}",
+            where=f"{len(self.trainer.eval_dataset):,} eval rows",
+            why="the weights are finite: some eval row has no token that counts, or its logits "
+            "overflow",
+            fix=f"look at the rows (`python -m finetune data RECIPE`), or other ones: "
+            f"data.eval_path, data.eval_fraction; {again}",
+        )
 
     def save(self, model: Any, trial: Any) -> None:
         """`Trainer._save_checkpoint`: whole, or not at all.
@@ -69,27 +121,32 @@ class CheckpointKeeper(TrainerCallback):
             if args.should_save:
                 self._write_manifest(partial / final.name, step)
                 _rename(partial / final.name, final)
+                self._delete_older(folder, limit)
             trainer.accelerator.wait_for_everyone()
         except Exception as error:
-            if not _is_of_the_disk(error):
+            if not is_of_the_disk(error):
                 raise
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written",
-                where=str(folder.resolve()),
-                why=str(error).strip().splitlines()[0],
-                fix="make room there (train.save_total_limit=2 keeps two), then go on: "
-                f"python -m finetune resume {folder.parent}",
-            ) from error
+            what = f"the checkpoint of step {step} could not be written"
+            raise write_failure(error, folder.parent, what) from error
         finally:
             args.save_total_limit = limit
             del trainer._get_output_dir
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
-        if args.should_save:
-            best = trainer.state.best_model_checkpoint
-            rotate_checkpoints(
-                str(folder), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
-            )
+
+    def _delete_older(self, folder: Path, limit: int | None) -> None:
+        """Delete what is not kept, renamed before: one half deleted is none that could be taken."""
+        saved = [Checkpoint(path) for path in checkpoints_in(folder).values()]
+        doomed = [one for one in saved[:-1] if one.folder.name == self._early]
+        self._early = self._early if not doomed else None
+        saved = [one for one in saved if one not in doomed]
+        if self.kept.keep_last is not None:
+            doomed += superfluous(saved, self.kept.keep_last, self.kept.keep_best)
+        elif limit is not None and limit > 0:
+            named = self.trainer.state.best_model_checkpoint or ""
+            doomed += superfluous(saved, limit, named=named)
+        for one in doomed:
+            one.folder.rename(folder / SAVING / one.folder.name)  # deleted with it
 
     def save_to(self, folder: Path, process: int = 0) -> None:
         """Store the current scaling state, if any."""
@@ -126,14 +183,6 @@ class CheckpointKeeper(TrainerCallback):
         _to_disk(folder / MANIFEST)
         for inside in {folder, *(file.parent for file in files)}:
             _to_disk(inside)
-
-
-def _is_of_the_disk(error: Exception) -> bool:
-    """True for errors of writing, which safetensors and torch have types of their own for."""
-    from safetensors import SafetensorError
-
-    of_torch = isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
-    return isinstance(error, OSError | SafetensorError) or of_torch
 
 
 def _to_disk(path: Path) -> None:

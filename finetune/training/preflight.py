@@ -79,6 +79,10 @@ class Forecast(Protocol):
         """Raise `MemoryShortError` for a run that cannot fit into free memory."""
         ...
 
+    def advice(self, run: Planned) -> str:
+        """Return what to change so that a run needs less memory."""
+        ...
+
     def predicted(self, run: Preflight, batch: Any) -> dict[str, Any]:
         """Predicted keys of `Receipt.memory` for a `finetune.training.memory_meter.Batch`."""
         ...

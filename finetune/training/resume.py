@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FREE = (
-    *("eval.*", "resume.*", "precision.*", "data.prompts", "data.path", "data.name"),
-    *("data.eval_path", "model.attention", "train.resume_from_checkpoint"),
+    *("eval.*", "checkpoints.*", "resume.*", "precision.*", "data.prompts"),
+    *("data.path", "data.name", "data.eval_path", "model.attention"),
+    "train.resume_from_checkpoint",
     *("train.logging_*", "train.log_*", "train.save_*", "train.eval_*", "train.report_to"),
     *("train.run_name", "train.disable_tqdm", "train.dataloader_*", "train.dataset_num_proc"),
     *("train.gradient_checkpointing*", "train.activation_offloading", "train.per_device_eval_*"),

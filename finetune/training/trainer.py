@@ -7,10 +7,10 @@ The stock `trl.SFTTrainer` trains, through the session that a user's own script 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,12 @@ from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config
-from finetune.errors import CheckpointError, ConfigError, FinetuneError
+from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device
 from finetune.logging import busy, output, whole
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import model_card
 from finetune.runs.checkpoints import Checkpoint, find_checkpoint
-from finetune.runs.folder import write_start
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
@@ -36,9 +35,11 @@ from finetune.training.attention import VARLEN, Attention, fix_documents, prefer
 from finetune.training.conditions import conditions_of
 from finetune.training.data import load_data, source_of
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
+from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import load_model, load_tokenizer
-from finetune.training.preflight import Forecast, Preflight, preflight, processes
+from finetune.training.preflight import Forecast, Preflight, preflight
 from finetune.training.resume import check_resume, facts_of, rows_hash
+from finetune.training.run_folder import check_disk, make_folder, name_folder
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of
 
@@ -73,25 +74,27 @@ def train(
     refuse_sharded(recipe.config)
     with busy(console or output(), f"checking {recipe.name}"):
         ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
+    if not force:
+        check_disk(ahead, Path(out))
     run = _Run(recipe, ahead, Path(out), console)
-    with session_of(ahead.resolution, ahead.plan, run.console) as session:
+    guarded = partial(explained, run.folder, lambda: advice(forecast, ahead))
+    with session_of(ahead.resolution, ahead.plan, run.console) as session, guarded():
         run.load(session)
         try:
-            with run.stop:
+            with run.stop, guarded():
                 run.trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
                 if not run.stop.asked and not run.was_just_evaluated():
                     run.trainer.evaluate()
-        except FinetuneError as error:
-            run.stopped = error.what
+        except BaseException as error:
+            run.close(after=error)
             raise
-        finally:
-            run.close()
+        run.close()
         if not run.stop.asked:
             run.save()
-    if forecast is not None and run.is_main and not run.stop.asked:
-        run.receipt.memory |= forecast.predicted(ahead, run.meter.batch)
-        run.receipt.save(run.folder / "receipt.json")
-    return run.report()
+        if forecast is not None and run.is_main and not run.stop.asked:
+            run.receipt.memory |= forecast.predicted(ahead, run.meter.batch)
+            run.receipt.save(run.folder / "receipt.json")
+        return run.report()
 
 
 class _Run:
@@ -123,20 +126,21 @@ class _Run:
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
         self.console = console or output(quiet=not self.is_main)
-        self.folder = _new_folder(out, recipe.name)
+        self.folder = name_folder(out, recipe.name, ahead.resolution.label)
         self.tokenizer, note = load_tokenizer(config.model)
         with state.main_process_first(), busy(self.console, f"reading {source_of(config.data)}"):
             self.rows = load_data(config.data, self.tokenizer, int(config.train.get("seed", 42)))
-        self.args = sft_config(config, self.folder, self.rows.settings, on_cpu=on_cpu)
+        settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
+        self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         self._choose_checkpoint(out, state.num_processes)
         starts_anew = self.rows.eval is not None and self.resume is None
         if "eval_on_start" not in config.train and starts_anew:
             self.args.eval_on_start = config.eval.at_start and self.args.eval_strategy != "no"
         self.tasks = load_tasks(config.eval) if self.is_main else []
-        self.stopped, self.answers = "", list[Sample]()
+        self.answers = list[Sample]()
         self.scores: dict[str, dict[str, Any]] = {}
         if self.is_main:
-            self._make_folder(out)
+            make_folder(self.folder, recipe, out)
         self._introduce(ahead)
         self.console.print(whole(f"run folder: {self.folder}"), crop=False)
         self.console.print(f"data: {self.rows.description}")
@@ -186,18 +190,6 @@ class _Run:
         for note in self.notes:
             self.console.print(whole(note), crop=False)
 
-    def _make_folder(self, out: Path) -> None:
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the run folder {str(self.folder)!r} cannot be made: {error.strerror}",
-                where=f"--out {out}",
-                fix="choose another folder with --out",
-            ) from None
-        write_start(self.folder)
-        (self.folder / "config.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
-
     def load(self, session: Session) -> None:
         """Load the model; build the trainer and its observers."""
         from transformers import set_seed
@@ -217,7 +209,11 @@ class _Run:
         self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console)
         self.meter = MemoryMeter(session)
         self.keeper = CheckpointKeeper(
-            session, self.facts, self.resume, fresh=self._is_in_another_precision(session)
+            session,
+            self.facts,
+            self.resume,
+            fresh=self._is_in_another_precision(session),
+            kept=config.checkpoints,
         )
         self.timer = StepTimer(session.device.kind, folder / STEPS_FILE)
         prompts = prompts_of(config, self.rows, self.tokenizer)
@@ -252,6 +248,7 @@ class _Run:
             self.trainer, say=lambda line: console.print(f"[yellow]! {line}[/]")
         )
         self.trainer.add_callback(self.monitor)
+        guard_trackers(self.trainer, lambda line: console.print(f"[yellow]! {escape(line)}[/]"))
         self.trainer.remove_callback(PrinterCallback)
         self.trainer.remove_callback(ProgressCallback)
         if session.precision.compute == "fp16":
@@ -271,8 +268,28 @@ class _Run:
         steps = [row["step"] for row in self.metrics.rows if "eval_loss" in row]
         return bool(steps) and steps[-1] == self.metrics.rows[-1]["step"]
 
-    def close(self) -> None:
-        """Close the observers and write the receipt, however training ended."""
+    def close(self, after: BaseException | None = None) -> None:
+        """Close the observers and write the receipt, however training ended.
+
+        Args:
+            after: the error that ended training; it stays the one shown, whatever fails here.
+
+        Raises:
+            CheckpointError: the receipt cannot be written, and nothing had failed before.
+        """
+        self.stopped = after.what if isinstance(after, FinetuneError) else ""
+        try:
+            self._close()
+        except Exception as error:
+            if after is not None:
+                self.console.print(f"[yellow]! no receipt could be written: {error}[/]")
+                return
+            if not isinstance(error, OSError):
+                raise
+            what = "the receipt could not be written"
+            raise write_failure(error, self.folder, what) from error
+
+    def _close(self) -> None:
         for watcher in (self.meter, self.timer, self.bar, self.monitor):
             watcher.close()
         self.receipt = self.session.receipt()
@@ -288,28 +305,9 @@ class _Run:
         }
         if self.resume is not None:
             self.receipt.run["resumed"] = {"from": str(self.resume), "changed": self.changed}
-        if self.is_main:
-            self._save_receipt()
         self.seconds = time.perf_counter() - self._started
-
-    def _save_receipt(self) -> None:
-        """Write the receipt; where it cannot be, the error that ended the run stays the one shown.
-
-        Raises:
-            CheckpointError: nothing else had failed before.
-        """
-        try:
+        if self.is_main:
             self.receipt.save(self.folder / "receipt.json")
-        except OSError as error:
-            if error.__context__ is not None:
-                self.console.print(f"[yellow]! no receipt could be written: {error.strerror}[/]")
-                return
-            raise CheckpointError(
-                "the receipt could not be written",
-                where=str(self.folder),
-                why=str(error.strerror),
-                fix="make room there and make the folder writable, then resume the run",
-            ) from error
 
     def save(self) -> None:
         """Save the trained model, then sample and score it."""
@@ -360,14 +358,11 @@ class _Run:
             (model / "README.md").write_text(card, encoding="utf-8")
 
 
-def _new_folder(out: Path, name: str) -> Path:
-    """Return `out/<recipe>/<time>-<short id>/`, the same on every process."""
-    from accelerate.utils import broadcast_object_list
-
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    if processes() > 1:
-        stamp = broadcast_object_list([stamp])[0]
-    return out / name / stamp
+def advice(forecast: Forecast | None, ahead: Preflight) -> str:
+    """What to change in a run that ran out of memory."""
+    if forecast is not None:
+        return forecast.advice(ahead)
+    return "train.gradient_checkpointing=true, or a smaller train.per_device_train_batch_size"
 
 
 def make_trainer(

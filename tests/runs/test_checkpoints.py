@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from finetune.runs.checkpoints import (
     find_checkpoint,
     hashes_of,
     newest_checkpoint,
+    superfluous,
 )
 from finetune.training.resume import FIXED, FREE, check_resume, facts_of, rows_hash
 
@@ -115,6 +117,33 @@ def test_one_of_another_program_needs_its_parts(tmp_path) -> None:
 def test_a_model_alone_is_no_state_of_training(tmp_path) -> None:
     at = make(tmp_path, 5, facts={"only_model": True})
     assert "train.save_only_model" in Checkpoint(at).problem()
+
+
+@pytest.mark.parametrize(
+    ("last", "best", "named", "left"),
+    [
+        (1, 1, "", [20, 40]),
+        (1, 0, "", [40]),
+        (2, 2, "", [20, 30, 40]),
+        (9, 1, "", [10, 20, 30, 40]),
+        (2, 0, "checkpoint-10", [10, 40]),
+        (1, 0, "checkpoint-10", [10, 40]),
+        (2, 0, "checkpoint-40", [30, 40]),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(last, best, named, left, tmp_path) -> None:
+    """Whatever the times of the files are: the last one looks like the oldest."""
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 4.0}
+    saved = [Checkpoint(make(tmp_path, step, eval_loss=x)) for step, x in losses.items()]
+    os.utime(saved[-1].folder, (0, 0))
+    gone = superfluous(saved, last, best, named=named)
+    assert [one.step for one in saved if one not in gone] == left
+
+
+def test_an_eval_loss_without_a_number_is_not_the_best(tmp_path) -> None:
+    losses = {1: float("nan"), 2: 9.0, 3: 10.0}
+    saved = [Checkpoint(make(tmp_path, step, eval_loss=x)) for step, x in losses.items()]
+    assert [one.step for one in superfluous(saved, 1, 1)] == [1]
 
 
 # ------------------------------------------------------------------------------- what may differ

@@ -33,6 +33,9 @@ class Forecast:
     def check(self, run) -> None:
         self.checked.append(run.config.train[CHECKPOINTING])
 
+    def advice(self, run) -> str:
+        return ""
+
     def predicted(self, run, batch):
         return {}
 

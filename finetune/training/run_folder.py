@@ -1,0 +1,143 @@
+"""The folder of a run: its name, and whether what the run will save has room on its disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.optimizers import chosen, state_bytes
+from finetune.config.recipe import Recipe
+from finetune.config.schema import RunConfig
+from finetune.errors import CheckpointError, ConfigError
+from finetune.runs.folder import Run, write_start
+from finetune.training.preflight import Preflight, processes
+from finetune.units import size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def name_folder(out: Path, recipe: str, label: str) -> Path:
+    """Return `out/<recipe>/<time>-<short id>-<precision>/`, the same on every process.
+
+    Args:
+        recipe: name of the recipe, whose precision an override may have replaced.
+        label: executed precision, such as `FP8 emulated/delayed`.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    if processes() > 1:
+        stamp = broadcast_object_list([stamp])[0]
+    kind, _, engine = label.lower().partition(" ")
+    scaling = re.sub(r"[^a-z0-9]+", "-", engine.rpartition("/")[2]).strip("-")
+    return out / recipe / "-".join(part for part in (stamp, kind, scaling) if part)
+
+
+def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
+    """Make a run folder and write what a run begins with. Making it is what locks it.
+
+    Raises:
+        ConfigError: it cannot be made or written, or is another run's.
+    """
+    try:
+        folder.mkdir(parents=True)
+        write_start(folder)
+        (folder / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    except FileExistsError:
+        holder = Run(folder).holder
+        raise ConfigError(
+            f"the run folder {str(folder)!r} belongs to another run",
+            where=f"--out {out}",
+            why=f"{holder} writes there" if holder else "it is there already",
+            fix="start again, which takes a new folder, or choose another with --out",
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {str(folder)!r} cannot be made: {error.strerror}",
+            where=f"--out {out}",
+            fix="choose another folder with --out",
+        ) from None
+
+
+# ------------------------------------------------------------------------------------ disk space
+
+
+def bytes_of_weights(model: nn.Module, config: RunConfig) -> float:
+    """Bytes of the saved model: adapters alone, or all of its weights."""
+    saved = {id(p): p for p in model.parameters() if p.requires_grad or config.lora is None}
+    return float(sum(p.numel() * p.element_size() for p in saved.values()))
+
+
+def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:
+    """Bytes of a checkpoint: the saved weights and the optimizer's moments.
+
+    Args:
+        model: with its adapters, also on the meta device.
+    """
+    from torch import nn
+
+    facts = chosen(config.train)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    trains = {id(p): p for p in model.parameters() if p.requires_grad}.values()
+    moments = sum(
+        state_bytes(facts, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
+        for p in trains
+    )
+    moments = 0.0 if config.train.get("save_only_model") else moments
+    return bytes_of_weights(model, config) + moments
+
+
+def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
+    """The most checkpoints on the disk at one time, and of these the ones that stay.
+
+    One more than are kept, since one is deleted when the next is whole. Of a run whose number of
+    steps is known only from its rows, two.
+    """
+    train, kept = config.train, config.checkpoints
+    strategy = str(train.get("save_strategy", "steps"))
+    if strategy in ("no", "False", "false"):
+        return 0, 0
+    every, steps = train.get("save_steps", 500), train.get("max_steps", -1)
+    made = 1
+    if strategy == "steps" and steps > 0:
+        made = math.ceil(steps / (every if every >= 1 else every * steps))
+    elif strategy == "epoch":
+        made = math.ceil(train.get("num_train_epochs", 3))
+    limit: Any = train.get("save_total_limit")
+    if kept.keep_last is not None:
+        limit = kept.keep_last + kept.keep_best
+    stay = min(made, limit or made)
+    return stay + (made > stay or kept.first_step), stay
+
+
+def check_disk(run: Preflight, out: Path) -> None:
+    """Refuse a run whose checkpoints and model have no room on the disk of its folder.
+
+    Raises:
+        CheckpointError: with how many checkpoints have room.
+    """
+    config = run.config
+    each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)
+    most, stay = checkpoints_at_once(config)
+    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(place).free
+    # The model is saved when no checkpoint is being written any more.
+    need = max(most * each, stay * each + model)
+    if need <= free:
+        return
+    room = int((free - model) // each) if each else 0
+    fix = "make room there, or choose another folder with --out"
+    if stay > 1 and room > 1:
+        fix = f"checkpoints.keep_last={max(1, room - 2)}, or {fix}"
+    raise CheckpointError(
+        f"what the run will save has no room on the disk: {size(need)}, and {size(free)} are free",
+        where=str(place),
+        why=f"{most} checkpoints of {size(each)} at one time, and a model of {size(model)}",
+        fix=f"{fix}; --force starts anyway",
+    )

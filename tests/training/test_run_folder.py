@@ -1,0 +1,99 @@
+"""Names of run folders, and what a run will save against the room on its disk."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from finetune.config.recipe import load_recipe
+from finetune.errors import CheckpointError
+from finetune.training import run_folder
+from finetune.training.preflight import preflight
+from tests.conftest import CPU
+
+STEPS = ("train.save_strategy=steps", "train.max_steps=100", "train.save_steps=10")
+
+
+@pytest.mark.parametrize(
+    ("label", "end"),
+    [
+        ("FP8 emulated/delayed", "-fp8-delayed"),
+        ("FP8 te/mxfp8", "-fp8-mxfp8"),
+        ("FP8 torchao/rowwise_with_gw_hp", "-fp8-rowwise-with-gw-hp"),
+        ("BF16", "-bf16"),
+    ],
+)
+def test_a_folder_is_named_by_the_precision_that_ran(label, end) -> None:
+    folder = run_folder.name_folder(Path("runs"), "tiny_full_fp8", label)
+    assert folder.parent == Path("runs/tiny_full_fp8")
+    assert folder.name[20:] == end
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most"),
+    [
+        (["train.save_strategy=no"], (0, 0)),
+        ([*STEPS], (11, 10)),
+        ([*STEPS, "checkpoints.first_step=false"], (10, 10)),
+        ([*STEPS, "checkpoints.keep_last=2"], (4, 3)),
+        ([*STEPS, "train.save_total_limit=1"], (2, 1)),
+        ([*STEPS, "train.save_steps=0.5", "checkpoints.first_step=false"], (2, 2)),
+        (["train.save_strategy=epoch", "train.num_train_epochs=3", "~train.max_steps"], (4, 3)),
+    ],
+)
+def test_the_most_checkpoints_at_one_time(overrides, most) -> None:
+    assert run_folder.checkpoints_at_once(load_recipe("tiny_full_fp8", overrides).config) == most
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A function that sets the free bytes of every disk."""
+
+    def free(nbytes: float) -> None:
+        usage = namedtuple("usage", "total used free")(0, 0, nbytes)
+        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: usage)
+
+    return free
+
+
+@pytest.mark.parametrize("recipe", ["tiny_full_fp8", "tiny_lora_fp8"])
+def test_a_run_that_has_no_room_on_the_disk_is_refused(recipe, disk, tmp_path) -> None:
+    """Eleven checkpoints need more than ten have room for; the one that is named does fit."""
+    config = load_recipe(recipe, STEPS).config
+    run = preflight(config, CPU)
+    each = run_folder.bytes_of_checkpoint(run.sketch, config)
+    model = run_folder.bytes_of_weights(run.sketch, config)
+    assert each == pytest.approx(3 * model), "two moments in the weights' type"
+    disk(11 * each)
+    run_folder.check_disk(run, tmp_path / "runs")
+    disk(10.9 * each)
+    with pytest.raises(
+        CheckpointError, match=r"no room[\s\S]*fix: +checkpoints.keep_last=8"
+    ) as error:
+        run_folder.check_disk(run, tmp_path / "runs")
+    assert str(tmp_path) in str(error.value)
+    fewer = load_recipe(recipe, [*STEPS, "checkpoints.keep_last=8"]).config
+    run_folder.check_disk(preflight(fewer, CPU), tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_the_bytes_of_a_checkpoint_are_those_on_the_disk(tmp_path) -> None:
+    """But for the headers of its many small tensors."""
+    from rich.console import Console
+
+    from finetune import train
+
+    recipe = load_recipe(
+        "tiny_lora_fp8",
+        ["train.max_steps=1", "train.save_strategy=steps", "eval.samples=false", "data.max_rows=24",
+         "train.eval_strategy=no"],
+    )  # fmt: skip
+    report = train(recipe, out=tmp_path, console=Console(quiet=True))
+    saved = report.folder / "checkpoints" / "checkpoint-1"
+    names = ("optimizer.pt", "adapter_model.safetensors")
+    found = sum((saved / name).stat().st_size for name in names)
+    run = preflight(recipe.config, CPU)
+    expected = run_folder.bytes_of_checkpoint(run.sketch, recipe.config)
+    assert expected < found < 1.1 * expected
