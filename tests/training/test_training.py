@@ -257,40 +257,6 @@ def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> Non
     assert first["step"] == int(checkpoint.name.rpartition("-")[2]) + 1
 
 
-def test_a_full_disk_loses_no_earlier_checkpoint(tmp_path, monkeypatch) -> None:
-    """The second save fails half-way: the error says so, and the first is whole and alone."""
-    import errno
-
-    from finetune.errors import CheckpointError
-    from finetune.runs.checkpoints import SAVING, Checkpoint, checkpoints_in
-    from finetune.training import checkpoints
-
-    plain, saved = checkpoints.save_file, []
-
-    def save_file(tensors, file):
-        saved.append(file)
-        if len(saved) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device", str(file))
-        plain(tensors, file)
-
-    monkeypatch.setattr(checkpoints, "save_file", save_file)
-    overrides = [
-        "train.max_steps=3", "train.save_strategy=steps", "train.save_steps=1",
-        "train.eval_strategy=no", "eval.samples=false", "data.max_rows=24",
-    ]  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written\n[\s\S]*No space left"):
-        train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
-    (folder,) = (tmp_path / "tiny_full_fp8").iterdir()
-    (one,) = checkpoints_in(folder / "checkpoints").values()
-    assert one.name == "checkpoint-1"
-    assert not (folder / "checkpoints" / SAVING).exists()
-    assert not Checkpoint(one).problem(contents=True)
-    assert (
-        "could not be written"
-        in json.loads((folder / "receipt.json").read_text())["run"]["stopped"]
-    )
-
-
 def test_seconds_per_step_are_those_since_the_last_log_also_of_a_resumed_run(
     tmp_path, monkeypatch
 ) -> None:
