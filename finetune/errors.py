@@ -140,5 +140,10 @@ def some(names: Sequence[str], shown: int = 6) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The closest known word as the end of a sentence, `"; did you mean 'x'?"`, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = nearest(word, known)
+    return f"; did you mean {close!r}?" if close else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is closest, None if none is close."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)

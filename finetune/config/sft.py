@@ -15,7 +15,7 @@ from finetune.config.aliases import in_recipe
 from finetune.config.optimizers import OWN_NAMES, check_name
 from finetune.config.schema import RunConfig
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
-from finetune.errors import ConfigError, did_you_mean
+from finetune.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from trl import SFTConfig
@@ -77,15 +77,18 @@ def convert_train(
                 fix=f"~train.{key}, or delete that line of the recipe",
             )
         if key not in fields:
-            replacement = in_recipe(key, value)
+            replacement, remove = in_recipe(key, value), f"~train.{key}"
+            meant = None if replacement else nearest(key, fields)
+            if meant:
+                replacement = f"{remove} train.{meant}={value}, or {remove} alone"
             raise ConfigError(
                 f"trl.SFTConfig has no argument {key!r}"
-                + did_you_mean(key, () if replacement else fields),
+                + (f"; did you mean {meant!r}?" if meant else ""),
                 where=where(at),
                 why="the train section is handed unchanged to trl.SFTConfig",
                 fix=replacement
-                or f"~train.{key}, or delete that line of the recipe (TRL's page on SFTConfig has "
-                "all arguments)",
+                or f"{remove}, or delete that line of the recipe (TRL's page on SFTConfig has all "
+                "arguments)",
             )
         if key == CHECKPOINTING and str(value) == "auto":  # a value of ours
             result[key] = "auto"

@@ -18,7 +18,6 @@ table replaces that of the table, for instance to give it a price.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 import os
@@ -38,7 +37,7 @@ from pydantic import (
 
 from finetune.config.paths import ASSETS
 from finetune.config.yaml import parse_yaml, read_text, shown
-from finetune.errors import ConfigError, did_you_mean
+from finetune.errors import ConfigError, did_you_mean, nearest
 from finetune.hardware.device import Device
 
 TABLE = ASSETS / "gpus.yaml"
@@ -223,8 +222,8 @@ def named_gpu(text: str) -> Gpu:
             fix=f"one of {', '.join(several)}",
         )
     by_key = {k: gpu.name for gpu in gpus for k in gpu.keys}
-    close = difflib.get_close_matches(key, by_key, n=1, cutoff=0.5)
-    hint = f"; did you mean {by_key[close[0]]!r}?" if close else ""
+    close = nearest(key, by_key)
+    hint = f"; did you mean {by_key[close]!r}?" if close else ""
     raise ConfigError(
         f"no GPU {text!r} is known{hint}",
         where=where,

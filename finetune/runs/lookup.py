@@ -6,13 +6,12 @@ are named by their folders.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.config.schema import RunConfig
-from finetune.errors import ConfigError, did_you_mean
+from finetune.errors import ConfigError, did_you_mean, nearest
 from finetune.runs.folder import COMPARISON, Run
 
 DEPTH = 3
@@ -94,9 +93,9 @@ def read_run(folder: Path | str) -> Run:
         inside = Path("runs") if inside in (Path(), inside.parent) else inside
     known = [str(run.folder) for run in (find_runs(inside) if inside.is_dir() else [])]
     fix = "give the folder that the run printed at its end, runs/<recipe>/<time>-<id>"
-    close = [] if folder.is_dir() else difflib.get_close_matches(str(folder), known, 1, 0.5)
+    close = None if folder.is_dir() else nearest(str(folder), known)
     if close:
-        fix = f"the nearest run is {close[0]}"
+        fix = f"the nearest run is {close}"
     elif known:
         fix = f"the newest run {'in it ' if folder.is_dir() else ''}is {known[0]}"
     what = f"{str(folder)!r} is no run folder"
