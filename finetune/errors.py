@@ -132,6 +132,10 @@ class MemoryShortError(FinetuneError, MemoryError):
     """The run cannot fit this machine."""
 
 
+REFUSED = (ConfigError, DataError, DataNotFoundError, ModelNotFoundError)
+"""Errors on what a run is given, rather than on what happened in it."""
+
+
 def some(names: Sequence[str], shown: int = 6) -> str:
     """The first names of a list, for an error's `where`: `a, b and 3 more`; `none` of no names."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
+from finetune.config.paths import user_path
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
@@ -127,7 +128,7 @@ def compare(
             where=" ".join(names) or "only settings",
             fix="python -m finetune compare tiny_full_fp8",
         )
-    folder = Path(names[0]).expanduser()
+    folder = user_path(names[0])
     if folder.is_dir():  # of a comparison: a recipe is a file
         options = {"--seeds": seeds, "--jobs": jobs, "--force": force}
         idle = [*names[1:], *overrides, *(name for name, given in options.items() if given)]

@@ -6,6 +6,7 @@ what to do, and exits with 2.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -20,7 +21,8 @@ from finetune.cli import INTERRUPTED, MISUSE, analysis, recipes, runs, train
 from finetune.cli.data import data
 from finetune.cli.estimate import estimate
 from finetune.config.recipe import is_path, list_recipes
-from finetune.errors import FinetuneError, RecipeNotFoundError, did_you_mean
+from finetune.config.section import is_text
+from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean
 from finetune.logging import output, quiet_libraries
 
 # Click's own errors of usage; newer typers carry a click of their own inside.
@@ -98,9 +100,15 @@ def main() -> None:
     quiet_libraries()
     code = None
     try:
+        _check_words(sys.argv[1:])
         code = app(standalone_mode=False)
     except FinetuneError as error:
         _show_error(error)
+        sys.exit(MISUSE)
+    except OSError as error:
+        if error.filename is None:  # of no file: a fault of ours or of a library
+            raise
+        _show_error(_of_file(error))
         sys.exit(MISUSE)
     except _USAGE_ERRORS as error:
         error.show()
@@ -110,6 +118,32 @@ def main() -> None:
     if code == INTERRUPTED:  # newer typers catch Ctrl-C and return it
         output(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)
+
+
+def _check_words(words: list[str]) -> None:
+    """Reject arguments that are no text: no file, recipe or setting can have such a name.
+
+    Raises:
+        ConfigError: an argument has a NUL, or bytes that are not UTF-8.
+    """
+    for word in words:
+        if not is_text(word):
+            raise ConfigError(
+                "an argument is not UTF-8 text",
+                where=ascii(word),
+                why="it has a NUL, or bytes of another encoding",
+                fix="type it again; a file whose name is not UTF-8 has to be renamed",
+            )
+
+
+def _of_file(error: OSError) -> ConfigError:
+    """The error for a file or folder that the system does not let us use."""
+    return ConfigError(
+        f"{os.path.basename(str(error.filename)) or error.filename}: {error.strerror}",
+        where=str(error.filename),
+        why=f"the system refused to open, list or write it ({type(error).__name__})",
+        fix="check that it is there, is of the right kind, and that you may read and write it",
+    )
 
 
 def _show_error(error: FinetuneError) -> None:

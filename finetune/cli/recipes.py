@@ -147,13 +147,13 @@ def cp(
     if target.exists() and not force:
         raise ConfigError(
             f"{target} is there already",
-            where=str(target.resolve()),
+            where=str(target.absolute()),
             fix="--force replaces it; or another name",
         )
     if not target.parent.is_dir():
         raise ConfigError(
             f"there is no folder {str(target.parent)!r}",
-            where=str(target.resolve()),
+            where=str(target.absolute()),
             fix=f"mkdir -p {shlex.quote(str(target.parent))}",
         )
     # The schema stays where it is installed; a copy elsewhere names it in full.
@@ -163,7 +163,7 @@ def cp(
     except OSError as error:
         raise ConfigError(
             f"{target} cannot be written: {error.strerror}",
-            where=str(target.resolve()),
+            where=str(target.absolute()),
             fix="a folder that you may write to",
         ) from None
     print(f"{target}\nrun it: python -m finetune {_as_argument(target)}")

@@ -1,5 +1,6 @@
 """Folders of the installed package."""
 
+import os.path
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -17,3 +18,8 @@ def shipped_shape(name: str) -> Path | None:
 def shipped_shapes() -> list[str]:
     """Hub models whose shape is packaged, sorted."""
     return sorted(path.stem.replace("--", "/") for path in SHAPES.glob("*.json"))
+
+
+def user_path(name: Path | str) -> Path:
+    """A path as typed, `~` replaced by the home folder; that of an unknown user stays as it is."""
+    return Path(os.path.expanduser(name))

@@ -6,6 +6,7 @@ torch; checking the `train` section imports trl, and can be left out.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -66,15 +67,15 @@ def find_recipe(name: str) -> Path:
     """
     path = Path(name)
     if is_path(name):
-        if path.is_file():
+        if os.path.isfile(path):  # False of a name that no file can have
             return path
         raise RecipeNotFoundError(
             f"there is no recipe file {name!r}",
-            where=str(path.resolve()),
+            where=str(path.absolute()),
             fix="`python -m finetune ls` lists the shipped recipes; `cp` copies one to edit",
         )
     shipped = recipes_folder() / f"{name}.yaml"
-    if shipped.is_file():
+    if os.path.isfile(shipped):
         return shipped
     raise RecipeNotFoundError(
         f"there is no recipe {name!r}" + did_you_mean(name, list_recipes()),
@@ -100,6 +101,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         if item.startswith("~") == bool(equals) or not all(path):
             raise ConfigError(
                 f"{item!r} is not an override",
+                where=f"override {item!r}",
                 fix="write section.key=value to set, or ~section.key to go back to the default",
             )
         if path[0] not in SECTIONS:
@@ -147,7 +149,14 @@ def _key(override: str) -> str:
 
 def _override_value(text: str, item: str) -> Any:
     """A value as in a recipe, except that ` #` begins no comment: file names may hold it."""
-    if text in ("", "null", "~"):
+    if not text.strip():
+        raise ConfigError(
+            f"{item!r} gives no value",
+            where=f"override {item!r}",
+            why="a variable of a script may have been empty",
+            fix=f"~{_key(item)} takes the default, {_key(item)}=null means none",
+        )
+    if text in ("null", "~"):
         return None
     if text[0] in "[{\"'":
         return parse_yaml(text, f"override {item!r}")[0]

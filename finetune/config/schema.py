@@ -7,9 +7,17 @@ imports torch, so that listing and checking recipes stays instant.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from finetune.config.checkpoints import CheckpointsConfig, ResumeConfig
 from finetune.config.data import DataConfig, EvalConfig
@@ -391,6 +399,16 @@ class LoraSection(Section):
                 "~init_lora_weights",
             )
         return values
+
+    @field_validator("target_modules")
+    @classmethod
+    def _is_a_pattern(cls, value: Any) -> Any:
+        try:
+            re.compile(value if isinstance(value, str) else "")
+        except re.error as error:
+            what = f"this text is no regular expression ({error}); names are a list, [q_proj]"
+            raise ValueError(what) from None
+        return value
 
     @model_validator(mode="after")
     def _even_rank(self) -> LoraSection:

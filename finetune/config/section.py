@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+LARGEST = 2**53
+"""Largest magnitude of a number: what a float holds exactly, and tensors never reach."""
 
 
 class Section(BaseModel):
@@ -15,7 +20,46 @@ class Section(BaseModel):
         defer_build=True,  # validators are built where a recipe is read: a tenth of a second
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name != "train":  # checked with the types of `trl.SFTConfig`
+            check_text(value)
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_in_range(cls, value: Any) -> Any:
+        if isinstance(value, (int, float)) and abs(value) > LARGEST:
+            raise ValueError("this number is larger than anything that can be counted")
+        return value
+
     def _changed(self, *names: str) -> list[str]:
         """Those of `names` whose value is not the default."""
         fields = type(self).model_fields
         return [name for name in names if getattr(self, name) != fields[name].default]
+
+
+def is_text(value: str) -> bool:
+    """True if a text can be a name or be written to a file: no NUL, no half of a surrogate pair."""
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def check_text(value: Any) -> None:
+    """Reject empty text, and characters that no name, path or prompt can have.
+
+    Raises:
+        ValueError: a text in `value`, which may be a list or mapping, is empty or no UTF-8.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("this is empty; null is no value")
+        if not is_text(value):
+            raise ValueError("this has a character that is no text (NUL, or half of a surrogate)")
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_text(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_text(key)
+            check_text(item)

@@ -13,7 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from finetune.config.aliases import in_recipe
 from finetune.config.optimizers import OWN_NAMES, check_name
+from finetune.config.ranges import check_range
 from finetune.config.schema import RunConfig
+from finetune.config.section import check_text
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
 from finetune.errors import ConfigError, nearest
 
@@ -94,6 +96,7 @@ def convert_train(
             result[key] = "auto"
             continue
         result[key] = _convert(key, plain_data(value), types[key], where(at))
+        check_range(key, result[key], where(at))
         if key == "optim":
             check_name(str(result[key]), where(at))
     return result
@@ -101,13 +104,19 @@ def convert_train(
 
 def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
     kinds = _members(annotation)
+    try:
+        check_text(value if isinstance(value, str) else ())
+    except ValueError as error:
+        raise ConfigError(
+            f"train.{key}: {error}", where=where, fix=f"~train.{key} takes TRL's default"
+        ) from None
     if not isinstance(value, PlainText):
-        if value is not None and type(value) not in kinds:
+        if type(value) not in kinds:
             names = " or ".join(sorted(k.__name__ for k in kinds & _YAML_KINDS))
             raise _wrong_kind(key, names, value, where)
         return value
     text = SPECIAL_FLOATS.get(value, str(value)) if float in kinds else str(value)
-    if text in ("true", "false") and bool not in kinds:
+    if text in ("true", "false") and bool not in kinds and str in kinds:
         return text == "true"  # fields such as `fsdp: str | None` take a truth value too
     if str in kinds and not kinds & {int, float, bool}:
         return text
@@ -180,12 +189,33 @@ def sft_config(
             disable_tqdm=True,
             **{**settings, **train},
         )
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(
-            f"trl.SFTConfig refuses this combination: {str(error).strip().splitlines()[0]}",
-            where="section train",
-            fix=_settings_in(str(error), train),
-        ) from error
+    except REFUSALS as error:
+        raise refused("trl.SFTConfig", error, train) from error
+
+
+REFUSALS = (
+    *(ValueError, TypeError, ImportError, KeyError, AttributeError, OSError, NotImplementedError),
+)
+"""Errors by which libraries refuse settings while they build something."""
+
+
+def refused(
+    who: str, error: Exception, train: Mapping[str, Any] | None = None, *, fix: str = ""
+) -> ConfigError:
+    """The error of settings that a library refuses.
+
+    Args:
+        who: what was being built, such as `trl.SFTTrainer`.
+        train: section `train`, in which the settings are that the error names.
+        fix: what to type; left out: those settings taken back.
+    """
+    said = str(error).strip().splitlines() or [""]
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return ConfigError(
+        f"{who} refuses these settings: {kind}{said[0]}",
+        where="section train",
+        fix=fix or _settings_in(str(error), train or {}),
+    )
 
 
 def _settings_in(text: str, train: Mapping[str, Any]) -> str:

@@ -34,10 +34,21 @@ class PlainText(str):
     """A plain (unquoted) scalar, whose type the field decides. Quoted text stays a `str`."""
 
 
+MOST_BYTES, MOST_VALUES, DEEPEST = 1 << 20, 20_000, 50
+"""Limits of a file: a recipe is a page, and aliases of aliases grow without end."""
+
+
 def _build(
     node: Any, at: KeyPath, lines: dict[KeyPath, int], file: str, above: tuple[Any, ...] = ()
 ) -> Any:
     lines[at] = node.start_mark.line + 1
+    if len(lines) > MOST_VALUES:
+        raise ConfigError(
+            f"this YAML has more than {MOST_VALUES:,} values",
+            where=f"{file}:{lines[at]}",
+            why="aliases that contain aliases may multiply without end",
+            fix="write the values out instead of the aliases",
+        )
     if any(node is parent for parent in above):
         raise ConfigError(
             f"{'.'.join(at)} contains itself",
@@ -72,9 +83,23 @@ def read_text(source: Path) -> str:
     """The text of a recipe or another file of ours.
 
     Raises:
-        ConfigError: the file is not UTF-8; with file and line.
+        ConfigError: the file cannot be read, is too large or not UTF-8; with file and line.
     """
-    content = source.read_bytes()
+    try:
+        with source.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{source.name} cannot be read: {error.strerror}",
+            where=shown(source),
+            fix="give a text file that you may read; `python -m finetune ls` lists the recipes",
+        ) from None
+    if len(content) > MOST_BYTES:
+        raise ConfigError(
+            f"{source.name} is larger than {MOST_BYTES >> 20} MiB, so it is no recipe",
+            where=shown(source),
+            fix="give the YAML file of a recipe; rows belong in a file of their own (data.path)",
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -92,8 +117,8 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[KeyPath, int]]:
     """
     lines: dict[KeyPath, int] = {}
     try:
-        loader = _PlainLoader(text)
-        node = loader.get_single_node()
+        _check_depth(text, file)
+        node = _PlainLoader(text).get_single_node()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -106,10 +131,24 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[KeyPath, int]]:
     return ({} if node is None else _build(node, (), lines, file)), lines
 
 
+def _check_depth(text: str, file: str) -> None:
+    """Reject what the parser, which calls itself for each level, would die of."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_PlainLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ConfigError(
+                f"this YAML is nested more than {DEEPEST} levels deep",
+                where=f"{file}:{event.start_mark.line + 1}",
+                fix="close the brackets; a recipe has sections, and keys in them",
+            )
+
+
 def shown(path: Path) -> str:
     """A path as a person would type it: relative to this folder if it lies below it."""
     try:
-        return str(path.resolve().relative_to(Path.cwd()))
+        return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 ROOM = 2
 """Multiple of the preview's memory that must be free to skip the rehearsal."""
+FAR = 8
+"""Multiple of the free memory in the preview from which on no rehearsal is needed to refuse."""
 KINDS_IN_BOUND = ("base", "weights", "optimizer", "method")
 """Kinds of changes that reduce the lower bound."""
 
@@ -68,8 +70,8 @@ class MemoryForecast:
         config, device = with_checkpointing(run.config, False), run.device
         free = available_gib(device) if run.processes == 1 else device.memory_gib
         quick = preview(config, gpus=run.processes)
-        if quick is not None and quick.peak_gib * ROOM < free:
-            return False
+        if quick is not None and not free <= quick.peak_gib * ROOM <= free * FAR * ROOM:
+            return quick.peak_gib > free
         try:
             held = _rehearsed(run, config).footprint
         except RehearsalError:
@@ -91,6 +93,9 @@ class MemoryForecast:
         quick = preview(config, gpus=run.processes)
         if quick is not None and quick.peak_gib * ROOM < free:
             return
+        if quick is not None and quick.peak_gib > free * FAR:
+            why = f"a step takes about {quick.peak_gib:,.0f} GiB; {device.name} has {free:.1f} free"
+            raise _does_not_fit(config, device, need.parameters, why=why)
         try:
             expected = _rehearsed(run, config)
         except RehearsalError:  # of which nothing is known is not refused

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PretrainedConfig
 
+from finetune.config.ranges import check_batch
 from finetune.config.schema import RunConfig
 from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, PlanError
@@ -289,6 +290,7 @@ def check_sizes(config: RunConfig) -> None:
         value = config.train.get(key)
         if value is not None and int(value) < 1:
             raise ConfigError(f"train.{key} is {value}", where=f"train.{key}", fix="1 or more")
+    check_batch(config.train)
     length = config.train.get("max_length", 1024)
     shape = load_shape(config.model).get_text_config(decoder=True)
     limit = getattr(shape, "max_position_embeddings", None)

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from finetune import __version__
+from finetune.config.paths import user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean
@@ -97,7 +98,7 @@ def open_run(folder: Path | str) -> FinishedRun:
         }
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
-            where=str(model.resolve()),
+            where=str(model.absolute()),
             why=why.get(run.state, "it ended, and its model/ was removed"),
             fix=f"let it end: train.resume_from_checkpoint={folder} goes on from its last "
             "checkpoint, if it saved one",
@@ -105,7 +106,7 @@ def open_run(folder: Path | str) -> FinishedRun:
     if not run.receipt:
         raise ConfigError(
             f"the run {str(folder)!r} has no receipt",
-            where=str((folder / "receipt.json").resolve()),
+            where=str((folder / "receipt.json").absolute()),
             why="an export says what of the run was proven",
             fix="let the run end, or run it again",
         )
@@ -157,7 +158,7 @@ def export_run(
         ParityError: the export is not what was trained; it stays in `out.partial`.
     """
     say = bind((console or output()).print, soft_wrap=True)
-    finished, out = open_run(run), Path(out).expanduser().resolve()
+    finished, out = open_run(run), user_path(out).absolute()
     refuse_foreign_code(finished.config, finished.folder, trust_remote_code)
     _refuse_target(to, finished)
     config, adapter = finished.config, finished.model if finished.has_adapter else None

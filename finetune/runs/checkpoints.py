@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from finetune.config.paths import user_path
 from finetune.errors import ConfigError
 from finetune.runs.folder import json_of
 from finetune.runs.lookup import LAST, find_runs, is_run
@@ -186,7 +187,7 @@ def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, di
     Raises:
         ConfigError: there is none that is whole.
     """
-    where, folder, which = "train.resume_from_checkpoint", Path(name).expanduser(), LAST
+    where, folder, which = "train.resume_from_checkpoint", user_path(name), LAST
     if not folder.exists() and folder.name in (*LATEST, BEST):
         which, folder = folder.name, folder.parent
         if len(Path(name).parts) == 1:

@@ -32,14 +32,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from finetune.config.yaml import parse_yaml, plain_data
+from finetune.config.yaml import parse_yaml, plain_data, read_text
 from finetune.errors import ConfigError
 
 COMPARISON = "comparison.json"
 QUIET = 900.0
 """Seconds without a change after which a run whose process cannot be asked counts as killed."""
 TAIL_BYTES = 1 << 16
-_RECEIPT = ("run", "precision", "environment", "trainable", "memory")
+_CONFIG: dict[str, type] = dict.fromkeys(("model", "precision", "data", "train"), dict)
+_RECEIPT: dict[str, type] = {
+    "status": str,
+    "layers": list,
+    "notes": list,
+    **dict.fromkeys(("run", "precision", "environment", "trainable", "memory"), dict),
+    **dict.fromkeys(("conditions", "held", "data", "flop_share"), dict),
+}
+_REPORT: dict[str, type] = {"samples": list, "tasks": dict, "receipt": dict}
+"""Type of each part that is read, which a damaged file may not have."""
 
 
 def write_start(folder: Path) -> None:
@@ -110,10 +119,10 @@ class Run:
     def config(self) -> dict[str, Any]:
         """`config.yaml` as plain data, by section."""
         try:
-            data = parse_yaml((self.folder / "config.yaml").read_text("utf-8"), "config.yaml")[0]
-        except (OSError, UnicodeDecodeError, ConfigError):
+            data = parse_yaml(read_text(self.folder / "config.yaml"), "config.yaml")[0]
+        except ConfigError:
             return {}
-        return _whole(plain_data(data), ("train", "precision")) if isinstance(data, dict) else {}
+        return _whole(plain_data(data), _CONFIG) if isinstance(data, dict) else {}
 
     @cached_property
     def receipt(self) -> dict[str, Any]:
@@ -123,7 +132,7 @@ class Run:
     @cached_property
     def report(self) -> dict[str, Any]:
         """`report.json`; empty before the end."""
-        return json_of(self.folder / "report.json")
+        return _whole(json_of(self.folder / "report.json"), _REPORT)
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -138,7 +147,8 @@ class Run:
     @property
     def recipe(self) -> str:
         """The recipe's name, which the folder above has too."""
-        return self.receipt.get("run", {}).get("name") or self.folder.resolve().parent.name
+        named = self.receipt.get("run", {}).get("name")
+        return named if named and isinstance(named, str) else self.folder.resolve().parent.name
 
     @property
     def name(self) -> str:
@@ -150,8 +160,8 @@ class Run:
         """Seconds since the epoch: of `run.json`, else of the stamp, else of the folder."""
         try:
             return datetime.fromisoformat(self.start["started"]).timestamp()
-        except (KeyError, TypeError, ValueError):
-            pass  # written before run.json existed
+        except (KeyError, TypeError, ValueError, OverflowError):
+            pass  # written before run.json existed, or damaged
         try:
             return time.mktime(time.strptime(self.name[:15], "%Y%m%d-%H%M%S"))
         except ValueError:
@@ -171,7 +181,7 @@ class Run:
 
     def _lives(self) -> bool:
         if not self._is_of_this_machine:
-            changed = max(file.stat().st_mtime for file in self.folder.iterdir())
+            changed = max(file.lstat().st_mtime for file in self.folder.iterdir())
             return time.time() - changed < QUIET
         return self._process_lives()
 
@@ -183,7 +193,7 @@ class Run:
 
     @property
     def _is_of_this_machine(self) -> bool:
-        is_known = isinstance(self.start.get("pid"), int)
+        is_known = type(self.start.get("pid")) is int  # no bool
         return is_known and self.start.get("host") == socket.gethostname()
 
     def _process_lives(self) -> bool:
@@ -197,7 +207,7 @@ class Run:
             return process.status() != psutil.STATUS_ZOMBIE and (
                 process.create_time() <= self.started + 1
             )
-        except psutil.Error:
+        except (psutil.Error, ValueError, OverflowError):  # no number of a process
             return False
 
     @property
@@ -219,9 +229,9 @@ class Run:
     @property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:
         """(step, prompts with their answers), oldest first; those of the trained model last."""
-        asked = [row for row in self.rows if isinstance(row.get("samples"), list)]
-        found = [(int(row["step"]), row["samples"]) for row in asked if row["samples"]]
-        final = self.report.get("samples") or []
+        asked = ((int(row["step"]), _samples_in(row)) for row in self.rows)
+        found = [(step, samples) for step, samples in asked if samples]
+        final = _samples_in(self.report)
         if final and (not found or found[-1][1] != final):
             found.append((self.last_step, final))
         return found
@@ -240,8 +250,8 @@ class Run:
             return int(steps)
         if self.state == "finished":
             return self.last_step
-        row = next((r for r in reversed(self.tail) if r.get("epoch")), None)
-        epochs = float(train.get("num_train_epochs") or 3)  # the default of Transformers
+        row = next((r for r in reversed(self.tail) if _finite(r.get("epoch"))), None)
+        epochs = _finite(train.get("num_train_epochs")) or 3  # the default of Transformers
         return round(row["step"] / row["epoch"] * epochs) if row else None
 
     def summary(self) -> dict[str, Any]:
@@ -270,8 +280,11 @@ class Run:
     @cached_property
     def tail(self) -> list[dict[str, Any]]:
         """The last rows of `metrics.jsonl`, without reading a long one."""
+        file = self.folder / "metrics.jsonl"
         try:
-            with (self.folder / "metrics.jsonl").open("rb") as opened:
+            if not os.path.isfile(file):
+                return []
+            with file.open("rb") as opened:
                 size = opened.seek(0, os.SEEK_END)
                 opened.seek(max(0, size - TAIL_BYTES))
                 text = opened.read().decode("utf-8", errors="replace")
@@ -290,6 +303,8 @@ def _finite(value: Any) -> float | None:
 
 
 def _read(file: Path) -> str:
+    if not os.path.isfile(file):  # reading a named pipe would wait for ever
+        return ""
     try:
         return file.read_text("utf-8", errors="replace")
     except OSError:
@@ -300,23 +315,31 @@ def json_of(file: Path) -> dict[str, Any]:
     """A JSON object; empty when the file is missing or not whole."""
     try:
         data = json.loads(_read(file))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
 
-def _whole(data: dict[str, Any], parts: Iterable[str]) -> dict[str, Any]:
-    """Replace `parts` that are no mappings by empty ones: one bad file spoils no table."""
-    return data | {key: {} for key in parts if key in data and not isinstance(data[key], dict)}
+def _whole(data: dict[str, Any], parts: dict[str, type]) -> dict[str, Any]:
+    """Replace parts of another type by empty ones: one bad file spoils no table."""
+    wrong = (key for key, kind in parts.items() if not isinstance(data.get(key, kind()), kind))
+    return data | {key: parts[key]() for key in wrong}
+
+
+def _samples_in(row: dict[str, Any]) -> list[dict[str, str]]:
+    """Prompts with answers in a row of metrics or in the report."""
+    given = row.get("samples")
+    texts = (one for one in given if isinstance(one, dict)) if isinstance(given, list) else ()
+    return [s for s in texts if all(isinstance(s.get(key), str) for key in ("prompt", "answer"))]
 
 
 def _rows_of(text: str) -> Iterable[dict[str, Any]]:
     for line in text.splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue  # half a line: it is being written, or its writer was killed
-        if isinstance(row, dict) and isinstance(row.get("step"), (int, float)):
+        if isinstance(row, dict) and _finite(row.get("step")) is not None:
             yield row
 
 

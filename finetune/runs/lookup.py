@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune.config.paths import user_path
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, did_you_mean, nearest
 from finetune.runs.folder import COMPARISON, Run
@@ -50,11 +51,11 @@ def find_comparisons(out: Path | str = "runs") -> list[Path]:
 
 def _folders(out: Path) -> Iterator[Path]:
     """Folders of runs and of comparisons, nothing below either."""
-    out = out.expanduser()
+    out = user_path(out)
     if not out.is_dir():
         raise ConfigError(
             f"there is no folder of runs {str(out)!r}",
-            where=str(out.resolve()),
+            where=str(out.absolute()),
             fix="`python -m finetune RECIPE` makes runs/; another one is given by --out",
         )
     yield from _walk(out, DEPTH)
@@ -82,7 +83,7 @@ def read_run(folder: Path | str) -> Run:
     Raises:
         ConfigError: it is no run folder; names the nearest run.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     if is_run(folder):
         return Run(folder)
     why, inside = "there is no such folder", folder
@@ -99,7 +100,7 @@ def read_run(folder: Path | str) -> Run:
     elif known:
         fix = f"the newest run {'in it ' if folder.is_dir() else ''}is {known[0]}"
     what = f"{str(folder)!r} is no run folder"
-    raise ConfigError(what, where=str(folder.resolve()), why=why, fix=fix)
+    raise ConfigError(what, where=str(folder.absolute()), why=why, fix=fix)
 
 
 def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:
@@ -118,7 +119,7 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
     Raises:
         ConfigError: there is none; names the nearest, or the newest ones.
     """
-    folder, out = Path(name).expanduser(), Path(out).expanduser()
+    folder, out = user_path(name), user_path(out)
     if (folder / "config.yaml").is_file():
         return folder
     runs = newest_runs(out) if name == LAST else newest_runs(out, name)
@@ -130,7 +131,7 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
     what = f"there is no run {name!r}{did_you_mean(name, [LAST, *recipes])}"
     raise ConfigError(
         "there is no run yet" if name == LAST else what,
-        where=str((out if name == LAST else folder).resolve()),
+        where=str((out if name == LAST else folder).absolute()),
         why="a run folder holds config.yaml" if folder.is_dir() else "",
         fix=f"the newest: {newest}"
         if newest

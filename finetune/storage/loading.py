@@ -28,7 +28,6 @@ import copy
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 import finetune.storage.bdh  # noqa: F401  makes our own model types known
+from finetune.config.paths import user_path
 from finetune.config.schema import Storage
 from finetune.errors import ConfigError, ModelNotFoundError, PlanError
 from finetune.precision.experts import store_experts
@@ -199,7 +199,7 @@ def _load(
 def _source(name: str | os.PathLike[str], subfolder: str) -> str:
     """A folder that contains `config.json`, or a hub id."""
     source = str(name)
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not (path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1):
         return source
     if not (path / subfolder / "config.json").is_file():

@@ -6,14 +6,18 @@ packing are TRL's, and counted (`finetune.training.ledger`).
 
 from __future__ import annotations
 
+import csv
 import glob
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import user_path
 from finetune.config.schema import BUILTIN, DataConfig, ModelConfig
 from finetune.errors import DataError, DataNotFoundError, did_you_mean
+from finetune.training.json_checks import check_document, check_lines
 from finetune.training.model import ASSETS, load_shape
 from finetune.training.rows import formatted, unused_keys
 
@@ -128,7 +132,7 @@ def _can_mask_assistant(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _load(data: DataConfig, path: str | None, split: str, where: str) -> Dataset:
     if path is not None:
-        return _load_file(Path(path).expanduser(), where)
+        return _load_file(user_path(path), where)
     assert data.name is not None
     if not data.name.startswith(BUILTIN):
         return _load_hub(data, data.name, split)
@@ -147,11 +151,11 @@ def _load_file(path: Path, where: str) -> Dataset:
     from datasets.exceptions import DatasetGenerationError
 
     where, loader = f"{where}: {path}", LOADERS.get(path.suffix.lower())
-    if not path.is_file():
+    if not os.path.isfile(path):  # False of a name that no file can have
         siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
         raise DataNotFoundError(
             f"there is no data file {str(path)!r}{did_you_mean(path.name, siblings)}",
-            where=where.replace(str(path), str(path.resolve())),
+            where=where.replace(str(path), str(path.absolute())),
             fix="give a JSONL, JSON, CSV or Parquet file, absolute or relative to this folder",
         )
     if loader is None:
@@ -164,13 +168,15 @@ def _load_file(path: Path, where: str) -> Dataset:
         raise DataError(f"{path.name} is empty", where=where, fix=ADD_ROWS)
     no_rows = DataError(f"{path.name} has no rows", where=where, fix=ADD_ROWS)
     try:
+        if loader == "json":
+            _check_json(path)
         options = _csv_as_text(path) if loader == "csv" else {}
         rows: Any = load_dataset(
             loader, data_files=glob.escape(str(path)), split="train", **options
         )
     except DataError:
         raise
-    except (DatasetGenerationError, ValueError, OSError) as error:
+    except (DatasetGenerationError, *_UNREADABLE) as error:
         if isinstance(error, OSError) and error.filename not in (None, str(path)):
             raise DataError(
                 f"{path.name} could not be cached",
@@ -186,14 +192,24 @@ def _load_file(path: Path, where: str) -> Dataset:
     return rows
 
 
+_UNREADABLE = (ValueError, OSError, TypeError, LookupError, AttributeError, csv.Error)
+"""Errors by which `datasets` and what it calls refuse a file."""
+
+
+def _check_json(path: Path) -> None:
+    if path.suffix.lower() == ".json":
+        check_document(path.read_bytes(), path)
+        return
+    with path.open("rb") as lines:
+        check_lines(lines, path)
+
+
 def _csv_as_text(path: Path) -> dict[str, Any]:
     """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing.
 
     Raises:
         DataError: a line has more or fewer cells than the header; pandas would shift its columns.
     """
-    import csv
-
     from datasets import Features, Value
 
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -221,6 +237,8 @@ def _unreadable(path: Path, loader: str, error: Exception) -> DataError:
                 continue
         except json.JSONDecodeError as found:
             problem = f"not JSON: {found.msg}"
+        except RecursionError:
+            problem = "nested too deep"
         where, why = f"{path}:{number}", problem
         break
     return DataError(

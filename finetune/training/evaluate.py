@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from finetune.config.paths import user_path
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, did_you_mean
 from finetune.hardware.requirements import EVAL_EXTRA, require
@@ -156,7 +157,7 @@ def _local_definitions(
         if folder is None:
             continue
         for leaf in _leaves(manager, name):
-            entry, rows = manager.task_index[leaf], Path(folder).expanduser() / leaf
+            entry, rows = manager.task_index[leaf], user_path(folder) / leaf
             definitions[leaf] = _with_files(leaf, entry.cfg or {}, entry.yaml_path, rows)
     return definitions
 

@@ -24,7 +24,7 @@ from trl import SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from finetune.config.schema import RunConfig
-from finetune.config.sft import sft_config, with_checkpointing
+from finetune.config.sft import REFUSALS, refused, sft_config, with_checkpointing
 from finetune.errors import DataError
 from finetune.training.data import Rows, load_data
 from finetune.training.model import load_tokenizer
@@ -158,6 +158,30 @@ class AccountedTrainer(SFTTrainer):
     """`SFTTrainer` that keeps the `ledgers` of its data sets, by name (`train`, `eval`)."""
 
     ledgers: dict[str, Ledger]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's.
+
+        Raises:
+            ConfigError: the optimizer refuses its arguments.
+        """
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        except REFUSALS as error:
+            fix = "~train.optim_args, or ~train.optim"
+            raise refused("the optimizer", error, fix=fix) from error
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's.
+
+        Raises:
+            ConfigError: the schedule of the learning rate refuses its arguments.
+        """
+        try:
+            return super().create_scheduler(*args, **kwargs)
+        except REFUSALS as error:
+            fix = "~train.lr_scheduler_kwargs, or ~train.lr_scheduler_type"
+            raise refused("the learning rate's schedule", error, fix=fix) from error
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool,

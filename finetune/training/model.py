@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.paths import ASSETS, shipped_shape
+from finetune.config.paths import ASSETS, shipped_shape, user_path
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
-from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, did_you_mean
+from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, did_you_mean, some
 from finetune.storage import nf4
 from finetune.storage.architecture import auto_class
 from finetune.training import scope
@@ -48,12 +49,12 @@ def locate(model: ModelConfig) -> str:
             where="model.name",
             fix=f"packaged models: {', '.join(known)}",
         )
-    path = Path(name).expanduser()
+    path = user_path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
     if looks_local and not (path / "config.json").is_file():
         raise ModelNotFoundError(
             f"there is no model in {name!r}",
-            where=f"model.name: {path.resolve()}",
+            where=f"model.name: {path.absolute()}",
             why="a model folder holds config.json" if path.is_dir() else "no such folder",
             fix="give a folder with config.json and safetensors, or a hub id such as "
             "meta-llama/Llama-3.2-1B-Instruct",
@@ -79,12 +80,10 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
         if model.weights == "random" or not cached:
             values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
             return AutoConfig.for_model(values.pop("model_type"), **values)
-    try:
+    with _loading(source):
         return AutoConfig.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise _not_loaded(source, error) from error
 
 
 def is_published_fp8(shape: PretrainedConfig) -> bool:
@@ -100,14 +99,49 @@ def is_published_fp8(shape: PretrainedConfig) -> bool:
     return holds_fp8(shape)
 
 
+@contextlib.contextmanager
+def _loading(source: str) -> Iterator[None]:
+    """Raise what libraries raise over missing or broken files of a model, which is anything.
+
+    Raises:
+        ModelNotFoundError: the files cannot be read, or do not go together.
+    """
+    import torch
+
+    try:
+        yield
+    except (FinetuneError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise _not_loaded(source, error) from error
+
+
 def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
+    said = next(iter(str(error).strip().splitlines()), "")
+    known = isinstance(error, OSError | ValueError)
+    local = os.path.isdir(source)
     return ModelNotFoundError(
         f"the model {source!r} could not be loaded",
-        where="model.name",
-        why=str(error).strip().splitlines()[0],
-        fix="check the name and your connection, `hf auth login` for gated models, or use "
+        where=f"model.name: {source}" if local else "model.name",
+        why=said if known else f"a file of it is broken ({type(error).__name__}: {said})",
+        fix="download or copy the folder again: config.json, tokenizer and all safetensors files "
+        "belong together"
+        if local
+        else "check the name and your connection, `hf auth login` for gated models, or use "
         "model.weights=random to plan and measure without weights",
     )
+
+
+def _check_complete(source: str, missing: Iterable[str]) -> None:
+    """Reject weights that the files lack, which Transformers draws by chance with a warning."""
+    if names := sorted(missing):
+        raise ModelNotFoundError(
+            f"the model {source!r} lacks {len(names):,} of its weights",
+            where=f"model.name: {some(names, 3)}",
+            why="they would be drawn by chance, and trained as if they were the model's",
+            fix="download or copy its safetensors files again; model.weights=random draws all of "
+            "them",
+        )
 
 
 def first_layers(shape: PretrainedConfig, layers: int) -> None:
@@ -146,7 +180,7 @@ def sketch(
         # A published FP8 checkpoint is read into FP8 layers, or rejected on loading.
         shape.__dict__.pop("quantization_config", None)
     kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
-    with torch.device("meta"):
+    with torch.device("meta"), _loading(config.model.name):
         model = auto_class(shape).from_config(shape, **kwargs)
     if before_adapters is not None:
         before_adapters(model)
@@ -157,7 +191,7 @@ def sketch(
         try:
             with torch.device("meta"), scope.false_warnings_ignored():
                 model = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
-        except ValueError as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise scope.why_not_adapted(error, config) from error
     return model  # pyright: ignore[reportReturnType]
 
@@ -233,7 +267,7 @@ def _load_pretrained(
             why="its codes would be rounded a second time, to fewer levels",
             fix="~model.storage holds the published codes, or take the checkpoint in 16 bits",
         )
-    try:
+    with _loading(source):
         if stored and (granularity := stored[0].stored):
             names = [row.plain_name for row in stored]
             return load_stored(source, names, granularity, **kwargs)
@@ -241,11 +275,9 @@ def _load_pretrained(
             return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
-        loaded = auto_class(shape).from_pretrained(source, **kwargs)
-    except FinetuneError:
-        raise
-    except (OSError, ValueError) as error:
-        raise _not_loaded(source, error) from error
+        kwargs["output_loading_info"] = True
+        loaded, found = auto_class(shape).from_pretrained(source, **kwargs)
+        _check_complete(source, found["missing_keys"])
     # A checkpoint may itself be in NF4.
     in_nf4 = model.storage == "nf4" or "nf4" in stored_weights(loaded)
     return nf4.prepare(loaded) if in_nf4 else loaded
@@ -266,10 +298,11 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     source = locate(model)
     source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else source
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
-    except (OSError, ValueError) as error:
+        with _loading(source):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
+    except ModelNotFoundError:
         if model.weights != "random":
-            raise _not_loaded(source, error) from error
+            raise
         note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
         return AutoTokenizer.from_pretrained(TINY_LLAMA), note
     token = model.pad_token

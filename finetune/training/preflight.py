@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.optimizers import check_optimizer
+from finetune.config.ranges import check_batch
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
@@ -151,6 +152,7 @@ def check_settings(
             precision that quantized weights do not support.
     """
     check_optimizer(config.train)
+    check_batch(config.train)
     check_storage(config, model)
     made = plan(model, precision or config.precision)
     _check_head(made)

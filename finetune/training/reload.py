@@ -61,7 +61,7 @@ def open_trained(
             return TrainedRun(folder, config, weights)
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
-            where=str(weights.resolve()),
+            where=str(weights.absolute()),
             why="it was interrupted, was stopped, or is still training",
             fix=f"--checkpoint last, or one of {', '.join(steps)}"
             if steps
@@ -75,7 +75,7 @@ def open_trained(
         fix = "leave --checkpoint out: it has its last weights"
     raise ConfigError(
         f"there is no checkpoint {checkpoint!r}{did_you_mean(step, steps)}",
-        where=str((folder / CHECKPOINTS).resolve()),
+        where=str((folder / CHECKPOINTS).absolute()),
         fix=f"it has {', '.join(steps)}" if steps else fix,
     )
 

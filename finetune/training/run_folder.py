@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.optimizers import chosen, state_bytes
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import REFUSED, CheckpointError, ConfigError
 from finetune.runs.folder import Run, write_start
 from finetune.training.preflight import Preflight, processes
 from finetune.units import size
@@ -63,6 +65,20 @@ def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
             where=f"--out {out}",
             fix="choose another folder with --out",
         ) from None
+
+
+@contextlib.contextmanager
+def discarded_unless_begun(folder: Path) -> Iterator[None]:
+    """Remove a run folder if a setting, the model or the rows are refused before the first step."""
+    try:
+        yield
+    except REFUSED:
+        metrics = folder / "metrics.jsonl"
+        if os.environ.get("RANK", "0") == "0" and not (
+            metrics.is_file() and metrics.stat().st_size
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 # ------------------------------------------------------------------------------------ disk space

@@ -178,6 +178,7 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
     every = [name for name, _ in model.named_modules()]
     targets = lora.target_modules
     _check_parameters(model, lora)
+    _check_saved(every, lora)
     try:
         return LoraConfig(
             task_type="CAUSAL_LM",
@@ -213,6 +214,21 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
                 where="lora.target_parameters",
                 why="it would get no adapter, with a warning alone",
                 fix="~lora.target_parameters" + (f"; the experts' are {known}" if known else ""),
+            )
+
+
+def _check_saved(names: Iterable[str], lora: LoraSection) -> None:
+    """Reject a module to train in full that does not exist, which PEFT passes over in silence."""
+    names = [name for name in names if name]
+    for wanted in lora.modules_to_save:
+        if not any(name.endswith(wanted) for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names} - {""})
+            raise ConfigError(
+                f"no module's name ends in {wanted!r}{did_you_mean(wanted, ends)}",
+                where="lora.modules_to_save",
+                why="it would not train, without a word",
+                fix="~lora.modules_to_save; names end in "
+                f"{some([end for end in ends if not end.isdigit()], 20)}",
             )
 
 

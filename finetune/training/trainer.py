@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
+from finetune.config import sft
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
@@ -39,7 +40,12 @@ from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import load_model, load_tokenizer
 from finetune.training.preflight import Forecast, Preflight, preflight
 from finetune.training.resume import check_resume, facts_of, rows_hash
-from finetune.training.run_folder import check_disk, make_folder, name_folder
+from finetune.training.run_folder import (
+    check_disk,
+    discarded_unless_begun,
+    make_folder,
+    name_folder,
+)
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of
 
@@ -78,7 +84,8 @@ def train(
         check_disk(ahead, Path(out))
     run = _Run(recipe, ahead, Path(out), console)
     guarded = partial(explained, run.folder, lambda: advice(forecast, ahead))
-    with session_of(ahead.resolution, ahead.plan, run.console) as session, guarded():
+    begins = session_of(ahead.resolution, ahead.plan, run.console)
+    with discarded_unless_begun(run.folder), begins as session, guarded():
         run.load(session)
         try:
             with run.stop, guarded():
@@ -405,19 +412,23 @@ def make_trainer(
     optimizer = chosen(config.train)
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
-    with nf4.masters_kept(model), scope.false_warnings_ignored():
-        trainer = (kind or AccountedTrainer)(
-            model=model,
-            args=args,
-            train_dataset=train,
-            eval_dataset=held_out,
-            processing_class=tokenizer,
-            peft_config=adapters,
-            optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
-            if optimizer.library == "torchao"
-            else None,
-            callbacks=callbacks,
-        )
+    own = low_bit.class_and_kwargs if optimizer.library == "torchao" else lambda *_: None
+    try:
+        with nf4.masters_kept(model), scope.false_warnings_ignored():
+            trainer = (kind or AccountedTrainer)(
+                model=model,
+                args=args,
+                train_dataset=train,
+                eval_dataset=held_out,
+                processing_class=tokenizer,
+                peft_config=adapters,
+                optimizer_cls_and_kwargs=own(config.train, args),
+                callbacks=callbacks,
+            )
+    except FinetuneError:
+        raise
+    except sft.REFUSALS as error:
+        raise sft.refused("trl.SFTTrainer", error, config.train) from error
     if attention.implementation == VARLEN:
         prefer_flash_3(this_device())
         fix_documents(trainer)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from finetune.config.recipe import find_recipe, list_recipes, load_recipe
 from finetune.config.schema import RunConfig
+from finetune.config.section import is_text
 from finetune.config.sft import (
     convert_train,
     decides_checkpointing,
@@ -205,7 +206,6 @@ def test_plain_words_stay_text_in_text_fields(load):
         ("precision.keep=[a, b]", "precision", "keep", ("a", "b")),
         ("data.eval_fraction=2e-1", "data", "eval_fraction", 0.2),
         ("data.max_rows=null", "data", "max_rows", None),
-        ("data.max_rows=", "data", "max_rows", None),
         ("data.prompts=[]", "data", "prompts", ()),
         ("lora.r=4", "lora", "r", 4),
         ("lora.target_modules=[q_proj]", "lora", "target_modules", ("q_proj",)),
@@ -528,30 +528,32 @@ TRICKY = [
     "é",
 ]
 TEXT = st.sampled_from(TRICKY) | st.text(max_size=12)
+NAME = TEXT.filter(lambda text: text.strip() and is_text(text))
 FLOAT = st.floats(allow_nan=False, allow_infinity=False)
+AMOUNT = st.floats(0, 1e15)
 TYPED_TRAIN = st.fixed_dictionaries(
     {},
     optional={
-        "run_name": st.none() | TEXT,
-        "save_strategy": TEXT,
-        "learning_rate": FLOAT,
-        "eval_steps": st.none() | FLOAT,
-        "max_steps": st.integers(-(2**63), 2**63),
+        "run_name": st.none() | NAME,
+        "save_strategy": NAME,
+        "learning_rate": AMOUNT,
+        "eval_steps": st.none() | AMOUNT,
+        "max_steps": st.integers(-1, 2**53),
         "max_length": st.none() | st.integers(1, 2**40),
         "packing": st.booleans(),
-        "fsdp": TEXT | st.booleans(),
+        "fsdp": NAME | st.booleans(),
     },
 )
 CONFIG = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries(
-            {"name": TEXT},
-            optional={"revision": st.none() | TEXT, "trust_remote_code": st.booleans()},
+            {"name": NAME},
+            optional={"revision": st.none() | NAME, "trust_remote_code": st.booleans()},
         ),
         "data": st.fixed_dictionaries(
-            {"name": TEXT},
+            {"name": NAME},
             optional={
-                "prompts": st.lists(TEXT, max_size=3),
+                "prompts": st.lists(NAME, max_size=3),
                 "eval_fraction": st.floats(0, 0.99),
                 "max_rows": st.none() | st.integers(1, 10**9),
             },

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from finetune.config.paths import shipped_shape, shipped_shapes
+from finetune.config.ranges import MOST_TOKENS
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
 from finetune.training.data import MASKING
@@ -108,8 +109,8 @@ def _parsed(text: str) -> Grid:
         if key in found:
             raise ValueError(f"{key} is given twice")
         for value in values.split(","):
-            if not (value.isascii() and value.isdigit() and int(value)):
-                raise ValueError(f"{word!r}: {value!r} is no whole number from 1 on")
+            if not (value.isascii() and value.isdigit() and 0 < int(value[:20]) <= MOST_TOKENS):
+                raise ValueError(f"{word!r}: {value!r} is no number from 1 to {MOST_TOKENS}")
         found[key] = tuple(map(int, values.split(",")))
     if not found:
         raise ValueError("the grid is empty")

@@ -269,7 +269,7 @@ def read_comparison(path: Path | str) -> Comparison:
     file = Path(path)
     if file.is_dir():
         file = file / COMPARISON
-    where = str(file.resolve())
+    where = str(file.absolute())
     if not file.is_file():
         raise ConfigError(
             f"{str(path)!r} holds no comparison",

@@ -40,6 +40,7 @@ from finetune.analysis.report.figures import DARK, FOREST_ROW, LIGHT, TEMPLATES,
 from finetune.analysis.report.run_page import names_of, run_page, several_page
 from finetune.analysis.report.run_source import RunSource
 from finetune.analysis.report.summary import draw_summary
+from finetune.config.paths import user_path
 from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON, Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
@@ -119,14 +120,14 @@ def write_report(
     runs = [] if compared else [read_run(path) for path in paths]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     home = paths[0] if len(paths) == 1 else Path("runs") / "reports" / stamp
-    base = Path(to).expanduser() if to is not None else home.expanduser()
+    base = user_path(home if to is None else to)
     try:
         base.mkdir(parents=True, exist_ok=True)
         return _write(_page(compared, runs, base), base)
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written: {error.strerror}",
-            where=str(base.resolve()),
+            where=str(base.absolute()),
             fix="choose another folder with --to",
         ) from None
 
@@ -136,7 +137,7 @@ report = write_report
 
 
 def _meant(one: Path | str) -> Path:
-    path = Path(one).expanduser()
+    path = user_path(one)
     if str(one) == LAST:
         return _last()
     return find_run(str(one)) if len(path.parts) == 1 and not path.exists() else path

@@ -11,10 +11,9 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finetune.config.paths import ASSETS, shipped_shape
+from finetune.config.paths import ASSETS, shipped_shape, user_path
 from finetune.config.schema import BUILTIN, ModelConfig
 
 LLAMA_LIKE = (
@@ -137,7 +136,7 @@ class Decoder:
 
 def find_decoder(model: ModelConfig) -> Decoder | None:
     """Shape of a recipe's model from the package or a local folder, never the hub, or None."""
-    path = Path(model.name).expanduser() / "config.json"
+    path = user_path(model.name) / "config.json"
     if model.name.startswith(BUILTIN):
         path = ASSETS / model.name.removeprefix(BUILTIN) / "config.json"
     elif not path.is_file():

@@ -316,9 +316,11 @@ def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
     With packing a row is filled by documents of equal length.
     """
     rows = []
+    ones = [1] * args.max_length  # one list for all rows: there may be many
+    shorter = ones[:-1] if padded else ones
     for i in range(args.per_device_train_batch_size):
-        length = args.max_length - 1 if i and padded else args.max_length
-        row: dict[str, Any] = {"input_ids": [1] * length, "labels": [1] * length}
+        ids = shorter if i else ones
+        length, row = len(ids), dict[str, Any](input_ids=ids, labels=ids)
         if args.packing:
             count = min(documents, length)
             lengths = [length // count] * count

@@ -1,0 +1,130 @@
+"""Checks of JSON files of rows before pyarrow reads them, whose parser they can crash.
+
+pyarrow 25 ends with a segmentation fault on lines of `null`, and on values nested 100,000 deep,
+since its parser and its types call themselves once a level.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import DataError
+
+DEEPEST = 64
+"""Levels of lists and mappings; conversations with tools have about ten."""
+LONGEST = 64 << 20
+"""Bytes of a row."""
+_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip"}
+
+
+def check_lines(lines: Iterable[bytes], file: Path | str) -> None:
+    """Check the lines of a JSONL file; about a second for a million rows.
+
+    Args:
+        lines: with or without their ends.
+        file: for the message.
+
+    Raises:
+        DataError: a line is no JSON object, is nested too deep or too long, or is no UTF-8 text.
+    """
+    for number, line in enumerate(lines, 1):
+        start = line[:64].lstrip()[:1] or line.lstrip()[:1]
+        if number == 1:
+            _check_start(line, file)
+            start = line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        if not start:
+            continue
+        if start != b"{":
+            raise _refused(file, number, "each line must be one JSON object")
+        if len(line) > LONGEST:
+            raise _refused(file, number, f"this row is longer than {LONGEST >> 20} MiB")
+        if line.count(b"{") + line.count(b"[") > DEEPEST:
+            _check_depth(line, file, number)
+
+
+def check_document(text: bytes, file: Path | str) -> None:
+    """Check a `.json` file: a list of objects, one object, or objects by line.
+
+    Raises:
+        DataError: it is none of these, is nested too deep, or is no UTF-8 text.
+    """
+    _check_start(text, file)
+    start = text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start == b"[":
+        rows = _check_depth(text, file, 1)
+        wrong = next((i for i, row in enumerate(rows or ()) if not isinstance(row, dict)), None)
+        if wrong is not None:
+            raise _refused(file, 1, f"item {wrong + 1} of the list is no JSON object")
+    elif start != b"{" and start:
+        raise _refused(file, 1, "a JSON file of rows is a list of objects, or an object a line")
+    elif text.count(b"{") + text.count(b"[") > DEEPEST and _is_one(text):
+        _check_depth(text, file, 1)
+    else:
+        check_lines(text.splitlines(), file)
+
+
+def _is_one(text: bytes) -> bool:
+    """True unless the first line is a whole object: rows by line."""
+    try:
+        json.loads(text.lstrip().partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _check_start(text: bytes, file: Path | str) -> None:
+    for mark, kind in _MARKS.items():
+        if text.startswith(mark):
+            raise _refused(file, 1, f"this is {kind}, not UTF-8 text", "save it as UTF-8 JSON")
+    if b"\0" in text[:4096]:
+        raise _refused(file, 1, "this is no text: it has NUL bytes", "save it as UTF-8 JSON")
+
+
+def _check_depth(text: bytes, file: Path | str, number: int) -> Any:
+    """Parse a value and check how deep it is; None if it is no JSON, which its reader will say."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep(file, number) from None
+    except ValueError:
+        if _depth(text) > DEEPEST:
+            raise _too_deep(file, number) from None
+        return None
+    level: list[Any] = value if isinstance(value, list) else [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            part
+            for one in level
+            if isinstance(one, dict | list)
+            for part in (one.values() if isinstance(one, dict) else one)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return value
+    raise _too_deep(file, number)
+
+
+def _depth(text: bytes) -> int:
+    """The most brackets that are open at once, those in strings included."""
+    depth = most = 0
+    for byte in text:
+        if byte in b"[{":
+            depth += 1
+            most = max(most, depth)
+        elif byte in b"]}":
+            depth -= 1
+    return most
+
+
+def _too_deep(file: Path | str, number: int) -> DataError:
+    return _refused(file, number, f"it is nested more than {DEEPEST} levels deep")
+
+
+def _refused(
+    file: Path | str, number: int, why: str, fix: str = "fix or remove that line"
+) -> DataError:
+    name = Path(file).name
+    return DataError(f"{name} cannot be read as JSON", where=f"{file}:{number}", why=why, fix=fix)
