@@ -212,15 +212,19 @@ def refused(
     said = str(error).strip().splitlines() or [""]
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return ConfigError(
-        f"{who} refuses these settings: {kind}{said[0]}",
+        f"{who} refuses this combination: {kind}{said[0]}",
         where="section train",
         fix=fix or _settings_in(str(error), train or {}),
     )
 
 
 def _settings_in(text: str, train: Mapping[str, Any]) -> str:
-    """The settings that an error of SFTConfig names, as they are taken back."""
-    named = [f"~train.{key}" for key in train if re.search(rf"\b{key}\b", text)]
+    """The settings that an error names, by themselves or by their value, as they are taken back."""
+    named = []
+    for key, value in train.items():
+        is_word = isinstance(value, str) and len(value) > 2
+        if re.search(rf"\b({key}|{re.escape(value) if is_word else key})\b", text):
+            named.append(f"~train.{key}")
     return ", or ".join(named) or "change the settings that it names; ~train.KEY is TRL's default"
 
 

@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--kind", default="", help="only kinds whose names contain one of these, after commas"
+        "--kinds", default="", help="words with commas: only kinds with one of them"
     )
     parser.add_argument("--quick", action="store_true", help="nothing that needs a trained run")
     parser.add_argument("--prepared", type=Path, help="where to keep trained runs for another time")
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
         prepared = prepare(home.absolute(), train=not options.quick)
         drawn = cases(prepared, options.cases, options.seed)
         chosen = (
-            case for case in drawn if any(word in case.kind for word in options.kind.split(","))
+            case for case in drawn if any(word in case.kind for word in options.kinds.split(","))
         )
         found = tried(chosen, Path(place), prepared)
     Console(width=160).print(table_of(found))
