@@ -60,14 +60,14 @@ def check_document(text: bytes, file: Path | str) -> None:
             raise _refused(file, 1, f"item {wrong + 1} of the list is no JSON object")
     elif start != b"{" and start:
         raise _refused(file, 1, "a JSON file of rows is a list of objects, or an object a line")
-    elif text.count(b"{") + text.count(b"[") > DEEPEST and _is_one(text):
-        _check_depth(text, file, 1)
-    else:
+    elif not _is_one(text):
         check_lines(text.splitlines(), file)
+    elif text.count(b"{") + text.count(b"[") > DEEPEST:
+        _check_depth(text, file, 1)
 
 
 def _is_one(text: bytes) -> bool:
-    """True unless the first line is a whole object: rows by line."""
+    """True if an object goes on behind the first line, so that these are no rows by line."""
     try:
         json.loads(text.lstrip().partition(b"\n")[0])
     except (ValueError, RecursionError):
