@@ -50,7 +50,7 @@ from finetune.hardware.requirements import require
 from finetune.logging import output
 from finetune.runs.card import model_card
 from finetune.runs.lookup import read_run, refuse_foreign_code
-from finetune.training.model import locate
+from finetune.training.model import loading, locate
 
 TARGETS = tuple(parity.BOUNDS)
 QUANTIZED = ("fp8", "nvfp4")
@@ -157,6 +157,8 @@ def export_run(
         MissingExtraError: a quantized export cannot be checked without compressed-tensors.
         ParityError: the export is not what was trained; it stays in `out.partial`.
     """
+    from transformers import AutoTokenizer
+
     say = bind((console or output()).print, soft_wrap=True)
     finished, out = open_run(run), user_path(out).absolute()
     refuse_foreign_code(finished.config, finished.folder, trust_remote_code)
@@ -164,7 +166,10 @@ def export_run(
     config, adapter = finished.config, finished.model if finished.has_adapter else None
     source = weights_folder(config.model) if adapter else finished.model
     trust = config.model.trust_remote_code
-    checkpoint = None if to == "adapter" else open_checkpoint(source, trust_remote_code=trust)
+    with loading(str(finished.model)):
+        AutoTokenizer.from_pretrained(finished.model)  # it is copied
+    with loading(str(source)):
+        checkpoint = None if to == "adapter" else open_checkpoint(source, trust_remote_code=trust)
     quantized, kept = [], []
     if checkpoint is not None and to in QUANTIZED:
         quantized, kept = compressed_tensors.layers_to_quantize(checkpoint)
@@ -172,9 +177,10 @@ def export_run(
         if finished.status != "proven":
             say(f"! this run is not proven: {finished.status}", style="yellow")
         say(f"reference: {source}" + (f" + {adapter}" if adapter else ""))
-        batches, reference, input_amax = _observe_reference(
-            finished, source, quantized if to == "nvfp4" else []
-        )
+        with loading(str(finished.model)):
+            batches, reference, input_amax = _observe_reference(
+                finished, source, quantized if to == "nvfp4" else []
+            )
         if checkpoint is None:
             write_adapter(finished.model, folder, *_base_name(config.model))
         else:

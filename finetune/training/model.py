@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from finetune.precision.planner import LayerPlan
 
+LONGEST = 300
+"""Characters of another library's message that are shown."""
 TINY_LLAMA = ASSETS / "tiny_llama"
 
 
@@ -80,7 +82,7 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
         if model.weights == "random" or not cached:
             values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
             return AutoConfig.for_model(values.pop("model_type"), **values)
-    with _loading(source):
+    with loading(source):
         return AutoConfig.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
@@ -100,7 +102,7 @@ def is_published_fp8(shape: PretrainedConfig) -> bool:
 
 
 @contextlib.contextmanager
-def _loading(source: str) -> Iterator[None]:
+def loading(source: str) -> Iterator[None]:
     """Raise what libraries raise over missing or broken files of a model, which is anything.
 
     Raises:
@@ -118,6 +120,7 @@ def _loading(source: str) -> Iterator[None]:
 
 def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
     said = next(iter(str(error).strip().splitlines()), "")
+    said = said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
     known = isinstance(error, OSError | ValueError)
     local = os.path.isdir(source)
     return ModelNotFoundError(
@@ -180,7 +183,7 @@ def sketch(
         # A published FP8 checkpoint is read into FP8 layers, or rejected on loading.
         shape.__dict__.pop("quantization_config", None)
     kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
-    with torch.device("meta"), _loading(config.model.name):
+    with torch.device("meta"), loading(config.model.name):
         model = auto_class(shape).from_config(shape, **kwargs)
     if before_adapters is not None:
         before_adapters(model)
@@ -267,7 +270,7 @@ def _load_pretrained(
             why="its codes would be rounded a second time, to fewer levels",
             fix="~model.storage holds the published codes, or take the checkpoint in 16 bits",
         )
-    with _loading(source):
+    with loading(source):
         if stored and (granularity := stored[0].stored):
             names = [row.plain_name for row in stored]
             return load_stored(source, names, granularity, **kwargs)
@@ -298,7 +301,7 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     source = locate(model)
     source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else source
     try:
-        with _loading(source):
+        with loading(source):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
     except ModelNotFoundError:
         if model.weights != "random":

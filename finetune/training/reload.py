@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     """Load a run's model, in evaluation mode on this machine's device, and its tokenizer.
 
     Raises:
-        ModelNotFoundError: the base is missing.
+        ModelNotFoundError: the base is missing, or a file of either is broken.
         ConfigError: the base had random weights.
         PrecisionError: the run evaluates in FP8, which is unavailable here.
     """
@@ -94,12 +95,15 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
 
     from finetune.hardware.device import this_device
     from finetune.training import session
+    from finetune.training.model import loading
 
-    model, device = _load(run), this_device().kind
+    device = this_device().kind
+    with loading(str(run.weights)):
+        model = _load(run)
+        tokenizer = AutoTokenizer.from_pretrained(run.weights)
+        align_special_tokens(model, tokenizer)  # as in the trainer: decides where an answer ends
     if model.device.type != device:
         model = model.to(device)
-    tokenizer = AutoTokenizer.from_pretrained(run.weights)
-    align_special_tokens(model, tokenizer)  # as in the trainer: decides where an answer ends
     precision = _as_evaluated(run.config.precision)
     try:
         if precision is not None:
@@ -152,7 +156,9 @@ def _load(run: TrainedRun) -> Any:
             fix="train it with model.weights=pretrained",
         )
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
-    model = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
+    with warnings.catch_warnings():  # PEFT leaves what it does not find as it was drawn
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        model = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
     split_adapters(model)  # PEFT adds those on experts to weights, which may be codes
     return model
 
