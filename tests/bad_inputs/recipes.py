@@ -231,5 +231,5 @@ def trainer_values() -> st.SearchStrategy[Case]:
 def sizes() -> st.SearchStrategy[Case]:
     """Batches, lengths and ranks of which no memory could hold a step."""
     lines = CORPUS["sizes"]
-    verbs = st.sampled_from(["run", "diagnose", "benchmark"])
+    verbs = st.sampled_from(["run", "diagnose"])
     return st.builds(lambda line, verb: Case("sizes", (verb, *line)), st.sampled_from(lines), verbs)
