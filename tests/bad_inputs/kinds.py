@@ -45,33 +45,33 @@ def prepare(folder: Path, *, train: bool = True) -> dict[str, Path]:
 
 
 def kinds(prepared: dict[str, Path]) -> dict[st.SearchStrategy[Case], int]:
-    """Strategy of each kind -> its share of the cases, in hundredths of a percent or so."""
+    """Strategy of each kind -> its share of the cases, in parts of their sum."""
     found = {
-        recipes.words(): 90,
-        recipes.recipe_texts(): 80,
-        recipes.damaged_recipes(): 90,
-        recipes.recipe_files(): 50,
-        recipes.settings(): 200,
-        recipes.empty_values(): 60,
-        recipes.overrides(): 40,
-        recipes.meanings(): 40,
-        recipes.trainer_numbers(): 120,
-        recipes.trainer_values(): 70,
-        recipes.sizes(): 20,
+        recipes.words(): 120,
+        recipes.recipe_texts(): 90,
+        recipes.damaged_recipes(): 110,
+        recipes.recipe_files(): 60,
+        recipes.settings(): 230,
+        recipes.empty_values(): 70,
+        recipes.overrides(): 45,
+        recipes.trainer_numbers(): 130,
+        recipes.meanings(): 25,
+        recipes.trainer_values(): 45,
+        recipes.sizes(): 8,
         rows.files(): 50,
         rows.damaged_rows(): 60,
-        rows.greedy_rows(): 18,
-        rows.wrong_rows(): 90,
+        rows.greedy_rows(): 15,
+        rows.wrong_rows(): 80,
         rows.tables(): 40,
-        rows.settings(): 20,
-        folders.models(prepared["model"]): 50,
-        folders.looking(prepared["run"]): 120,
-        folders.comparisons(prepared["comparison"]): 60,
+        rows.settings(): 12,
+        folders.models(prepared["model"]): 25,
+        folders.looking(prepared["run"]): 80,
+        folders.comparisons(prepared["comparison"]): 30,
     }
     if "lora" in prepared:
         for name in TRAINED:
-            found[folders.used_runs(prepared[name], name)] = 40
-        found[folders.resumed(prepared["lora"], "lora")] = 60
+            found[folders.used_runs(prepared[name], name)] = 15
+        found[folders.resumed(prepared["lora"], "lora")] = 25
     return found
 
 
