@@ -121,7 +121,7 @@ def loading(source: str) -> Iterator[None]:
 def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
     said = next(iter(str(error).strip().splitlines()), "")
     said = said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
-    known = isinstance(error, OSError | ValueError)
+    known = isinstance(error, OSError | ValueError | ImportError)
     local = os.path.isdir(source)
     return ModelNotFoundError(
         f"the model {source!r} could not be loaded",
