@@ -245,7 +245,7 @@ def test_with_more_memory_less_is_changed(run):
     assert ranks[0] == RANKS.index("adapters")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_advice_is_the_same_twice(run):
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=3)
     assert advised(config, place)[1] == advised(config, place)[1]

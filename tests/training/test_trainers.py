@@ -19,6 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWa
 QUICK = [("DPO", "full"), ("DPO", "frozen")]
 SYNCHRONIZED = "DPO, synchronized"
 ROWS = [(n, m) for n in TRAINERS for m in METHODS if n != SYNCHRONIZED or m == "full"]
+SLOW = [(n, "full" if n == SYNCHRONIZED else "LoRA") for n in TRAINERS]
+REST = [row for row in ROWS if row not in QUICK + SLOW]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,9 @@ def shop(tmp_path_factory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("shop"))
 
 
-@pytest.mark.parametrize(("name", "method"), slow_but(QUICK, ROWS))
+@pytest.mark.parametrize(
+    ("name", "method"), [*slow_but(QUICK, QUICK + SLOW), *slow_but([], REST, pytest.mark.long)]
+)
 def test_stock_trainer_is_proven(shop, name, method) -> None:
     # By row, log-probabilities do not depend on what else is in the batch.
     ours = trainers.train(shop, name, method, "emulated", scaling="rowwise")
