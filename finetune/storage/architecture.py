@@ -74,3 +74,18 @@ def beside_text(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     walk(model, "")
     return found
+
+
+def fit_trl(model: PreTrainedModel) -> None:
+    """Let the fused loss of TRL (1.16) find its way in an architecture; only Llama 4 needs it.
+
+    It calls the backbone as `base_model`, and `Llama4ForCausalLM` names an attribute for that which
+    only its multimodal parent has (Transformers 5.23). It adds the routers' auxiliary loss for a
+    number of experts that Llama 4's configuration does not have by that name; the model's own loss
+    has no such term.
+    """
+    if not hasattr(model, model.base_model_prefix) and hasattr(model, "model"):
+        model.base_model_prefix = "model"
+    text = model.config.get_text_config()
+    if hasattr(text, "output_router_logits") and not hasattr(text, "num_experts"):
+        text.router_aux_loss_coef = 0.0

@@ -12,7 +12,7 @@ from finetune.config.paths import ASSETS, shipped_shape, user_path
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
 from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, did_you_mean, some
 from finetune.storage import nf4
-from finetune.storage.architecture import auto_class
+from finetune.storage.architecture import auto_class, fit_trl
 from finetune.training import scope
 from finetune.training.attention import AUTO, implementation_arguments
 
@@ -185,6 +185,7 @@ def sketch(
     kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
     with torch.device("meta"), loading(config.model.name):
         model = auto_class(shape).from_config(shape, **kwargs)
+    fit_trl(model)
     if before_adapters is not None:
         before_adapters(model)
     scope.freeze(model, config)

@@ -31,6 +31,7 @@ from finetune.runs.checkpoints import Checkpoint, find_checkpoint
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
+from finetune.storage.architecture import fit_trl
 from finetune.training import low_bit, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.conditions import conditions_of
@@ -404,6 +405,7 @@ def make_trainer(
 
     resolved = {"attention": attention.implementation}
     model: Any = load_model(config.model.model_copy(update=resolved), stored)
+    fit_trl(model)
     scope.freeze(model, config)
     adapters = scope.lora_config(model, config)
     if adapters is not None and stored_weights(model):  # the trainer would cast new adapters

@@ -91,8 +91,7 @@ def table(rows: list[Row]) -> Table:
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__)
-    usual = [name for name in FAMILIES if name != "llama4"]  # which TRL 1.16 cannot train
-    parser.add_argument("families", nargs="*", default=usual, metavar="FAMILY")
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--method", choices=("full", "lora"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides")
     given = parser.parse_args()

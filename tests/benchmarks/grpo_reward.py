@@ -33,6 +33,7 @@ from finetune.analysis.compare.result import signed
 from finetune.analysis.statistics import loss_gap, verdict_of
 from finetune.config.paths import ASSETS
 from finetune.training.model import TINY_LLAMA
+from tests.benchmarks.convergence import once
 from tests.benchmarks.stock_trainers import METHODS, adapters
 from tests.benchmarks.trainers import precision_of
 
@@ -76,8 +77,9 @@ def evaluated(model: Any, tokenizer: Any, prompts: list[Any]) -> float:
     return fmean(x or 0.0 for x in first_half(answers))
 
 
-def train(side: str, method: str, seed: int, steps: int) -> dict[str, Any]:
+def train(settings: dict[str, Any]) -> dict[str, Any]:
     """One run: mean reward of each step, final rewards, FP8 share."""
+    side, method, seed, steps = (settings[k] for k in ("side", "method", "seed", "steps"))
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA, padding_side="left")
     trained, others = questions()
     with (
@@ -104,7 +106,7 @@ def train(side: str, method: str, seed: int, steps: int) -> dict[str, Any]:
         trainer.train()
         rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
         result = {
-            "seed": seed, "rewards": rewards, "all": fmean(rewards),
+            "settings": settings, "seed": seed, "rewards": rewards, "all": fmean(rewards),
             "last": fmean(rewards[-LAST:]), "before": before,
             "after": evaluated(trainer.model, tokenizer, others),
         }  # fmt: skip
@@ -158,7 +160,11 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {"fp8": [], "bf16": []}
     for seed in seeds:
         for side, results in runs.items():
-            found = train(side, args.method, seed, args.steps)
+            settings = {
+                "side": side, "method": args.method, "seed": seed, "steps": args.steps,
+                "learning_rate": LEARNING_RATES[args.method], "torch": torch.__version__,
+            }  # fmt: skip
+            found = once(args.out / f"{args.method}-{side}-{seed}.json", settings, train)
             results.append(found)
             print(
                 f"{side}, seed {seed}: {found['rewards'][0]:.3f} -> {found['last']:.3f}, other "
@@ -175,7 +181,6 @@ def main() -> None:
     ]
     lines = [f"| reward, {args.method} | FP8 | BF16 | gap | verdict |", "|---|---|---|---|---|"]
     table = "\n".join([*lines, *rows])
-    (args.out / f"{args.method}.json").write_text(json.dumps(runs), encoding="utf-8")
     (args.out / f"{args.method}.md").write_text(table + "\n", encoding="utf-8")
     plot(runs, args.method, args.out / f"{args.method}.png")
     print(f"\n{table}\n\n{args.out / f'{args.method}.png'}")

@@ -103,10 +103,11 @@ def main() -> None:
                 plain = train(shop, name, method, "bf16")
                 for backend in options.backends:
                     ours = train(shop, name, method, backend)
-                    console.print(f"{name}, {method}, {backend}: {ours.verdict}")
                     first = f"{ours.losses[0]:.5f}" if ours.losses else "-"
                     cells = [name, method, backend, ours.verdict, first]
-                    table.add_row(*cells, *(mean(run.losses) for run in (ours, plain)))
+                    cells += [mean(run.losses) for run in (ours, plain)]
+                    console.print(*cells, sep=" | ")  # as soon as it is known
+                    table.add_row(*cells)
     console.print(table)
 
 

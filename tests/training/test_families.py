@@ -62,7 +62,13 @@ def test_a_model_that_is_all_text_has_nothing_beside_it(tmp_path) -> None:
 
 
 QUICK = [("gemma3", "full"), ("qwen3_moe", "lora")]
-SLOW = [("gemma3", "lora"), ("mixtral", "lora"), ("gpt_oss", "full"), ("mamba", "lora")]
+SLOW = [
+    ("gemma3", "lora"),
+    ("llama4", "lora"),
+    ("mixtral", "lora"),
+    ("gpt_oss", "full"),
+    ("mamba", "lora"),
+]
 SHARES = {"mamba": 0.3, "falcon_mamba": 0.3, "mamba2": 0.08, "opt": 0.37, "falcon": 0.4}
 """Least FP8 share of tiny models in which head, convolutions or scans weigh more than elsewhere."""
 
@@ -78,7 +84,6 @@ def speed_of(family: str, method: str) -> tuple[pytest.MarkDecorator, ...]:
     [
         pytest.param(family, method, marks=speed_of(family, method))
         for family in FAMILIES
-        if family != "llama4"  # TRL 1.16 finds neither its backbone nor its number of experts
         for method in ("full", "lora")
     ],
 )
@@ -200,6 +205,13 @@ def test_a_router_that_returns_a_tuple_gets_no_adapter(tmp_path) -> None:
     router, experts = notes(model, config)
     assert "Llama4Router has a forward of its own" in router
     assert "lora.target_parameters=[experts.down_proj" in experts
+
+
+def test_trl_finds_the_backbone_of_llama_4(tmp_path) -> None:
+    """Its fused loss calls `base_model`, and adds a loss of routers for a number it looks up."""
+    model = sketch(recipe("llama4", "full", tmp_path))
+    assert model.base_model is model.model
+    assert model.config.get_text_config().router_aux_loss_coef == 0
 
 
 def test_falcon_linear_is_a_linear_layer(tmp_path) -> None:
