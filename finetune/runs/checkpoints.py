@@ -6,8 +6,9 @@
             model or adapter, tokenizer, optimizer.pt, scheduler.pt, rng_state.pth
             trainer_state.json       the trainer's step and logs
             fp8_scaling.safetensors  scaling state of the FP8 layers
-            manifest.json            written last: each file with its bytes and SHA-256, and the
-                                     recipe, rows and precision that resuming compares
+            manifest.json            written last: each file with its bytes and SHA-256, the
+                                     recipe, rows and precision that resuming compares,
+                                     and its own SHA-256
 
 A folder with a manifest is whole if every file is as the manifest has it. One without, written by
 another program, is taken if the trainer's state, its optimizer and weights are there.
@@ -16,6 +17,7 @@ another program, is taken if the trainer's state, its optimizer and weights are 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -32,6 +34,8 @@ from finetune.runs.lookup import LAST, find_runs, is_run
 
 CHECKPOINTS, SAVING = "checkpoints", ".saving"
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
+KEEPER = "CheckpointKeeper"
+"""Key in the trainer's state of a checkpoint that has a manifest."""
 LATEST, BEST = (LAST, "latest"), "best"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _NEEDED = (("optimizer*",), ("scheduler.pt",), ("*.safetensors", "*.bin", "pytorch_model_fsdp*"))
@@ -88,10 +92,14 @@ class Checkpoint:
             missing = not (self.folder / STATE).is_file()
             return f"{STATE} is {'missing' if missing else 'not whole'}"
         if not (self.folder / MANIFEST).is_file():
+            if KEEPER in (self.state.get("stateful_callbacks") or {}):
+                return f"{MANIFEST} is missing"
             return next(self._lacks(), "")
         files = self.manifest.get("files")
         if not isinstance(files, dict):
             return f"{MANIFEST} is not whole"
+        if self.manifest.get("sha256") != digest(self.manifest):
+            return f"{MANIFEST} has changed since it was saved (SHA-256)"
         for name, facts in files.items():
             file = self.folder / name
             if not file.is_file():
@@ -116,6 +124,12 @@ class Checkpoint:
             for file in found:
                 if file.is_file() and not file.stat().st_size:
                     yield f"{file.name} is empty"
+
+
+def digest(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's facts, which it holds itself as `sha256`."""
+    facts = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def hashes_of(files: list[Path]) -> list[str]:

@@ -19,11 +19,13 @@ from transformers import TrainerCallback
 from finetune.config.checkpoints import CheckpointsConfig
 from finetune.errors import NonFiniteError
 from finetune.runs.checkpoints import (
+    KEEPER,
     MANIFEST,
     SAVING,
     STATE,
     Checkpoint,
     checkpoints_in,
+    digest,
     hashes_of,
     superfluous,
 )
@@ -109,6 +111,7 @@ class CheckpointKeeper(TrainerCallback):
         step, folder = trainer.state.global_step, Path(args.output_dir)
         partial, final = folder / SAVING, folder / f"checkpoint-{step}"
         limit, args.save_total_limit = args.save_total_limit, None  # deleted below, when it is safe
+        trainer.state.stateful_callbacks[KEEPER] = {}  # says that there is a manifest
         trainer._get_output_dir = lambda **_: str(partial)
         try:
             if args.should_save:
@@ -169,7 +172,7 @@ class CheckpointKeeper(TrainerCallback):
         for file in files:
             _to_disk(file)
         sums = zip(files, hashes_of(files), strict=True)
-        manifest = {
+        manifest: dict[str, Any] = {
             "step": step,
             "precision": self.session.resolution.label,
             "only_model": bool(self.trainer.args.save_only_model),
@@ -179,6 +182,7 @@ class CheckpointKeeper(TrainerCallback):
                 for file, value in sums
             },
         }
+        manifest["sha256"] = digest(manifest)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _to_disk(folder / MANIFEST)
         for inside in {folder, *(file.parent for file in files)}:

@@ -22,18 +22,30 @@ from finetune.runs.checkpoints import Checkpoint
 if TYPE_CHECKING:
     from datasets import Dataset
 
-FREE = (
-    *("eval.*", "checkpoints.*", "resume.*", "precision.*", "data.prompts"),
-    *("data.path", "data.name", "data.eval_path", "model.attention"),
-    "train.resume_from_checkpoint",
-    *("train.logging_*", "train.log_*", "train.save_*", "train.eval_*", "train.report_to"),
-    *("train.run_name", "train.disable_tqdm", "train.dataloader_*", "train.dataset_num_proc"),
-    *("train.gradient_checkpointing*", "train.activation_offloading", "train.per_device_eval_*"),
-    *("train.hub_*", "train.push_to_hub", "train.ddp_*", "train.fsdp*", "train.torch_empty_*"),
-    *("train.skip_memory_metrics", "train.load_best_model_at_end", "train.metric_for_best_model"),
-    *("train.greater_is_better", "train.include_*", "train.use_liger_kernel", "train.trackio_*"),
-)  # fmt: skip
-"""Settings that may differ. Rows are compared themselves, wherever their file is now."""
+RULES = {
+    "logged, reported, saved or evaluated, not trained": (
+        *("eval.*", "checkpoints.*", "data.prompts", "train.logging_*", "train.log_*"),
+        *("train.save_*", "train.eval_*", "train.per_device_eval_*", "train.report_to"),
+        *("train.run_name", "train.project", "train.trackio_*", "train.disable_tqdm"),
+        *("train.hub_*", "train.push_to_hub", "train.load_best_model_at_end"),
+        *("train.metric_for_best_model", "train.greater_is_better", "train.include_*"),
+        "train.skip_memory_metrics",
+    ),
+    "how a step is computed, which changes rounding alone": (
+        *("model.attention", "train.gradient_checkpointing*", "train.activation_*"),
+        *("train.use_liger_kernel", "train.ddp_*", "train.fsdp*", "train.torch_empty_*"),
+        *("train.dataloader_num_workers", "train.dataloader_pin_memory"),
+        *("train.dataloader_persistent_workers", "train.dataloader_prefetch_factor"),
+        "train.dataset_num_proc",
+    ),
+    "where rows lie: the rows themselves are compared": (
+        *("data.path", "data.name", "data.eval_path"),
+    ),
+    "precision: said in a line, in the receipt and in the folder's name": ("precision.*",),
+    "resuming itself": ("resume.*", "train.resume_from_checkpoint"),
+}  # fmt: skip
+"""Settings that may differ, by why they may."""
+FREE = tuple(pattern for patterns in RULES.values() for pattern in patterns)
 FIXED = (
     *("lora", "lora.r", "lora.target_modules", "lora.modules_to_save", "lora.use_dora"),
     *("lora.bias", "lora.target_parameters", "lora.exclude_modules", "lora.layers_to_transform"),
@@ -83,8 +95,8 @@ def check_resume(
     """Refuse a run that goes on from a checkpoint under other mathematics.
 
     Returns:
-        Settings that differ and may: key -> (in the checkpoint, now); empty for a checkpoint of
-        another program, whose manifest says nothing.
+        Settings that differ and may: key -> (in the checkpoint, now), but for those of resuming
+        itself; empty for a checkpoint of another program, whose manifest says nothing.
 
     Raises:
         ConfigError: a setting differs that `resume.allow` does not name, or cannot.
@@ -120,11 +132,13 @@ def check_resume(
             if fixed
             else f"take the values back, or 'resume.allow=[{', '.join((*allowed, *refused))}]'",
         )
-    return {key: pair for key, pair in differing.items() if _is_worth_a_line(key, allowed)}
+    own = RULES["resuming itself"]
+    return {key: pair for key, pair in differing.items() if not _matches(key, own)}
 
 
-def _is_worth_a_line(key: str, allowed: tuple[str, ...]) -> bool:
-    return key.startswith("precision.") or _matches(key, allowed)
+def changes_training(key: str) -> bool:
+    """True for a changed setting that is worth a line of its own: precision, or one allowed."""
+    return key.startswith("precision.") or not _matches(key, FREE)
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

@@ -40,7 +40,7 @@ from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import load_model, load_tokenizer
 from finetune.training.preflight import Forecast, Preflight, preflight
-from finetune.training.resume import check_resume, facts_of, rows_hash
+from finetune.training.resume import changes_training, check_resume, facts_of, rows_hash
 from finetune.training.run_folder import (
     check_disk,
     discarded_unless_begun,
@@ -179,8 +179,11 @@ class _Run:
         self.console.print(whole(f"going on from {checkpoint.folder}"), crop=False)
         if not checkpoint.manifest:
             self.console.print("[yellow]! it has no manifest: its settings are not compared[/]")
-        for key, (before, now) in self.changed.items():
+        loud = {key: pair for key, pair in self.changed.items() if changes_training(key)}
+        for key, (before, now) in loud.items():
             self.console.print(f"[yellow]! {key}: {before} in the checkpoint, {now} now[/]")
+        if others := [key for key in self.changed if key not in loud]:
+            self.console.print(f"changed, without an effect on training: {', '.join(others)}")
 
     def _introduce(self, ahead: Preflight) -> None:
         """Print model, method, precision, engine and device."""

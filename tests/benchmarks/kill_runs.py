@@ -32,7 +32,7 @@ SETTINGS = (
     "data.max_rows=60", "train.max_length=64", "precision.health_every=0",
 )  # fmt: skip
 PER_RUN = 5
-PATIENCE = 240.0
+PATIENCE = 900.0
 """Seconds after which a process that did not get to its moment counts as a failure."""
 
 
