@@ -31,6 +31,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 
 class FinetuneError(Exception):
@@ -47,6 +49,9 @@ class FinetuneError(Exception):
         self.what, self.where, self.why, self.fix = what, where, why, fix
         parts = (("", what), ("where: ", where), ("why:   ", why), ("fix:   ", fix))
         super().__init__("\n  ".join(label + text for label, text in parts if text))
+
+    def __reduce__(self) -> Any:  # errors cross from the processes that convert rows
+        return partial(type(self), where=self.where, why=self.why, fix=self.fix), (self.what,)
 
     def __str__(self) -> str:  # KeyError and OSError would otherwise print only their repr or errno
         return str(self.args[0])

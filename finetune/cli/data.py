@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from finetune.cli import AsJson, Overrides, RecipeName
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
+
+if TYPE_CHECKING:
+    from finetune.training.ledger import CountedRows
 
 TRAINED, CONTEXT = "bold green", "dim"
 
@@ -39,11 +42,7 @@ def data(
         facts = {"description": found.rows.description, "notes": found.rows.notes}
         print(json.dumps({**facts, "train": found.ledger.as_json(), "rows": rows}))
         return
-    console.print(f"{checked.name}: {found.rows.description}", highlight=False)
-    for line in found.rows.notes:
-        console.print(Text(f"! {line}", style="yellow"))
-    for warns, line in found.ledger.lines():
-        console.print(Text(f"! {line}", style="yellow") if warns else line, highlight=False)
+    show_ledger(console, found)
     page = Console(record=True, file=io.StringIO(), width=100)
     for index, row in enumerate(shown):
         text = _decoded(found.tokenizer, row)
@@ -54,6 +53,15 @@ def data(
     if html is not None:
         _write(html, page.export_html())
         console.print(whole(f"page: {html}"), crop=False)
+
+
+def show_ledger(console: Console, found: CountedRows) -> None:
+    """Print what rows are, what is worth a warning, and their counts."""
+    console.print(f"data: {found.rows.description}", highlight=False)
+    for line in found.rows.notes:
+        console.print(Text(f"! {line}", style="yellow"))
+    for warns, line in found.ledger.lines():
+        console.print(Text(f"! {line}", style="yellow") if warns else f"      {line}")
 
 
 def _decoded(tokenizer: Any, row: dict[str, Any]) -> Text:

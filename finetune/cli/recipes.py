@@ -6,20 +6,26 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
 from rich.text import Text
 
 from finetune.cli import AsJson, Overrides, RecipeName
+from finetune.cli.data import show_ledger
 from finetune.config.paths import ASSETS
 from finetune.config.recipe import find_recipe, list_recipes, load_recipe
-from finetune.config.schema import RunConfig
+from finetune.config.schema import BUILTIN, RunConfig
 from finetune.config.yaml import read_text
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import ConfigError, DataNotFoundError, FinetuneError, ModelNotFoundError
 from finetune.logging import busy, output, whole
 
+if TYPE_CHECKING:
+    from finetune.training.ledger import CountedRows
+
+REACH_SECONDS = 3
+"""Time in which the hub has to answer before its cache alone is used."""
 SCHEMA = "recipe.schema.json"
 """JSON schema of recipes, which lies next to them."""
 
@@ -36,7 +42,7 @@ def _row(name: str, config: RunConfig) -> dict[str, Any]:
         "method": f"{'QLoRA' if config.model.storage else 'LoRA'} r={lora.r}" if lora else "full",
         "precision": f"fp8 {precision.scaling}" if fp8 else precision.compute,
         "length": str(config.train.get("max_length", "")),
-        "data": (config.data.path or config.data.name or "").rpartition("/")[2],
+        "data": config.data.label.rpartition("/")[2],
         "preview_gib": None if about is None else round(about.peak_gib, 2),
     }
 
@@ -181,8 +187,47 @@ def schema() -> None:
     print(json.dumps(RunConfig.model_json_schema(), indent=1))
 
 
+def _rows(config: RunConfig) -> tuple[CountedRows | None, str]:
+    """Rows of a recipe, counted; or the reason why they cannot be had here.
+
+    What lies on the hub may be out of reach, and says nothing against a recipe.
+
+    Raises:
+        DataError, DataNotFoundError: what lies here cannot be trained on.
+    """
+    from finetune.training.ledger import counted_rows
+
+    named = (config.data.hub, config.model.name)
+    if any(name and not name.startswith(BUILTIN) and not Path(name).exists() for name in named):
+        _stay_offline_if_out_of_reach()
+    try:
+        return counted_rows(config, sample=True), ""
+    except (ModelNotFoundError, DataNotFoundError) as error:
+        if isinstance(error, DataNotFoundError) and config.data.hub is None:
+            raise
+        return None, error.what
+
+
+def _stay_offline_if_out_of_reach() -> None:
+    """Let the hub's library use its cache alone where there is no hub: it would try for 40 s."""
+    import socket
+    import urllib.parse
+    import urllib.request
+
+    import datasets
+    from huggingface_hub import constants
+
+    host = urllib.parse.urlsplit(constants.ENDPOINT).hostname or ""
+    if urllib.request.getproxies():
+        return
+    try:
+        socket.create_connection((host, 443), timeout=REACH_SECONDS).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a recipe, show each layer's precision; loads no weights."""
+    """Check a recipe and its rows, show each layer's precision; loads no weights."""
     checked = load_recipe(recipe, overrides or ())
     with busy(output(stderr=True), f"checking {checked.name}"):
         from finetune.estimator.gate import bound_of, why_too_small
@@ -205,14 +250,19 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     except FinetuneError as error:
         here = f"not on this machine: {error.why or error.what}"
     short = why_too_small(need, device)
+    with busy(output(stderr=True), f"reading the rows of {checked.name}"):
+        rows, unread = _rows(config)
     if as_json:
         layers = [
             {"name": x.name, "shape": x.shape, "compute": x.compute, "held": x.stored,
              "reason": x.reason}
             for x in the_plan.layers
         ]  # fmt: skip
-        facts = {"recipe": checked.name, "here": here, "memory": str(need), "short": short}
+        facts: dict[str, Any] = {"recipe": checked.name, "here": here, "memory": str(need)}
+        facts["short"] = short
         facts |= {"storage": config.model.storage or "", "attention": str(attention)}
+        found = {"description": rows.rows.description, **rows.ledger.as_json()} if rows else {}
+        facts |= {"data": found or {"unread": unread}}
         print(json.dumps({**facts, "trainable": need.trainable, "layers": layers}, indent=1))
         return
     file = checked.source
@@ -224,5 +274,9 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     console.print(f"memory: at least {need}" + (f"; [red]too small here: {short}[/]" * bool(short)))
     console.print(f"precision here: {here}", style=None if resolution else "yellow")
     console.print(f"attention here: {attention}")
+    if rows is None:
+        console.print(f"data: not read: {unread}", style="yellow")
+    else:
+        show_ledger(console, rows)
     console.print("\n", the_plan, "", sep="")
     console.print(whole(f"next: python -m finetune estimate {recipe}"), crop=False)

@@ -4,33 +4,68 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from finetune.config.refusal import RefusedError
 from finetune.config.section import Section
+
+BUILTIN = "builtin:"
+"""Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""
+Sources = str | tuple[str, ...] | dict[str, PositiveFloat]
+"""One source of rows, several behind one another, or several mixed by weight."""
 
 
 class DataConfig(Section):
     """Rows to train on. Exactly one of `path` and `name`."""
 
-    path: str | None = Field(default=None, description="JSONL, JSON, CSV or Parquet file")
+    path: Sources | None = Field(
+        default=None,
+        description="JSONL, JSON, CSV, TSV, Parquet, Arrow or text, also compressed (`.gz`, "
+        "`.bz2`, `.xz`, `.zst`): a file, a folder, a glob (`rows/*.jsonl`), a list of these, or a "
+        "mixture by weight, `{a.jsonl: 0.7, b.jsonl: 0.3}`: rows are drawn in these shares until "
+        "each source was read once, so rows of the others are repeated",
+    )
     name: str | None = Field(default=None, description="hub data set, or `builtin:harbour`")
-    subset: str | None = Field(default=None, description="hub configuration name")
+    subset: Sources | None = Field(
+        default=None,
+        description="hub configuration name; a list of them, or a mixture by weight as in `path`",
+    )
     split: str = Field(default="train", description="split to train on")
-    eval_path: str | None = Field(default=None, description="file of eval rows")
+    streaming: bool = Field(
+        default=False,
+        description="read rows while training, without a copy on disk and with flat memory; needs "
+        "`train.max_steps`. Rows begin anew when all were read; resuming reads skipped rows again",
+    )
+    shuffle_buffer: PositiveInt = Field(
+        default=1000,
+        description="streaming: rows held in memory, of which the next is drawn at random; 1 keeps "
+        "the order",
+    )
+    eval_path: str | None = Field(default=None, description="file, folder or glob of eval rows")
     eval_split: str | None = Field(default=None, description="hub split of eval rows")
     eval_fraction: float = Field(
         default=0.05,
         ge=0.0,
         lt=1.0,
-        description="share of the rows split off for evaluation when none are named",
+        description="share of the rows split off for evaluation when none are named; streaming: "
+        "of the first 10,000 rows of each source, its first ones",
     )
     seed: NonNegativeInt | None = Field(
         default=None,
         description="draws which rows `eval_fraction` holds out; left out: `train.seed`. Runs of "
         "several seeds that share it share their eval rows",
     )
-    max_rows: PositiveInt | None = Field(default=None, description="use only the first rows")
+    max_rows: PositiveInt | None = Field(
+        default=None, description="use only the first rows of each source"
+    )
     columns: dict[str, str] = Field(
         default={},
         description="names of columns, as a format has them -> as the rows have them, for instance "
@@ -44,6 +79,38 @@ class DataConfig(Section):
         default=(), description="questions that the model answers at each evaluation and at the end"
     )
 
+    @field_validator("path", "subset", mode="before")
+    @classmethod
+    def _by_weight(cls, value: Any, info: ValidationInfo) -> Any:
+        """A list of `{path: ..., weight: ...}` is a mixture."""
+        if not isinstance(value, list | tuple) or not any(isinstance(x, dict) for x in value):
+            return value
+        key = str(info.field_name)
+        if not all(isinstance(x, dict) and {key} <= set(x) <= {key, "weight"} for x in value):
+            raise RefusedError(
+                f"each of a list of {key} and weight needs {key}, and nothing else is known",
+                f"{key}=[{{{key}:a,weight:2}},{{{key}:b}}]",
+            )
+        return {x[key]: x.get("weight", 1.0) for x in value}
+
+    @property
+    def sources(self) -> dict[str, float | None]:
+        """Paths, or subsets of the data set `name`, and their weights; None where none is given."""
+        given = self.path if self.path is not None else self.subset
+        if isinstance(given, dict):
+            return dict(given)
+        return dict.fromkeys(given if isinstance(given, tuple) else (given or "",))
+
+    @property
+    def label(self) -> str:
+        """Path or name of the rows, as it is shown."""
+        return ", ".join(self.sources) if self.path is not None else self.name or ""
+
+    @property
+    def hub(self) -> str | None:
+        """Name on the hub; None of files and of packaged rows."""
+        return self.name if self.name is not None and not self.name.startswith(BUILTIN) else None
+
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
         if (self.path is None) == (self.name is None):
@@ -54,6 +121,15 @@ class DataConfig(Section):
         if self.seed is not None and (self.eval_path or self.eval_split or not self.eval_fraction):
             raise RefusedError(
                 "seed draws the rows that eval_fraction sets aside: none here", "~seed"
+            )
+        for key in ("path", "subset"):
+            given = getattr(self, key)
+            if given is not None and not (self.sources and all(self.sources)):
+                raise RefusedError(f"{key} is empty", f"{key}=NAME", f"~{key}")
+        if not self.streaming and self._changed("shuffle_buffer"):
+            raise RefusedError(
+                "shuffle_buffer is about streaming; rows are shuffled whole without it",
+                *("~shuffle_buffer", "streaming=true"),
             )
         return self
 

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from finetune.config.checkpoints import CheckpointsConfig, ResumeConfig
+from finetune.config.data import BUILTIN as BUILTIN
 from finetune.config.data import DataConfig, EvalConfig
 from finetune.config.refusal import RefusedError
 from finetune.config.section import Section
@@ -33,9 +34,6 @@ Scaling = Literal[
 Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Storage = Literal["nf4", "fp8"]
-
-BUILTIN = "builtin:"
-"""Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""
 
 
 def _compute_of(value: Any) -> Any:

@@ -177,6 +177,13 @@ def sft_config(
             why="accelerate shards on GPUs only, and would run plain data parallelism silently",
             fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",
         )
+    if config.data.streaming and int(train.get("max_steps") or -1) <= 0:
+        raise ConfigError(
+            "streamed rows need a number of steps",
+            where="data.streaming=true, and no train.max_steps",
+            why="the length of a stream is not known before its end, nor are epochs of it",
+            fix="train.max_steps=1000, or ~data.streaming",
+        )
     compute = config.precision.compute
     # Every parameter of a causal language model takes part; looking for idle ones costs time.
     settings = {"ddp_find_unused_parameters": False, **settings}

@@ -180,7 +180,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
 
     tokenizer, _ = load_tokenizer(config.model)
     rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
-    held_out = rows.train if rows.eval is None else rows.eval
+    held_out = rows.first(EVALUATION_ROWS) if rows.eval is None else rows.eval
     kind = "training rows (the run held none out)" if rows.eval is None else "held-out rows"
     evaluation = _first(held_out, EVALUATION_ROWS)
     train = {key: value for key, value in config.train.items() if key in ABOUT_ROWS}
@@ -190,7 +190,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
         trainer = SFTTrainer(
             model=model,
             args=sft_config(only, Path(scratch), rows.settings, on_cpu=this_device().kind == "cpu"),
-            train_dataset=_first(rows.train, CALIBRATION_ROWS),
+            train_dataset=rows.first(CALIBRATION_ROWS),
             eval_dataset=evaluation,
             processing_class=tokenizer,
         )

@@ -54,7 +54,7 @@ def model_card(
     )
     template.filters["exp"] = math.exp
     text = (ASSETS / "model_card.md.j2").read_text(encoding="utf-8")
-    base, data = config.model.name, config.data.path or config.data.name or ""
+    base, data = config.model.name, config.data.label
     environment = receipt.get("environment", {})
     return template.from_string(text).render(
         adapter=adapter,

@@ -37,6 +37,7 @@ def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
     named = named_trainable(model)
     lines = "\n".join(sorted(f"{name} {tuple(p.shape)}" for name, p in named.items()))
     held_out, (_, conversion) = trainer.eval_dataset, running.training
+    rows = trainer.train_dataset
     return {
         "trainable parameters": {
             "count": sum(p.numel() for p in named.values()),
@@ -56,7 +57,7 @@ def conditions_of(trainer: Any, running: Session) -> dict[str, Any]:
         },
         "length of the run": {"steps": trainer.state.max_steps},
         "data and its order": {
-            "rows": len(trainer.train_dataset),
+            "rows": len(rows) if hasattr(rows, "__len__") else "a stream",
             "held out": None if held_out is None else len(held_out),
             "seed": args.seed,
             "data_seed": args.data_seed,

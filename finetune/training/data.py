@@ -6,27 +6,30 @@ packing are TRL's, and counted (`finetune.training.ledger`).
 
 from __future__ import annotations
 
-import csv
-import glob
+import hashlib
+import itertools
 import json
-import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
-from finetune.config.paths import user_path
-from finetune.config.schema import BUILTIN, DataConfig, ModelConfig
-from finetune.errors import DataError, DataNotFoundError, did_you_mean
-from finetune.training.json_checks import check_document, check_lines
-from finetune.training.model import ASSETS, load_shape
-from finetune.training.rows import formatted, unused_keys
+from finetune.config.schema import DataConfig, ModelConfig
+from finetune.errors import DataError
+from finetune.training.model import load_shape
+from finetune.training.rows import TRAINED_TURNS, formatted, formatted_stream
+from finetune.training.sources import Source, files_of, reading, sources_of
+from finetune.training.templates import training_template, unused_parts
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-ADD_ROWS = 'add rows, such as {"prompt": "Where?", "completion": "Here."}'
+HEAD = 10_000
+"""Rows of a stream that `eval_fraction` is a share of."""
+SAMPLE = 1000
+"""Rows that stand for a stream, or for large files, where all are not worth the time."""
+LARGE = 32 << 20
+"""Bytes of files from which on a sample is counted before training."""
 
 
 @dataclass(frozen=True)
@@ -34,60 +37,88 @@ class Rows:
     """Training and evaluation rows in one of TRL's formats.
 
     Attributes:
-        train: training rows.
+        train: training rows; a stream does not end.
         eval: evaluation rows, or None.
         description: the recognized format, in a few words.
         settings: `SFTConfig` arguments that the format implies, unless the recipe sets them.
         refused: training rows that were skipped, since they cannot be trained on.
         notes: what is worth a warning.
+        sample: the first training rows, where `train` is a stream.
+        sampled: number of rows that were read, if that is not all.
+        fingerprint: of a stream's sources, which is too long to be compared row by row.
     """
 
-    train: Dataset
+    train: Dataset | IterableDataset
     eval: Dataset | None
     description: str
     settings: dict[str, Any]
     refused: int = 0
     notes: tuple[str, ...] = ()
+    sample: Dataset | None = None
+    sampled: int | None = None
+    fingerprint: str = ""
+
+    def first(self, count: int) -> Dataset:
+        """The first training rows."""
+        if self.sample is None:
+            rows = cast("Dataset", self.train)
+            return rows.select(range(min(count, len(rows))))
+        return _held(self.train, count)
 
 
-def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Rows:
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one source, converted.
+
+    Attributes:
+        weight: share of the rows drawn from it; None: all, once.
+    """
+
+    source: Source
+    weight: float | None
+    kind: str
+    train: Dataset
+    eval: Dataset | None
+    stream: IterableDataset | None = None
+    refused: dict[int, str] = field(default_factory=dict)
+    cut: int | None = None
+
+
+def load_data(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, *, sample: bool = False
+) -> Rows:
     """Load rows, recognize their format, and split off evaluation rows.
 
     Args:
         tokenizer: its chat template, if any, formats the turns.
-        seed: draws the evaluation rows, unless `data.seed` does.
+        seed: draws the evaluation rows, unless `data.seed` does, and the order of streams.
+        sample: read only the first rows of large files and of the hub.
 
     Raises:
         DataNotFoundError: no such file or hub data set.
         DataError: no rows, an unknown format, or a malformed row; with file and line.
     """
-    source = source_of(data)
-    rows, held_out = _load(data, data.path, data.split, "data.path"), None
+    sources = sources_of(data)
     _refuse_hub_settings(data)
-    if data.eval_path or data.eval_split:
-        held_out = _load(data, data.eval_path, data.eval_split or data.split, "data.eval_path")
-    if data.max_rows is not None:
-        rows = rows.select(range(min(data.max_rows, len(rows))))
-    kind, rows, refused = formatted(rows, tokenizer, source, data)
-    notes = list(unused_keys(rows, tokenizer, source)) if kind == "messages" else []
+    parts = [_part(one, weight, data, tokenizer, seed, sample) for one, weight in sources]
+    parts = _alike(parts)
+    kind, notes = parts[0].kind, list[str]()
+    settings: dict[str, Any] = {}
+    if kind == "messages":
+        for part in parts:
+            found = unused_parts(part.train, tokenizer, part.source.label)
+            notes += [note for note in found if note not in notes]
+    refused = {(p.source.label, i): why for p in parts for i, why in p.refused.items()}
     if refused:
         notes.append(
             f"{len(refused):,} rows are skipped; the first: {next(iter(refused.values()))}"
         )
-    if held_out is not None:
-        _, held_out, _ = formatted(held_out, tokenizer, data.eval_path or source, data)
-    elif data.eval_fraction > 0 and len(rows) > 1:
-        count = max(1, round(len(rows) * data.eval_fraction))
-        split = rows.train_test_split(
-            test_size=count, seed=seed if data.seed is None else data.seed
-        )
-        rows, held_out = split["train"], split["test"]
-    description = f"{kind}, {len(rows):,} training rows"
+    held_out = _held_out(data, tokenizer, parts)
+    train, description = _joined(parts, data, seed)
     if held_out is not None:
         description += f", {len(held_out):,} eval rows"
-    settings: dict[str, Any] = {}
     if kind == "messages":
-        settings["assistant_only_loss"] = _can_mask_assistant(tokenizer)
+        settings["assistant_only_loss"] = training_template(tokenizer) is not None
         on = "the assistant's turns" if settings["assistant_only_loss"] else "every token"
         description += f", loss on {on}"
         if not settings["assistant_only_loss"]:
@@ -95,17 +126,179 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -
                 "the chat template has no {% generation %} markers, so the user's turns are "
                 "trained on too; give prompt and completion, or a template with markers"
             )
-    return Rows(rows, held_out, description, settings, len(refused), tuple(notes))
+    streams = any(part.stream is not None for part in parts)
+    if streams:  # processes read the stream themselves: rows of a batch differ in length
+        settings["accelerator_config"] = {"dispatch_batches": False}
+    cut = [part.cut for part in parts if part.cut is not None]
+    facts = [(p.source.fingerprint(), p.weight) for p in parts] if streams else []
+    return Rows(
+        train, held_out, description, settings, len(refused), tuple(notes),
+        sample=_concatenated([part.train for part in parts]) if streams else None,
+        sampled=sum(cut) if cut else None,
+        fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest() if streams else "",
+    )  # fmt: skip
 
 
-def source_of(data: DataConfig) -> str:
-    """Path or name of the training rows."""
-    return data.path or data.name or ""
+def _part(
+    source: Source, weight: float | None, data: DataConfig, tokenizer: Any, seed: int, sample: bool
+) -> _Part:
+    """Rows of a source, its evaluation rows set aside."""
+    splits = not (data.eval_path or data.eval_split) and data.eval_fraction > 0
+    small = source.size is not None and source.size < LARGE
+    if data.streaming and not sample:
+        return _streamed(source, weight, data, tokenizer, splits)
+    cut = None
+    if (sample and not small) or data.streaming:
+        rows = _held(source.read(streaming=True), SAMPLE + 1, source)
+        cut = SAMPLE if len(rows) > SAMPLE else None
+        rows = rows.select(range(min(SAMPLE, len(rows))))
+    else:
+        rows = cast("Dataset", source.read(streaming=False))
+    if data.max_rows is not None:
+        cut = cut if data.max_rows > len(rows) else None
+        rows = rows.select(range(min(data.max_rows, len(rows))))
+    kind, rows, refused = formatted(rows, tokenizer, source.label, data)
+    held_out = None
+    if splits and len(rows) > 1:
+        count = max(1, round(len(rows) * data.eval_fraction))
+        seed = seed if data.seed is None else data.seed
+        split = rows.train_test_split(test_size=count, seed=seed)
+        rows, held_out = split["train"], split["test"]
+    return _Part(source, weight, kind, rows, held_out, refused=refused, cut=cut)
+
+
+def _streamed(
+    source: Source, weight: float | None, data: DataConfig, tokenizer: Any, splits: bool
+) -> _Part:
+    """A stream, whose first rows are held: for evaluation, and to stand for the others."""
+    stream = cast("IterableDataset", source.read(streaming=True))
+    if data.max_rows is not None:
+        stream = stream.take(data.max_rows)
+    with reading(source):
+        count = sum(1 for _ in itertools.islice(stream, HEAD)) if splits else 0
+    first = min(max(1, round(count * data.eval_fraction)), count - 1) if count > 1 else 0
+    kind, held, refused = formatted(
+        _held(stream, first + SAMPLE, source), tokenizer, source.label, data
+    )
+    rest = formatted_stream(stream.skip(first), held, tokenizer, source.label, data, first)
+    good = first - sum(index < first for index in refused)
+    held_out = held.select(range(good)) if good else None
+    sample = held.select(range(good, len(held)))
+    return _Part(source, weight, kind, sample, held_out, rest, refused)
+
+
+def _held(rows: Any, count: int, source: Source | None = None) -> Dataset:
+    """The first rows of a stream, in memory."""
+    from contextlib import nullcontext
+
+    from datasets import Dataset
+
+    with reading(source) if source is not None else nullcontext():
+        return Dataset.from_list(list(itertools.islice(rows, count)), features=rows.features)
+
+
+def _held_out(data: DataConfig, tokenizer: Any, parts: Sequence[_Part]) -> Dataset | None:
+    """Rows to evaluate on: those that are named, or those that each source has set aside."""
+    if not (data.eval_path or data.eval_split):
+        found = [part.eval for part in parts if part.eval is not None]
+        return _concatenated(found) if found else None
+    if data.eval_path:
+        sources = [files_of(data.eval_path, "data.eval_path")]
+    else:
+        named = data.model_copy(update={"split": data.eval_split})
+        sources = [source for source, _ in sources_of(named)]
+    rows = [cast("Dataset", source.read(streaming=False)) for source in sources]
+    return _concatenated(
+        [
+            formatted(one, tokenizer, source.label, data)[1]
+            for one, source in zip(rows, sources, strict=True)
+        ]
+    )
+
+
+# ---------------------------------------------------------------------------------------- mixture
+
+
+def _alike(parts: list[_Part]) -> list[_Part]:
+    """Parts in one format.
+
+    Raises:
+        DataError: they are in several, so that the loss would be on different parts of rows.
+    """
+    kinds = {part.kind: part for part in parts}
+    columns = {frozenset(part.train.column_names) - {"tools", "chat_template_kwargs", TRAINED_TURNS}
+               for part in parts}  # fmt: skip
+    if len(columns) > 1:
+        shown = [f"{part.source.label}: {kind}" for kind, part in kinds.items()]
+        raise DataError(
+            "the sources are in several formats",
+            where="; ".join(shown),
+            why="one run has one kind of rows: the loss is on the same parts of each",
+            fix="bring them into one, such as messages, or rename columns (data.columns)",
+        )
+    return parts
+
+
+def _joined(
+    parts: list[_Part], data: DataConfig, seed: int
+) -> tuple[Dataset | IterableDataset, str]:
+    """Training rows of all sources: behind one another, or drawn by weight."""
+    from datasets import concatenate_datasets, interleave_datasets
+
+    weights = [part.weight for part in parts if part.weight is not None]
+    total, kind = sum(weights), parts[0].kind
+    if parts[0].stream is not None:
+        streams: list[Any] = [part.stream for part in parts]
+        names = ", ".join(_share(part, total) for part in parts)
+        description = f"{kind}, streamed from {names}"
+        if not weights:
+            whole: Any = concatenate_datasets(streams)
+            return _unending(whole, data, seed), description
+        streams = [_unending(one, data, seed) for one in streams]
+        shares = [weight / total for weight in weights]
+        return interleave_datasets(streams, shares, seed), description
+    if not weights:
+        train = _concatenated([part.train for part in parts])
+        of = f" of {len(parts)} sources" if len(parts) > 1 else ""
+        return train, f"{kind}, {len(train):,} training rows{of}"
+    shares = [weight / total for weight in weights]
+    train: Any = interleave_datasets(
+        [part.train for part in parts], shares, seed, stopping_strategy="all_exhausted"
+    )
+    times = ", ".join(
+        f"{_share(part, total)} x {share * len(train) / len(part.train):.2g}"
+        for part, share in zip(parts, shares, strict=True)
+    )
+    return train, f"{kind}, {len(train):,} training rows mixed of {times}"
+
+
+def _share(part: _Part, total: float) -> str:
+    files = f" ({len(part.source.files)} files)" if len(part.source.files) > 1 else ""
+    share = "" if part.weight is None else f"{part.weight / total:.0%} "
+    subset = f" {part.source.hub[1]}" if part.source.hub[1] else ""
+    return f"{share}{part.source.label}{subset}{files}"
+
+
+def _unending(rows: Any, data: DataConfig, seed: int) -> Any:
+    """A stream in another order than its source's, which begins anew at its end.
+
+    Without an end the trainer counts no epochs, of which it could not know the length: a resumed
+    run skips as many batches as were trained on, wherever in the rows that leads.
+    """
+    if data.shuffle_buffer > 1:
+        rows = rows.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
+    return rows.repeat(None)
+
+
+def _concatenated(parts: list[Dataset]) -> Dataset:
+    from datasets import concatenate_datasets
+
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
 def _refuse_hub_settings(data: DataConfig) -> None:
     """Reject splits and subsets of a file: only the hub has them."""
-    if data.path is None and not str(data.name).startswith(BUILTIN):
+    if data.hub is not None:
         return
     for key in ("eval_split", "subset", "split"):
         if getattr(data, key) != DataConfig.model_fields[key].default:
@@ -114,162 +307,6 @@ def _refuse_hub_settings(data: DataConfig) -> None:
                 where=f"data.{key}",
                 fix=f"~data.{key}; eval rows come from data.eval_path or data.eval_fraction",
             )
-
-
-def _can_mask_assistant(tokenizer: PreTrainedTokenizerBase) -> bool:
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    if has_generation_markers(tokenizer.chat_template):
-        return True
-    try:
-        return get_training_chat_template(tokenizer) is not None
-    except ValueError:  # TRL cannot mark the turns of this template
-        return False
-
-
-# ------------------------------------------------------------------------------------------- load
-
-
-def _load(data: DataConfig, path: str | None, split: str, where: str) -> Dataset:
-    if path is not None:
-        return _load_file(user_path(path), where)
-    assert data.name is not None
-    if not data.name.startswith(BUILTIN):
-        return _load_hub(data, data.name, split)
-    packaged = {BUILTIN + file.stem: file for file in (ASSETS / "data").glob("*.jsonl")}
-    if data.name not in packaged:
-        raise DataNotFoundError(
-            f"there is no packaged data set {data.name!r}{did_you_mean(data.name, packaged)}",
-            where="data.name",
-            fix=f"packaged data sets: {', '.join(packaged)}",
-        )
-    return _load_file(packaged[data.name], "data.name")
-
-
-def _load_file(path: Path, where: str) -> Dataset:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    where, loader = f"{where}: {path}", LOADERS.get(path.suffix.lower())
-    if not os.path.isfile(path):  # False of a name that no file can have
-        siblings = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise DataNotFoundError(
-            f"there is no data file {str(path)!r}{did_you_mean(path.name, siblings)}",
-            where=where.replace(str(path), str(path.absolute())),
-            fix="give a JSONL, JSON, CSV or Parquet file, absolute or relative to this folder",
-        )
-    if loader is None:
-        raise DataError(
-            f"{path.name}: files of type {path.suffix or '(none)'!r} cannot be read",
-            where=where,
-            fix=f"use {', '.join(LOADERS)}",
-        )
-    if path.stat().st_size == 0:
-        raise DataError(f"{path.name} is empty", where=where, fix=ADD_ROWS)
-    no_rows = DataError(f"{path.name} has no rows", where=where, fix=ADD_ROWS)
-    try:
-        if loader == "json":
-            _check_json(path)
-        options = _csv_as_text(path) if loader == "csv" else {}
-        rows: Any = load_dataset(
-            loader, data_files=glob.escape(str(path)), split="train", **options
-        )
-    except DataError:
-        raise
-    except (DatasetGenerationError, *_UNREADABLE) as error:
-        if isinstance(error, OSError) and error.filename not in (None, str(path)):
-            raise DataError(
-                f"{path.name} could not be cached",
-                where=str(error.filename),
-                why=str(error.strerror),
-                fix="set HF_HOME to a folder that can be written",
-            ) from error
-        if "corresponds to no data" in str(error):
-            raise no_rows from None
-        raise _unreadable(path, loader, error) from error
-    if not len(rows):
-        raise no_rows
-    return rows
-
-
-_UNREADABLE = (ValueError, OSError, TypeError, LookupError, AttributeError, csv.Error)
-"""Errors by which `datasets` and what it calls refuse a file."""
-
-
-def _check_json(path: Path) -> None:
-    if path.suffix.lower() == ".json":
-        check_document(path.read_bytes(), path)
-        return
-    with path.open("rb") as lines:
-        check_lines(lines, path)
-
-
-def _csv_as_text(path: Path) -> dict[str, Any]:
-    """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing.
-
-    Raises:
-        DataError: a line has more or fewer cells than the header; pandas would shift its columns.
-    """
-    from datasets import Features, Value
-
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = csv.reader(file)
-        header = next(lines, [])
-        for cells in lines:
-            if cells and len(cells) != len(header):
-                raise DataError(
-                    f"{path.name} has a row of {len(cells)} cells under {len(header)} columns",
-                    where=f"{path}:{lines.line_num}",
-                    why="its columns would be shifted",
-                    fix="quote cells that hold a comma or a line break, or remove the row",
-                )
-    features = Features({column: Value("string") for column in header})
-    return {"features": features, "keep_default_na": False} if header else {}
-
-
-def _unreadable(path: Path, loader: str, error: Exception) -> DataError:
-    where, why = str(path), str(error.__cause__ or error).strip().splitlines()[0]
-    lines = path.read_text("utf-8", "replace").split("\n") if path.suffix == ".jsonl" else []
-    for number, line in enumerate(lines, 1):
-        try:
-            problem = "each line must be one JSON object"
-            if not line.strip() or isinstance(json.loads(line), dict):
-                continue
-        except json.JSONDecodeError as found:
-            problem = f"not JSON: {found.msg}"
-        except RecursionError:
-            problem = "nested too deep"
-        where, why = f"{path}:{number}", problem
-        break
-    return DataError(
-        f"{path.name} cannot be read as {loader}",
-        where=where,
-        why=why,
-        fix="fix that line; every row needs the same columns with the same types",
-    )
-
-
-def _load_hub(data: DataConfig, name: str, split: str) -> Dataset:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-
-    try:
-        rows: Any = load_dataset(name, data.subset, split=split)
-    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
-        raise DataNotFoundError(
-            f"the data set {name!r} could not be loaded",
-            where=f"data.name (split {split!r})",
-            why=str(error).strip().splitlines()[0],
-            fix="check the name, split and your connection, or use a file: data.path=mine.jsonl "
-            "data.name=null",
-        ) from error
-    if not len(rows):
-        raise DataError(
-            f"{name} has no rows in split {split!r}",
-            where="data.name",
-            fix="data.split=NAME of a split that has rows; the data set's page lists them",
-        )
-    return rows
 
 
 # ------------------------------------------------------------------------------------ random rows

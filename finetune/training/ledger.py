@@ -6,13 +6,13 @@
 TRL tokenizes, masks, truncates and packs (`SFTTrainer._prepare_dataset`), and drops rows of which
 truncation leaves no trained token without a word. `AccountedTrainer` lets it do so in two steps,
 first everything but truncating and packing, counts what is there, and lets it finish: the prepared
-rows are those of one step.
+rows are those of one step. Of a stream, and of large files before a run, a sample is counted.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,16 @@ import numpy as np
 from datasets import Dataset
 from jinja2 import TemplateError
 from trl import SFTTrainer
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.chat_template_utils import has_generation_markers
+from trl.data_utils import is_conversational
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import REFUSALS, refused, sft_config, with_checkpointing
-from finetune.errors import DataError
+from finetune.errors import DataError, FinetuneError
 from finetune.training.data import Rows, load_data
 from finetune.training.model import load_tokenizer
+from finetune.training.rows import TRAINED_TURNS, workers
+from finetune.training.templates import training_template
 
 MASKED = -100
 """Label of a token that has no part in the loss (torch's cross-entropy)."""
@@ -46,10 +49,13 @@ class Ledger:
         cut: tokens behind `max_length`, those of dropped rows included.
         trained: tokens with a part in the loss, after truncation.
         longest: tokens of the longest row.
-        stops: rows whose last trained token is the one that ends an answer.
+        stops: rows whose last trained token, white space apart, is one that ends an answer.
         bins: packed rows; None without packing.
         max_length: the limit; None without one.
         refused: rows that could not be read and were skipped (`data.on_bad_row`).
+        chat: True if the rows are turns of a conversation.
+        sampled: rows that were looked at, where these are not all.
+        pad_is_stop: True if the padding token is the end-of-text token.
     """
 
     rows: int
@@ -63,6 +69,14 @@ class Ledger:
     bins: int | None
     max_length: int | None
     refused: int = 0
+    chat: bool = False
+    sampled: int | None = None
+    pad_is_stop: bool = False
+
+    @property
+    def read(self) -> int:
+        """Rows that were read: refused, dropped or trained on."""
+        return self.rows + self.refused
 
     @property
     def kept(self) -> int:
@@ -83,6 +97,8 @@ class Ledger:
 
     def lines(self) -> Iterator[tuple[bool, str]]:
         """(is a warning, line) for the console."""
+        if self.sampled is not None:
+            yield False, f"the first {self.sampled:,} rows, which stand for all:"
         facts = [f"{self.kept:,} tokens", f"{self.share:.1%} of them trained"]
         facts.append(f"longest row {self.longest:,}")
         if self.efficiency is not None:
@@ -103,15 +119,22 @@ class Ledger:
                 f"{self.truncated:,} rows are longer than train.max_length={self.max_length} and "
                 f"are cut: {self.cut / self.tokens:.1%} of all tokens are not trained on",
             )
+        if self.chat and self.trained == self.kept:
+            yield True, "100% of the tokens of chat rows are trained on: the user's turns too"
         if not self.stops and self.trained:
             yield True, "no row ends with a trained stop token: answers may not end"
+        if self.pad_is_stop:
+            yield False, "padding is the end-of-text token; only padding is masked, not ends"
 
     def as_json(self) -> dict[str, Any]:
         """For the receipt."""
-        return asdict(self) | {"trained_share": self.share, "packing_efficiency": self.efficiency}
+        facts = {"trained_share": self.share, "packing_efficiency": self.efficiency}
+        return asdict(self) | facts | {"read": self.read, "stop_token_trained": self.stops > 0}
 
 
-def account(rows: Dataset, args: Any, *, packing: bool, stops: set[int]) -> Ledger:
+def account(
+    rows: Dataset, args: Any, *, packing: bool, stops: set[int], blank: Callable[[int], bool]
+) -> Ledger:
     """Count a tokenized data set with the columns `input_ids` and `labels`.
 
     Args:
@@ -119,6 +142,7 @@ def account(rows: Dataset, args: Any, *, packing: bool, stops: set[int]) -> Ledg
         args: `SFTConfig`.
         packing: as these rows are packed.
         stops: ids that end an answer.
+        blank: True of ids that are white space, which some templates have behind the end.
     """
     limit, at_start = args.max_length, args.truncation_mode == "keep_start" or packing
     splits = packing and args.packing_strategy in ("bfd_split", "wrapped")
@@ -140,9 +164,8 @@ def account(rows: Dataset, args: Any, *, packing: bool, stops: set[int]) -> Ledg
         per_row = np.bincount(np.repeat(np.arange(lengths.size), lengths), counted, lengths.size)
         kept = np.minimum(lengths, limit) if limit is not None and not splits else lengths
         drops = (per_row == 0) & (not packing)
-        last = np.maximum.reduceat(
-            np.where(counted, np.arange(labels.size), -1), starts[lengths > 0]
-        )
+        solid = counted & ~np.isin(labels, [x for x in np.unique(labels) if x >= 0 and blank(x)])
+        last = np.maximum.reduceat(np.where(solid, np.arange(labels.size), -1), starts[lengths > 0])
         found["rows"] += lengths.size
         found["dropped"] += int(drops.sum())
         found["truncated"] += int(((kept < lengths) & ~drops).sum())
@@ -193,29 +216,84 @@ class AccountedTrainer(SFTTrainer):
             DataError: no token of any row would be trained on.
         """
         prepare = super()._prepare_dataset
-        if not isinstance(dataset, Dataset):
-            return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
+        held = isinstance(dataset, Dataset)
+        if held and args.dataset_num_proc is None:
+            args = copy.copy(args)
+            args.dataset_num_proc = whole.dataset_num_proc = workers(len(dataset))
+        chat = is_conversational(next(iter(dataset)))
         try:
             tokenized: Any = prepare(
                 dataset, processing_class, whole, False, formatting_func, dataset_name
             )
         except (TemplateError, TypeError, RuntimeError) as error:
-            raise DataError(
-                f"a row of the {dataset_name} set cannot be put into the model's chat template",
-                where="data",
-                why=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-                fix="look at the rows that have keys or roles which the template does not expect",
-            ) from error
-        found = account(tokenized, args, packing=packing, stops=_stops(self._tokenizer))
-        if not found.trained:
-            raise nothing_trained(found, dataset_name)
+            raise _not_formatted(dataset_name, error) from error
+        if TRAINED_TURNS in (tokenized.column_names or next(iter(tokenized))):
+            processes = {"num_proc": whole.dataset_num_proc} if held else {}
+            tokenized = tokenized.map(_only_trained_turns, **processes)
+        tokenizer, found = self._tokenizer, None
+        if held:
+            found = account(
+                tokenized, args, packing=packing, stops=_stops(tokenizer),
+                blank=lambda token: not str(tokenizer.decode([token])).strip(),
+            )  # fmt: skip
+            if not found.trained:
+                raise nothing_trained(found, dataset_name)
         done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
-        bins = len(done) if packing else None
-        known = self.__dict__.setdefault("ledgers", {})
-        known[dataset_name] = replace(found, bins=bins)
+        if found is not None:
+            self.__dict__.setdefault("ledgers", {})[dataset_name] = replace(
+                found,
+                bins=len(done) if packing else None,
+                chat=chat,
+                pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
+            )
         return done
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Next batches; what is wrong with a stream's rows shows when they are read."""
+        try:
+            return super().get_batch_samples(*args, **kwargs)
+        except (TemplateError, TypeError, ValueError, RuntimeError, OSError, EOFError) as error:
+            if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
+                raise
+            raise _not_formatted("train", error, step=self.state.global_step) from error
+
+
+def _only_trained_turns(row: dict[str, Any]) -> dict[str, Any]:
+    """Labels without those of turns that are not trained on: the n-th run is the n-th turn's.
+
+    Raises:
+        DataError: the template marks another number of parts than there are turns.
+    """
+    flags, labels = row[TRAINED_TURNS], np.asarray(row["labels"])
+    if flags is None or all(flags):
+        return {"labels": row["labels"]}
+    on = labels != MASKED
+    begins = on & ~np.concatenate([[False], on[:-1]])
+    if begins.sum() != len(flags):
+        raise DataError(
+            f"{len(flags)} turns of the assistant are marked in {begins.sum()} parts by the chat "
+            "template",
+            where="data: a row with a turn that is not to be trained on (weight, train, loss)",
+            why="it is not known which part belongs to which turn",
+            fix="remove the flags, or give prompt and completion, or a template with "
+            "{% generation %} markers around each turn",
+        )
+    kept = on & np.asarray(flags)[np.cumsum(begins) - 1]
+    return {"labels": np.where(kept, labels, MASKED).tolist()}
+
+
+def _not_formatted(name: str, error: BaseException, step: int | None = None) -> DataError:
+    return DataError(
+        f"a row of the {name} set cannot be put into the model's chat template"
+        if step is None
+        else f"the stream of rows broke off at step {step}",
+        where="data",
+        why=f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}",
+        fix="look at the rows that have keys or roles which the template does not expect, or skip "
+        "and count them: data.on_bad_row=skip",
+    )
 
 
 @dataclass(frozen=True)
@@ -234,14 +312,22 @@ class CountedRows:
     tokenizer: Any
 
 
-def counted_rows(config: RunConfig) -> CountedRows:
+def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
     """Load, tokenize and count the training rows of a recipe, as its trainer would.
+
+    Args:
+        sample: read only the first rows of large files and of the hub.
 
     Raises:
         DataError, DataNotFoundError, ModelNotFoundError: rows or tokenizer cannot be had.
     """
     tokenizer, _ = load_tokenizer(config.model)
-    rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
+    rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)), sample=sample)
+    return count(rows, config, tokenizer)
+
+
+def count(rows: Rows, config: RunConfig, tokenizer: Any) -> CountedRows:
+    """Tokenize and count training rows as a trainer would; of a stream its first ones."""
     train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
     plain = with_checkpointing(config.model_copy(update={"train": train}), False)
     args = sft_config(plain, Path("runs"), rows.settings, on_cpu=True)
@@ -249,20 +335,19 @@ def counted_rows(config: RunConfig) -> CountedRows:
     state: Any = trainer
     state._tokenizer, state.chat_template = tokenizer, None
     if args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
-        state.chat_template = get_training_chat_template(tokenizer)
-    pairs = {"prompt", "completion"} <= set(rows.train.column_names)
+        state.chat_template = training_template(tokenizer)
+    held: Any = rows.train if rows.sample is None else rows.sample
+    pairs = {"prompt", "completion"} <= set(held.column_names)
     state.completion_only_loss = (
         pairs if args.completion_only_loss is None else args.completion_only_loss
     )
     prepare = trainer._prepare_dataset
+    prepared = prepare(held, tokenizer, args, args.packing, None, "train")
+    sampled = rows.sampled if rows.sample is None else len(held) + rows.refused
+    ledger = replace(trainer.ledgers["train"], refused=rows.refused, sampled=sampled)
     if args.packing:
-        prepare(rows.train, tokenizer, args, True, None, "train")
-        ledger = trainer.ledgers["train"]
-        prepared = prepare(rows.train, tokenizer, args, False, None, "train")
-    else:
-        prepared = prepare(rows.train, tokenizer, args, False, None, "train")
-        ledger = trainer.ledgers["train"]
-    return CountedRows(rows, prepared, replace(ledger, refused=rows.refused), tokenizer)
+        prepared = prepare(held, tokenizer, args, False, None, "train")
+    return CountedRows(rows, prepared, ledger, tokenizer)
 
 
 def _stops(tokenizer: Any) -> set[int]:

@@ -20,7 +20,7 @@ from finetune.errors import ConfigError
 from finetune.runs.checkpoints import Checkpoint
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 RULES = {
     "logged, reported, saved or evaluated, not trained": (
@@ -53,12 +53,21 @@ FIXED = (
 )
 """Settings that a checkpoint's tensors are shaped by."""
 
+PIECE = 1000
+"""Rows that are hashed at a time."""
 
-def rows_hash(*parts: Dataset | None) -> str:
-    """SHA-256 of rows in their order: any other row, column or order gives another."""
+
+def rows_hash(*parts: Dataset | IterableDataset | None, fingerprint: str = "") -> str:
+    """SHA-256 of rows in their order: any other row, column or order gives another.
+
+    Args:
+        parts: rows, or None.
+        fingerprint: stands for a stream among them.
+    """
     import pyarrow as pa
+    from datasets import Dataset
 
-    found = hashlib.sha256()
+    found = hashlib.sha256(fingerprint.encode())
 
     class Sink:
         closed = False
@@ -75,12 +84,15 @@ def rows_hash(*parts: Dataset | None) -> str:
 
     for rows in parts:
         found.update(b"rows" if rows is not None else b"none")
-        for table in (
-            () if rows is None else (rows.data.table, rows._indices and rows._indices.table)
-        ):
-            if table is not None:
-                with pa.ipc.new_stream(pa.PythonFile(Sink(), "w"), table.schema) as stream:
-                    stream.write_table(table, max_chunksize=1000)
+        if not isinstance(rows, Dataset):
+            continue
+        for table in (rows.data.table, rows._indices and rows._indices.table):
+            if table is None:
+                continue
+            with pa.ipc.new_stream(pa.PythonFile(Sink(), "w"), table.schema) as stream:
+                # Pieces of one length: chunks of a table depend on how many processes made it.
+                for start in range(0, len(table), PIECE):
+                    stream.write_table(table.slice(start, PIECE).combine_chunks())
     return found.hexdigest()
 
 

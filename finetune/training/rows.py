@@ -15,18 +15,20 @@ does not use is said, or refused where nothing would be left to learn.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import TemplateError
 
 from finetune.config.schema import DataConfig
 from finetune.errors import DataError, did_you_mean
+from finetune.training.templates import null_content
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 FORMATS = "messages; prompt and completion; instruction, input and output (Alpaca); text"
@@ -48,12 +50,16 @@ SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
     "function_call": "assistant", "observation": "tool",
 }  # fmt: skip
-SILENT = ("name", "thinking", "reasoning_content", "reasoning")
-"""Keys of a turn that a template may leave out without making the turn another one."""
-TRIED = 2000
-"""Rows in which keys are looked for that a template may leave out."""
+FLAGS = ("weight", "train", "loss")
+"""Keys of a turn that say if it is trained on, with 0 and 1 or a truth value."""
+TRAINED_TURNS = "trained_turns"
+"""Column with a truth value for each turn of the assistant, where not all of them are true."""
+MANY, MOST = 20_000, 16
+"""Rows from which on several processes convert and tokenize, and the most of these."""
 
 Converter = Callable[[dict[str, Any]], dict[str, Any]]
+Null = dict[str, Any]
+"""What a turn without content has for it, as its template takes it."""
 
 
 class _BadRowError(ValueError):
@@ -64,31 +70,10 @@ def formatted(
     rows: Dataset, tokenizer: PreTrainedTokenizerBase, source: str, data: DataConfig
 ) -> tuple[str, Dataset, dict[int, str]]:
     """Recognized format, the rows in TRL's, and skipped rows with their reasons."""
-    has_template = bool(tokenizer.chat_template)
     rows = _renamed(rows, data.columns, source)
-    kind, convert = _recognize(rows, has_template, source)
+    kind, convert = _recognize(rows, tokenizer, source)
     if kind == "tokenized":
         return kind, rows, {}
-    if kind == "messages" and not has_template:
-        raise DataError(
-            "these rows are chat messages, and the model's tokenizer has no chat template",
-            where=source,
-            why="base models often have none, and nothing then says how turns become text",
-            fix="take the -Instruct model, put a chat_template.jinja beside its tokenizer, or give "
-            "rows with columns prompt and completion, or text",
-        )
-
-    def numbered(row: dict[str, Any], index: int) -> dict[str, Any]:
-        try:
-            return convert(row)
-        except _BadRowError as error:
-            raise DataError(
-                f"row {index + 1} of {source} cannot be trained on",
-                where=f"{source}: row {index + 1}",
-                why=str(error),
-                fix="fix or remove that row",
-            ) from error
-
     refused: dict[int, str] = {}
     try:
         if data.on_bad_row == "skip":
@@ -101,14 +86,65 @@ def formatted(
                     why=f"the first: {next(iter(refused.values()))}",
                     fix=f"rows of one of: {FORMATS}",
                 )
-        return kind, _mapped(rows, numbered), refused
+        return kind, _mapped(rows, partial(_numbered, convert, source, 0)), refused
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8 text", where=source, why=str(error), fix="save it as UTF-8"
         ) from error
 
 
-def _renamed(rows: Dataset, names: dict[str, str], source: str) -> Dataset:
+def formatted_stream(
+    rows: IterableDataset, like: Dataset, tokenizer: Any, source: str, data: DataConfig, first: int
+) -> IterableDataset:
+    """A stream in the format that its first rows, `like`, have been brought into.
+
+    Args:
+        first: position of the stream's first row in its source.
+    """
+    from datasets import Features, List, Value
+
+    rows = _renamed(rows, data.columns, source)
+    kind, convert = _recognize(rows, tokenizer, source)
+    if kind == "tokenized":
+        return rows
+    features = Features(like.features)
+    if kind == "messages":
+        features[TRAINED_TURNS] = List(Value("bool"))
+    if data.on_bad_row == "skip":
+        rows = rows.filter(lambda row: not _problem(convert, row))
+    return rows.map(
+        partial(_numbered, convert, source, first),
+        with_indices=True,
+        remove_columns=rows.column_names,
+        features=features,
+    )
+
+
+def _numbered(
+    convert: Converter, source: str, first: int, row: dict[str, Any], index: int
+) -> dict[str, Any]:
+    """A converted row; its position is in the error of one that cannot be."""
+    try:
+        return convert(row)
+    except _BadRowError as error:
+        number = first + index + 1
+        raise DataError(
+            f"row {number} of {source} cannot be trained on",
+            where=f"{source}: row {number}",
+            why=str(error),
+            fix="fix or remove that row, or skip and count such rows: data.on_bad_row=skip",
+        ) from error
+
+
+def _problem(convert: Converter, row: dict[str, Any]) -> str:
+    try:
+        convert(dict(row))
+    except _BadRowError as error:
+        return str(error)
+    return ""
+
+
+def _renamed(rows: Any, names: dict[str, str], source: str) -> Any:
     """The rows under the names that a format has.
 
     Raises:
@@ -130,85 +166,94 @@ def _renamed(rows: Dataset, names: dict[str, str], source: str) -> Dataset:
 
 def _bad_rows(rows: Dataset, convert: Converter) -> dict[int, str]:
     """Index of every row that cannot be converted -> the reason."""
-    found = {}
-    for index, row in enumerate(rows):
-        try:
-            convert(dict(row))
-        except _BadRowError as error:
-            found[index] = f"row {index + 1}: {error}"
-    return found
+    from datasets import Features, Value
+
+    def reason(row: dict[str, Any]) -> dict[str, str]:
+        return {"reason": _problem(convert, row)}
+
+    found = rows.map(
+        reason, remove_columns=rows.column_names, num_proc=workers(len(rows)),
+        features=Features({"reason": Value("string")}), new_fingerprint=_made_by(rows, "reasons"),
+    )  # fmt: skip
+    reasons: Any = found["reason"]
+    return {i: f"row {i + 1}: {text}" for i, text in enumerate(reasons) if text}
 
 
-def _mapped(rows: Dataset, convert: Callable[..., dict[str, Any]]) -> Dataset:
+def workers(count: int) -> int | None:
+    """Processes that so many rows are worth; None: this one alone."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores or 1, MOST) if count >= MANY and (cores or 1) > 1 else None
+
+
+def _made_by(rows: Dataset, *what: Any) -> str:
+    """Name of converted rows in the cache of `datasets`: of the rows, and of this file's code."""
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]
+
+
+def _mapped(rows: Dataset, convert: Any) -> Dataset:
     """Rows converted; turns keep exactly the keys that each has, whatever others have."""
-    from datasets import Features, Json, List
+    import pyarrow.compute as pc
 
     first = convert(dict(rows[0]), 0)
-    of_turns = [key for key, value in first.items() if isinstance(value, list | dict)]
-    features = None
-    if of_turns:
-        features = Features({key: List(Json()) if key in of_turns else Json() for key in first})
-    return rows.map(
+    done = rows.map(
         convert,
         with_indices=True,
         remove_columns=rows.column_names,
-        load_from_cache_file=False,
-        features=features,
+        num_proc=workers(len(rows)),
+        features=_features(first),
+        new_fingerprint=_made_by(rows, *_arguments(convert)),
     )
+    if TRAINED_TURNS in done.column_names:
+        flags = done.data.table.column(TRAINED_TURNS)
+        if all(pc.all(chunk.flatten()).as_py() is not False for chunk in flags.chunks):
+            return done.remove_columns(TRAINED_TURNS)
+    return done
 
 
-def unused_keys(rows: Dataset, tokenizer: Any, source: str) -> list[str]:
-    """Keys of turns that the chat template leaves out, each tried on the first row that has it.
-
-    Raises:
-        DataError: it leaves out tools or tool calls: a turn that calls one would be empty.
-    """
-    seen: set[str] = set()
-    notes = []
-    few: Any = rows.select(range(min(len(rows), TRIED)))
-    for index, row in enumerate(few):
-        keys = {key for turn in row["messages"] for key in turn if turn[key]} - {"role", "content"}
-        keys |= {"tools"} if row.get("tools") else set()
-        for key in sorted(keys - seen):
-            seen.add(key)
-            if _rendered(row, tokenizer, "") != _rendered(row, tokenizer, key):
-                continue
-            if key in SILENT:
-                notes.append(f"the chat template does not use {key!r} of a turn")
-                continue
-            raise DataError(
-                f"the model's chat template does not use {key!r}",
-                where=f"{source}: row {index + 1}",
-                why="it would be left out in silence, and a turn that consists of it would train "
-                "an empty answer",
-                fix="take a model whose template knows tools, put a chat_template.jinja beside the "
-                "tokenizer, or remove the key from the rows",
-            )
-    return notes
+def _arguments(convert: Any) -> Iterator[Any]:
+    """Functions and arguments that a converter is made of, for a name in the cache."""
+    if isinstance(convert, partial):
+        for part in (convert.func, *convert.args):
+            yield from _arguments(part)
+    else:
+        yield getattr(convert, "__name__", convert)
 
 
-def _rendered(row: dict[str, Any], tokenizer: Any, without: str) -> str:
-    """A conversation as text, without a key; what went wrong, if it cannot be rendered."""
-    turns = [{k: v for k, v in turn.items() if k != without} for turn in row["messages"]]
-    tools = None if without == "tools" else row.get("tools")
-    try:
-        return tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+def _features(first: dict[str, Any]) -> Any:
+    """Columns of converted rows, by the first of them; None where `datasets` finds them itself."""
+    from datasets import Features, Json, List, Value
+
+    if not any(isinstance(value, list | dict) for value in first.values()):
+        return None
+    lists = ("messages", "prompt", "completion", "tools")
+    found: dict[str, Any] = {key: List(Json()) if key in lists else Json() for key in first}
+    if TRAINED_TURNS in first:
+        found[TRAINED_TURNS] = List(Value("bool"))
+    return Features(found)
 
 
-def _recognize(rows: Dataset, has_template: bool, source: str) -> tuple[str, Converter]:
+def _recognize(rows: Any, tokenizer: Any, source: str) -> tuple[str, Converter]:
     columns = set(rows.column_names)
+    null = null_content(tokenizer) if tokenizer.chat_template else None
     for column in ("messages", "conversations"):
+        if column in columns and null is None:
+            raise DataError(
+                "these rows are chat messages, and the model's tokenizer has no chat template",
+                where=source,
+                why="base models often have none, and nothing then says how turns become text",
+                fix="take the -Instruct model, put a chat_template.jinja beside its tokenizer, or "
+                "give rows with columns prompt and completion, or text",
+            )
         if column in columns:
-            return "messages", partial(_messages, column, _is_exact(rows, column))
+            return "messages", partial(_messages, column, _is_exact(rows, column), null)
     if "input_ids" in columns:
         return "tokenized", dict
     for kind, (ask, answer) in PAIRS.items():
         if {ask, answer} <= columns:
-            return kind, partial(_pair, ask, answer, has_template)
+            return kind, partial(_pair, ask, answer, null)
     if "chosen" in columns:
-        return "preferred answers", partial(_preferred, has_template)
+        return "preferred answers", partial(_preferred, null)
     if "text" in columns:
         return "text", lambda row: {"text": _text(row, "text")}
     raise DataError(
@@ -227,7 +272,7 @@ def _text(row: dict[str, Any], column: str) -> str:
     return value
 
 
-def _is_exact(rows: Dataset, column: str) -> bool:
+def _is_exact(rows: Any, column: str) -> bool:
     """True if turns hold the keys that their row gave them, as `datasets` reads mixed JSON.
 
     Where a column has one type, keys that only other rows have are there too, with None.
@@ -238,24 +283,55 @@ def _is_exact(rows: Dataset, column: str) -> bool:
     return isinstance(getattr(feature, "feature", feature), Json)
 
 
-def _messages(column: str, exact: bool, row: dict[str, Any]) -> dict[str, Any]:
+def _messages(column: str, exact: bool, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
     """Turns, whole, and the tools that they may call."""
     given = row[column] or ()
     given = given if isinstance(given, list | tuple) else (given,)
     turns = [_turn(turn, exact=exact) for turn in given]
-    if not any(turn["role"] == "assistant" for turn in turns):
+    trained = [_is_trained(turn) for turn in turns if turn["role"] == "assistant"]
+    if not trained:
         raise _BadRowError("no assistant turn, so there is nothing to learn")
-    found: dict[str, Any] = {"messages": turns}
-    tools = row.get("tools")
-    if isinstance(tools, str):  # as some sets store them
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise _BadRowError(f"'tools' is not JSON: {error.msg}") from None
+    if not any(trained):
+        raise _BadRowError("no assistant turn is to be trained on")
+    plain = [_plain(turn, null or {}) for turn in turns]
+    return {"messages": plain, TRAINED_TURNS: trained, **_beside(row)}
+
+
+def _plain(turn: dict[str, Any], null: Null) -> dict[str, Any]:
+    """A turn without flags, and with null content as the template takes it."""
+    found = {key: value for key, value in turn.items() if key not in FLAGS}
+    if found["content"] is None:
+        del found["content"]
+        return {"role": found.pop("role"), **null, **found}
+    return found
+
+
+def _is_trained(turn: dict[str, Any]) -> bool:
+    """True unless a flag of the turn is 0 or false.
+
+    Raises:
+        _BadRowError: a weight between, which no mask can express.
+    """
+    given = {key: turn[key] for key in FLAGS if turn.get(key) is not None}
+    for key, value in given.items():
+        if value not in (0, 1):
+            raise _BadRowError(f"{key}={value!r} on a turn: only 0 and 1 can be honored")
+    return all(given.values())
+
+
+def _beside(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns beside the turns that a template takes: tools, and arguments of its own."""
+    found: dict[str, Any] = {}
     if "tools" in row:
-        found["tools"] = _without_none(tools)
-    if isinstance(row.get("chat_template_kwargs"), dict):
-        found["chat_template_kwargs"] = _without_none(row["chat_template_kwargs"])
+        tools = row["tools"]
+        if isinstance(tools, str):  # as some sets store them
+            try:
+                tools = json.loads(tools) if tools.strip() else []
+            except json.JSONDecodeError as error:
+                raise _BadRowError(f"'tools' is not JSON: {error.msg}") from None
+        found["tools"] = _without_none(tools) or []
+    if "chat_template_kwargs" in row:
+        found["chat_template_kwargs"] = _without_none(row["chat_template_kwargs"] or {})
     return found
 
 
@@ -263,20 +339,16 @@ def _turn(turn: Any, *, exact: bool = False) -> dict[str, Any]:
     """A turn in the form of chat templates, with everything that it holds."""
     if not isinstance(turn, dict):
         raise _BadRowError(f"a turn needs role and content, this one is {turn!r}")
-    role = turn.get("role") or SHAREGPT_ROLES.get(turn.get("from", ""), turn.get("from"))
+    role = turn.get("role") or turn.get("from")
+    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
     rest = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value")}
     rest = rest if exact else _without_none(rest)
     if not role or (
-        not isinstance(content, str | list) and not (content is None and any(rest.values()))
+        not isinstance(content, str | list)
+        and not (content is None and any(rest[key] for key in rest if key not in FLAGS))
     ):
         raise _BadRowError(f"a turn needs role and content, this one is {turn}")
-    for key in ("weight", "train", "loss"):
-        if rest.pop(key, 1) not in (1, True):
-            raise _BadRowError(
-                f"{key}={turn[key]!r} on a turn: a turn's own weight is not supported, and to "
-                "ignore it would train on it"
-            )
     return {"role": role, "content": content, **rest}
 
 
@@ -287,30 +359,51 @@ def _without_none(value: Any) -> Any:
     return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
-def _preferred(has_template: bool, row: dict[str, Any]) -> dict[str, Any]:
+def _preferred(null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
     """The preferred answer of a pair: `chosen` alone, or behind `prompt`."""
+    if "prompt" in row and isinstance(row["prompt"], str) and isinstance(row["chosen"], list):
+        row = {"chosen": row["chosen"]}  # the turns hold the prompt, as TRL's own examples
     if "prompt" in row:
-        return _pair("prompt", "chosen", has_template, row)
+        return _pair("prompt", "chosen", null, row)
     if isinstance(row["chosen"], list):
         if len(row["chosen"]) < 2:
             raise _BadRowError("'chosen' needs a question and an answer")
-        turns = [_turn(turn) for turn in row["chosen"]]
-        return {"prompt": turns[:-1], "completion": turns[-1:]}
+        turns = row["chosen"]
+        return _turns_pair(turns[:-1], turns[-1:], null, row)
     return {"text": _text(row, "chosen")}
 
 
-def _pair(ask: str, answer: str, has_template: bool, row: dict[str, Any]) -> dict[str, Any]:
+def _pair(ask: str, answer: str, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(row[ask], list):  # TRL's conversational prompt-completion
         if not row[ask] or not row[answer]:
             raise _BadRowError(f"{ask if not row[ask] else answer!r} is empty")
-        return {"prompt": list(map(_turn, row[ask])), "completion": list(map(_turn, row[answer]))}
+        return _turns_pair(row[ask], row[answer], null, row)
     prompt, completion = _text(row, ask), _text(row, answer)
     beside = next((row[key] for key in CONTEXT if row.get(key)), "") if ask == "instruction" else ""
     if beside:
         prompt = f"{prompt}\n\n{beside}"
-    if not has_template:
+    if null is None:
         return {"prompt": f"{prompt}\n\n", "completion": completion}
     return {
         "prompt": [{"role": "user", "content": prompt}],
         "completion": [{"role": "assistant", "content": completion}],
+    }
+
+
+def _turns_pair(ask: Any, answer: Any, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
+    """Turns up to an answer, and the turns of the answer, which are all trained on."""
+    if null is None:
+        raise _BadRowError("its turns need a chat template, and the tokenizer has none")
+    prompt, completion = list(map(_turn, ask)), list(map(_turn, answer))
+    others = [turn["role"] for turn in completion if turn["role"] != "assistant"]
+    if others:
+        raise _BadRowError(
+            f"the completion has a turn of {others[0]!r}, which would be trained on; give messages"
+        )
+    if not all(map(_is_trained, completion)):
+        raise _BadRowError("the completion is not to be trained on")
+    return {
+        "prompt": [_plain(turn, null) for turn in prompt],
+        "completion": [_plain(turn, null) for turn in completion],
+        **_beside(row),
     }

@@ -61,9 +61,11 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
         for prompt in config.data.prompts:
             check_room_for(prompt, length_of(tokenizer, prompt), most, room, "data.prompts")
         return list(config.data.prompts)
-    held_out = rows.eval if rows.eval is not None else rows.train
     longest = int(config.train.get("max_length") or 1024)  # training truncated longer rows
-    asked = (_question_of(row) for row in held_out.select(range(min(SEARCHED, len(held_out)))))
+    few: Any = rows.first(SEARCHED)
+    if rows.eval is not None:
+        few = rows.eval.select(range(min(SEARCHED, len(rows.eval))))
+    asked = (_question_of(row) for row in few)
     longest = longest if room is None else min(longest, room - most)
     fits = (prompt for prompt in asked if 0 < length_of(tokenizer, prompt) <= longest)
     return list(itertools.islice(fits, PROMPTS))

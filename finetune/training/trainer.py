@@ -35,7 +35,7 @@ from finetune.storage.architecture import fit_trl
 from finetune.training import low_bit, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.conditions import conditions_of
-from finetune.training.data import load_data, source_of
+from finetune.training.data import load_data
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import load_model, load_tokenizer
@@ -51,7 +51,7 @@ from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
@@ -136,7 +136,7 @@ class _Run:
         self.console = console or output(quiet=not self.is_main)
         self.folder = name_folder(out, recipe.name, ahead.resolution.label)
         self.tokenizer, note = load_tokenizer(config.model)
-        with state.main_process_first(), busy(self.console, f"reading {source_of(config.data)}"):
+        with state.main_process_first(), busy(self.console, f"reading {config.data.label}"):
             self.rows = load_data(config.data, self.tokenizer, int(config.train.get("seed", 42)))
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
@@ -163,7 +163,7 @@ class _Run:
         Raises:
             ConfigError: none is whole, or resuming would change what is trained.
         """
-        rows = rows_hash(self.rows.train, self.rows.eval)
+        rows = rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
         self.facts = facts_of(self.config, rows, processes)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
         value = self.config.train.get("resume_from_checkpoint")
@@ -210,6 +210,7 @@ class _Run:
         from finetune.training.checkpoints import CheckpointKeeper
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
+        from finetune.training.ledger import count
         from finetune.training.memory_meter import MemoryMeter
         from finetune.training.samples import SampleWriter
         from finetune.training.timer import STEPS_FILE, StepTimer
@@ -232,9 +233,7 @@ class _Run:
             config, prompts, self.tokenizer, self.metrics, console, self.meter
         )
         set_seed(self.args.seed)
-        with busy(
-            console, f"loading {config.model.name}, tokenizing {len(self.rows.train):,} rows"
-        ):
+        with busy(console, f"loading {config.model.name}, tokenizing {self.rows.description}"):
             self.trainer = make_trainer(
                 config,
                 self.args,
@@ -249,10 +248,12 @@ class _Run:
                 ],
             )
         self.keeper.take_over(self.trainer)
-        self.ledgers = {
-            name: replace(found, refused=self.rows.refused if name == "train" else 0)
-            for name, found in self.trainer.ledgers.items()
-        }
+        self.ledgers = dict(self.trainer.ledgers)
+        if self.rows.sample is None:
+            found = self.ledgers["train"]
+            self.ledgers["train"] = replace(found, refused=self.rows.refused)
+        else:
+            self.ledgers["train"] = count(self.rows, config, self.tokenizer).ledger
         for warns, line in self.ledgers["train"].lines():
             console.print(f"[yellow]! {line}[/]" if warns else f"      {line}")
         self.monitor = HealthMonitor(
@@ -380,7 +381,7 @@ def make_trainer(
     config: RunConfig,
     args: SFTConfig,
     *,
-    train: Dataset,
+    train: Dataset | IterableDataset,
     held_out: Dataset | None,
     tokenizer: PreTrainedTokenizerBase,
     stored: Sequence[LayerPlan],

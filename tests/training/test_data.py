@@ -303,7 +303,7 @@ def test_an_unknown_packaged_set_names_the_nearest(load):
         pytest.param("a.json", '[{"text": "a"}, {]', ["a.json cannot be read as json"], id="json"),
         pytest.param("a.parquet", "text", ["a.parquet cannot be read as parquet"], id="parquet"),
         pytest.param(
-            "a.txt", "Once.", ["type '.txt' cannot be read", ".jsonl, .json, .csv"], id="suffix"
+            "a.doc", "Once.", ["type '.doc' cannot be read", ".jsonl, .json, .csv"], id="suffix"
         ),
         pytest.param("a", "Once.", ["type '(none)' cannot be read"], id="no-suffix"),
         pytest.param(

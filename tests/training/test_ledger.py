@@ -116,13 +116,25 @@ def test_a_template_that_knows_no_tools_is_refused(load, tokenizer, key, value) 
 
 def test_reasoning_that_a_template_drops_is_said(load, tokenizer) -> None:
     rows = load([turns("Tide?", content="High.", thinking="The moon is full.")], tokenizer)
-    assert rows.notes == ("the chat template does not use 'thinking' of a turn",)
+    assert rows.notes == (
+        "the chat template does not use 'thinking' of the last turn of 'assistant'",
+    )
 
 
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])
-def test_a_turn_that_asks_not_to_be_trained_on_is_not_trained_on(load, tokenizer, key) -> None:
-    assert load([turns("Tide?", content="High.", **{key: 1})], tokenizer).train[0]["messages"]
-    with pytest.raises(DataError, match=f"{key}=0 on a turn"):
+def test_a_turn_that_asks_not_to_be_trained_on_is_not(load, prepare, tokenizer, key) -> None:
+    first = turns("Tide?", content="High.", **{key: 0})["messages"]
+    row = {"messages": first + turns("Wind?", content="West.", **{key: True})["messages"]}
+    rows = load([row, turns("Hi", content="Ahoy.")], tokenizer)
+    done, ledger = prepare(rows, tokenizer)
+    trained = [[x for x in one["labels"] if x != MASKED] for one in done]
+    assert [tokenizer.decode(ids).strip() for ids in trained] == [
+        "West.<|im_end|>", "Ahoy.<|im_end|>"
+    ]  # fmt: skip
+    assert ledger.trained == sum(map(len, trained))
+    with pytest.raises(DataError, match=f"{key}=0.5 on a turn: only 0 and 1"):
+        load([turns("Tide?", content="High.", **{key: 0.5})], tokenizer)
+    with pytest.raises(DataError, match="no assistant turn is to be trained on"):
         load([turns("Tide?", content="High.", **{key: 0})], tokenizer)
 
 
@@ -240,7 +252,7 @@ def test_counts_equal_a_loop_over_rows(rows, limit, mode) -> None:
         output_dir="runs", use_cpu=True, bf16=False, max_length=limit, truncation_mode=mode
     )
     data = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    found = account(data, args, packing=False, stops={3})
+    found = account(data, args, packing=False, stops={3}, blank=lambda _: False)
     kept = [
         row if limit is None else (row[:limit] if mode == "keep_start" else row[-limit:])
         for row in labels

@@ -154,7 +154,7 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
     tokenizer, note = load_tokenizer(config.model)
     rows = load_data(config.data, tokenizer, seed)
     enough = needed * SHORTEST if train.get("packing") else needed
-    few = rows.train.select(range(min(enough, len(rows.train))))
+    few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"
     used = replace(rows, train=few, eval=None, description=description)
     return used, tokenizer, (note,) if note else ()

@@ -1,0 +1,384 @@
+"""Reading rows: files, folders, globs, compressed or not, and the hub, through `datasets`.
+
+`datasets` copies rows into its cache on disk once and maps them into memory; a stream
+(`data.streaming`) is read while it trains, and nothing of it is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import glob
+import hashlib
+import itertools
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.data import BUILTIN, DataConfig
+from finetune.config.paths import user_path
+from finetune.errors import DataError, DataNotFoundError, FinetuneError, did_you_mean, some
+from finetune.training.json_checks import check_document, check_lines
+from finetune.training.model import ASSETS
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+LOADERS = {
+    ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+ADD_ROWS = 'add rows, such as {"prompt": "Where?", "completion": "Here."}'
+CHECKED = 10_000
+"""Lines of a streamed CSV whose cells are counted before it is read."""
+BLOCK, BLOCKS = 1 << 20, 64
+"""Bytes of a block, and blocks of a large file that its fingerprint is of."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one kind, or a part of a hub data set.
+
+    Attributes:
+        label: as it was given.
+        where: the setting that names it.
+        files: files in the order of their names; none of a hub data set.
+        loader: name of the reader in `datasets`; `saved`: a folder by `Dataset.save_to_disk`.
+        hub: name, subset and split on the hub.
+    """
+
+    label: str
+    where: str
+    files: tuple[Path, ...] = ()
+    loader: str = "hub"
+    hub: tuple[str, str | None, str] = ("", None, "")
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of all files; None for the hub."""
+        return sum(file.stat().st_size for file in self.files) if self.files else None
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the files' contents: of evenly spaced blocks where a file is large."""
+        found = hashlib.sha256(json.dumps([self.loader, *self.hub]).encode())
+        for path in self.files:
+            size = path.stat().st_size
+            found.update(str(size).encode())
+            count = min(BLOCKS, -(-size // BLOCK))
+            with path.open("rb") as file:
+                for index in range(count):
+                    file.seek((size - BLOCK) * index // (count - 1) if count > 1 else 0)
+                    found.update(file.read(BLOCK))
+        return found.hexdigest()
+
+    def read(self, *, streaming: bool) -> Dataset | IterableDataset:
+        """Rows of the source.
+
+        Raises:
+            DataError: a file cannot be read, or there are no rows.
+            DataNotFoundError: the hub has no such data set.
+        """
+        rows: Any = self._read(streaming)
+        if not streaming:
+            if not len(rows):
+                raise self.empty()
+            return rows
+        with reading(self):
+            if next(iter(rows), None) is None:
+                raise self.empty()
+            return rows if rows.features else rows._resolve_features()
+
+    def empty(self) -> DataError:
+        """The error for a source without rows."""
+        if not self.files:
+            return DataError(
+                f"{self.label} has no rows in split {self.hub[2]!r}",
+                where=self.where,
+                fix="data.split=NAME of a split that has rows; the data set's page lists them",
+            )
+        where = f"{self.where}: {self.label}"
+        return DataError(f"{Path(self.label).name} has no rows", where=where, fix=ADD_ROWS)
+
+    def _read(self, streaming: bool) -> Any:
+        from datasets import load_dataset, load_from_disk
+
+        with reading(self):
+            if self.loader == "hub":
+                name, subset, split = self.hub
+                return load_dataset(name, subset, split=split, streaming=streaming)
+            if self.loader == "saved":
+                rows: Any = load_from_disk(str(self.files[0].parent))
+                return rows.to_iterable_dataset() if streaming else rows
+            options = _csv_options(self, streaming) if self.loader == "csv" else {}
+            if self.loader == "json":
+                _check_json(self, CHECKED if streaming else None)
+            names = [glob.escape(str(file)) for file in self.files]
+            found: Any = load_dataset(
+                self.loader, data_files=names, split="train", streaming=streaming, **options
+            )
+            # A blank line separates rows of text.
+            return found.filter(_has_text) if self.loader == "text" else found
+
+
+def _has_text(row: dict[str, Any]) -> bool:
+    return bool(row["text"].strip())
+
+
+# ---------------------------------------------------------------------------------------- sources
+
+
+def sources_of(data: DataConfig) -> list[tuple[Source, float | None]]:
+    """Sources of the training rows and their weights (None: all of it, once).
+
+    Raises:
+        DataError, DataNotFoundError: a file is missing, empty, or of a kind that cannot be read.
+    """
+    if data.path is not None:
+        return [(files_of(path, "data.path"), weight) for path, weight in data.sources.items()]
+    assert data.name is not None
+    if data.hub is not None:
+        return [
+            (Source(data.name, "data.name", hub=(data.name, subset or None, data.split)), weight)
+            for subset, weight in data.sources.items()
+        ]
+    packaged = {BUILTIN + file.stem: file for file in (ASSETS / "data").glob("*.jsonl")}
+    if data.name not in packaged:
+        raise DataNotFoundError(
+            f"there is no packaged data set {data.name!r}{did_you_mean(data.name, packaged)}",
+            where="data.name",
+            fix=f"packaged data sets: {', '.join(packaged)}",
+        )
+    return [(files_of(str(packaged[data.name]), "data.name"), None)]
+
+
+def files_of(given: str, setting: str) -> Source:
+    """The files that a path, folder or glob stands for."""
+    path = user_path(given)
+    where = f"{setting}: {path}"
+    if os.path.isfile(path / "state.json"):
+        return Source(given, setting, (path / "dataset_info.json", *_all(path, ".arrow")), "saved")
+    if os.path.isfile(path / "dataset_dict.json"):
+        raise DataError(
+            f"{path} holds several splits",
+            where=where,
+            fix=f"name one: {setting}={path / 'train'}",
+        )
+    if os.path.isfile(path):  # False of a name that no file can have
+        files = [path]
+    elif os.path.isdir(path):
+        files = [file for file in _all(path) if _kind(file) in LOADERS]
+    else:
+        files = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        files = [file for file in files if os.path.isfile(file)]
+    if not files:
+        raise _not_found(path, where)
+    kinds = sorted({_kind(file) for file in files})
+    unknown = [kind for kind in kinds if kind not in LOADERS]
+    if unknown:
+        raise DataError(
+            f"{path.name}: files of type {unknown[0] or '(none)'!r} cannot be read",
+            where=where,
+            fix=f"use {', '.join(LOADERS)}, or one of these with {', '.join(COMPRESSED)}",
+        )
+    if len({LOADERS[kind] for kind in kinds}) > 1 or (len(kinds) > 1 and ".tsv" in kinds):
+        raise DataError(
+            f"{path} holds files of several types: {', '.join(kinds)}",
+            where=where,
+            fix=f"name one, such as '{path if path.is_dir() else path.parent}/*{kinds[0]}', or "
+            "give a list of them",
+        )
+    for file in files:
+        if file.stat().st_size == 0:
+            raise DataError(f"{file.name} is empty", where=where, fix=ADD_ROWS)
+        if file.suffix == ".zst":
+            _needs_zstandard(where)
+    return Source(given, setting, tuple(files), LOADERS[kinds[0]])
+
+
+def _all(folder: Path, suffix: str = "") -> list[Path]:
+    """Files below a folder, without hidden ones, sorted."""
+    return sorted(
+        file
+        for file in folder.rglob(f"*{suffix}")
+        if file.is_file() and not any(x.startswith(".") for x in file.relative_to(folder).parts)
+    )
+
+
+def _kind(file: Path) -> str:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        del suffixes[-1]
+    return suffixes[-1] if suffixes else ""
+
+
+def _not_found(path: Path, where: str) -> DataNotFoundError:
+    if os.path.isdir(path):
+        found = sorted({_kind(file) or "(none)" for file in _all(path)})
+        return DataNotFoundError(
+            f"the folder {str(path)!r} has no data files",
+            where=where,
+            why=f"types found: {some(found)}",
+            fix=f"files of one of {', '.join(LOADERS)}",
+        )
+    siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    return DataNotFoundError(
+        f"there is no data file {str(path)!r}{did_you_mean(path.name, siblings)}",
+        where=where.replace(str(path), str(path.absolute())),
+        fix="give a JSONL, JSON, CSV, Parquet or text file, a folder or a glob, absolute or "
+        "relative to this folder",
+    )
+
+
+def _needs_zstandard(where: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("zstandard") is None:
+        raise DataError(
+            "files with .zst need the package zstandard",
+            where=where,
+            fix="pip install zstandard, or compress them with gzip",
+        )
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+_UNREADABLE = (
+    *(ValueError, OSError, TypeError, LookupError, AttributeError, EOFError),
+    *(csv.Error, lzma.LZMAError, zlib.error),
+)
+"""Errors by which `datasets` and what it calls refuse a file."""
+
+
+@contextlib.contextmanager
+def reading(source: Source) -> Iterator[None]:
+    """Turn what `datasets` raises while it reads a source into our errors."""
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+    from pyarrow import ArrowException
+
+    read = (DatasetGenerationError, DatasetNotFoundError, ArrowException, *_UNREADABLE)
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except read as error:
+        if not source.files:
+            raise _not_on_the_hub(source, error) from error
+        names = (None, *map(str, source.files))
+        if isinstance(error, OSError) and error.filename not in names:
+            raise DataError(
+                f"{Path(source.label).name} could not be cached",
+                where=str(error.filename),
+                why=str(error.strerror),
+                fix="set HF_HOME to a folder that can be written, or data.streaming=true",
+            ) from error
+        if "corresponds to no data" in str(error):
+            raise source.empty() from None
+        raise _unreadable(source, error) from error
+
+
+def _check_json(source: Source, lines: int | None) -> None:
+    """Refuse JSON that crashes pyarrow's parser, in the first `lines` of each file, or in all."""
+    import fsspec
+
+    for path in source.files:
+        with fsspec.open(str(path), "rb", compression="infer") as file:
+            if _kind(path) == ".json" and lines is None:
+                check_document(file.read(), path)
+            elif _kind(path) != ".json":
+                check_lines(itertools.islice(file, lines), path)
+
+
+def _unreadable(source: Source, error: BaseException) -> DataError:
+    name = Path(source.label).name
+    where, why = (
+        source.label,
+        (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0],
+    )
+    if source.loader == "json":
+        where, why = next(_broken_lines(source.files), (where, why))
+    return DataError(
+        f"{name} cannot be read as {source.loader}",
+        where=where,
+        why=why,
+        fix="fix that line; every row needs the same columns with the same types",
+    )
+
+
+def _broken_lines(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """(file and line, problem) of lines of JSONL that are no JSON objects."""
+    for file in files:
+        if _kind(file) == ".json":
+            continue
+        try:
+            for number, line in enumerate(_lines(file), 1):
+                problem = "each line must be one JSON object"
+                try:
+                    if not line.strip() or isinstance(json.loads(line), dict):
+                        continue
+                except json.JSONDecodeError as found:
+                    problem = f"not JSON: {found.msg}"
+                except RecursionError:
+                    problem = "nested too deeply"
+                yield f"{file}:{number}", problem
+        except (OSError, EOFError) as found:
+            yield str(file), f"the file is cut off or damaged: {found}"
+
+
+def _lines(file: Path) -> Iterator[str]:
+    import fsspec
+
+    with fsspec.open(
+        str(file), "rt", compression="infer", encoding="utf-8", errors="replace"
+    ) as text:
+        yield from text
+
+
+def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
+    """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing.
+
+    Raises:
+        DataError: a line has more or fewer cells than the header; pandas would shift its columns.
+    """
+    import fsspec
+    from datasets import Features, Value
+
+    csv.field_size_limit(2**31 - 1)  # of a cell; 131,072 characters otherwise
+    columns: list[str] = []
+    separator = "\t" if _kind(source.files[0]) == ".tsv" else ","
+    for path in source.files:
+        with fsspec.open(
+            str(path), "rt", compression="infer", newline="", encoding="utf-8-sig"
+        ) as file:
+            lines = csv.reader(file, delimiter=separator)
+            header = next(lines, [])
+            columns = columns or header
+            for cells in itertools.islice(lines, CHECKED if streaming else None):
+                if cells and len(cells) != len(header):
+                    raise DataError(
+                        f"{path.name} has a row of {len(cells)} cells under {len(header)} columns",
+                        where=f"{path}:{lines.line_num}",
+                        why="its columns would be shifted",
+                        fix="quote cells that hold a comma or a line break, or remove the row",
+                    )
+    features = Features({column: Value("string") for column in columns})
+    text = {"features": features, "keep_default_na": False} if columns else {}
+    return {"sep": separator, **text}
+
+
+def _not_on_the_hub(source: Source, error: BaseException) -> DataNotFoundError:
+    name, subset, split = source.hub
+    part = f"subset {subset!r}, split {split!r}" if subset else f"split {split!r}"
+    return DataNotFoundError(
+        f"the data set {name!r} could not be loaded",
+        where=f"data.name ({part})",
+        why=str(error).strip().splitlines()[0],
+        fix="check the name, split and your connection, or use a file: data.path=mine.jsonl "
+        "data.name=null",
+    )
