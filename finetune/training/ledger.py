@@ -323,14 +323,13 @@ def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
     """
     tokenizer, _ = load_tokenizer(config.model)
     rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)), sample=sample)
-    return count(rows, config, tokenizer)
-
-
-def count(rows: Rows, config: RunConfig, tokenizer: Any) -> CountedRows:
-    """Tokenize and count training rows as a trainer would; of a stream its first ones."""
     train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
     plain = with_checkpointing(config.model_copy(update={"train": train}), False)
-    args = sft_config(plain, Path("runs"), rows.settings, on_cpu=True)
+    return count(rows, sft_config(plain, Path("runs"), rows.settings, on_cpu=True), tokenizer)
+
+
+def count(rows: Rows, args: Any, tokenizer: Any) -> CountedRows:
+    """Tokenize and count training rows as a trainer would; of a stream its first ones."""
     trainer = object.__new__(AccountedTrainer)  # without a model: preparing rows needs none
     state: Any = trainer
     state._tokenizer, state.chat_template = tokenizer, None

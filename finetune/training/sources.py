@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 LOADERS = {
-    ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
+    ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".ndjson": "json",
     ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

@@ -253,7 +253,7 @@ class _Run:
             found = self.ledgers["train"]
             self.ledgers["train"] = replace(found, refused=self.rows.refused)
         else:
-            self.ledgers["train"] = count(self.rows, config, self.tokenizer).ledger
+            self.ledgers["train"] = count(self.rows, self.args, self.tokenizer).ledger
         for warns, line in self.ledgers["train"].lines():
             console.print(f"[yellow]! {line}[/]" if warns else f"      {line}")
         self.monitor = HealthMonitor(
