@@ -181,7 +181,7 @@ def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:
     return {
         "folder": str(one.folder),
         "step": one.step,
-        "precision": one.manifest.get("precision", ""),
+        "precision": str(one.manifest.get("precision", "")),
         "loss": one.logged("loss"),
         "eval_loss": one.logged("eval_loss"),
         "bytes": one.nbytes,

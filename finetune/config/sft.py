@@ -114,6 +114,8 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
         if type(value) not in kinds:
             names = " or ".join(sorted(k.__name__ for k in kinds & _YAML_KINDS))
             raise _wrong_kind(key, names, value, where)
+        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+            raise _wrong_kind(key, "a list of names", value, where)  # it has no other lists
         return value
     text = SPECIAL_FLOATS.get(value, str(value)) if float in kinds else str(value)
     if text in ("true", "false") and bool not in kinds and str in kinds:

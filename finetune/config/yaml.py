@@ -59,6 +59,12 @@ def _build(
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(
+                    "a key is a list or a mapping",
+                    where=f"{file}:{key_node.start_mark.line + 1}",
+                    fix="write it as key: value, without `?` and brackets",
+                )
             key = str(key_node.value)
             if key in result:
                 raise ConfigError(

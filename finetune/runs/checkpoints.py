@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from typing import Any
 
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError
-from finetune.runs.folder import json_of
+from finetune.runs.folder import finite, json_of
 from finetune.runs.lookup import LAST, find_runs, is_run
 
 CHECKPOINTS, SAVING = "checkpoints", ".saving"
@@ -52,7 +53,7 @@ class Checkpoint:
     def step(self) -> int:
         """The step of its name."""
         found = _NAME.fullmatch(self.folder.name)
-        return int(found[1]) if found else int(self.state.get("global_step") or 0)
+        return int(found[1]) if found else int(finite(self.state.get("global_step")) or 0)
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -71,14 +72,18 @@ class Checkpoint:
 
     def logged(self, key: str) -> float | None:
         """The last value that was logged under `key` up to its step."""
-        rows = [row for row in self.state.get("log_history") or () if isinstance(row, dict)]
-        return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+        values = (finite(row.get(key)) for row in reversed(self._log))
+        return next((value for value in values if value is not None), None)
+
+    @property
+    def _log(self) -> list[dict[str, Any]]:
+        rows = self.state.get("log_history")
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     @property
     def eval_loss(self) -> float:
         """Eval loss of its own step; infinite where that was not evaluated, or gave no number."""
-        rows = [row for row in self.state.get("log_history") or () if isinstance(row, dict)]
-        own = (r["eval_loss"] for r in rows if r.get("step") == self.step and "eval_loss" in r)
+        own = (r["eval_loss"] for r in self._log if r.get("step") == self.step and "eval_loss" in r)
         loss = next(own, None)
         return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
 
@@ -91,12 +96,13 @@ class Checkpoint:
         if not isinstance(self.state.get("global_step"), int):
             missing = not (self.folder / STATE).is_file()
             return f"{STATE} is {'missing' if missing else 'not whole'}"
-        if not (self.folder / MANIFEST).is_file():
-            if KEEPER in (self.state.get("stateful_callbacks") or {}):
+        if not os.path.lexists(self.folder / MANIFEST):  # a broken one is no missing one
+            callbacks = self.state.get("stateful_callbacks")
+            if isinstance(callbacks, dict) and KEEPER in callbacks:
                 return f"{MANIFEST} is missing"
             return next(self._lacks(), "")
         files = self.manifest.get("files")
-        if not isinstance(files, dict):
+        if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
             return f"{MANIFEST} is not whole"
         if self.manifest.get("sha256") != digest(self.manifest):
             return f"{MANIFEST} has changed since it was saved (SHA-256)"
@@ -130,6 +136,12 @@ def digest(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest's facts, which it holds itself as `sha256`."""
     facts = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _is_entry(facts: Any) -> bool:
+    """True if facts on a file in a manifest are complete."""
+    types = [type(facts.get(key)) for key in ("bytes", "sha256")] if isinstance(facts, dict) else []
+    return types == [int, str]
 
 
 def hashes_of(files: list[Path]) -> list[str]:

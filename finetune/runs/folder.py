@@ -250,8 +250,8 @@ class Run:
             return int(steps)
         if self.state == "finished":
             return self.last_step
-        row = next((r for r in reversed(self.tail) if _finite(r.get("epoch"))), None)
-        epochs = _finite(train.get("num_train_epochs")) or 3  # the default of Transformers
+        row = next((r for r in reversed(self.tail) if finite(r.get("epoch"))), None)
+        epochs = finite(train.get("num_train_epochs")) or 3  # the default of Transformers
         return round(row["step"] / row["epoch"] * epochs) if row else None
 
     def summary(self) -> dict[str, Any]:
@@ -271,10 +271,10 @@ class Run:
             "proven": self.proven,
             "step": self.last_step,
             "steps": self.planned_steps,
-            "loss": _finite(report.get("final_loss") or _last(self.tail, "loss")),
-            "eval_loss": _finite(report.get("eval_loss") or _last(self.tail, "eval_loss")),
-            "tokens_per_s": _finite(report.get("tokens_per_s") or _last(self.tail, "tokens_per_s")),
-            "memory_gib": _finite(memory or report.get("peak_memory_gib")),
+            "loss": finite(report.get("final_loss") or _last(self.tail, "loss")),
+            "eval_loss": finite(report.get("eval_loss") or _last(self.tail, "eval_loss")),
+            "tokens_per_s": finite(report.get("tokens_per_s") or _last(self.tail, "tokens_per_s")),
+            "memory_gib": finite(memory or report.get("peak_memory_gib")),
         }
 
     @cached_property
@@ -295,7 +295,7 @@ class Run:
         return list(_rows_of(text))
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """A number that can be shown; None for what is missing, NaN or infinite."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return value
@@ -339,7 +339,7 @@ def _rows_of(text: str) -> Iterable[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue  # half a line: it is being written, or its writer was killed
-        if isinstance(row, dict) and _finite(row.get("step")) is not None:
+        if isinstance(row, dict) and finite(row.get("step")) is not None:
             yield row
 
 

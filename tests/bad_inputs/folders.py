@@ -333,6 +333,10 @@ def resumed(draw: st.DrawFn, run: Path, copied: str) -> Case:
             ]
         )
     )
+    if name in ("manifest.json", "trainer_state.json") and draw(st.booleans()):
+        content = draw(damaged(saved[-1] / name, name))
+    if name == "manifest.json" and content == Gone():  # a checkpoint of another program has none
+        content = b""
     files: dict[str, Content] = {f"{home}/checkpoints/{saved[-1].name}/{name}": content}
     for other in saved[:-1]:
         files[f"{home}/checkpoints/{other.name}"] = Gone()
@@ -345,8 +349,12 @@ def resumed(draw: st.DrawFn, run: Path, copied: str) -> Case:
             ]
         )
     )
+    if draw(st.integers(0, 3)) == 0:
+        return Case(
+            "checkpoint folder: shown", ("checkpoints", home), files, {home: copied}, tolerant=True
+        )
     more = ("train.max_steps=3", "resume.allow=[train.max_steps]")
-    return Case("checkpoint folder", (*line, *more), files, {home: copied})
+    return Case("checkpoint folder: used", (*line, *more), files, {home: copied})
 
 
 # ------------------------------------------------------------------------------------- comparisons

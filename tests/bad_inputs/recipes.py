@@ -76,7 +76,7 @@ def recipe_texts() -> st.SearchStrategy[Case]:
 def damaged_recipes(draw: st.DrawFn) -> Case:
     """A recipe with one line damaged."""
     lines = RECIPE.splitlines()
-    at = draw(st.sampled_from([i for i, line in enumerate(lines) if line and line[0] != "#"]))
+    at = draw(st.sampled_from([i for i, line in enumerate(lines) if ":" in line.partition("#")[0]]))
     key = lines[at].partition(":")[0]
     damage = draw(st.sampled_from(CORPUS["damage"]))
     indent = " " * (len(key) - len(key.lstrip()))
