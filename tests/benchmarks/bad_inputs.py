@@ -12,6 +12,7 @@ Prints each failure, then a table.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -65,8 +66,16 @@ TITLES = {
 
 
 def tried(chosen: Iterable[Case], folder: Path, prepared: dict[str, Path]) -> list[Outcome]:
-    """Try cases one after the other; failures are printed as they come."""
+    """Try cases one after the other, until Ctrl-C; failures are printed as they come."""
     found: list[Outcome] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        _try_all(chosen, folder, prepared, found)
+    return found
+
+
+def _try_all(
+    chosen: Iterable[Case], folder: Path, prepared: dict[str, Path], found: list[Outcome]
+) -> None:
     for number, case in enumerate(chosen):
         if case.needs_torch and "torch" not in sys.modules:
             for name in PRELOADED:
@@ -77,7 +86,6 @@ def tried(chosen: Iterable[Case], folder: Path, prepared: dict[str, Path]) -> li
             said = last.err.strip()[-1500:]
             print(f"{','.join(last.faults)} [{case.kind}] code {last.code} {last.seconds:.1f} s")
             print(f"    {case}\n    {said}\n".encode(errors="replace").decode(), flush=True)
-    return found
 
 
 def table_of(found: list[Outcome]) -> Table:
