@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -43,6 +44,21 @@ def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
     return config.model_copy(update={"train": {**config.train, CHECKPOINTING: on}})
 
 
+def _import_config() -> type[SFTConfig]:
+    """Import TRL, torch and Transformers with it, without a look for garbage in between.
+
+    Modules stay, so each look finds nothing; they take a fifth of the seconds.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        from trl import SFTConfig
+    finally:
+        if collects:
+            gc.enable()
+    return SFTConfig
+
+
 def convert_train(
     train: dict[str, Any], where: Callable[[KeyPath], str] = ".".join
 ) -> dict[str, Any]:
@@ -58,10 +74,9 @@ def convert_train(
     import dataclasses
     import typing
 
-    from trl import SFTConfig
-
-    fields = {f.name: f for f in dataclasses.fields(SFTConfig) if f.init}
-    types = typing.get_type_hints(SFTConfig)
+    config_class = _import_config()
+    fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
+    types = typing.get_type_hints(config_class)
     result: dict[str, Any] = {}
     for key, value in train.items():
         at = ("train", key)

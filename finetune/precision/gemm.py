@@ -48,6 +48,21 @@ class Codes(NamedTuple):
         return values * self.inverse
 
 
+def writes_float32(x: Tensor) -> bool:
+    """True if torch has GEMMs from 16-bit operands to float32 on the device of `x` (2.13: CUDA)."""
+    return x.is_cuda
+
+
+def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply matrices of one type into `dtype`, without a rounding or cast in between if it can.
+
+    A gradient of float32 masters is one kernel instead of two, and not rounded to 16 bits first.
+    """
+    if dtype is torch.float32 and a.dtype is not dtype and writes_float32(a):
+        return torch.mm(a, b, out_dtype=dtype)  # [M, K] @ [K, N]
+    return torch.mm(a, b).to(dtype)
+
+
 # Registered as an operator, so that dispatch modes see it like `aten._scaled_mm` on hardware: the
 # proof counts both, and checks that these operands lie on their formats' grids.
 _library = torch.library.Library("finetune", "DEF")
@@ -77,7 +92,7 @@ def _scaled_mm(
             a = times_blocks(a.to(exact), a_block.to(exact), (tiles[0], tiles[1]))
         if b_block is not None:
             b = times_blocks(b.to(exact), b_block.to(exact), (tiles[2], tiles[3]))
-        if a.is_cuda and a.dtype is b.dtype is bf16:
+        if a.dtype is b.dtype is bf16 and writes_float32(a):
             product = torch.mm(a, b, out_dtype=torch.float32)  # [M, K] @ [K, N]
         else:
             wide = bf16 if in_bf16 and out_dtype is bf16 else torch.float32

@@ -33,11 +33,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from finetune.precision.backends.base import Fp8Mixin, ObservedMixin, Owner, multiplying
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
+from finetune.precision.gemm import mm
 from finetune.precision.layers import by_rows, compute_dtype, is_conv1d, linear_shape
 from finetune.precision.overrides import OverrideMixin
 from finetune.precision.passes import Passes, feed
@@ -98,7 +100,7 @@ class AdaptedLinear(torch.autograd.Function):
             assert w_inverse is not None
             y = fprop(x, (values, x_inverse), w, w_inverse, how)  # [M, K] @ [K, N]
         with multiplying(owners[0], a):
-            t = times(x, low_a.t(), s)  # [M, K] @ [K, r]
+            t = times(x, low_a.t(), s, low_b[0])  # [M, K] @ [K, r]
         with multiplying(owners[1], b):
             y = y.addmm_(t, low_b.t())  # [M, r] @ [r, N]
         saved = (x, None) if kept is None else (kept, x_inverse)
@@ -122,24 +124,40 @@ class AdaptedLinear(torch.autograd.Function):
             dx = g @ w.to(dtype) if plain else dgrad(g, w, w_inverse, ctx.how)  # [M, N] @ [N, K]
         if needs_x or needs_a:
             with multiplying(of_b, b, backward=True):
-                u = times(g, low_b, ctx.s)  # [M, N] @ [N, r]
+                u = times(g, low_b, ctx.s, low_b[0])  # [M, N] @ [N, r]
         with multiplying(of_a, a, backward=True):
             if dx is not None:
                 dx = dx.addmm_(u, low_a)  # [M, r] @ [r, K]
             if needs_a:
                 if x_inverse is not None:  # x̂ = codes · scale: the scale goes into u
                     x, u = decode_bits(x.view(torch.uint8)), u * x_inverse
-                da = torch.mm(u.t().to(dtype), x.to(dtype)).to(ctx.dtypes[0])  # [r, M] @ [M, K]
+                da = mm(u.t().to(dtype), x.to(dtype), ctx.dtypes[0])  # [r, M] @ [M, K]
         if needs_b:
             with multiplying(of_b, b, backward=True):
-                db = torch.mm(g.t(), t.to(dtype)).to(ctx.dtypes[1])  # [N, M] @ [M, r]
+                db = mm(g.t(), t.to(dtype), ctx.dtypes[1])  # [N, M] @ [M, r]
         nones = (None,) * (len(ctx.needs_input_grad) - 8)
         return dx, None, None, None, None, None, da, db, *nones
 
 
-def times(x: Tensor, w: Tensor, s: float) -> Tensor:
-    """`s · (x w)`, the factor applied by the GEMM: [M, K] @ [K, N]."""
-    return torch.addmm(x.new_empty(()), x, w, beta=0, alpha=s)  # beta=0: the sum is not read
+def times(x: Tensor, w: Tensor, s: float, unread: Tensor) -> Tensor:
+    """`s · (x w)`, the factor applied by the GEMM: [M, K] @ [K, N].
+
+    Args:
+        unread: any vector [N] in place of a summand, which beta=0 leaves out. Inductor would fill
+            an empty one by a kernel.
+    """
+    return torch.addmm(unread, x, w, beta=0, alpha=s)
+
+
+def cast_together(masters: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Cast tensors by one kernel."""
+    low = [torch.empty_like(p, dtype=dtype, requires_grad=False) for p in masters]
+    torch._foreach_copy_(low, masters)
+    return low
+
+
+_WHOLE = (nn.Parameter, FakeTensor)
+"""Types of parameters that are no shards or views of such; a fake one is of a rehearsal."""
 
 
 class LowAdapters:
@@ -147,10 +165,15 @@ class LowAdapters:
 
     One at a time they are two kernels in each layer's forward, recomputation and backward. They are
     cast in each pass, though steps are fewer: to look whether one has changed costs as much.
+
+    Attributes:
+        sharded: True where masters are whole only while their layer runs, though their types do not
+            say so (a rehearsal of FSDP2). Each layer then casts for itself.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
-        self.passes, self._layers = Passes(), layers
+        self.passes, self.sharded = Passes(), False
+        self._layers = layers
         self._made_in = -1
         self._used: dict[int, int] = {}
         self._low: dict[int, tuple[Tensor, ...]] = {}
@@ -172,12 +195,11 @@ class LowAdapters:
         flat = [p for pair in masters for p in pair]
         self._low = {}
         # Shards are gathered layer by layer (FSDP), after this: each layer casts for itself.
-        if any(type(p) is not nn.Parameter or p.dtype is dtype for p in flat):
+        whole = not self.sharded and all(type(p) in _WHOLE for p in flat)
+        if not flat or not whole or any(p.dtype is dtype for p in flat):
             return
         with torch.inference_mode(False), torch.no_grad():
-            low = [torch.empty_like(p, dtype=dtype, requires_grad=False) for p in flat]
-            if flat:
-                torch._foreach_copy_(low, flat)
+            low = cast_together(flat, dtype)
         pairs = zip(fused, masters, low[::2], low[1::2], strict=True)
         self._low = {id(layer): (*pair, a, b) for layer, pair, a, b in pairs}
 

@@ -191,7 +191,7 @@ def count(code: str) -> dict[str, int]:
     return {
         "kernels": len(runs),
         "fp8_gemms": body.count("extern_kernels._scaled_mm("),
-        "gemms": len(re.findall(r"extern_kernels\.(?:mm|addmm|bmm)\(", body)),
+        "gemms": len(re.findall(r"extern_kernels\.(?:mm|mm_dtype|addmm|bmm)\(", body)),
         "code_stores": stores,
         "transposes": len(transposed),
         "bytes": moved,

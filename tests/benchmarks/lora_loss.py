@@ -42,6 +42,7 @@ FP8 = {"compute": "fp8", "backend": "emulated", "emulation": "allow", "frozen": 
 BASES: dict[str, dict[str, Any]] = {
     "bf16": {"compute": "bf16"},
     "fp8": FP8 | {"scaling": "rowwise"},
+    "fp8-head": FP8 | {"scaling": "rowwise", "map": {"output": "fp8"}},
     "fp8-tensor": FP8 | {"scaling": "tensorwise"},
 }
 """Name -> `PrecisionConfig`."""

@@ -25,6 +25,7 @@ from finetune.estimator.place import place_of
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
+from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.device import Resolution, engine_verdict
 from finetune.precision import weights
 from finetune.precision.planner import plan
@@ -114,6 +115,16 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     assert names & products
     if backend and found.plan.fp8_layers:
         assert names & {"aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
+
+
+def test_adapters_are_cast_together_unless_their_layers_are_gathered_one_by_one() -> None:
+    config = with_checkpointing(load_recipe("llama_8b_lora_fp8").config, True)
+    for sharded in (False, True):
+        found = rehearse(config, H100, there(config, "frozen"), layers=2, sharded=sharded)
+        names = [op.name for op in found.trace.ops]
+        assert names.count("finetune_estimator.cast_together.default") == (not sharded)
+        modules = {layer_of(op.module) for op in found.trace.ops if op.phase == "backward"}
+        assert len(modules - {""}) == 2, "backward of each layer is still told apart"
 
 
 def test_layers_in_four_bits_get_adapters() -> None:

@@ -8,7 +8,7 @@
     copy        casts, clones, transposes, concatenations, fills
     gather      rows picked by index (embedding, its backward), not the whole table
     optimizer   weight update
-    cast        cast or transpose of FP8 codes that no compiler fuses (precision.kernels=triton)
+    cast        cast or transpose that no compiler fuses: of FP8 codes, of adapters together
     dequantize  packed 4-bit or 8-bit codes to 16-bit weights
     none        views, allocations, synchronizations: no kernel
 
@@ -75,21 +75,20 @@ _ROW_REDUCTIONS = words(
     "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm "
     "_fused_rms_norm rms_norm topk sort cumsum"
 )
-_COPIES = words(
-    "copy_ copy clone _to_copy contiguous cat stack fill_ fill zero_ zeros zeros_like ones "
-    "ones_like full full_like new_zeros new_ones new_full constant_pad_nd pad arange repeat "
-    "repeat_interleave scalar_tensor roll flip tril triu"
-)
 _FILLS = words(
     "fill_ fill zero_ zeros zeros_like ones ones_like full full_like new_zeros new_ones "
     "new_full arange scalar_tensor"
+)
+_COPIES = _FILLS | words(
+    "copy_ copy clone _to_copy contiguous cat stack constant_pad_nd pad repeat repeat_interleave "
+    "roll flip tril triu"
 )
 _GATHERS = words(
     "embedding embedding_dense_backward index_select gather index index_put index_put_ "
     "_unsafe_index _index_put_impl_ scatter scatter_ scatter_add scatter_add_ index_add "
     "index_add_ index_copy_"
 )
-_CASTS = words("cast_rows transpose_codes")
+_CASTS = words("cast_rows transpose_codes cast_together")
 _NONE = words(
     "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
     "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "
@@ -132,10 +131,9 @@ def dtype_name(operand: Operand) -> str:
 
 def kind_of(op: Op) -> Kind:
     kind = _kind(op.name, op.phase)
-    if kind == "copy" and op.outputs and not base_name(op).endswith("_"):
-        taken = {operand.storage for operand in op.inputs}
-        if all(operand.storage in taken for operand in op.outputs):
-            return "none"  # no-op that returned its argument
+    makes = kind == "copy" and op.outputs and not base_name(op).endswith("_")
+    if makes and {x.storage for x in op.outputs} <= {x.storage for x in op.inputs}:
+        return "none"  # no-op that returned its argument
     return kind
 
 
@@ -257,14 +255,12 @@ def _updated_in_place(op: Op, name: str) -> float:
     if name.startswith("_fused_"):
         return 0.75 * read
     bare = name.removeprefix("_foreach_").rstrip("_")
-    lists = _IN_PLACE_READS.get(bare, 2 if "List" in op.name else 1)
-    return read / lists
+    return read / _IN_PLACE_READS.get(bare, 2 if "List" in op.name else 1)
 
 
 def _precision(op: Op, a: Operand) -> Precision:
-    name, kind = base_name(op), dtype_name(a)
+    name, kind, scales = base_name(op), dtype_name(a), op.inputs[2:]
     if name.endswith("scaled_mm") or kind in _FP8 or "scaled_grouped" in name:
-        scales = op.inputs[2:]
         if any("e8m0" in dtype_name(scale) for scale in scales):
             return "fp8_blocks"
         if any(math.prod(scale.shape) > 1 and "float32" in dtype_name(scale) for scale in scales):

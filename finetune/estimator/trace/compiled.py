@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from finetune.estimator.speed.kernels import FUSABLE, kind_of
+from finetune.estimator.speed.kernels import FUSABLE, base_name, kind_of
 from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
 
 if TYPE_CHECKING:
@@ -307,8 +307,15 @@ class _Rewriter:
                 taken = zip(self._graph.reads[index], op.inputs, strict=True)
                 # A compiler computes cheap values anew in each kernel that reads them.
                 fused = self._graph.is_fusable(index)
-                self._copies = dict(self._written) if fused else self._written
+                self._copies = dict(self._written)
                 op = op._replace(inputs=tuple(self._available(*each) for each in taken))
+                if not fused:
+                    last = {self._graph.values[v].maker for v in self._graph.reads[index] if v >= 0}
+                    self._written |= {
+                        m: storages
+                        for m, storages in self._copies.items()
+                        if m in last or not _widens(self._graph.ops[m])
+                    }
             places.append(len(self._ops))
             self._ops.append(op)
         places.append(len(self._ops))
@@ -365,6 +372,11 @@ class _Rewriter:
                 storages[number] = replace(storages[number], kind="saved", saved=True)
         facts: dict[str, Any] = {"ops": self._ops, "events": events, "storages": storages}
         return replace(self._trace, marks=marks, **facts), following.__getitem__
+
+
+def _widens(op: Op) -> bool:
+    """True for a cast to more bytes, which costs less in each kernel than to write its result."""
+    return base_name(op) == "_to_copy" and op.outputs[0].nbytes > op.inputs[0].nbytes
 
 
 def _readers(ops: list[Op]) -> set[int]:

@@ -49,7 +49,7 @@ from finetune.estimator.memory.overheads import (
     installed_torch,
     sdpa_kernel,
 )
-from finetune.precision import weights
+from finetune.precision import gemm, lora, weights
 
 LIBRARY = torch.library.Library("finetune_estimator", "DEF")
 """Operators without values: results of the right shapes, for a trace to see."""
@@ -69,7 +69,9 @@ def without_memory() -> Iterator[FakeTensorMode]:
     whole: list[tuple[Any, str, Any]] = [(weights, "SLAB", {}), (weights, "SLAB_ELSEWHERE", 2**62)]
     # Grouped products of fake tensors are BF16 only (torch 2.13); Transformers' own take any type.
     grouped = moe, "_can_use_grouped_mm", lambda _, w, __: w.dtype is torch.bfloat16
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced([*whole, grouped]):
+    # One operator with results; torch's has none, and is one of optimizers elsewhere.
+    adapters = lora, "cast_together", OPS.cast_together
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced([*whole, grouped, adapters]):
         yield mode
 
 
@@ -290,6 +292,10 @@ class _Launcher:
         return lambda tile, *_, **__: OPS.in_place(tile, self.name)
 
 
+define(
+    "cast_together(Tensor[] masters, ScalarType dtype) -> Tensor[]",
+    lambda masters, dtype: [torch.empty_like(p, dtype=dtype) for p in masters],
+)
 define("in_place(Tensor(a!) tile, str name) -> ()", lambda *_: None)
 define("addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()", lambda *_: None)
 
@@ -310,7 +316,7 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     def also_cpu() -> list[str]:
         return ["cpu", "cuda"]
 
-    def always(device: torch.device) -> bool:
+    def always(_: Any) -> bool:
         return True
 
     changes: list[tuple[Any, str, Any]] = [
@@ -325,6 +331,7 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         (chunked_logprob, "_backward_kernel", _Launcher("logprob_backward")),
         (F, "scaled_dot_product_attention", attention_on(capability)),
         (F, "dropout", _dropout),
+        (gemm, "writes_float32", always),
     ]
     for owner, names in FLOAT32.items():
         changes += [(owner, name, _in_float32(getattr(owner, name))) for name in names.split()]
