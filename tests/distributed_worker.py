@@ -4,9 +4,10 @@
 
 A mode is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain
 parameters), `local` (DDP with reduce_amax off), or `frozen` and `frozen_fsdp` (adapters over a base
-held in FP8, under DDP and FSDP2), or `frozen_ram` (FSDP2 whose weights come from the first process:
-the other one's are made wrong before). They run one after the other, since starting two processes
-takes longer than what they do. Each process writes OUT/MODE/RANK.json.
+held in FP8, under DDP and FSDP2), `frozen_experts` (the same of a mixture, under FSDP2), or
+`frozen_ram` (FSDP2 whose weights come from the first process: the other one's are made wrong
+before). They run one after the other, since starting two processes takes longer than what they do.
+Each process writes OUT/MODE/RANK.json.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ def main(out: Path, mode: str) -> None:
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 272, "use_cache": False,
     }  # fmt: skip
-    if mode == "experts":
+    if mode.endswith("experts"):
         model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4))
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape, pad_token_id=0))
     frozen, fsdp = (
         mode.startswith("frozen"),
-        mode in ("fsdp", "experts", "frozen_fsdp", "frozen_ram"),
+        mode in ("fsdp", "experts", "frozen_experts", "frozen_fsdp", "frozen_ram"),
     )
     if frozen:
         lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -95,7 +96,12 @@ def main(out: Path, mode: str) -> None:
     assert conversion is not None
     state = conversion.backend.state_tensors() if conversion.backend is not None else {}
     codes = [m.weight for m in trainer.model.modules() if isinstance(m, StoredMixin)]
+    stacks = [p for p in trainer.model.parameters() if p.dim() == 3]
     facts = {
+        "stacks": [str(p.dtype) for p in stacks],
+        "stacks_local": [
+            p.to_local().shape[0] / p.shape[0] for p in stacks if isinstance(p, DTensor)
+        ],
         "status": receipt.status,
         "share": receipt.fp8_flop_share,
         "trainable": receipt.trainable,

@@ -13,7 +13,7 @@ without synchronization; elsewhere it is a loop over the experts, after one sync
 
 The forward is that of `transformers.integrations.moe.grouped_mm_experts_forward` (5.23), whose
 routing, gates, biases and norms it keeps; the weights follow autocast, which `grouped_mm` by itself
-does not. Not served: experts that are spread over processes.
+does not. Not served: expert parallelism (FSDP2 shards the codes).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def launch(out: Path, modes: str, module: str = "tests.distributed_worker") -> d
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     """Mode -> what both processes wrote. One launch: it takes ten times as long as a mode."""
-    modes = "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_ram"
+    modes = "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_experts,frozen_ram"
     return launch(tmp_path_factory.mktemp("two"), modes)
 
 
@@ -71,6 +71,16 @@ def test_a_base_held_in_fp8_is_sharded_as_codes(facts) -> None:
     assert len(losses[0]) > 1
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
     assert losses[2] == losses[1], "with the weights of the first process alone"
+
+
+@pytest.mark.long
+def test_experts_held_in_fp8_are_sharded_as_codes(facts) -> None:
+    for seen in facts["frozen_experts"]:
+        assert seen["status"] == "proven"
+        assert seen["stacks"] == ["torch.uint8"] * 4
+        assert seen["stacks_local"] == [0.5] * 4
+        for name in ("gate_up_proj", "down_proj"):
+            assert seen["experts"][name] == ["fp8", "fp8", "none"]
 
 
 @pytest.mark.long
