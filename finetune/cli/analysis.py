@@ -18,7 +18,7 @@ from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
 from finetune.runs.folder import make_folder
 
-NOTHING_MEASURED = 1
+NOTHING_MEASURED, MOST_STEPS = 1, 100_000
 
 
 def benchmark(
@@ -31,7 +31,7 @@ def benchmark(
     grid: Annotated[
         str | None, typer.Option(help='Micro-batches and lengths: "batch=1,2,4 length=512,2048".')
     ] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each round.")] = 10,
+    steps: Annotated[int, typer.Option(max=MOST_STEPS, help="Timed steps of each round.")] = 10,
     rounds: Annotated[
         int | None,
         typer.Option(help="Processes for each point; 3 where something is compared, else 1."),
@@ -193,7 +193,9 @@ def diagnose(
         Literal["random"] | None,
         typer.Option(help="random: no hub, no data; random weights, rows of random tokens."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to time, and to profile.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(max=MOST_STEPS, help="Steps to time, and to profile.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for diagnosis.json; left out: nothing is kept.")
     ] = None,
