@@ -32,6 +32,15 @@ OWNED_BY_US = {
 """Keys of `trl.SFTConfig` that a recipe may not set, and why."""
 SECRETS = ("hub_token", "push_to_hub_token")
 CHECKPOINTING = "gradient_checkpointing"
+CHECKPOINT_ARGUMENTS = (
+    "use_reentrant",
+    "preserve_rng_state",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "context_fn",
+)
+"""Of `torch.utils.checkpoint.checkpoint`, torch 2.10."""
 
 
 def decides_checkpointing(config: RunConfig) -> bool:
@@ -112,9 +121,24 @@ def convert_train(
             continue
         result[key] = _convert(key, plain_data(value), types[key], where(at))
         check_range(key, result[key], where(at))
+        if key == f"{CHECKPOINTING}_kwargs":
+            _check_checkpointing(result[key], where(at))
         if key == "optim":
             check_name(str(result[key]), where(at))
     return result
+
+
+def _check_checkpointing(given: Any, where: str) -> None:
+    """Reject arguments that `torch.utils.checkpoint` would refuse in the first forward."""
+    for name in given if isinstance(given, dict) else ():
+        if name not in CHECKPOINT_ARGUMENTS:
+            raise ConfigError(
+                f"torch.utils.checkpoint has no argument {name!r}"
+                + did_you_mean(name, CHECKPOINT_ARGUMENTS),
+                where=where,
+                fix=f"known: {', '.join(CHECKPOINT_ARGUMENTS)}; "
+                f"~train.{CHECKPOINTING}_kwargs takes the defaults",
+            )
 
 
 def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
