@@ -18,7 +18,7 @@ from finetune.config.ranges import check_range
 from finetune.config.schema import RunConfig
 from finetune.config.section import check_text
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
-from finetune.errors import ConfigError, nearest
+from finetune.errors import ConfigError, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from trl import SFTConfig
