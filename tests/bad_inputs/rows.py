@@ -29,7 +29,7 @@ VERB = st.sampled_from(["data"] * 5 + ["run"])
 @st.composite
 def files(draw: st.DrawFn) -> Case:
     """A data path that is no file of rows."""
-    ending = draw(st.sampled_from([*ENDINGS, ".txt", "", ".jsonl.gz", ".zip", ".JSONL"]))
+    ending = draw(st.sampled_from([*ENDINGS, ".doc", "", ".jsonl.gz", ".zip", ".JSONL"]))
     content: Any = draw(
         st.sampled_from(
             [
@@ -272,7 +272,7 @@ def settings(draw: st.DrawFn) -> Case:
                 (long, ("train.max_length=64", "data.eval_fraction=0")),
                 (LINE * 4, ("data.columns={prompt: gone}",)),
                 (LINE * 4, ("data.columns={prompt: completion, completion: completion}",)),
-                (LINE * 4, ("data.eval_path=rows.txt",)),
+                (LINE * 4, ("data.eval_path=rows.doc",)),
                 (LINE * 4, ("data.eval_path=gone.jsonl",)),
                 (LINE * 4, ("data.split=test",)),
                 (LINE * 4, ("data.subset=x",)),
