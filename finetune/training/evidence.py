@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.config.schema import PrecisionConfig
+from finetune.errors import ProofError
 from finetune.hardware.device import Device, Resolution, version
 from finetune.hardware.gemm_engine import cuda_of, gemm_engine
 from finetune.precision.backends.base import Backend
@@ -27,6 +28,29 @@ LIBRARIES = (
     *("transformer-engine", "bitsandbytes", "liger-kernel", "triton"),
 )
 """Distributions whose versions the receipt records."""
+
+
+def refuse_disagreement(receipt: Receipt) -> None:
+    """Compare the receipts of all processes, which must have reached the same end.
+
+    Raises:
+        ProofError: some process ran something else than the first.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    layers = [(one.name, one.fprop, one.dgrad, one.wgrad) for one in receipt.layers]
+    own = {"status": receipt.status, "precision": receipt.precision["ran"], "layers": layers}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for rank, other in enumerate(everyone):
+        keys = [key for key in own if other[key] != everyone[0][key]]
+        if keys:
+            raise ProofError(
+                f"process {rank} did not run what process 0 ran",
+                where=", ".join(keys),
+                why="; ".join(f"{key}: {everyone[0][key]} and {other[key]}" for key in keys)[:500],
+                fix="look at its log: other hardware, libraries or code on its machine",
+            )
 
 
 def receipt_of(

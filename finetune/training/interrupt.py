@@ -1,6 +1,6 @@
 """Signals during training: Ctrl-C, SIGTERM, SIGHUP (a closed terminal), SIGUSR1 (Slurm).
 
-    first       the step ends, a checkpoint is saved, training stops
+    first       the step ends, a checkpoint is saved, training stops, on all processes
     second      training stops at once
     after training, in the last evaluation: it stops at once
 
@@ -62,8 +62,20 @@ class GracefulStop(TrainerCallback):
         self.console.print(f"{name}: stopping after this step and saving; again stops at once")
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        self._agree(args.device)
         if self.asked:
             control.should_save = control.should_training_stop = True
+
+    def _agree(self, device: Any) -> None:
+        """Stop on all processes at one step: one that saved alone would wait for the others."""
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            vote = torch.tensor(float(self.number if self.asked else 0), device=device)
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+            self.asked = bool(vote)
+            self.number = int(vote) or self.number
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._restore()

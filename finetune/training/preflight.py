@@ -105,6 +105,7 @@ def preflight(
         MemoryShortError: memory is too small.
         MissingExtraError: a setting's optional library is not installed.
     """
+    _refuse_deepspeed(config)
     check_extras(config)
     check_optimizer_here(config.train, device)
     if config.train.get("use_liger_kernel") and device.kind == "cpu":
@@ -134,6 +135,24 @@ def preflight(
     if forecast is not None and not force:
         forecast.check(run)
     return run
+
+
+def _refuse_deepspeed(config: RunConfig) -> None:
+    """Reject DeepSpeed, of the recipe or of `accelerate launch`, in every precision."""
+    by_accelerate = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1")
+    given = config.train.get("deepspeed")
+    if not given and not by_accelerate:
+        return
+    where = f"train.deepspeed={given}" if given else "distributed_type, of accelerate launch"
+    start = "~train.deepspeed, and " if given else "distributed_type: MULTI_GPU there, and "
+    raise PrecisionError(
+        "DeepSpeed is not supported",
+        where=where,
+        why="its engine replaces forward, backward and optimizer, and ZeRO-3 keeps each weight in "
+        "a flat buffer of its own: which precision ran could not be proven",
+        fix=f"{start}FSDP2, which shards as ZeRO-3 does: train.fsdp=true "
+        "'train.fsdp_config={version: 2, reshard_after_forward: true}'; or DDP, without them",
+    )
 
 
 def check_settings(

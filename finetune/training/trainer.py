@@ -37,6 +37,7 @@ from finetune.training.attention import VARLEN, Attention, fix_documents, prefer
 from finetune.training.conditions import conditions_of
 from finetune.training.data import load_data
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
+from finetune.training.evidence import refuse_disagreement
 from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import load_model, load_tokenizer
 from finetune.training.preflight import Forecast, Preflight, preflight
@@ -292,6 +293,8 @@ class _Run:
         self.stopped = after.what if isinstance(after, FinetuneError) else ""
         try:
             self._close()
+            if after is None:  # of processes that failed, some may be gone
+                refuse_disagreement(self.receipt)
         except Exception as error:
             if after is not None:
                 self.console.print(f"[yellow]! no receipt could be written: {error}[/]")

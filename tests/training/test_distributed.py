@@ -8,8 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
+from transformers import TrainerControl
+
+from finetune.errors import ProofError
+from finetune.runs.receipt import Receipt
+from finetune.training.evidence import refuse_disagreement
+from finetune.training.interrupt import GracefulStop
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,6 +103,49 @@ def test_without_reduce_amax_scales_differ(facts) -> None:
     assert all(w), "weights are the same in both"
     assert not all(x), "each process saw other tokens"
     assert not all(g)
+
+
+# -------------------------------------------------------------------- processes that have to agree
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """A function that makes this process one of two, and sets what the other one has."""
+    import torch.distributed as dist
+
+    def with_other(value) -> None:
+        def reduce(tensor, op):
+            assert op == dist.ReduceOp.MAX
+            tensor.clamp_(min=float(value))
+
+        def gather(everyone, own):
+            everyone[:] = [own, own | value]
+
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "all_reduce", reduce)
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+
+    return with_other
+
+
+@pytest.mark.parametrize("other", [0, 10])
+def test_a_signal_of_one_process_stops_both_after_the_same_step(other, two) -> None:
+    two(other)
+    stop = GracefulStop(Console(quiet=True))
+    control = TrainerControl()
+    stop.on_step_end(SimpleNamespace(device="cpu"), None, control)
+    assert stop.asked == control.should_save == control.should_training_stop == bool(other)
+    assert stop.number == (other or 2)
+
+
+def test_receipts_that_differ_between_processes_stop_the_run(two) -> None:
+    receipt = Receipt("proven", {"ran": "fp8"})
+    two({})
+    refuse_disagreement(receipt)
+    two({"precision": "bf16"})
+    with pytest.raises(ProofError, match=r"process 1 did not run[\s\S]*fp8 and bf16"):
+        refuse_disagreement(receipt)
 
 
 @pytest.mark.long

@@ -1,0 +1,64 @@
+"""The shipped launch files: Accelerate takes its own, and the job files start what is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from finetune.config.recipe import list_recipes, load_recipe, recipes_folder
+from finetune.errors import PrecisionError
+from finetune.training.preflight import preflight
+from tests.conftest import CPU
+
+LAUNCH = recipes_folder() / "launch"
+
+
+@pytest.mark.parametrize(("name", "processes", "machines"), [("1x8", 8, 1), ("2x8", 16, 2)])
+def test_accelerate_loads_its_configurations(name, processes, machines) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    file = LAUNCH / f"accelerate_{name}.yaml"
+    found = load_config_from_file(str(file))
+    assert isinstance(found, ClusterConfig)
+    assert (found.num_processes, found.num_machines) == (processes, machines)
+    assert found.distributed_type == "MULTI_GPU"
+    assert found.mixed_precision == "no", "the recipe decides"
+
+
+def test_accelerate_takes_the_command_of_two_machines() -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    words = ["--config_file", str(LAUNCH / "accelerate_2x8.yaml"), "--machine_rank", "1"]
+    words += ["--main_process_ip", "node0", "--main_process_port", "29500", "-m", "finetune", "x"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert (args.num_processes, args.num_machines, args.machine_rank) == (16, 2, 1)
+    assert args.multi_gpu
+    assert not args.use_fsdp
+
+
+def test_job_files_start_what_is_there() -> None:
+    slurm, job = (LAUNCH / name for name in ("slurm.sh", "kubernetes.yaml"))
+    subprocess.run(["bash", "-n", slurm], check=True)
+    (container,) = yaml.safe_load(job.read_text())["spec"]["template"]["spec"]["containers"]
+    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
+    for text in (slurm.read_text(), container["args"][0]):
+        (config,) = re.findall(r"--config_file \S*?launch/(\S+)", text)
+        assert (LAUNCH / config).is_file()
+        assert "resume last" in text
+    assert container["env"][0]["value"] in list_recipes()
+    assert "--signal=USR1@" in slurm.read_text()
+
+
+@pytest.mark.parametrize("by", ["recipe", "accelerate"])
+@pytest.mark.parametrize("compute", ["fp8", "bf16"])
+def test_deepspeed_is_refused_before_anything_is_loaded(by, compute, monkeypatch) -> None:
+    config = load_recipe(f"tiny_full_{compute}").config
+    if by == "recipe":
+        config = config.model_copy(update={"train": {**config.train, "deepspeed": "zero3.json"}})
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(PrecisionError, match=r"ZeRO-3[\s\S]*fix:[\s\S]*train.fsdp=true"):
+        preflight(config, CPU)
