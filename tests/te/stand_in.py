@@ -180,7 +180,9 @@ class _Linear(torch.autograd.Function):
         gemm = sys.modules["transformer_engine_torch"].generic_gemm
         ctx.layer, ctx.dtype, ctx.types = layer, dtype, (x.dtype, w.dtype)
         ctx.fp8 = State.recipe is not None
-        ctx.first, State.first = State.first, False
+        # As in TE: the first of those that have a backward, so no frozen layer on raw embeddings.
+        trains = any(ctx.needs_input_grad[:2])
+        ctx.first, State.first = State.first and trains, State.first and not trains
         if not ctx.fp8:
             xq, wq = x.to(dtype), w.to(dtype)
         else:
