@@ -215,7 +215,7 @@ class AccountedTrainer(SFTTrainer):
         Raises:
             DataError: no token of any row would be trained on.
         """
-        prepare = super()._prepare_dataset
+        prepare, ledgers = super()._prepare_dataset, self.__dict__.setdefault("ledgers", {})
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         held = isinstance(dataset, Dataset)
@@ -242,7 +242,7 @@ class AccountedTrainer(SFTTrainer):
                 raise nothing_trained(found, dataset_name)
         done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
         if found is not None:
-            self.__dict__.setdefault("ledgers", {})[dataset_name] = replace(
+            ledgers[dataset_name] = replace(
                 found,
                 bins=len(done) if packing else None,
                 chat=chat,

@@ -89,10 +89,12 @@ def rows_hash(*parts: Dataset | IterableDataset | None, fingerprint: str = "") -
         for table in (rows.data.table, rows._indices and rows._indices.table):
             if table is None:
                 continue
+            table = table.replace_schema_metadata()
             with pa.ipc.new_stream(pa.PythonFile(Sink(), "w"), table.schema) as stream:
                 # Pieces of one length: chunks of a table depend on how many processes made it.
                 for start in range(0, len(table), PIECE):
-                    stream.write_table(table.slice(start, PIECE).combine_chunks())
+                    piece = table.slice(start, PIECE)
+                    stream.write_table(piece.take(list(range(len(piece)))).combine_chunks())
     return found.hexdigest()
 
 

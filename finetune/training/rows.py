@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import DataConfig
 from finetune.errors import DataError, did_you_mean
-from finetune.training.templates import null_content
+from finetune.training.templates import null_content, refusal, training_template
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -77,7 +77,7 @@ def formatted(
     refused: dict[int, str] = {}
     try:
         if data.on_bad_row == "skip":
-            refused = _bad_rows(rows, convert)
+            refused = _bad_rows(rows, _taken(convert, kind, tokenizer))
             rows = rows.select([i for i in range(len(rows)) if i not in refused])
             if not len(rows):
                 raise DataError(
@@ -111,13 +111,28 @@ def formatted_stream(
     if kind == "messages":
         features[TRAINED_TURNS] = List(Value("bool"))
     if data.on_bad_row == "skip":
-        rows = rows.filter(lambda row: not _problem(convert, row))
+        taken = _taken(convert, kind, tokenizer)
+        rows = rows.filter(lambda row: not _problem(taken, row))
     return rows.map(
         partial(_numbered, convert, source, first),
         with_indices=True,
         remove_columns=rows.column_names,
         features=features,
     )
+
+
+def _taken(convert: Converter, kind: str, tokenizer: Any) -> Converter:
+    """A converter that refuses turns which the chat template refuses, too."""
+    template = training_template(tokenizer) if kind == "messages" else None
+
+    def checked(row: dict[str, Any]) -> dict[str, Any]:
+        found = convert(row)
+        turns = any(isinstance(found.get(key), list) for key in ("messages", "completion"))
+        if turns and (why := refusal(found, tokenizer, template)):
+            raise _BadRowError(f"the chat template refuses it: {why}")
+        return found
+
+    return checked if tokenizer.chat_template else convert
 
 
 def _numbered(

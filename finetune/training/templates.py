@@ -19,6 +19,8 @@ SILENT = ("name", "thinking", "reasoning_content", "reasoning", "tool_call_id")
 """Keys of a turn that a template may leave out without making the turn another one."""
 TRIED = 2000
 """Rows in which keys are looked for that a template may leave out."""
+FAILED = "\0"
+"""Begins what stands for a conversation that cannot be rendered."""
 CALL = {"type": "function", "function": {"name": "probed_call", "arguments": {"of": "a probe"}}}
 
 
@@ -34,6 +36,13 @@ def training_template(tokenizer: Any) -> str | None:
         return get_training_chat_template(tokenizer)
     except (ValueError, TemplateError, TypeError, KeyError):  # TRL does not know this template
         return None
+
+
+def refusal(row: dict[str, Any], tokenizer: Any, template: str | None) -> str:
+    """Reason why the template takes no such conversation; empty where it does."""
+    turns = row.get("messages") or [*row["prompt"], *row["completion"]]
+    text = _rendered(turns, row.get("tools") or [], tokenizer, template)
+    return text.removeprefix(FAILED) if text.startswith(FAILED) else ""
 
 
 def null_content(tokenizer: Any) -> dict[str, Any]:
@@ -132,4 +141,4 @@ def _rendered(turns: list[Any], tools: list[Any], tokenizer: Any, template: str 
             turns, tools=tools or None, chat_template=template, tokenize=False
         )
     except (TemplateError, TypeError, KeyError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{FAILED}{type(error).__name__}: {error}"

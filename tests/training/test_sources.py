@@ -1,0 +1,175 @@
+"""Where rows come from: folders, globs, compressed files, mixtures, streams."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from finetune.config.data import DataConfig
+from finetune.errors import DataError, DataNotFoundError
+from finetune.training.data import load_data
+from finetune.training.model import TINY_LLAMA
+from finetune.training.resume import rows_hash
+from finetune.training.sources import files_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY_LLAMA)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def load(tokenizer):
+    def run(path, **settings):
+        settings = {"eval_fraction": 0.0} | settings
+        return load_data(DataConfig(path=path, **settings), tokenizer, 0)
+
+    return run
+
+
+def rows_of(mark: str, count: int) -> str:
+    rows = ({"prompt": f"{mark}{i}?", "completion": f"{mark}{i}."} for i in range(count))
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def asked(rows, count: int = 1000) -> list[str]:
+    return [row["prompt"][0]["content"] for row in itertools.islice(rows, count)]
+
+
+OPENERS = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+
+
+@pytest.mark.parametrize("suffix", OPENERS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_compressed_files(load, suffix, streaming) -> None:
+    with OPENERS[suffix](f"a.jsonl.{suffix}", "wt") as file:
+        file.write(rows_of("a", 3))
+    settings = {"streaming": True, "shuffle_buffer": 1} if streaming else {}
+    assert asked(load(f"a.jsonl.{suffix}", **settings).train, 3) == ["a0?", "a1?", "a2?"]
+
+
+def test_a_compressed_file_that_is_cut_off_is_a_data_error(load) -> None:
+    whole = gzip.compress(rows_of("a", 3000).encode())
+    Path("a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"a.jsonl.gz cannot be read[\s\S]*fix"):
+        load("a.jsonl.gz")
+
+
+def test_folders_globs_and_lists_in_the_order_of_their_names(load) -> None:
+    Path("rows/more").mkdir(parents=True)
+    for name, mark in (("b.jsonl", "b"), ("a.jsonl", "a"), ("more/c.jsonl", "c")):
+        (Path("rows") / name).write_text(rows_of(mark, 1))
+    Path("rows/README.md").write_text("Rows.")
+    assert asked(load("rows").train) == ["a0?", "b0?", "c0?"]
+    assert asked(load("rows/*.jsonl").train) == ["a0?", "b0?"]
+    assert asked(load(["rows/b.jsonl", "rows/more"]).train) == ["b0?", "c0?"]
+    Path("rows/d.csv").write_text("prompt,completion\nd0?,d0.\n")
+    with pytest.raises(DataError, match=r"several types: .csv, .jsonl"):
+        load("rows")
+    assert asked(load(["rows/d.csv", "rows/b.jsonl"]).train) == ["d0?", "b0?"]
+    Path("empty").mkdir()
+    with pytest.raises(DataNotFoundError, match="has no data files"):
+        load("empty")
+
+
+def test_text_tables_and_saved_data_sets(load) -> None:
+    Path("a.txt").write_text("One.\n\nTwo.\n")
+    assert [row["text"] for row in load("a.txt").train] == ["One.", "Two."]
+    Path("a.tsv").write_text("prompt\tcompletion\na, b?\t007\n")
+    assert load("a.tsv").train[0]["completion"][0]["content"] == "007"
+    Dataset.from_list([{"prompt": "s?", "completion": "s."}]).save_to_disk("saved")
+    assert asked(load("saved").train) == ["s?"]
+
+
+def test_a_mixture_draws_by_weight_and_holds_out_rows_that_it_never_trains_on(load) -> None:
+    Path("a.jsonl").write_text(rows_of("a", 400))
+    Path("b.jsonl").write_text(rows_of("b", 40))
+    mixed = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}]
+    found = load(mixed, eval_fraction=0.1)
+    questions, held_out = asked(found.train), set(asked(found.eval))
+    share = sum(question.startswith("a") for question in questions) / len(questions)
+    assert share == pytest.approx(0.75, abs=0.06)
+    assert len(set(questions)) == 396  # every row that is not held out, some of `b` several times
+    assert held_out.isdisjoint(questions)
+    assert len(held_out) == 44
+    assert "mixed of 75% a.jsonl x 1" in found.description
+
+
+def test_sources_of_several_formats_are_refused(load) -> None:
+    Path("a.jsonl").write_text(rows_of("a", 1))
+    Path("b.jsonl").write_text('{"text": "b"}\n')
+    with pytest.raises(DataError, match=r"several formats[\s\S]*b.jsonl: text"):
+        load(["a.jsonl", "b.jsonl"])
+
+
+# ---------------------------------------------------------------------------------------- streams
+
+
+def test_a_stream_begins_anew_and_trains_on_no_row_that_is_held_out(load) -> None:
+    Path("a.jsonl").write_text(rows_of("a", 30))
+    found = load("a.jsonl", streaming=True, eval_fraction=0.2, shuffle_buffer=8)
+    first, again = asked(found.train, 24), asked(found.train, 48)
+    assert asked(found.eval) == [f"a{i}?" for i in range(6)]
+    assert sorted(first) == sorted(f"a{i}?" for i in range(6, 30))
+    assert first != sorted(first)
+    assert again[:24] == again[24:] == first
+    assert len(found.sample) == 24
+
+
+def test_a_stream_goes_on_where_it_was_and_its_hash_is_of_its_files(load) -> None:
+    """A resumed run skips what was trained on: the same order from the same files."""
+    Path("a.jsonl").write_text(rows_of("a", 50))
+    Path("b.jsonl").write_text(rows_of("b", 50))
+    mixed = {"a.jsonl": 0.5, "b.jsonl": 0.5}
+    one, two = load(mixed, streaming=True), load(mixed, streaming=True)
+    assert asked(one.train.skip(37), 50) == asked(two.train, 87)[37:]
+    assert rows_hash(one.train, fingerprint=one.fingerprint) == rows_hash(
+        two.train, fingerprint=two.fingerprint
+    )
+    Path("b.jsonl").write_text(rows_of("c", 50))
+    other = load(mixed, streaming=True)
+    weighted = load({"a.jsonl": 0.5, "b.jsonl": 0.6}, streaming=True)
+    assert len({one.fingerprint, other.fingerprint, weighted.fingerprint}) == 3
+
+
+def test_a_bad_row_of_a_stream_is_named_or_skipped(load) -> None:
+    bad = '{"prompt": "", "completion": "x"}\n'
+    Path("a.jsonl").write_text(rows_of("a", 1500) + bad + rows_of("b", 2))
+    rows = load("a.jsonl", streaming=True, shuffle_buffer=1)
+    with pytest.raises(DataError, match=r"row 1501 of a.jsonl"):
+        asked(rows.train, 1600)
+    rows = load("a.jsonl", streaming=True, shuffle_buffer=1, on_bad_row="skip")
+    assert asked(rows.train, 1502)[1500:] == ["b0?", "b1?"]
+
+
+def test_the_hash_of_rows_does_not_depend_on_the_processes_that_made_them() -> None:
+    rows = Dataset.from_dict({"text": [str(i) for i in range(2500)]})
+    shards = [rows.shard(3, i, contiguous=True) for i in range(3)]
+    from datasets import concatenate_datasets
+
+    parts = concatenate_datasets([Dataset.from_list(list(shard)) for shard in shards])
+    assert rows_hash(rows) == rows_hash(parts)
+
+
+def test_large_files_have_a_fingerprint_of_blocks(monkeypatch) -> None:
+    monkeypatch.setattr("finetune.training.sources.BLOCK", 16)
+    monkeypatch.setattr("finetune.training.sources.BLOCKS", 4)
+    Path("a.jsonl").write_text(rows_of("a", 100))
+    before = files_of("a.jsonl", "data.path").fingerprint()
+    Path("a.jsonl").write_text(rows_of("a", 99) + rows_of("z", 1))
+    assert files_of("a.jsonl", "data.path").fingerprint() != before
