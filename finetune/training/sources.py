@@ -326,6 +326,8 @@ def _broken_lines(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
                     problem = f"not JSON: {found.msg}"
                 except RecursionError:
                     problem = "nested too deeply"
+                except ValueError as found:  # a number of thousands of digits
+                    problem = str(found).partition(";")[0]
                 yield f"{file}:{number}", problem
         except (OSError, EOFError) as found:
             yield str(file), f"the file is cut off or damaged: {found}"
