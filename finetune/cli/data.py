@@ -45,11 +45,13 @@ def data(
     show_ledger(console, found)
     page = Console(record=True, file=io.StringIO(), width=100)
     for index, row in enumerate(shown):
-        text = _decoded(found.tokenizer, row)
         for target in (console, page):
             target.print(f"\nrow {index + 1}, {len(row['input_ids'])} tokens", style="bold")
-            target.print(text)
-    console.print(Text.assemble("\n", ("trained", TRAINED), " ", ("context", CONTEXT)))
+            # In a pipe there is no style to tell them by.
+            bracketed = target is console and console.color_system is None
+            target.print(_decoded(found.tokenizer, row, bracketed=bracketed))
+    trained = "[[trained]]" if console.color_system is None else "trained"
+    console.print(Text.assemble("\n", (trained, TRAINED), " ", ("context", CONTEXT)))
     if html is not None:
         _write(html, page.export_html())
         console.print(whole(f"page: {html}"), crop=False)
@@ -64,8 +66,8 @@ def show_ledger(console: Console, found: CountedRows) -> None:
         console.print(Text(f"! {line}", style="yellow") if warns else f"      {line}")
 
 
-def _decoded(tokenizer: Any, row: dict[str, Any]) -> Text:
-    """The row as text, trained tokens in another style.
+def _decoded(tokenizer: Any, row: dict[str, Any], *, bracketed: bool) -> Text:
+    """The row as text, trained tokens in another style, or in brackets too.
 
     Spans are decoded together: a character may have several tokens.
     """
@@ -73,8 +75,9 @@ def _decoded(tokenizer: Any, row: dict[str, Any]) -> Text:
     start = 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or (labels[end] >= 0) != (labels[start] >= 0):
-            style = TRAINED if labels[start] >= 0 else CONTEXT
-            text.append(tokenizer.decode(ids[start:end]), style=style)
+            part, trained = tokenizer.decode(ids[start:end]), labels[start] >= 0
+            part = f"[[{part}]]" if trained and bracketed else part
+            text.append(part, style=TRAINED if trained else CONTEXT)
             start = end
     return text
 

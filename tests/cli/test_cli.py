@@ -546,6 +546,8 @@ def test_data_counts_and_shows_what_is_trained_on(cli) -> None:
     assert "32 training rows" in found.out
     assert "of them trained, longest row" in found.out
     assert "row 1, " in found.out
+    assert "<|im_start|>assistant\n[[Ahoy!" in found.out, "a pipe has no colors"
+    assert "[[Ahoy!" not in Path("rows.html").read_text("utf-8")
     assert "Ahoy!" in Path("rows.html").read_text("utf-8")
     counted = json.loads(cli("data", "tiny_lora_fp8", "data.max_rows=40", "--json").out)
     assert counted["train"]["rows"] == 32
