@@ -248,6 +248,24 @@ def _features(first: dict[str, Any]) -> Any:
     return Features(found)
 
 
+def _check_ids(rows: Any, source: str) -> None:
+    """Refuse columns of tokenized rows that are no lists of whole numbers.
+
+    Raises:
+        DataError: names the column and its type.
+    """
+    for name in sorted({"input_ids", "labels"} & set(rows.features or ())):
+        feature = rows.features[name]
+        kind = getattr(getattr(feature, "feature", None), "dtype", "")
+        if not str(kind).startswith(("int", "uint")):
+            raise DataError(
+                f"{name!r} of {source} is no list of token ids",
+                where=source,
+                why=f"its type is {str(feature)[:200]}",
+                fix="whole numbers, one list a row, or text in columns prompt and completion",
+            )
+
+
 def _recognize(rows: Any, tokenizer: Any, source: str) -> tuple[str, Converter]:
     columns = set(rows.column_names)
     null = null_content(tokenizer) if tokenizer.chat_template else None
@@ -263,6 +281,7 @@ def _recognize(rows: Any, tokenizer: Any, source: str) -> tuple[str, Converter]:
         if column in columns:
             return "messages", partial(_messages, column, _is_exact(rows, column), null)
     if "input_ids" in columns:
+        _check_ids(rows, source)
         return "tokenized", dict
     for kind, (ask, answer) in PAIRS.items():
         if {ask, answer} <= columns:
@@ -345,9 +364,15 @@ def _beside(row: dict[str, Any]) -> dict[str, Any]:
             except json.JSONDecodeError as error:
                 raise _BadRowError(f"'tools' is not JSON: {error.msg}") from None
         found["tools"] = _without_none(tools) or []
+        if not isinstance(found["tools"], list) or not all(map(_is_tool, found["tools"])):
+            raise _BadRowError("'tools' is no list of tools")
     if "chat_template_kwargs" in row:
         found["chat_template_kwargs"] = _without_none(row["chat_template_kwargs"] or {})
     return found
+
+
+def _is_tool(tool: Any) -> bool:
+    return isinstance(tool, dict | str)
 
 
 def _turn(turn: Any, *, exact: bool = False) -> dict[str, Any]:
