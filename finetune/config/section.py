@@ -7,7 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 LARGEST = 2**53
-"""Largest magnitude of a number: what a float holds exactly, and tensors never reach."""
+"""Largest magnitude of a whole number: what a float holds exactly, and tensors never reach."""
+FLOAT32_MAX = 3.4e38
+"""Largest magnitude of others: what a tensor can hold."""
 
 
 class Section(BaseModel):
@@ -30,7 +32,8 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _is_in_range(cls, value: Any) -> Any:
-        if isinstance(value, (int, float)) and abs(value) > LARGEST:
+        most = FLOAT32_MAX if isinstance(value, float) else LARGEST
+        if isinstance(value, (int, float)) and abs(value) > most:
             raise ValueError("this number is larger than anything that can be counted")
         return value
 

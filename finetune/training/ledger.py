@@ -133,7 +133,13 @@ class Ledger:
 
 
 def account(
-    rows: Dataset, args: Any, *, packing: bool, stops: set[int], blank: Callable[[int], bool]
+    rows: Dataset,
+    args: Any,
+    *,
+    packing: bool,
+    stops: set[int],
+    blank: Callable[[int], bool],
+    vocabulary: int,
 ) -> Ledger:
     """Count a tokenized data set with the columns `input_ids` and `labels`.
 
@@ -143,6 +149,10 @@ def account(
         packing: as these rows are packed.
         stops: ids that end an answer.
         blank: True of ids that are white space, which some templates have behind the end.
+        vocabulary: tokens of the model.
+
+    Raises:
+        DataError: an id that the embedding does not have.
     """
     limit, at_start = args.max_length, args.truncation_mode == "keep_start" or packing
     splits = packing and args.packing_strategy in ("bfd_split", "wrapped")
@@ -154,6 +164,9 @@ def account(
         ids = batch["input_ids"].combine_chunks()
         labels = np.asarray(batch["labels"].combine_chunks().flatten())
         lengths = np.asarray(ids.value_lengths()).astype(np.int64)
+        values = np.asarray(ids.flatten())
+        if values.size and not 0 <= values.min() <= values.max() < vocabulary:
+            raise _no_such_token(values[(values < 0) | (values >= vocabulary)][0], vocabulary)
         starts = np.cumsum(lengths) - lengths
         position = np.arange(labels.size) - np.repeat(starts, lengths)
         inside = np.ones(labels.size, bool)
@@ -178,9 +191,18 @@ def account(
 
 
 class AccountedTrainer(SFTTrainer):
-    """`SFTTrainer` that keeps the `ledgers` of its data sets, by name (`train`, `eval`)."""
+    """`SFTTrainer` that keeps the `ledgers` of its data sets, by name (`train`, `eval`).
+
+    Attributes:
+        vocabulary: tokens of the model; without one, more than there can be.
+    """
 
     ledgers: dict[str, Ledger]
+    vocabulary: int = 2**31
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        super().__init__(model, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's.
@@ -237,6 +259,7 @@ class AccountedTrainer(SFTTrainer):
             found = account(
                 tokenized, args, packing=packing, stops=_stops(tokenizer),
                 blank=lambda token: not str(tokenizer.decode([token])).strip(),
+                vocabulary=self.vocabulary,
             )  # fmt: skip
             if not found.trained:
                 raise nothing_trained(found, dataset_name)
@@ -282,6 +305,15 @@ def _only_trained_turns(row: dict[str, Any]) -> dict[str, Any]:
         )
     kept = on & np.asarray(flags)[np.cumsum(begins) - 1]
     return {"labels": np.where(kept, labels, MASKED).tolist()}
+
+
+def _no_such_token(token: int, vocabulary: int) -> DataError:
+    return DataError(
+        f"{token} is no token id",
+        where="data: column input_ids",
+        why="ids are not negative" if token < 0 else f"the model has {vocabulary:,} tokens",
+        fix="tokenize the rows with this model's tokenizer, or give text",
+    )
 
 
 def _not_formatted(name: str, error: BaseException, step: int | None = None) -> DataError:

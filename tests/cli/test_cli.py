@@ -344,7 +344,7 @@ def test_a_bad_recipe_file_exits_with_2_and_names_the_line(cli, content, said):
         ("data.path=rows.jsonl", "", ["rows.jsonl is empty"]),
         ("data.path=rows.jsonl", '{"text": "a"}\n{"text"\n', ["rows.jsonl:2", "not JSON"]),
         ("data.path=rows.jsonl", '{"foo": 1}\n', ["not a format", "columns found: foo"]),
-        ("data.path=rows.txt", "Once.", ["files of type '.txt' cannot be read"]),
+        ("data.path=rows.doc", "Once.", ["files of type '.doc' cannot be read"]),
         ("data.path=rows.jsonl", '{"text": null}\n', ["row 1 of rows.jsonl", "'text' is empty"]),
         ("data.path=rows.jsonl", '{"messages": "hello"}\n', ["row 1 of rows.jsonl"]),
         (
@@ -368,7 +368,7 @@ def test_a_bad_recipe_file_exits_with_2_and_names_the_line(cli, content, said):
 )
 def test_bad_data_exits_with_2_before_a_model_is_loaded(cli, monkeypatch, override, content, said):
     monkeypatch.setattr("finetune.training.trainer.load_model", pytest.fail)
-    for name in ("rows.jsonl", "rows.txt"):
+    for name in ("rows.jsonl", "rows.doc"):
         Path(name).write_text(content, encoding="utf-8")
     done = cli("tiny_full_fp8", override)
     assert done.code == 2

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.errors import ConfigError
 from finetune.estimator import search as searching
 from finetune.estimator.knobs import SHARDED
 from finetune.estimator.measure import FirstLayers, Measured, measure_fast, rehearse_first_layers
@@ -171,13 +170,6 @@ def test_where_not_even_one_row_fits_it_says_so(run):
     assert (found.value, found.next, found.measured) == (0, 1, None)
     assert "not even the smallest fits" in _shown(found)
     assert json.loads(json.dumps(found.facts()))["change"] is None
-
-
-def test_numbers_that_no_batch_has_are_refused(run):
-    config = run("tiny_full_bf16", "train.per_device_train_batch_size=0")
-    for ask in (largest_rows, largest_length):
-        with pytest.raises(ConfigError, match="is 0"):
-            ask(config, place_of("H100"))
 
 
 # -------------------------------------------------------------------------------------------- GPUs

@@ -67,9 +67,10 @@ def states(out) -> dict[str, str]:
         ("import os; os.abort()", "ended by SIGABRT"),
         ("import os; os.kill(os.getpid(), 9)", "last of its memory"),
         ("raise ValueError('no such shape')", "exit code 1: ValueError: no such shape"),
-        (
+        pytest.param(
             "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)",
             "limit of 0",
+            marks=pytest.mark.slow,
         ),
     ],
 )

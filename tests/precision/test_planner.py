@@ -15,6 +15,7 @@ from finetune.errors import PlanError
 from finetune.precision.layers import matches
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.training.model import sketch
+from tests.conftest import slow_but
 
 FP8 = PrecisionConfig(compute="fp8", backend="emulated", emulation="allow")
 
@@ -23,7 +24,13 @@ def keep(*patterns: str) -> PrecisionConfig:
     return FP8.model_copy(update={"keep": patterns})
 
 
-@pytest.mark.parametrize("name", [n for n in list_recipes() if n.endswith("_fp8")])
+FP8_RECIPES = [name for name in list_recipes() if name.endswith("_fp8")]
+QUICK = [
+    name for name in FP8_RECIPES if not name.startswith(("llama_70b", "llama_8b_lora32", "qwen"))
+]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, FP8_RECIPES))
 def test_every_recipe_can_be_planned_without_weights(name) -> None:
     config = load_recipe(name, check_train=False).config
     the_plan = plan(sketch(config), config.precision)

@@ -235,6 +235,14 @@ def test_rows_that_are_all_too_long_are_an_error(load, prepare, tokenizer) -> No
         prepare(rows, tokenizer, max_length=32)
 
 
+@pytest.mark.parametrize(("ids", "why"), [([1, -1], "not negative"), ([9, 10], "has 10 tokens")])
+def test_an_id_that_the_model_does_not_have_is_an_error(ids, why) -> None:
+    data = Dataset.from_dict({"input_ids": [[1], ids], "labels": [[1], ids]})
+    args = SFTConfig(output_dir="runs", use_cpu=True, bf16=False)
+    with pytest.raises(DataError, match=why):
+        account(data, args, packing=False, stops=set(), blank=lambda _: False, vocabulary=10)
+
+
 @KEEP_END
 @settings(deadline=None, max_examples=40)
 @given(
@@ -252,7 +260,7 @@ def test_counts_equal_a_loop_over_rows(rows, limit, mode) -> None:
         output_dir="runs", use_cpu=True, bf16=False, max_length=limit, truncation_mode=mode
     )
     data = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    found = account(data, args, packing=False, stops={3}, blank=lambda _: False)
+    found = account(data, args, packing=False, stops={3}, blank=lambda _: False, vocabulary=100)
     kept = [
         row if limit is None else (row[:limit] if mode == "keep_start" else row[-limit:])
         for row in labels

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from finetune import load_recipe, train
-from finetune.errors import DataError
+from finetune.errors import ProofError
 from finetune.runs.receipt import Receipt, memory_line
 from finetune.training.interrupt import GracefulStop
 from finetune.training.memory_meter import MemoryMeter
@@ -182,7 +182,7 @@ def test_measuring_changes_no_bit_of_a_run(name, changes, tmp_path, monkeypatch)
     assert measured.peak_memory_gib > measured.receipt.memory["measured_gib"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), DataError("a broken row")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ProofError("not in FP8")])
 def test_a_step_that_breaks_off_leaves_no_mode(error, tmp_path, monkeypatch) -> None:
     def breaks(self, *args, **kwargs):
         if _get_current_dispatch_mode() is not None:
@@ -192,7 +192,7 @@ def test_a_step_that_breaks_off_leaves_no_mode(error, tmp_path, monkeypatch) -> 
     if isinstance(error, KeyboardInterrupt):
         assert train(small("tiny_full_bf16"), out=tmp_path, console=QUIET).interrupted
     else:
-        with pytest.raises(DataError, match="broken row"):
+        with pytest.raises(ProofError, match="not in FP8"):
             train(small("tiny_full_bf16"), out=tmp_path, console=QUIET)
     assert _get_current_dispatch_mode() is None
     (receipt,) = tmp_path.glob("*/*/receipt.json")
