@@ -47,7 +47,7 @@ def check(found: Diagnosis) -> dict:
     return json.loads(found.to_json())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fp8_adapters_with_random_weights_and_checkpointing(tmp_path, monkeypatch) -> None:
     """Precision is that of the receipt of a run of the same recipe; noise is that of E4M3."""
     monkeypatch.chdir(tmp_path)

@@ -190,7 +190,7 @@ def test_verdicts(reports, tmp_path):
     assert page.index("optimizer") < page.index("Do they train the same?")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_speeds_of_an_emulation_say_so(tmp_path):
     folder = make_comparison(tmp_path / "c", steps=8)
     found = read_comparison(folder)
@@ -301,7 +301,7 @@ def cli(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_last_run_is_reported_twice(cli, tmp_path):
     make_run(tmp_path / "runs" / "tiny_full_fp8" / "20261120-120000-aaaa", steps=8, groups=())
     last = make_run(

@@ -332,7 +332,10 @@ def _child(name: str, folder: str) -> None:
     fault.inject()
     settings = SETTINGS if fault.verb == (RECIPE,) else ()
     sys.argv = ["finetune", *fault.verb, *settings, *fault.settings]
-    main()
+    try:
+        main()
+    finally:
+        os.seteuid(os.getuid())  # what ends the process may then clean up behind it
 
 
 def happens(name: str) -> Outcome:

@@ -170,7 +170,7 @@ def test_without_speeds_there_is_no_advice_on_speed(run, seen):
     assert seen == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
     config = run("tiny_full_bf16", "train.max_length=4096", "model.attention=sdpa")
     place = place_of("H100")
@@ -251,14 +251,14 @@ def test_advice_is_the_same_twice(run):
     assert advised(config, place)[1] == advised(config, place)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_nothing_helps_it_says_so(run):
     _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=0.9))
     assert found.together is None
     assert "no set of these changes makes it fit" in _shown(found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
     """Sharding, pretended: what is held divided by the number of GPUs."""
     real = FirstLayers.at
@@ -295,7 +295,7 @@ def _shown(found: Advised) -> str:
     return console.export_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_advice_in_words_and_as_data(run):
     _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=3))
     shown = _shown(found)

@@ -81,7 +81,7 @@ def text_of(result: Estimate) -> str:
 # ---------------------------------------------------------------------------------- what it says
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_figures_are_each_larger_than_the_one_before(result):
     held = result.measured.footprint
     assert 0 < held.tensors < held.allocated <= held.reserved < held.shown
@@ -128,7 +128,7 @@ def test_the_first_layers_say_what_all_of_them_take(config):
     assert (fast.parameters, fast.trainable) == (whole.parameters, whole.trainable)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
     assert result.twin.label == "BF16, compiled"
     assert result.measured.compiled
@@ -294,7 +294,7 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, 
     assert told["predicted"].startswith("not predicted: ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_settings_of_data_are_not_asked_of_made_up_rows(config):
     plain = measure(config, H100).footprint
     masked = changed(config, train={"assistant_only_loss": True})

@@ -34,7 +34,7 @@ def test_gains_multiply_to_the_run() -> None:
     assert all(rung.gain > 0.5 for rung in rungs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rung_is_close_to_its_estimate() -> None:
     """The rung before low precision, if rehearsed as a rung is, has the twin's speed."""
     run = measure_well(load_recipe("gpt2_124m_full_fp8").config, place_of("H100"))

@@ -501,7 +501,7 @@ def test_adapter_over_random_weights_is_refused(lora_run, tmp_path):
         export_run(run, "merged", tmp_path / "out", console=QUIET)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_full_run_from_random_weights_is_exported(full_run, tmp_path):
     run = edited(full_run, tmp_path / "run", "weights: pretrained", "weights: random")
     assert export_run(run, "merged", tmp_path / "out", console=QUIET).parity.kl == 0

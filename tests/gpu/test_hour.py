@@ -178,7 +178,7 @@ def run_points_with(monkeypatch, run) -> None:
     monkeypatch.setattr("finetune.analysis.benchmark.benchmark.run_apart", here)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_the_real_commands_get_as_far_as_a_gpu(machine, monkeypatch, tmp_path) -> None:
     """Models, steps and settings of the 8B parts are there; only the training is pretended."""

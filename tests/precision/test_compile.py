@@ -51,7 +51,7 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None:
     """A part of the layers runs uncompiled while it is looked into; nothing is compiled anew."""

@@ -338,7 +338,7 @@ def test_kernels_decide_on_compiling_where_compile_does_not(kernels, compile, re
     assert fp8(kernels=kernels, compile=compile).compile_requested == requested
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_import_needs_no_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import finetune, finetune.precision.convert"
     subprocess.run([sys.executable, "-c", code], check=True)

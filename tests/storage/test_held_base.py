@@ -192,7 +192,7 @@ def test_all_of_a_published_fp8_checkpoint_cannot_train(published, tmp_path, lay
         train(chosen, out=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_module_that_peft_trains_in_full_is_not_held(tmp_path) -> None:
     chosen = recipe(
         "tiny_lora_fp8", "lora.modules_to_save=[up_proj]", "lora.target_modules=[q_proj]"

@@ -124,7 +124,7 @@ def test_the_adapter_is_an_ordinary_float32_one(reports) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradient_checkpointing(tmp_path) -> None:
     overrides = ["train.max_steps=2", "train.warmup_steps=0", "data.prompts=[hello]"]
     overrides += ["train.gradient_checkpointing=true", "data.max_rows=16"]
@@ -134,7 +134,7 @@ def test_gradient_checkpointing(tmp_path) -> None:
     assert all(row.calls == {"fprop": 2, "dgrad": 1, "wgrad": 0} for row in base)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_resuming_is_bit_identical(tmp_path) -> None:
     overrides = ["train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2"]
     overrides += ["data.prompts=[hello]", "data.max_rows=48", "train.eval_strategy=no"]

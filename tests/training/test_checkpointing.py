@@ -68,7 +68,7 @@ def test_another_word_is_refused() -> None:
         load_recipe("tiny_full_fp8", [f"train.{CHECKPOINTING}=perhaps"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_large_gpu_keeps_activations_and_a_small_one_does_not() -> None:
     config = load_recipe("gpt2_124m_full_bf16", [OPEN]).config
     large, small = (measure_well(config, place_of("H100", memory_gib=gib)) for gib in (None, 10))

@@ -27,7 +27,7 @@ def _settings_as_they_were():
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_bit_equal_to_a_plain_trainer(tmp_path) -> None:
     from trl import SFTTrainer
 

@@ -376,7 +376,7 @@ def test_two_processes(tmp_path) -> None:
 # ----------------------------------------------------------------------------------- no trace left
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("backend", slow_but(["emulated"], ["te", "emulated"]))
 @pytest.mark.parametrize("checkpointing", slow_but([True], [False, True]))
 def test_training_is_bit_equal_with_health(

@@ -75,7 +75,7 @@ def test_a_recipe_trains_in_float16_and_proves_it(tmp_path) -> None:
     assert [row["skipped_steps"] for row in logs(report)] == [0, 0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_are_those_of_float32(tmp_path) -> None:
     """Unscaled before they are clipped: the norm is the same, whatever the scale."""
     norms = [

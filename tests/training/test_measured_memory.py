@@ -157,7 +157,7 @@ def test_on_a_gpu_the_allocator_counts(monkeypatch) -> None:
 # --------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -389,6 +389,7 @@ def after_saving(monkeypatch, action):
 SAVING = [
     "train.max_steps=6", "train.save_strategy=steps", "train.save_steps=2", "train.warmup_steps=0",
     "train.save_total_limit=1", "train.logging_steps=1", "train.eval_strategy=no",
+    "checkpoints.first_step=false",
 ]  # fmt: skip
 
 

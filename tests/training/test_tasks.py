@@ -197,7 +197,7 @@ def test_sharded_weights_are_refused() -> None:
         evaluate.refuse_sharded(config)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cli) -> None:
     asked = (
         "train.max_steps=2", "train.eval_strategy=no", "train.warmup_steps=0", "data.max_rows=24",

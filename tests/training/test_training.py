@@ -212,7 +212,7 @@ def test_missing_extra(setting, module, extra, tmp_path, monkeypatch) -> None:
     assert not list(tmp_path.iterdir()), "nothing was written"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
     import io
 
@@ -306,7 +306,7 @@ def test_odd_file_names(name, tmp_path) -> None:
     assert not json.loads((report.folder / "report.json").read_text())["proven"], "one step"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_from_a_thread(tmp_path) -> None:
     import threading
 
