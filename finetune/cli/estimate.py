@@ -100,8 +100,16 @@ def estimate(
             )
     if as_json:
         print(json.dumps(result.facts(), indent=1))
-    else:
-        output().print(result)
+        return
+    console = output()
+    if not isinstance(result, estimator.Estimate):
+        console.print(result)
+        return
+    console.print(*result.parts(), sep="\n")
+    with busy(output(stderr=True), "comparing settings"):
+        last = [*result.last_parts()]
+    for part in last:
+        console.print(part)
 
 
 def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:

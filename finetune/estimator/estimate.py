@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -52,22 +53,27 @@ class Estimate(JupyterMixin):
         measured: Memory and time at a place.
         twin: The same run in BF16 or FP8, whichever it does not use.
         others: Alternatives, if requested.
-        ladder: What each setting of the run brings in speed, from stock settings on.
         advised: Changes that make it fit or faster, if it does not fit or if requested.
         notes: Limits of the estimate and the direction of their error.
         tokens: Tokens of the whole run on all devices; None if unknown.
         price: Price of one device per hour, in any currency.
+        compares: True with the settings' gains in speed.
     """
 
     name: str
     measured: Measured
     twin: Alternative | None = None
     others: tuple[Alternative, ...] = ()
-    ladder: tuple[Rung, ...] = ()
     advised: Advised | None = None
     notes: tuple[str, ...] = ()
     tokens: int | None = None
     price: float | None = None
+    compares: bool = False
+
+    @cached_property
+    def ladder(self) -> tuple[Rung, ...]:
+        """What each setting of the run brings in speed, from stock settings on; takes seconds."""
+        return ladder_of(self.measured, self.twin) if self.compares else ()
 
     @property
     def place(self) -> Place:
@@ -120,9 +126,10 @@ class Estimate(JupyterMixin):
         }
 
     def __rich__(self) -> RenderableType:
-        return Group(*self._parts())
+        return Group(*self.parts(), *self.last_parts())
 
-    def _parts(self) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[RenderableType]:
+        """The answer."""
         measured, held, memory = self.measured, self.measured.footprint, self.place.memory_bytes
         need = f"{_size(held.shown)} of {_size(memory)}"
         if self.fit == "does not fit":
@@ -146,14 +153,17 @@ class Estimate(JupyterMixin):
             yield Text()
             yield table_of(beside)
             yield from self._verdict()
-        if self.ladder:
-            yield Text()
-            yield rungs_table(self.ladder)
         if self.advised is not None:
             yield Text()
             yield self.advised
         for note in self.notes:
             yield Text(f"! {note}", "yellow")
+
+    def last_parts(self) -> Iterator[RenderableType]:
+        """What takes as long again as the answer itself."""
+        if self.ladder:
+            yield Text()
+            yield rungs_table(self.ladder)
 
     def _memory(self) -> Table:
         held = self.measured.footprint
@@ -323,11 +333,11 @@ def estimate(
         measured,
         other,
         tuple(alternatives_of(measured)) if alternatives else (),
-        ladder_of(measured, other) if twin else (),
         advise(measured) if advice or (advice is None and measured.fit != "fits") else None,
         caveats(measured),
         tokens,
         price,
+        twin,
     )
 
 
