@@ -57,6 +57,7 @@ from tests.conftest import CPU, H100
 # -------------------------------------------------------------------------------------- statistics
 
 
+@pytest.mark.slow
 def test_the_interval_covers_a_known_gap_and_verdicts_err_rarely():
     """On 200 pairs an error rate of 5 % is itself known to 1.5 % only; at the margin on 4,000."""
     random = numpy.random.default_rng(0)
@@ -577,6 +578,7 @@ def test_one_seed_is_undecided_and_says_why(pretend):
     assert "one seed, which has no spread to judge by" in out
 
 
+@pytest.mark.slow
 def test_runs_that_differ_are_refused_after_the_fact_unless_allowed(pretend, tmp_path):
     made = {"fp8": receipt("fp8"), "bf16": receipt("bf16")}
     made["fp8"]["trainable"]["in_optimizer"] = 10
@@ -610,17 +612,20 @@ def test_a_comparison_on_disk_that_is_not_whole_is_an_error(pretend, tmp_path):
     assert "when all runs of a comparison have ended" in pretend(str(folder), code=2)[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_proven_is_no_evidence(pretend):
     made = {"fp8": receipt("fp8") | {"status": "not proven: no step"}, "bf16": receipt("bf16")}
     out, _ = pretend("tiny_full_fp8", "--allow", code=2, receipts=made)
     assert "not proven" in out
 
 
+@pytest.mark.slow
 def test_allowing_a_difference_shows_it(pretend):
     out, _ = pretend("tiny_full_fp8", "b.train.learning_rate=1e-3", "--allow", code=0)
     assert "optimizer (train.learning_rate): 0.0005 and 0.001" in out
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_tells_its_own_error(pretend, tmp_path):
     _, err = pretend("tiny_full_fp8", code=2, PRETEND="fail")
     assert "the loss is NaN" in err

@@ -481,6 +481,7 @@ def test_a_change_that_the_recipe_refuses_is_not_proposed(monkeypatch) -> None:
     assert [cause.change for cause in causes_of(facts())] == [()]
 
 
+@pytest.mark.slow
 @given(
     gemm=st.floats(0.01, 1), cast=st.floats(0, 1), rest=st.floats(0.01, 1), bf16=st.floats(0.01, 1)
 )

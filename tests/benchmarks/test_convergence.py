@@ -56,6 +56,7 @@ def test_without_a_finite_bf16_run_there_is_no_table() -> None:
         table_of([result("bf16", None)])
 
 
+@pytest.mark.slow
 def test_the_plot_has_a_line_for_each_run(tmp_path) -> None:
     plot([result("bf16", 2.0), result("rowwise", 2.1), result("delayed", None)], tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -35,6 +35,7 @@ def test_codes_kept_for_backward_are_less_than_inputs():
     assert low.saved < 0.95 * high.saved
 
 
+@pytest.mark.slow
 def test_a_step_leaves_nothing_behind_and_holds_what_it_must():
     """A float32 adapter has a gradient and two states at the optimizer's moment."""
     found = {BASELINE: measure(BASELINE, True)}

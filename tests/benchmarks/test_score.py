@@ -345,6 +345,7 @@ def dies(rows, baselines) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_scoring(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(scoreboard, "place", dies)
     with pytest.raises(RunFailedError, match=r"has died\n.*x1 \(line 2\)"):

@@ -211,6 +211,7 @@ def test_validate_shows_plan_memory_and_backend(cli, on):
     assert "frozen, stored in FP8 (per-row scale)" in done.out
 
 
+@pytest.mark.slow
 def test_validate_as_json_keeps_adapters_and_head_out_of_fp8(cli, on, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     on(H100)

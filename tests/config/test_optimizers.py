@@ -339,6 +339,7 @@ def test_arguments_that_would_not_act_are_refused(name, given, message, tmp_path
     assert not list(tmp_path.glob("**/model"))
 
 
+@pytest.mark.slow
 def test_validate_tells_what_cannot_be_had_from_what_cannot_be_had_here() -> None:
     from typer.testing import CliRunner
 

@@ -153,6 +153,7 @@ def test_smaller_micro_batches_keep_the_tokens_of_a_step(run, rows, expected):
 # --------------------------------------------------------------------------------- a run that fits
 
 
+@pytest.mark.slow
 def test_a_run_that_fits_and_is_fast_asks_nothing(run, seen):
     config = run("tiny_full_bf16", "train.per_device_train_batch_size=1", "precision.compile=on")
     place = place_of("H100")
@@ -163,6 +164,7 @@ def test_a_run_that_fits_and_is_fast_asks_nothing(run, seen):
     assert seen == []
 
 
+@pytest.mark.slow
 def test_without_speeds_there_is_no_advice_on_speed(run, seen):
     _, found = advised(run("tiny_full_bf16"), place_of(memory_gib=40))
     assert found.fit == "fits"

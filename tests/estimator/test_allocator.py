@@ -174,6 +174,7 @@ def programs(draw: st.DrawFn) -> list[tuple[int, int]]:
     return events + [(key, -held) for key, held in alive]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(programs(), st.booleans())
 def test_laws(events: list[tuple[int, int]], expandable: bool):

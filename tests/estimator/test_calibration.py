@@ -88,6 +88,7 @@ def test_a_precision_that_was_not_measured_keeps_the_tables_share():
     assert shares.shared.rowwise == efficiency_of(gpu).shared.rowwise
 
 
+@pytest.mark.slow
 def test_this_cpu_is_measured_and_predicted(monkeypatch, tmp_path):
     """Short measurements; the layer that was measured is predicted within its own factor."""
     device = this_device()

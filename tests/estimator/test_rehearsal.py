@@ -117,6 +117,7 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
         assert names & {"aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
 
 
+@pytest.mark.slow
 def test_adapters_are_cast_together_unless_their_layers_are_gathered_one_by_one() -> None:
     config = with_checkpointing(load_recipe("llama_8b_lora_fp8").config, True)
     for sharded in (False, True):

@@ -230,6 +230,7 @@ def test_a_gpu_that_has_no_fp8_is_named_with_the_reason(run):
     assert "cannot be had" in _shown(found)
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus_come_from_two_rehearsals(run, rehearsals, monkeypatch):
     """Sharding, pretended: what is held divided by the number of GPUs."""
     real, asked = FirstLayers.at, []
@@ -261,6 +262,7 @@ def test_one_gpu_that_is_enough_needs_no_sharding(run, rehearsals):
     assert found.best.change == ()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sharded_says_why(run):
     config = run("tiny_lora_bf16", "model.storage=nf4")
     small = named_gpu("4090").model_copy(update={"memory_gib": 0.5})

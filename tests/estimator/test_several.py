@@ -112,6 +112,7 @@ def test_one_gpu_shards_nothing(config: RunConfig) -> None:
     assert not any("fsdp" in note for note in caveats(not_asked))
 
 
+@pytest.mark.slow
 def test_every_micro_batch_gathers(config: RunConfig, sharded: dict[int, Measured]) -> None:
     four = measure(changed(config, train={"gradient_accumulation_steps": 4}), gpus(2))
     once, often = (

@@ -226,6 +226,7 @@ def test_full_run_is_copied_and_can_be_quantised(full_run, tmp_path):
         export_run(full_run, "adapter", tmp_path / "adapter", console=QUIET)
 
 
+@pytest.mark.slow
 def test_model_of_the_hub(lora_run, tmp_path, monkeypatch):
     """Its weights come from the cache; the adapter names the hub id and the revision."""
     base, asked = lora_run.parents[1] / "base", []

@@ -336,6 +336,7 @@ def test_nothing_is_merged_into_fp8(make_llama, tmp_path):
 # ------------------------------------------------------------------------------------------ memory
 
 
+@pytest.mark.slow
 def test_never_more_than_a_shard_in_memory(make_llama, tmp_path):
     """Peak while merging: one shard as it is written, and the temporaries of its largest weight."""
     sizes = {

@@ -206,7 +206,11 @@ def test_scales_are_powers_of_two_where_asked(make_llama, on) -> None:
         assert bool((inverse.frexp().mantissa == 0.5).all()), scaling
 
 
-@pytest.mark.parametrize("high", HIGH, ids=lambda h: "+".join(h) or "none")
+@pytest.mark.parametrize(
+    "high",
+    slow_but([(("wgrad",),), (("fprop", "dgrad"),)], [(one,) for one in HIGH]),
+    ids=lambda h: "+".join(h) or "none",
+)
 @pytest.mark.parametrize(
     ("backend", "scaling"),
     [("te", s) for s in ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")]

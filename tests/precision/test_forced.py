@@ -255,6 +255,7 @@ def sft_trainer(model: nn.Module, tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["fp8", "fp32"])
 def test_a_stock_sft_trainer_cannot_have_the_head_in_a_chosen_type(make_llama, tmp_path, output):
     """Its loss multiplies by the head's weight itself: an error that says what to do."""

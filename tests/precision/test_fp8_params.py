@@ -412,6 +412,7 @@ def _tensors(value) -> list[torch.Tensor]:
     return [t for each in value for t in _tensors(each)] if isinstance(value, tuple) else []
 
 
+@pytest.mark.slow
 def test_the_count_of_updates_ends_with_its_owner() -> None:
     import gc
 

@@ -169,6 +169,7 @@ def after_dtypes(parameters: dict) -> list:
     return [dtype for _, dtype in parameters.values()]
 
 
+@pytest.mark.slow
 def test_flops_do_not_depend_on_how_adapters_run(make_llama, setup_backend):
     receipts = []
     for fused in (True, False):
@@ -294,6 +295,7 @@ def test_gpt2_stores_its_transposed_weights(setup_backend):
     assert losses[-1] < losses[0] + 0.5
 
 
+@pytest.mark.slow
 def test_the_adapter_is_an_ordinary_one(make_llama, setup_backend, tmp_path):
     model = adapted(make_llama)
     train(model, setup_backend("emulated", **FROZEN), steps=3)

@@ -78,6 +78,7 @@ def test_codes_are_transposed_into_a_contiguous_matrix(dtype) -> None:
         assert torch.equal(turned.view(torch.uint8).t(), each.view(torch.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_operators_keep_the_contract_of_torch() -> None:
     x, _, bits, _ = operands()
@@ -129,6 +130,7 @@ def test_the_emulation_casts_as_before_whatever_is_chosen() -> None:
     assert not {CASTS, TRANSPOSES} & set(seen.ops)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
 def test_equal_casts_of_a_graph_are_stored_once() -> None:
     """q, k and v of one input: one cast in the graph, and no transposed weight before backward."""

@@ -79,6 +79,7 @@ def test_recipe_is_proven(trained, device, scaling, kind) -> None:
     assert all(bool(x.isfinite().all()) for x in trained(device, scaling, kind).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["reentrant"], ["recomputed", "reentrant"]))
 @pytest.mark.parametrize(("device", "scaling"), slow_but([(H100, "delayed")], RECIPES), ids=name)
 def test_recomputation_changes_no_bit(trained, device, scaling, kind) -> None:

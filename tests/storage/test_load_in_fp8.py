@@ -380,6 +380,7 @@ def test_transformers_own_adapters_train(folder, tmp_path):
     assert not any(codes_moved.values())
 
 
+@pytest.mark.slow
 def test_sft_trainer_takes_it_with_adapters(folder, tmp_path):
     from datasets import Dataset
     from transformers import AutoTokenizer

@@ -260,6 +260,7 @@ def test_every_backend(backend, make_llama, setup_backend, tmp_path) -> None:
     assert not any("skipped" in key for key in rows[0]), "no loss scaling"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["te", "emulated"])
 def test_scales_in_force_are_found(backend, make_llama, setup_backend, tmp_path) -> None:
     setup_backend(backend, scaling="delayed", amax_history_len=4, health_every=2)
@@ -403,6 +404,7 @@ def test_training_is_bit_equal_with_health(
     assert all(torch.equal(weights[key], same_weights[key]) for key in weights)
 
 
+@pytest.mark.slow
 def test_evaluation_is_untouched(make_llama, setup_backend, tmp_path) -> None:
     hooks = []
 
@@ -452,6 +454,7 @@ def test_default_and_recipes() -> None:
     assert load_recipe("tiny_full_fp8", check_train=False).config.precision.health_every == 50
 
 
+@pytest.mark.slow
 def test_own_monitor_replaces_that_of_the_helper(make_llama, setup_backend, tmp_path) -> None:
     setup_backend("emulated", health_every=1)
     trainer = trainer_of(make_llama(), tmp_path, steps=3)
@@ -470,6 +473,7 @@ def test_without_any_set_up(make_llama, tmp_path) -> None:
     assert not any("snr_db" in key for key in row)
 
 
+@pytest.mark.slow
 def test_warnings_are_said_once(make_llama, setup_backend, tmp_path) -> None:
     """Every weight of the MLPs grows by 8 in each step: its scale lags behind."""
     said: list[str] = []

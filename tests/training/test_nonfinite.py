@@ -289,6 +289,7 @@ def test_micro_batch_is_named(make_llama, setup_backend, tmp_path) -> None:
     assert error.where == "model.embed_tokens: its output, micro-batch 3 of 4"
 
 
+@pytest.mark.slow
 def test_gradient_only(make_llama, setup_backend, tmp_path) -> None:
     def spoil(model) -> None:
         norm = model.model.layers[0].input_layernorm
@@ -314,6 +315,7 @@ def test_sum_of_micro_batches(make_llama, setup_backend, tmp_path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_happen_again(make_llama, setup_backend, tmp_path) -> None:
     model, calls = make_llama(), []
 
