@@ -19,7 +19,7 @@ from finetune.config.optimizers import check_optimizer
 from finetune.config.ranges import check_batch
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import decides_checkpointing, with_checkpointing
-from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
+from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, Resolution, resolve
 from finetune.hardware.requirements import check_extras, check_optimizer_here
 from finetune.precision.planner import PrecisionPlan, plan
@@ -172,6 +172,7 @@ def check_settings(
     """
     check_optimizer(config.train)
     check_batch(config.train)
+    _check_metric(config)
     check_storage(config, model)
     made = plan(model, precision or config.precision)
     _check_head(made)
@@ -193,6 +194,25 @@ def check_settings(
             fix="~train.tf32",
         )
     return made
+
+
+METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
+"""What an evaluation gives the trainer to choose the best checkpoint by (Transformers 5.23)."""
+
+
+def _check_metric(config: RunConfig) -> None:
+    """Reject a metric that no evaluation has: the trainer would stop at the first of them.
+
+    Raises:
+        ConfigError: names those that there are.
+    """
+    name = config.train.get("metric_for_best_model")
+    if name is not None and str(name).removeprefix("eval_") not in METRICS:
+        raise ConfigError(
+            f"no evaluation has the metric {name!r}{did_you_mean(str(name), METRICS)}",
+            where=f"train.metric_for_best_model={name}",
+            fix=f"one of {', '.join(METRICS)}; ~train.metric_for_best_model takes the eval loss",
+        )
 
 
 def _check_head(made: PrecisionPlan) -> None:
