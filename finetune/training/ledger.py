@@ -152,7 +152,7 @@ def account(
         vocabulary: tokens of the model.
 
     Raises:
-        DataError: an id that the embedding does not have.
+        DataError: an id that the embedding does not have, or a row with too few labels.
     """
     limit, at_start = args.max_length, args.truncation_mode == "keep_start" or packing
     splits = packing and args.packing_strategy in ("bfd_split", "wrapped")
@@ -162,8 +162,15 @@ def account(
     tables: Any = rows.with_format("arrow").iter(batch_size=BATCH)
     for batch in tables:
         ids = batch["input_ids"].combine_chunks()
-        labels = np.asarray(batch["labels"].combine_chunks().flatten())
+        given = batch["labels"].combine_chunks()
+        labels = np.asarray(given.flatten())
         lengths = np.asarray(ids.value_lengths()).astype(np.int64)
+        if not np.array_equal(lengths, np.asarray(given.value_lengths())):
+            raise DataError(
+                "a row has another number of labels than of token ids",
+                where="data: columns input_ids and labels",
+                fix=f"one label for each id, {MASKED} for those that are not trained on",
+            )
         values = np.asarray(ids.flatten())
         if values.size and not 0 <= values.min() <= values.max() < vocabulary:
             raise _no_such_token(values[(values < 0) | (values >= vocabulary)][0], vocabulary)
