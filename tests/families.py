@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from finetune.training.model import TINY_LLAMA
+from finetune.config.paths import TINY_LLAMA
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 1536,

@@ -34,10 +34,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTConfig, SFTTrainer
 
 from finetune import setup_fp8_mixed_precision_training, teardown_fp8_mixed_precision_training
+from finetune.config.paths import TINY_LLAMA
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.training.memory_meter import LiveTensors
-from finetune.training.model import TINY_LLAMA
 
 ROWS, LENGTH = 2, 96
 

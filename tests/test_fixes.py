@@ -295,8 +295,8 @@ def test_rows_changed_as_the_error_says_are_read(
 ) -> None:
     from transformers import AutoTokenizer
 
-    from finetune.training.data import load_data
-    from finetune.training.model import TINY_LLAMA
+    from finetune.config.paths import TINY_LLAMA
+    from finetune.data.dataset import load_data
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
 

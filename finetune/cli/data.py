@@ -17,7 +17,7 @@ from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
 
 if TYPE_CHECKING:
-    from finetune.training.ledger import CountedRows
+    from finetune.data.ledger import CountedRows
 
 TRAINED, CONTEXT = "bold green", "dim"
 
@@ -33,7 +33,7 @@ def data(
     checked = load_recipe(recipe, overrides or ())
     console = output(stderr=as_json)
     with busy(console, f"reading the rows of {checked.name}"):
-        from finetune.training.ledger import counted_rows
+        from finetune.data.ledger import counted_rows
 
         found = counted_rows(checked.config)
     shown: Any = found.prepared.select(range(min(show, len(found.prepared))))

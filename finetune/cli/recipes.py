@@ -22,7 +22,7 @@ from finetune.errors import ConfigError, DataNotFoundError, FinetuneError, Model
 from finetune.logging import busy, output, whole
 
 if TYPE_CHECKING:
-    from finetune.training.ledger import CountedRows
+    from finetune.data.ledger import CountedRows
 
 REACH_SECONDS = 3
 """Time in which the hub has to answer before its cache alone is used."""
@@ -195,7 +195,7 @@ def _rows(config: RunConfig) -> tuple[CountedRows | None, str]:
     Raises:
         DataError, DataNotFoundError: what lies here cannot be trained on.
     """
-    from finetune.training.ledger import counted_rows
+    from finetune.data.ledger import counted_rows
 
     named = (config.data.hub, config.model.name)
     if any(name and not name.startswith(BUILTIN) and not Path(name).exists() for name in named):

@@ -7,6 +7,7 @@ PACKAGE = Path(__file__).parents[1]
 ASSETS = PACKAGE / "assets"
 """Data alone: shapes of models, tables of GPUs, the packaged model, rows and tasks."""
 SHAPES = ASSETS / "shapes"
+TINY_LLAMA = ASSETS / "tiny_llama"
 
 
 def shipped_shape(name: str) -> Path | None:

@@ -36,8 +36,9 @@ from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.fake_cuda import KERNELS
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.trace import layer_of
+from finetune.storage.pretrained import load_shape
 from finetune.training.attention import resolve_attention
-from finetune.training.model import load_shape, sketch
+from finetune.training.model import sketch
 from finetune.units import count
 
 

@@ -29,7 +29,7 @@ from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.hardware.device import Resolution
 from finetune.precision.planner import PrecisionPlan
-from finetune.training.model import load_shape
+from finetune.storage.pretrained import load_shape
 
 FEW = (2, 3)
 """Layers of the smaller models."""

@@ -47,7 +47,8 @@ from finetune.estimator.measure import (
 from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.estimator.place import Place, place_of, resolve_there
 from finetune.hardware.gpus import Gpu, gpus_with_own
-from finetune.training.model import load_shape, sketch
+from finetune.storage.pretrained import load_shape
+from finetune.training.model import sketch
 from finetune.training.preflight import check_storage
 from finetune.units import GIB, count
 

@@ -50,7 +50,7 @@ from finetune.hardware.requirements import require
 from finetune.logging import output
 from finetune.runs.card import model_card
 from finetune.runs.lookup import read_run, refuse_foreign_code
-from finetune.training.model import loading, locate
+from finetune.storage.pretrained import loading, locate
 
 TARGETS = tuple(parity.BOUNDS)
 QUANTIZED = ("fp8", "nvfp4")

@@ -30,12 +30,13 @@ from torch import Tensor, nn
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
+from finetune.data.dataset import load_data
 from finetune.errors import DataError, ParityError
 from finetune.hardware.device import this_device
 from finetune.storage.loading import load_in_fp8
+from finetune.storage.pretrained import load_tokenizer
 from finetune.training.attention import implementation_arguments
-from finetune.training.data import load_data
-from finetune.training.model import is_published_fp8, load_tokenizer
+from finetune.training.model import is_published_fp8
 
 if TYPE_CHECKING:
     from datasets import Dataset

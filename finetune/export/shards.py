@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ModelNotFoundError, ParityError
 from finetune.precision.formats import amax
-from finetune.training.model import locate
+from finetune.storage.pretrained import locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -133,7 +133,7 @@ class Receipt(JupyterMixin):
             allocator kept (GPUs); `predicted_gib`, `predicted_reserved_gib` and `predicted`, the
             same as they were expected before the run, and by whom.
         conditions: what a fair twin of the run has to share (`finetune.training.conditions`).
-        data: rows and tokens of `train` and `eval`, accounted for (`finetune.training.ledger`).
+        data: rows and tokens of `train` and `eval`, accounted for (`finetune.data.ledger`).
     """
 
     status: str

@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.config.paths import user_path
+from finetune.config.paths import ASSETS, user_path
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, did_you_mean
 from finetune.hardware.requirements import EVAL_EXTRA, require
 from finetune.runs.receipt import describe
-from finetune.training.model import ASSETS
 from finetune.training.samples import autocast, undisturbed
 
 if TYPE_CHECKING:

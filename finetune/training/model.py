@@ -1,91 +1,22 @@
-"""Loads a `ModelConfig`'s model and tokenizer: with weights, or as a sketch on the meta device."""
+"""Loads a `ModelConfig`'s model: with weights, or as a sketch on the meta device."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.paths import ASSETS, shipped_shape, user_path
-from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
-from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, did_you_mean, some
+from finetune.config.schema import ModelConfig, RunConfig
+from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, some
 from finetune.storage import nf4
 from finetune.storage.architecture import auto_class, fit_trl
+from finetune.storage.pretrained import load_shape, loading, locate
 from finetune.training import scope
 from finetune.training.attention import AUTO, implementation_arguments
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune.precision.planner import LayerPlan
-
-LONGEST = 300
-"""Characters of another library's message that are shown."""
-TINY_LLAMA = ASSETS / "tiny_llama"
-
-
-def locate(model: ModelConfig) -> str:
-    """Argument for `from_pretrained`: a folder of the package, a local folder, or a hub id.
-
-    Raises:
-        ModelNotFoundError: an unknown `builtin:` name, or a missing path.
-        ConfigError: pretrained weights are requested of a packaged shape, which has none.
-    """
-    name = model.name
-    if name.startswith(BUILTIN):
-        folder = ASSETS / name.removeprefix(BUILTIN)
-        if (folder / "config.json").is_file():
-            if model.weights == "pretrained" and not (folder / "model.safetensors").is_file():
-                raise ConfigError(
-                    f"the packaged model {name!r} is a shape without weights",
-                    where="model.weights: pretrained",
-                    why="it is meant to be trained from scratch",
-                    fix="model.weights=random",
-                )
-            return str(folder)
-        known = sorted(BUILTIN + p.parent.name for p in ASSETS.glob("*/config.json"))
-        raise ModelNotFoundError(
-            f"there is no packaged model {name!r}" + did_you_mean(name, known),
-            where="model.name",
-            fix=f"packaged models: {', '.join(known)}",
-        )
-    path = user_path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
-    if looks_local and not (path / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"there is no model in {name!r}",
-            where=f"model.name: {path.absolute()}",
-            why="a model folder holds config.json" if path.is_dir() else "no such folder",
-            fix="give a folder with config.json and safetensors, or a hub id such as "
-            "meta-llama/Llama-3.2-1B-Instruct",
-        )
-    return str(path) if looks_local else name
-
-
-def load_shape(model: ModelConfig) -> PretrainedConfig:
-    """Architecture: from the package for packaged models, else from a folder or the hub.
-
-    Raises:
-        ModelNotFoundError: the hub cannot be reached or has no such model.
-    """
-    from huggingface_hub import try_to_load_from_cache
-    from transformers import AutoConfig
-
-    import finetune.storage.bdh  # noqa: F401  registers our own model types
-
-    source = locate(model)
-    shipped = shipped_shape(source)
-    if shipped is not None:
-        cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
-        if model.weights == "random" or not cached:
-            values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-    with loading(source):
-        return AutoConfig.from_pretrained(
-            source, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
 
 
 def is_published_fp8(shape: PretrainedConfig) -> bool:
@@ -99,40 +30,6 @@ def is_published_fp8(shape: PretrainedConfig) -> bool:
     from finetune.storage.loading import holds_fp8
 
     return holds_fp8(shape)
-
-
-@contextlib.contextmanager
-def loading(source: str) -> Iterator[None]:
-    """Raise what libraries raise over missing or broken files of a model, which is anything.
-
-    Raises:
-        ModelNotFoundError: the files cannot be read, or do not go together.
-    """
-    import torch
-
-    try:
-        yield
-    except (FinetuneError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise _not_loaded(source, error) from error
-
-
-def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
-    said = next(iter(str(error).strip().splitlines()), "")
-    said = said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
-    known = isinstance(error, OSError | ValueError | ImportError)
-    local = os.path.isdir(source)
-    return ModelNotFoundError(
-        f"the model {source!r} could not be loaded",
-        where=f"model.name: {source}" if local else "model.name",
-        why=said if known else f"a file of it is broken ({type(error).__name__}: {said})",
-        fix="download or copy the folder again: config.json, tokenizer and all safetensors files "
-        "belong together"
-        if local
-        else "check the name and your connection, `hf auth login` for gated models, or use "
-        "model.weights=random to plan and measure without weights",
-    )
 
 
 def _check_complete(source: str, missing: Iterable[str]) -> None:
@@ -285,39 +182,3 @@ def _load_pretrained(
     # A checkpoint may itself be in NF4.
     in_nf4 = model.storage == "nf4" or "nf4" in stored_weights(loaded)
     return nf4.prepare(loaded) if in_nf4 else loaded
-
-
-def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
-    """Load the model's tokenizer, and a sentence if a substitute was used.
-
-    The packaged models share one, byte-level. If the hub is out of reach, it also substitutes for
-    the tokenizer of a model with random weights, which is enough to measure speed and memory.
-
-    Raises:
-        ModelNotFoundError: it cannot be loaded, and the weights are pretrained.
-        ConfigError: `model.pad_token` is not in its vocabulary.
-    """
-    from transformers import AutoTokenizer
-
-    source = locate(model)
-    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else source
-    try:
-        with loading(source):
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=model.revision)
-    except ModelNotFoundError:
-        if model.weights != "random":
-            raise
-        note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
-        return AutoTokenizer.from_pretrained(TINY_LLAMA), note
-    token = model.pad_token
-    if token is not None and token not in (vocabulary := tokenizer.get_vocab()):
-        raise ConfigError(
-            f"the tokenizer has no token {token!r}"
-            + did_you_mean(token, [t for t in vocabulary if "pad" in t]),
-            where="model.pad_token",
-            why="a new token would have no trained embedding",
-            fix="~model.pad_token uses the tokenizer's own",
-        )
-    if token is not None:
-        tokenizer.pad_token = token
-    return tokenizer, ""

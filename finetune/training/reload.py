@@ -94,8 +94,8 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     from transformers.trainer_utils import align_special_tokens
 
     from finetune.hardware.device import this_device
+    from finetune.storage.pretrained import loading
     from finetune.training import session
-    from finetune.training.model import loading
 
     device = this_device().kind
     with loading(str(run.weights)):

@@ -37,8 +37,8 @@ from finetune.training.memory_meter import MemoryMeter
 if TYPE_CHECKING:
     from torch import nn
 
+    from finetune.data.dataset import Rows
     from finetune.training.callbacks import MetricsWriter
-    from finetune.training.data import Rows
 
 AUTOCAST = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}
 """Autocast type by compute precision; none with fp32."""
@@ -52,7 +52,7 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
     Raises:
         ConfigError: a prompt of the recipe is empty, or leaves no room.
     """
-    from finetune.training.model import load_shape
+    from finetune.storage.pretrained import load_shape
 
     if not config.eval.samples:
         return []

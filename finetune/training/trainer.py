@@ -22,6 +22,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config
+from finetune.data.dataset import load_data
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device
 from finetune.logging import busy, output, whole
@@ -32,14 +33,14 @@ from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.architecture import fit_trl
+from finetune.storage.pretrained import load_tokenizer
 from finetune.training import low_bit, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.conditions import conditions_of
-from finetune.training.data import load_data
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.evidence import refuse_disagreement
 from finetune.training.faults import explained, guard_trackers, write_failure
-from finetune.training.model import load_model, load_tokenizer
+from finetune.training.model import load_model
 from finetune.training.preflight import Forecast, Preflight, preflight
 from finetune.training.resume import changes_training, check_resume, facts_of, rows_hash
 from finetune.training.run_folder import (
@@ -207,11 +208,11 @@ class _Run:
         from transformers import set_seed
         from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+        from finetune.data.ledger import count
         from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar
         from finetune.training.checkpoints import CheckpointKeeper
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
-        from finetune.training.ledger import count
         from finetune.training.memory_meter import MemoryMeter
         from finetune.training.samples import SampleWriter
         from finetune.training.timer import STEPS_FILE, StepTimer
@@ -408,7 +409,7 @@ def make_trainer(
     """
     from peft import get_peft_model
 
-    from finetune.training.ledger import AccountedTrainer
+    from finetune.data.ledger import AccountedTrainer
 
     resolved = {"attention": attention.implementation}
     model: Any = load_model(config.model.model_copy(update=resolved), stored)

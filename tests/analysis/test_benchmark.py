@@ -33,10 +33,10 @@ from finetune.analysis.benchmark.grid import (
 from finetune.analysis.benchmark.result import Benchmark, Row
 from finetune.analysis.statistics import Ratio, student
 from finetune.cli.app import main
+from finetune.config.paths import TINY_LLAMA
 from finetune.errors import ConfigError, ModelNotFoundError, RecipeNotFoundError
 from finetune.hardware.gpus import find_gpu
 from finetune.runs.receipt import LayerReceipt, Receipt
-from finetune.training.model import TINY_LLAMA
 from tests.conftest import CPU, H100
 
 FP8, BF16 = "tiny_lora_fp8", "tiny_lora_bf16"

@@ -361,8 +361,8 @@ def test_compiling_is_settled_for_both_where_one_of_them_would():
 
 
 def test_held_out_rows_are_the_same_for_all_seeds_and_a_seed_that_draws_none_is_refused(tmp_path):
-    from finetune.training.data import load_data
-    from finetune.training.model import load_tokenizer
+    from finetune.data.dataset import load_data
+    from finetune.storage.pretrained import load_tokenizer
 
     config = make_pair("tiny_full_fp8", None, [], [5, 6], CPU).a.config
     tokenizer, _ = load_tokenizer(config.model)

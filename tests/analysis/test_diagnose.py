@@ -15,9 +15,9 @@ from finetune import load_recipe
 from finetune.analysis.diagnose.facts import predict
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.config.recipe import with_overrides
+from finetune.data.dataset import random_rows
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.training import session
-from finetune.training.data import random_rows
 from tests.conftest import CPU, H100
 
 SMALL = (

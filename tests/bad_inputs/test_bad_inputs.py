@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from finetune.data.json_checks import DEEPEST, check_document, check_lines
 from finetune.errors import DataError
-from finetune.training.json_checks import DEEPEST, check_document, check_lines
 from tests.bad_inputs import recipes
 from tests.bad_inputs.case import FIXES, Repeated
 from tests.bad_inputs.kinds import drawn

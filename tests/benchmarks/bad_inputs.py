@@ -48,7 +48,7 @@ PRELOADED = (
     "finetune.estimator.gate",
     "finetune.estimator.estimate",
     "finetune.training.trainer",
-    "finetune.training.ledger",
+    "finetune.data.ledger",
     "finetune.training.reload",
     "finetune.training.callbacks",
     "finetune.training.checkpoints",

@@ -50,7 +50,7 @@ import finetune
 from finetune.config.schema import ModelConfig, PrecisionConfig
 from finetune.precision.convert import apply
 from finetune.precision.planner import plan
-from finetune.training.model import load_shape
+from finetune.storage.pretrained import load_shape
 from tests.benchmarks.convergence_report import plot, table_of
 
 RECIPES: dict[str, dict[str, Any]] = {

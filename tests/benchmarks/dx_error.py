@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
+from finetune.config.paths import ASSETS, TINY_LLAMA
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.convert import apply, revert
 from finetune.precision.planner import plan
 from finetune.precision.weights import Arithmetic, cast, dgrad, multiply, quantize_weight, tile_of
-from finetune.training.model import ASSETS, TINY_LLAMA
 
 M, N, K = 512, 1024, 768
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

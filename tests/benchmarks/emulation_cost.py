@@ -21,10 +21,10 @@ from typing import Any, get_args
 import torch
 from transformers import AutoModelForCausalLM
 
+from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import BackendName, PrecisionConfig, Scaling
 from finetune.hardware.device import engine_verdict
 from finetune.precision import convert, planner
-from finetune.training.model import TINY_LLAMA
 
 BASELINE = "bf16"
 

@@ -31,8 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 from finetune import get_receipt
 from finetune.analysis.compare.result import signed
 from finetune.analysis.statistics import loss_gap, verdict_of
-from finetune.config.paths import ASSETS
-from finetune.training.model import TINY_LLAMA
+from finetune.config.paths import ASSETS, TINY_LLAMA
 from tests.benchmarks.convergence import once
 from tests.benchmarks.stock_trainers import METHODS, adapters
 from tests.benchmarks.trainers import precision_of

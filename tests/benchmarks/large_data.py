@@ -57,7 +57,7 @@ def make(file: Path, rows: int) -> None:
 
 def command(run: str, file: Path, steps: int, out: Path) -> list[str]:
     """The process of a run."""
-    from finetune.training.model import TINY_LLAMA
+    from finetune.config.paths import TINY_LLAMA
 
     kind = "stream" if "stream" in run else "map"
     if run.startswith("trl"):

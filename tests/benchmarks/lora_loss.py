@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.convert import apply, revert
 from finetune.precision.planner import plan
-from finetune.training.model import TINY_LLAMA
 from tests.benchmarks import convergence
 from tests.benchmarks.convergence import BETWEEN_FILES, once, read_text, rows_of, share
 from tests.benchmarks.convergence_report import band_of, smoothed, verdict

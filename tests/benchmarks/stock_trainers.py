@@ -33,7 +33,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from finetune.training.model import TINY_LLAMA
+from finetune.config.paths import TINY_LLAMA
 
 STEPS = 4
 METHODS = ("full", "LoRA", "frozen")

@@ -10,7 +10,7 @@ import torch
 
 from finetune import load_recipe
 from finetune.analysis.benchmark.result import Benchmark, Row
-from finetune.training.model import TINY_LLAMA
+from finetune.config.paths import TINY_LLAMA
 from tests.analysis.test_benchmark import in_this_process
 from tests.benchmarks import convergence, dx_error, lora_loss
 from tests.benchmarks.convergence import once

@@ -105,9 +105,9 @@ def build(trap: Trap, arm: str, seed: int, steps: int, out: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
     from trl import SFTConfig, SFTTrainer
 
+    from finetune.config.paths import TINY_LLAMA
     from finetune.config.schema import DataConfig
-    from finetune.training.data import load_data
-    from finetune.training.model import TINY_LLAMA
+    from finetune.data.dataset import load_data
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
@@ -202,7 +202,7 @@ def reload(folder: Path, trap: Trap) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from finetune.training.model import TINY_LLAMA
+    from finetune.config.paths import TINY_LLAMA
 
     if not trap.rank:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

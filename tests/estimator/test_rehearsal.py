@@ -29,7 +29,8 @@ from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.device import Resolution, engine_verdict
 from finetune.precision import weights
 from finetune.precision.planner import plan
-from finetune.training.model import first_layers, load_shape, sketch
+from finetune.storage.pretrained import load_shape
+from finetune.training.model import first_layers, sketch
 from tests.benchmarks import predicted_memory
 from tests.conftest import H100, slow_but
 from tests.estimator.test_trace import patched

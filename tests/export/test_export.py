@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import export_run, load_recipe, train
+from finetune.config.paths import TINY_LLAMA
 from finetune.errors import (
     ConfigError,
     DataError,
@@ -27,7 +28,6 @@ from finetune.export import parity as evaluation
 from finetune.export.export import open_run
 from finetune.runs.card import TARGETS as TARGETS_OF_CARD
 from finetune.runs.names import without_paths
-from finetune.training.model import TINY_LLAMA
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)

@@ -241,7 +241,7 @@ def sft_trainer(model: nn.Module, tmp_path):
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.training.model import TINY_LLAMA
+    from finetune.config.paths import TINY_LLAMA
 
     ids = torch.randint(5, 272, (8, 32), generator=torch.Generator().manual_seed(0)).tolist()
     args = SFTConfig(

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from finetune import get_receipt, revert
+from finetune.config.paths import TINY_LLAMA
 from finetune.precision.backends.base import Fp8Mixin
-from finetune.training.model import TINY_LLAMA
 from tests.conftest import batch, slow_but
 
 BACKENDS = [

@@ -15,13 +15,14 @@ from finetune import (
     teardown_fp8_mixed_precision_training,
     train,
 )
+from finetune.config.paths import TINY_LLAMA
 from finetune.config.recipe import Recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import FinetuneError, PlanError
 from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
 from finetune.precision.stored import StoredMixin, iter_stored
-from finetune.training.model import TINY_LLAMA, load_model, sketch
+from finetune.training.model import load_model, sketch
 from finetune.training.preflight import check_settings
 from tests.conftest import slow_but
 from tests.published import FINE_GRAINED, compressed, publish

@@ -386,7 +386,7 @@ def test_sft_trainer_takes_it_with_adapters(folder, tmp_path):
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.training.model import TINY_LLAMA
+    from finetune.config.paths import TINY_LLAMA
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": len(tokenizer)}))

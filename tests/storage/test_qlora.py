@@ -16,6 +16,7 @@ pytest.importorskip("bitsandbytes")
 
 from finetune import load_recipe, setup_fp8_mixed_precision_training, train
 from finetune.cli.recipes import _row
+from finetune.config.paths import TINY_LLAMA
 from finetune.errors import (
     ConfigError,
     MissingExtraError,
@@ -28,7 +29,7 @@ from finetune.precision.planner import plan
 from finetune.precision.stored import stored_as, stored_weights
 from finetune.storage import nf4
 from finetune.storage.sizes import nf4_bytes
-from finetune.training.model import TINY_LLAMA, load_model, sketch
+from finetune.training.model import load_model, sketch
 from finetune.training.preflight import check_settings, preflight
 from finetune.training.scope import lora_config
 from finetune.units import GIB

@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import finetune
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
+from finetune.storage.pretrained import load_shape
 from finetune.training import attention, varlen
 from finetune.training.attention import FixedDocuments, resolve_attention
-from finetune.training.model import load_shape, sketch
+from finetune.training.model import sketch
 from finetune.training.varlen import UNLIMITED, varlen_attention
 from tests.conftest import A100, CPU, H100, RTX4090, V100
 

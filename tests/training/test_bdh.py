@@ -15,7 +15,8 @@ from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ModelNotFoundError
 from finetune.storage import bdh
 from finetune.storage.bdh import BdhBlock, BdhConfig, BdhForCausalLM, BdhModel
-from finetune.training.model import load_model, load_shape, load_tokenizer, sketch
+from finetune.storage.pretrained import load_shape, load_tokenizer
+from finetune.training.model import load_model, sketch
 from tests.conftest import batch
 
 VOCABULARY = 96

@@ -32,8 +32,9 @@ def test_a_run_is_bit_equal_to_a_plain_trainer(tmp_path) -> None:
     from trl import SFTTrainer
 
     from finetune.config.sft import sft_config
-    from finetune.training.data import load_data
-    from finetune.training.model import load_model, load_tokenizer
+    from finetune.data.dataset import load_data
+    from finetune.storage.pretrained import load_tokenizer
+    from finetune.training.model import load_model
 
     recipe = load_recipe("tiny_full_bf16", FP32)
     ours = train(recipe, out=tmp_path, console=Console(quiet=True))

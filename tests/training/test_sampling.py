@@ -229,8 +229,8 @@ def test_prompts_are_questions_that_leave_room_to_answer() -> None:
     """Not the system's turn, and none that a model's positions or the run's rows are short of."""
     from datasets import Dataset
 
-    from finetune.training.data import Rows
-    from finetune.training.model import load_tokenizer
+    from finetune.data.dataset import Rows
+    from finetune.storage.pretrained import load_tokenizer
     from finetune.training.samples import prompts_of
 
     config = load_recipe("tiny_full_bf16", ["data.prompts=[]"], check_train=False).config

@@ -42,7 +42,8 @@ def data(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny():
-    from finetune.training.model import load_model, load_tokenizer
+    from finetune.storage.pretrained import load_tokenizer
+    from finetune.training.model import load_model
 
     config = load_recipe("tiny_lora_bf16").config.model
     return load_model(config), load_tokenizer(config)[0]

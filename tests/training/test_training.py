@@ -15,8 +15,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from finetune import load_recipe, train
+from finetune.config.paths import TINY_LLAMA
 from finetune.runs.lookup import read_run
-from finetune.training.model import TINY_LLAMA
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)

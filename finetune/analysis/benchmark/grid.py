@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Self
 from finetune.config.paths import shipped_shape, shipped_shapes
 from finetune.config.ranges import MOST_TOKENS
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
+from finetune.data.dataset import MASKING
 from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
-from finetune.training.data import MASKING
-from finetune.training.model import locate
+from finetune.storage.pretrained import locate
 
 KEYS = ("batch", "length")
 WARM_UP = 5

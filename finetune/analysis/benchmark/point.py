@@ -29,6 +29,7 @@ from trl import SFTTrainer
 from finetune.analysis.benchmark.grid import WARM_UP, Job
 from finetune.config.schema import BUILTIN, ModelConfig
 from finetune.config.sft import sft_config
+from finetune.data.dataset import random_rows
 from finetune.errors import ConfigError, FinetuneError, MemoryShortError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.measure import check_sizes, measure_well
@@ -38,14 +39,13 @@ from finetune.hardware.gpus import find_gpu
 from finetune.logging import output, quiet_libraries
 from finetune.precision.planner import LayerPlan
 from finetune.runs.receipt import Receipt
+from finetune.storage.pretrained import load_tokenizer
 from finetune.training import compute_types, session
 from finetune.training.attention import OWN, Attention
-from finetune.training.data import random_rows
 from finetune.training.evidence import LIBRARIES
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.health.speed import mfu, work_of
 from finetune.training.memory_meter import MemoryMeter
-from finetune.training.model import load_tokenizer
 from finetune.training.preflight import preflight
 from finetune.training.timer import StepTimer
 from finetune.training.trainer import make_trainer

@@ -314,10 +314,10 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
         UnfairPairError: settings differ, and `allow` is not set.
         FinetuneError: one side cannot run here, or its data or model are missing.
     """
+    from finetune.data.dataset import load_data
     from finetune.estimator.gate import MemoryForecast
-    from finetune.training.data import load_data
+    from finetune.storage.pretrained import load_tokenizer
     from finetune.training.evaluate import load_tasks
-    from finetune.training.model import load_tokenizer
     from finetune.training.preflight import preflight, processes
 
     if processes() > 1:

@@ -33,6 +33,7 @@ from finetune.analysis.diagnose.timeline import Timeline, read_profile
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config
+from finetune.data.dataset import MASKING, Rows, load_data, random_rows
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.speed.step_parts import StepPart
@@ -40,9 +41,8 @@ from finetune.hardware.device import this_device
 from finetune.hardware.gpus import find_gpu
 from finetune.logging import output
 from finetune.runs.receipt import Receipt
-from finetune.training.data import MASKING, Rows, load_data, random_rows
+from finetune.storage.pretrained import load_tokenizer
 from finetune.training.health.monitor import HealthMonitor
-from finetune.training.model import load_tokenizer
 from finetune.training.preflight import preflight, processes
 from finetune.training.session import Session, session_of
 from finetune.training.trainer import make_trainer

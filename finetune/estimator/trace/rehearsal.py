@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from finetune.config.optimizers import chosen
+from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, sft_config
 from finetune.errors import FinetuneError, RehearsalError
@@ -71,7 +72,7 @@ from finetune.precision import convert, planner
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
 from finetune.training.attention import resolve_attention
-from finetune.training.model import TINY_LLAMA, sketch
+from finetune.training.model import sketch
 from finetune.training.preflight import check_storage
 
 GATHERED_AS = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}

@@ -26,11 +26,11 @@ from trl.data_utils import is_conversational
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import REFUSALS, refused, sft_config, with_checkpointing
+from finetune.data.dataset import Rows, load_data
+from finetune.data.rows import TRAINED_TURNS, workers
+from finetune.data.templates import training_template
 from finetune.errors import DataError, FinetuneError
-from finetune.training.data import Rows, load_data
-from finetune.training.model import load_tokenizer
-from finetune.training.rows import TRAINED_TURNS, workers
-from finetune.training.templates import training_template
+from finetune.storage.pretrained import load_tokenizer
 
 MASKED = -100
 """Label of a token that has no part in the loss (torch's cross-entropy)."""

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.data import BUILTIN, DataConfig
-from finetune.config.paths import user_path
+from finetune.config.paths import ASSETS, user_path
+from finetune.data.json_checks import check_document, check_lines
 from finetune.errors import DataError, DataNotFoundError, FinetuneError, did_you_mean, some
-from finetune.training.json_checks import check_document, check_lines
-from finetune.training.model import ASSETS
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from trl import SFTConfig
 
 from finetune.config.data import DataConfig
+from finetune.config.paths import TINY_LLAMA
+from finetune.data.dataset import load_data
+from finetune.data.ledger import MASKED, count
 from finetune.errors import DataError
-from finetune.training.data import load_data
-from finetune.training.ledger import MASKED, count
-from finetune.training.model import TINY_LLAMA
 
 MARKS = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import DataConfig
+from finetune.data.templates import null_content, refusal, training_template
 from finetune.errors import DataError, did_you_mean
-from finetune.training.templates import null_content, refusal, training_template
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
+from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import DataConfig
+from finetune.data.dataset import load_data
 from finetune.errors import DataError, DataNotFoundError
-from finetune.training.data import load_data
-from finetune.training.model import TINY_LLAMA
 
 ASK, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
 MESSAGES = {"messages": [ASK, ANSWER]}

@@ -14,11 +14,11 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from finetune.config.data import DataConfig
+from finetune.config.paths import TINY_LLAMA
+from finetune.data.dataset import load_data
+from finetune.data.sources import files_of
 from finetune.errors import DataError, DataNotFoundError
-from finetune.training.data import load_data
-from finetune.training.model import TINY_LLAMA
 from finetune.training.resume import rows_hash
-from finetune.training.sources import files_of
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,8 @@ def test_the_hash_of_rows_does_not_depend_on_the_processes_that_made_them() -> N
 
 
 def test_large_files_have_a_fingerprint_of_blocks(monkeypatch) -> None:
-    monkeypatch.setattr("finetune.training.sources.BLOCK", 16)
-    monkeypatch.setattr("finetune.training.sources.BLOCKS", 4)
+    monkeypatch.setattr("finetune.data.sources.BLOCK", 16)
+    monkeypatch.setattr("finetune.data.sources.BLOCKS", 4)
     Path("a.jsonl").write_text(rows_of("a", 100))
     before = files_of("a.jsonl", "data.path").fingerprint()
     Path("a.jsonl").write_text(rows_of("a", 99) + rows_of("z", 1))

@@ -1,7 +1,7 @@
 """From `DataConfig` to the rows that `SFTTrainer` expects.
 
-A format is recognized by its columns and shown (`finetune.training.rows`); tokenizing, masking and
-packing are TRL's, and counted (`finetune.training.ledger`).
+A format is recognized by its columns and shown (`finetune.data.rows`); tokenizing, masking and
+packing are TRL's, and counted (`finetune.data.ledger`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.schema import DataConfig, ModelConfig
+from finetune.data.rows import TRAINED_TURNS, formatted, formatted_stream
+from finetune.data.sources import Source, files_of, reading, sources_of
+from finetune.data.templates import training_template, unused_parts
 from finetune.errors import DataError
-from finetune.training.model import load_shape
-from finetune.training.rows import TRAINED_TURNS, formatted, formatted_stream
-from finetune.training.sources import Source, files_of, reading, sources_of
-from finetune.training.templates import training_template, unused_parts
+from finetune.storage.pretrained import load_shape
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from trl import SFTConfig
 
 from finetune.config.data import DataConfig
+from finetune.config.paths import TINY_LLAMA
+from finetune.data.dataset import load_data
+from finetune.data.ledger import MASKED, AccountedTrainer, account
 from finetune.errors import DataError
-from finetune.training.data import load_data
-from finetune.training.ledger import MASKED, AccountedTrainer, account
-from finetune.training.model import TINY_LLAMA
 
 TOOLS_TEMPLATE = (
     "{% if tools %}T:{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|{{ m.role }}|>"
