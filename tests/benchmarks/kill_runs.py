@@ -3,21 +3,30 @@
     python -m tests.benchmarks.kill_runs --kills 50
 
 A run is killed `PER_RUN` times, resumed each time from whatever it left (`resume last`), and then
-ends. Its weights must equal those of a run that nobody killed, to the bit. Every second kill waits
-for the hidden folder of a checkpoint that is being written. Prints a JSON object.
+ends. Each resume has to begin at the newest checkpoint whose files are all as they were saved, and
+the last one's weights must equal those of a run that nobody killed, to the bit. Every second kill
+waits for the hidden folder of a checkpoint that is being written; the others come at any moment
+after a process has its run folder, before its first save too. Prints a JSON object.
+
+Runs that are killed are forked from a process that has imported the libraries, which is most of
+what a start takes; the runs that nobody kills are commands of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -31,18 +40,28 @@ SETTINGS = (
     "train.save_total_limit=3", "train.eval_strategy=no", "eval.samples=false",
     "data.max_rows=60", "train.max_length=64", "precision.health_every=0",
 )  # fmt: skip
+LIBRARIES = ("peft", "trl.trainer.sft_trainer", "finetune.training.trainer", "finetune.api")
 PER_RUN = 5
 PATIENCE = 900.0
 """Seconds after which a process that did not get to its moment counts as a failure."""
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    """`python -m finetune WORDS` in a folder, quietly."""
-    with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "finetune", *words], cwd=folder, stdout=log, stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+def start(folder: Path, *words: str) -> BaseProcess:
+    """`python -m finetune WORDS` in a folder, forked, its output in `log.txt`."""
+    process = multiprocessing.get_context("fork").Process(target=_command, args=(folder, words))
+    process.start()
+    return process
+
+
+def _command(folder: Path, words: tuple[str, ...]) -> None:
+    from finetune.cli.app import main
+
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    sys.argv = ["finetune", *words]
+    main()
 
 
 def newest(folder: Path) -> Path | None:
@@ -51,53 +70,75 @@ def newest(folder: Path) -> Path | None:
     return runs[-1].parent if runs else None
 
 
-def kill_at_a_moment(process: subprocess.Popen[bytes], folder: Path, *, saving: bool) -> bool:
-    """Kill after the process has saved something, inside a save or anywhere; True if inside."""
-    before, begun = newest(folder), time.monotonic()
-    while time.monotonic() - begun < PATIENCE and process.poll() is None:
+def newest_whole(folder: Path) -> Path | None:
+    """The newest whole checkpoint of the newest run that has one, every byte compared."""
+    runs = sorted(folder.glob("runs/*/*/run.json"), key=lambda file: file.stat().st_mtime)
+    for run in reversed(runs):
+        for saved in reversed(checkpoints_in(run.parent / CHECKPOINTS).values()):
+            if not Checkpoint(saved).problem(contents=True):
+                return saved
+    return None
+
+
+def kill_at_a_moment(
+    process: BaseProcess, folder: Path, before: Path | None, *, saving: bool
+) -> str | None:
+    """Kill inside a save or anywhere; the moment's name, or None if the process ended before.
+
+    Args:
+        before: the newest run folder when the process was started.
+    """
+    begun = time.monotonic()
+    while time.monotonic() - begun < PATIENCE and process.is_alive():
         run = newest(folder)
-        if run is not None and run != before and checkpoints_in(run / CHECKPOINTS):
+        if run is not None and run != before and (not saving or checkpoints_in(run / CHECKPOINTS)):
             break
         time.sleep(0.02)
     else:
-        return False
-    wait = random.uniform(0.0, 2.0)
-    time.sleep(wait)
+        return None
+    time.sleep(random.uniform(0.0, 2.0 if saving else 12.0))
     hidden = run / CHECKPOINTS / SAVING
-    while saving and process.poll() is None and not hidden.is_dir():
+    while saving and process.is_alive() and not hidden.is_dir():
         time.sleep(0.0005)
     time.sleep(random.uniform(0.0, 0.02) if saving else 0.0)
-    inside = hidden.is_dir()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    return inside
+    inside, saved = hidden.is_dir(), checkpoints_in(run / CHECKPOINTS)
+    process.kill()
+    process.join()
+    if process.exitcode != -signal.SIGKILL:
+        return None
+    return "inside a save" if inside else "between saves" if saved else "before a save"
 
 
 def one_run(recipe: str, kills: int, expected: dict[str, torch.Tensor]) -> dict[str, object]:
     """A run that is killed and resumed until it ends."""
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        process, inside, done = start(folder, recipe, *SETTINGS), 0, 0
+        folder = Path(place).resolve()
+        process, before, moments, begun_at = start(folder, recipe, *SETTINGS), None, [], []
         for kill in range(kills):
-            inside += kill_at_a_moment(process, folder, saving=kill % 2 == 0)
-            done += process.returncode == -signal.SIGKILL
-            if process.poll() == 0:
+            moment = kill_at_a_moment(process, folder, before, saving=kill % 2 == 0)
+            if moment is None:
                 break
+            moments.append(moment)
+            wanted, before = newest_whole(folder), newest(folder)
+            begun_at.append(str(wanted and wanted.relative_to(folder)))
             process = start(folder, "resume", "last")
-        code, run = process.wait(), newest(folder)
+        process.join()
+        log, run = (folder / "log.txt").read_text(), newest(folder)
         assert run is not None
+        found = re.findall(r"going on from (?:.*/)?(runs/\S+)", log)
         saved = checkpoints_in(run / CHECKPOINTS).values()
         broken = [str(p.name) for p in saved if Checkpoint(p).problem(contents=True)]
         file = run / "model" / RECIPES[recipe]
-        found = load_file(file) if file.is_file() else {}
-        same = found.keys() == expected.keys() and all(
-            torch.equal(found[key], expected[key]) for key in expected
+        weights = load_file(file) if file.is_file() else {}
+        same = weights.keys() == expected.keys() and all(
+            torch.equal(weights[key], expected[key]) for key in expected
         )
-        if not same:
-            print((folder / "log.txt").read_text()[-3000:], file=sys.stderr)
+        if not same or found != begun_at:
+            print(log[-3000:], begun_at, found, file=sys.stderr)
         return {
-            "recipe": recipe, "kills": done, "inside": inside, "exit": code, "same": same,
-            "broken": broken,
+            "recipe": recipe, "kills": len(moments), "moments": moments, "exit": process.exitcode,
+            "from_newest": found == begun_at, "same": same, "broken": broken,
+            "steps": [int(at.rpartition("-")[2]) for at in found],
         }  # fmt: skip
 
 
@@ -111,15 +152,23 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     runs, expected = [], {}
     with tempfile.TemporaryDirectory() as place:
         for recipe, weights in RECIPES.items():
-            assert start(Path(place), recipe, *SETTINGS).wait() == 0
+            words = [sys.executable, "-m", "finetune", recipe, *SETTINGS]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run(words, cwd=place, env=environment, check=True, capture_output=True)
             (file,) = Path(place).glob(f"runs/{recipe}/*/model/{weights}")
             expected[recipe] = load_file(file)
-    while sum(run["kills"] for run in runs) < options.kills:
+    for library in LIBRARIES:  # in the process that runs are forked from
+        importlib.import_module(library)
+    while (left := options.kills - sum(run["kills"] for run in runs)) > 0:
         recipe = list(RECIPES)[len(runs) % len(RECIPES)]
-        runs.append(one_run(recipe, PER_RUN, expected[recipe]))
+        runs.append(one_run(recipe, min(left, PER_RUN), expected[recipe]))
         print(json.dumps(runs[-1]), file=sys.stderr)
-    kills, inside = (sum(run[key] for run in runs) for key in ("kills", "inside"))
-    found = {"kills": kills, "inside": inside, "same": all(run["same"] for run in runs)}
+    moments = [moment for run in runs for moment in run["moments"]]
+    found = {
+        "kills": len(moments), **{m: moments.count(m) for m in sorted(set(moments))},
+        "from_newest": all(run["from_newest"] for run in runs),
+        "same": all(run["same"] for run in runs),
+    }  # fmt: skip
     print(json.dumps({**found, "runs": runs}, indent=1))
     return found
 
