@@ -226,7 +226,7 @@ class Run:
         asked = self.config.get("precision", {}).get("compute", "")
         return str(ran.get("ran") or asked).upper()
 
-    @property
+    @cached_property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:
         """(step, prompts with their answers), oldest first; those of the trained model last."""
         asked = ((int(row["step"]), _samples_in(row)) for row in self.rows)
