@@ -293,11 +293,9 @@ def command_line() -> str:
 
 def verbs() -> dict[str, Any]:
     """Verb -> its command."""
-    import typer
+    from finetune.cli.app import MODULES, command_of
 
-    from finetune.cli.app import app
-
-    return dict(typer.main.get_command(app).commands)  # pyright: ignore
+    return {verb: command_of(verb) for verb in MODULES}
 
 
 def _verb(name: str, verb: Any) -> str:

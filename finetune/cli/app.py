@@ -1,27 +1,25 @@
 """The command line: `python -m finetune RECIPE [section.key=value ...]` and its verbs.
 
-Listing imports neither torch nor transformers. A mistake of the user's prints what, where, why and
-what to do, and exits with 2.
+Only the module of the verb that was typed is imported, and listing imports neither torch nor
+transformers nor pydantic. A mistake of the user's prints what, where, why and what to do, and exits
+with 2.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from finetune import __version__
-from finetune.cli import INTERRUPTED, MISUSE, analysis, recipes, runs, train
-from finetune.cli.data import data
-from finetune.cli.estimate import estimate
-from finetune.config.recipe import is_path, list_recipes
-from finetune.config.section import is_text
+from finetune.cli import INTERRUPTED, MISUSE
+from finetune.config.lookup import is_path, list_recipes
+from finetune.config.paths import is_text
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean
 from finetune.logging import output, quiet_libraries
 
@@ -29,57 +27,95 @@ from finetune.logging import output, quiet_libraries
 _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-VERBS: dict[str, dict[str, Callable[..., None]]] = {
+VERBS = {
     "Train": {
-        "run": train.run,
-        "resume": train.resume,
-        "checkpoints": runs.checkpoints,
-        "ls": recipes.ls,
-        "cp": recipes.cp,
-        "cat": recipes.cat,
-        "schema": recipes.schema,
+        "run": ("train", "Train a recipe (the verb may be left out)."),
+        "resume": ("train", "Go on with a run from its newest whole checkpoint."),
+        "checkpoints": ("runs", "List a run's checkpoints: step, loss, size, whole or broken."),
+        "ls": ("recipes", "List the recipes, or with --runs the runs."),
+        "cp": ("recipes", "Copy a recipe to edit it."),
+        "cat": ("recipes", "Print a recipe, with --resolved complete."),
+        "schema": ("recipes", "Print the JSON schema of recipes, for editors."),
     },
     "Plan": {
-        "data": data,
-        "validate": recipes.validate,
-        "estimate": estimate,
-        "doctor": analysis.doctor,
+        "data": ("data", "Count rows and tokens, and show which ones are trained on."),
+        "validate": (
+            "recipes",
+            "Check a recipe and its rows, show each layer's precision; loads no weights.",
+        ),
+        "estimate": ("estimate", "Predict memory and speed, on a GPU that need not be here."),
+        "doctor": ("analysis", "Show what this machine can do in FP8, and why."),
     },
     "Understand": {
-        "diagnose": analysis.diagnose,
-        "compare": analysis.compare,
-        "benchmark": analysis.benchmark,
-        "evaluate": train.evaluate,
+        "diagnose": ("analysis", "Show what runs in FP8, where the time goes, and why."),
+        "compare": ("analysis", "Train FP8 and BF16: do they end the same, and is it faster?"),
+        "benchmark": ("analysis", "Measure speed and memory: random weights, synthetic tokens."),
+        "evaluate": ("train", "Score a run on lm-eval tasks, and keep the result."),
     },
     "Share": {
-        "generate": train.generate,
-        "report": analysis.report,
-        "export": runs.export,
+        "generate": ("train", "Prompt a trained model."),
+        "report": ("analysis", "Write one page about runs: HTML, Markdown, plots."),
+        "export": ("runs", "Export weights, checked: adapter, merged, FP8, NVFP4."),
     },
 }
-"""Heading of the help -> verb -> its function, whose docstring's first line is that of the help."""
+"""Heading of the help -> verb -> file in this folder with a function of the verb's name, and its
+line of the help: the first of the function's docstring."""
+MODULES = {verb: module for verbs in VERBS.values() for verb, (module, _) in verbs.items()}
 
 
-def _first_line(verb: Callable[..., None]) -> str:
-    return str(verb.__doc__).splitlines()[0]
+class _KeepsNone:
+    """A command whose options stay None where they are not given.
+
+    typer 0.29 converts them too, `--help` among them, and imports pydantic for it (0.2 s).
+    """
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:
+        params = super().get_params(ctx)  # pyright: ignore
+        for param in params:
+            if not param.required and "process_value" not in vars(param):
+                param.process_value = functools.partial(_none_or, param.process_value)
+        return params
 
 
-class _RecipeOrVerb(TyperGroup):
+def _none_or(convert: Any, ctx: typer.Context, value: Any) -> Any:
+    return None if value is None else convert(ctx, value)
+
+
+class _Verb(_KeepsNone, TyperCommand):
+    pass
+
+
+@functools.cache
+def command_of(verb: str) -> Any:
+    """The command of a verb, whose module is imported now."""
+    module = importlib.import_module(f"finetune.cli.{MODULES[verb]}")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(verb, cls=_Verb)(getattr(module, verb))
+    return typer.main.get_command(app)
+
+
+class _RecipeOrVerb(_KeepsNone, TyperGroup):
     """A first word that is no verb is a recipe: `finetune X` is `finetune run X`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(MODULES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return command_of(cmd_name) if cmd_name in MODULES else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for heading, verbs in VERBS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, _first_line(verb)) for name, verb in verbs.items()])
+                formatter.write_dl([(name, line) for name, (_, line) in verbs.items()])
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         first = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
-        if first is not None and args[first] not in self.commands:
+        if first is not None and args[first] not in MODULES:
             word = args[first]
             if first == 0 and not is_path(word) and word not in list_recipes():
                 raise RecipeNotFoundError(
                     f"there is no recipe or verb {word!r}"
-                    + did_you_mean(word, [*self.commands, *list_recipes()]),
+                    + did_you_mean(word, [*MODULES, *list_recipes()]),
                     fix="`python -m finetune ls` lists the recipes, --help the verbs; a path to a "
                     "YAML file works too",
                 )
@@ -147,6 +183,9 @@ def _of_file(error: OSError) -> ConfigError:
 
 
 def _show_error(error: FinetuneError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text("error: ", style="bold red") + Text(error.what, style="bold"))
     for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
@@ -166,8 +205,3 @@ def _start(
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
         print("\nStart here: python -m finetune tiny_lora_fp8\nRecipes:    python -m finetune ls")
-
-
-for verbs in VERBS.values():
-    for name, verb in verbs.items():
-        app.command(name)(verb)

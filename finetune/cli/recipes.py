@@ -1,38 +1,59 @@
-"""Verbs about recipes: `ls`, `cat`, `cp`, `validate`. Listing and printing import no torch."""
+"""Verbs about recipes: `ls`, `cat`, `cp`, `validate`. Listing and printing import no torch.
+
+`ls` imports no pydantic either: what it says of a recipe is in `assets/recipes.json`.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Column, Table
-from rich.text import Text
 
 from finetune.cli import AsJson, Overrides, RecipeName
-from finetune.cli.data import show_ledger
+from finetune.config.lookup import find_recipe, list_recipes
 from finetune.config.paths import ASSETS
-from finetune.config.recipe import find_recipe, list_recipes, load_recipe
-from finetune.config.schema import BUILTIN, RunConfig
-from finetune.config.yaml import read_text
 from finetune.errors import ConfigError, DataNotFoundError, FinetuneError, ModelNotFoundError
 from finetune.logging import busy, output, whole
 
 if TYPE_CHECKING:
+    from finetune.config.schema import RunConfig
     from finetune.data.ledger import CountedRows
 
 REACH_SECONDS = 3
 """Time in which the hub has to answer before its cache alone is used."""
+ROWS = ASSETS / "recipes.json"
+"""Rows of `ls`, each with the checksum of its recipe; made by `tests.asset_makers.make_recipes`."""
 SCHEMA = "recipe.schema.json"
 """JSON schema of recipes, which lies next to them."""
 
 
-def _row(name: str, config: RunConfig) -> dict[str, Any]:
+def rows() -> list[dict[str, Any]]:
+    """A row for each shipped recipe: the stored one, or a new one where its file has changed."""
+    stored = json.loads(ROWS.read_text())
+    found = []
+    for name in list_recipes():
+        known = stored.get(name, {})
+        same = known.get("crc32") == checksum(name)
+        found.append(known["row"] if same else row_of(name))
+    return found
+
+
+def checksum(name: str) -> int:
+    """CRC-32 of a recipe's file."""
+    return zlib.crc32(find_recipe(name).read_bytes())
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """The facts of a recipe in a table: model, method, precision, rows, preview of its memory."""
+    from finetune.config.recipe import load_recipe
     from finetune.estimator.closed_form.preview import preview
 
+    config = load_recipe(name, check_train=False).config
     lora, about = config.lora, preview(config)
     precision = config.precision
     fp8 = precision.compute == "fp8"
@@ -60,12 +81,14 @@ def ls(
         return
     if out is not None:
         raise ConfigError("--out would change nothing", where="ls", fix="ls --runs --out FOLDER")
-    rows = [_row(n, load_recipe(n, check_train=False).config) for n in list_recipes()]
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps(rows(), indent=1))
         return
+    from rich.table import Column, Table
+    from rich.text import Text
+
     pairs: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
+    for row in rows():
         name, _, compute = row["recipe"].rpartition("_")
         pairs.setdefault(name, {})[compute] = row
     gpu, speeds = _speeds()
@@ -105,11 +128,15 @@ LOSES = 0.995
 
 def _speeds() -> tuple[str, dict[str, int]]:
     """Name of the GPU here, or else the H100, and predicted tokens/s of recipes on it."""
-    from finetune.hardware.gpus import installed_gpu
+    from finetune.hardware.driver import installed_model
 
-    table = json.loads((ASSETS / "speeds.json").read_text())
-    gpu = installed_gpu()
-    name = gpu.name if gpu is not None and gpu.name in table else "H100"
+    table, name = json.loads((ASSETS / "speeds.json").read_text()), "H100"
+    if model := installed_model():
+        from finetune.hardware.device import Device
+        from finetune.hardware.gpus import find_gpu
+
+        gpu = find_gpu(Device("cuda", model, None, 0.0))
+        name = gpu.name if gpu is not None and gpu.name in table else name
     return name, table[name]
 
 
@@ -131,12 +158,16 @@ def cat(
 ) -> None:
     """Print a recipe, with --resolved complete."""
     if resolved or overrides or as_json:
+        from finetune.config.recipe import load_recipe
+
         checked = load_recipe(recipe, overrides or ())
         if as_json:
             print(json.dumps(checked.config.model_dump(mode="json"), indent=1))
         else:
             sys.stdout.write(checked.to_yaml())
     else:
+        from finetune.config.yaml import read_text
+
         sys.stdout.write(read_text(find_recipe(recipe)))
 
 
@@ -162,6 +193,8 @@ def cp(
             where=str(target.absolute()),
             fix=f"mkdir -p {shlex.quote(str(target.parent))}",
         )
+    from finetune.config.yaml import read_text
+
     # The schema stays where it is installed; a copy elsewhere names it in full.
     text = read_text(source).replace(f"$schema={SCHEMA}", f"$schema={source.parent / SCHEMA}")
     try:
@@ -184,6 +217,8 @@ def schema() -> None:
 
     Recipes name it in their first line (`yaml-language-server: $schema=...`).
     """
+    from finetune.config.schema import RunConfig
+
     print(json.dumps(RunConfig.model_json_schema(), indent=1))
 
 
@@ -195,6 +230,7 @@ def _rows(config: RunConfig) -> tuple[CountedRows | None, str]:
     Raises:
         DataError, DataNotFoundError: what lies here cannot be trained on.
     """
+    from finetune.config.schema import BUILTIN
     from finetune.data.ledger import counted_rows
 
     named = (config.data.hub, config.model.name)
@@ -228,6 +264,9 @@ def _stay_offline_if_out_of_reach() -> None:
 
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and its rows, show each layer's precision; loads no weights."""
+    from finetune.cli.data import show_ledger
+    from finetune.config.recipe import load_recipe
+
     checked = load_recipe(recipe, overrides or ())
     with busy(output(stderr=True), f"checking {checked.name}"):
         from finetune.estimator.gate import bound_of, why_too_small

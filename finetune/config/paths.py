@@ -24,3 +24,8 @@ def shipped_shapes() -> list[str]:
 def user_path(name: Path | str) -> Path:
     """A path as typed, `~` replaced by the home folder; that of an unknown user stays as it is."""
     return Path(os.path.expanduser(name))
+
+
+def is_text(value: str) -> bool:
+    """True if a text can be a name or be written to a file: no NUL, no half of a surrogate pair."""
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)

@@ -1,4 +1,4 @@
-"""From a recipe's name to a `RunConfig`: find, read, override, check, list.
+"""From a recipe's name to a `RunConfig`: read, override, check.
 
 A recipe is flat YAML without inheritance, read by `finetune.config.yaml`. Nothing here imports
 torch; checking the `train` section imports trl, and can be left out.
@@ -6,7 +6,6 @@ torch; checking the `train` section imports trl, and can be left out.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
-from finetune.config.paths import PACKAGE
+from finetune.config.lookup import find_recipe
 from finetune.config.refusal import RefusedError
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.config.sft import convert_train
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
-from finetune.errors import ConfigError, RecipeNotFoundError, did_you_mean
+from finetune.errors import ConfigError, did_you_mean
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -37,50 +36,6 @@ class Recipe:
     def to_yaml(self) -> str:
         """The complete configuration, every default written out; itself a recipe."""
         return dump_yaml(self.config.model_dump(mode="json"))
-
-
-# ------------------------------------------------------------------------------------- find, list
-
-
-def recipes_folder() -> Path:
-    """The folder of shipped recipes: inside the wheel, or beside the package in a checkout."""
-    packaged = PACKAGE / "recipes"
-    return packaged if packaged.is_dir() else PACKAGE.parent / "recipes"
-
-
-def list_recipes() -> list[str]:
-    """Names of the shipped recipes, sorted."""
-    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
-
-
-def is_path(name: str) -> bool:
-    """True if a recipe argument means a file rather than a shipped recipe."""
-    path = Path(name)
-    return path.suffix in (".yaml", ".yml") or len(path.parts) > 1
-
-
-def find_recipe(name: str) -> Path:
-    """The YAML file of a recipe given by name or by path.
-
-    Raises:
-        RecipeNotFoundError: neither a shipped recipe nor a file; names the nearest.
-    """
-    path = Path(name)
-    if is_path(name):
-        if os.path.isfile(path):  # False of a name that no file can have
-            return path
-        raise RecipeNotFoundError(
-            f"there is no recipe file {name!r}",
-            where=str(path.absolute()),
-            fix="`python -m finetune ls` lists the shipped recipes; `cp` copies one to edit",
-        )
-    shipped = recipes_folder() / f"{name}.yaml"
-    if os.path.isfile(shipped):
-        return shipped
-    raise RecipeNotFoundError(
-        f"there is no recipe {name!r}" + did_you_mean(name, list_recipes()),
-        fix="`python -m finetune ls` lists them; a path to a YAML file works too",
-    )
 
 
 # --------------------------------------------------------------------------------------- override

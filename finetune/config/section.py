@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+from finetune.config.paths import is_text
+
 LARGEST = 2**53
 """Largest magnitude of a whole number: what a float holds exactly, and tensors never reach."""
 FLOAT32_MAX = 3.4e38
@@ -41,11 +43,6 @@ class Section(BaseModel):
         """Those of `names` whose value is not the default."""
         fields = type(self).model_fields
         return [name for name in names if getattr(self, name) != fields[name].default]
-
-
-def is_text(value: str) -> bool:
-    """True if a text can be a name or be written to a file: no NUL, no half of a surrogate pair."""
-    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def check_text(value: Any) -> None:

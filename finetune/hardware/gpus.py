@@ -189,19 +189,6 @@ def find_gpu(device: Device) -> Gpu | None:
     return None
 
 
-DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Folder in which NVIDIA's driver describes each GPU of a Linux machine."""
-
-
-def installed_gpu(driver: Path = DRIVER) -> Gpu | None:
-    """The line of this machine's first GPU as the driver names it, found without torch."""
-    for file in sorted(driver.glob("*/information")):
-        model = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
-        if model:
-            return find_gpu(Device("cuda", model[1].strip(), None, 0.0))
-    return None
-
-
 def named_gpu(text: str) -> Gpu:
     """The GPU that a user means: `H100`, `rtx4090`, `NVIDIA GeForce RTX 4090`, `A100-80GB`.
 

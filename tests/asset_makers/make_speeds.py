@@ -7,8 +7,9 @@ GPU of a kind have no entry there. Tiny ones run on CPUs, QLoRA has no FP8 twin:
 
 import json
 
+from finetune.config.lookup import list_recipes
 from finetune.config.paths import ASSETS
-from finetune.config.recipe import list_recipes, load_recipe
+from finetune.config.recipe import load_recipe
 from finetune.estimator.search import cheapest_gpu
 from finetune.hardware.gpus import gpu_table
 

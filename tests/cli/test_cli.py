@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 
 import finetune
+from finetune.cli import recipes
 from finetune.cli.analysis import _is_override
+from finetune.cli.app import VERBS, command_of
 from finetune.cli.recipes import _as_argument
-from finetune.config.recipe import find_recipe, list_recipes, load_recipe, recipes_folder
+from finetune.config.lookup import find_recipe, list_recipes, recipes_folder
+from finetune.config.recipe import load_recipe
+from tests.asset_makers import make_recipes
 from tests.conftest import CPU, H100
 
 
@@ -29,7 +33,7 @@ def process(*words: str, **kwargs) -> subprocess.CompletedProcess:
 
 IMPORTS = """
 import contextlib, io, json, runpy, sys
-heavy = {"torch", "transformers", "trl", "datasets", "peft", "accelerate"}
+heavy = {"pydantic", "torch", "transformers", "trl", "datasets", "peft", "accelerate"}
 found = {}
 for words in json.loads(sys.argv[1]):
     sys.argv = ["finetune", *words]
@@ -41,10 +45,17 @@ print(json.dumps(found))
 
 
 def test_looking_around_imports_no_torch(tmp_path):
-    commands = [[], ["--help"], ["--version"], ["ls"], ["ls", "--json"], ["cat", "tiny_lora_fp8"]]
-    commands.append(["cp", "tiny_lora_fp8", str(tmp_path)])
-    done = process("-c", IMPORTS, json.dumps(commands))
-    assert json.loads(done.stdout) == {" ".join(words): [] for words in commands}
+    quick = [[], ["--help"], ["--version"], ["ls"], ["ls", "--json"], ["ls", "--help"]]
+    typed = [["cat", "tiny_lora_fp8"], ["cp", "tiny_lora_fp8", str(tmp_path)]]
+    done = json.loads(process("-c", IMPORTS, json.dumps([*quick, *typed])).stdout)
+    assert [done[" ".join(words)] for words in quick] == [[]] * len(quick)
+    # A word that was typed is converted by typer, with pydantic.
+    assert [done[" ".join(words)] for words in typed] == [["pydantic"]] * len(typed)
+
+
+def test_the_help_has_the_first_line_of_each_verb():
+    lines = {verb: line for verbs in VERBS.values() for verb, (_, line) in verbs.items()}
+    assert lines == {verb: command_of(verb).help.splitlines()[0] for verb in lines}
 
 
 def test_importing_the_package_imports_no_torch():
@@ -113,6 +124,23 @@ def test_ls_shows_every_name_in_full_on_a_narrow_terminal(cli):
     ]
     assert "…" not in done.out
     assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_stored_rows_of_ls_are_those_of_the_recipes():
+    fix = "python -m tests.asset_makers.make_recipes"
+    assert json.loads(recipes.ROWS.read_text()) == make_recipes.table(), fix
+
+
+def test_ls_makes_a_row_anew_where_the_recipe_has_changed(tmp_path, monkeypatch):
+    stored = json.loads(recipes.ROWS.read_text())
+    for name in ("tiny_full_fp8", "tiny_full_bf16"):
+        stored[name]["row"] = {"method": "stale"}
+    stored["tiny_full_fp8"]["crc32"] += 1
+    monkeypatch.setattr(recipes, "ROWS", tmp_path / "recipes.json")
+    recipes.ROWS.write_text(json.dumps(stored))
+    found = dict(zip(list_recipes(), recipes.rows(), strict=True))
+    assert found["tiny_full_fp8"]["method"] == "full"
+    assert found["tiny_full_bf16"]["method"] == "stale"
 
 
 def test_ls_as_json_has_every_recipe(cli):

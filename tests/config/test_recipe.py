@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.config.recipe import find_recipe, list_recipes, load_recipe
+from finetune.config.lookup import find_recipe, list_recipes
+from finetune.config.paths import is_text
+from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
-from finetune.config.section import is_text
 from finetune.config.sft import (
     convert_train,
     decides_checkpointing,

@@ -11,10 +11,9 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-import typer
-
-from finetune.cli.app import app
-from finetune.config.recipe import list_recipes, load_recipe
+from finetune.cli.app import MODULES, command_of
+from finetune.config.lookup import list_recipes
+from finetune.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 STARTS = ("python -m ", "python docs/", "python -c ", "pytest ", "torchrun ", "accelerate launch ")
@@ -78,13 +77,12 @@ def check(command: str) -> None:
 
 def check_finetune(words: list[str]) -> None:
     """The verb and its options parse; a recipe takes the settings."""
-    group = typer.main.get_command(app)
-    if words and words[0] not in group.commands:
+    if words and words[0] not in MODULES:
         words = ["run", *words]
     if not words:
         return
     verb, *rest = words
-    context = group.commands[verb].make_context(verb, rest)
+    context = command_of(verb).make_context(verb, rest)
     recipe = context.params.get("recipe")
     assert recipe is None or recipe in list_recipes()
     if recipe is not None and (overrides := context.params.get("overrides")):

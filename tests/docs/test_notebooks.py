@@ -10,7 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from finetune.config.recipe import list_recipes, load_recipe
+from finetune.config.lookup import list_recipes
+from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
 from tests.docs import notebooks
 from tests.docs.notebooks import NOTEBOOKS, code_cells

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.config.recipe import list_recipes, load_recipe
+from finetune.config.lookup import list_recipes
+from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
 from finetune.estimator.closed_form.activations import TrainingMode, layer_bytes

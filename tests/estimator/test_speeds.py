@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from finetune.config.recipe import list_recipes
+from finetune.config.lookup import list_recipes
 from tests.asset_makers.make_speeds import FILE, GPUS, speeds
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.hardware.device import resolve
+from finetune.hardware.device import Device, resolve
+from finetune.hardware.driver import installed_model
 from finetune.hardware.gpus import (
     TABLE,
     as_device,
     find_gpu,
     gpu_table,
     gpus_with_own,
-    installed_gpu,
     named_gpu,
 )
 
@@ -249,10 +249,12 @@ def test_the_table_explains_its_fields() -> None:
 
 
 def test_the_installed_gpu_is_read_from_the_driver(tmp_path) -> None:
-    assert installed_gpu(tmp_path) is None
+    assert installed_model(tmp_path) is None
     (tmp_path / "0000:01:00.0").mkdir()
     text = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 123\n"
     (tmp_path / "0000:01:00.0" / "information").write_text(text)
-    found = installed_gpu(tmp_path)
+    model = installed_model(tmp_path)
+    assert model is not None
+    found = find_gpu(Device("cuda", model, None, 0.0))
     assert found is not None
     assert found.name == "H100"

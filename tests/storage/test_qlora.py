@@ -15,7 +15,7 @@ from torch import nn
 pytest.importorskip("bitsandbytes")
 
 from finetune import load_recipe, setup_fp8_mixed_precision_training, train
-from finetune.cli.recipes import _row
+from finetune.cli.recipes import row_of
 from finetune.config.paths import TINY_LLAMA
 from finetune.errors import (
     ConfigError,
@@ -360,8 +360,7 @@ def test_a_model_without_layers_to_hold_is_refused(make_llama) -> None:
 
 
 def test_it_is_listed_as_qlora() -> None:
-    config = load_recipe("llama_8b_qlora_bf16", check_train=False).config
-    assert _row("llama_8b_qlora_bf16", config)["method"] == "QLoRA r=8"
+    assert row_of("llama_8b_qlora_bf16")["method"] == "QLoRA r=8"
 
 
 def test_validate_shows_storage_and_memory(monkeypatch, capsys) -> None:

@@ -8,7 +8,8 @@ import subprocess
 import pytest
 import yaml
 
-from finetune.config.recipe import list_recipes, load_recipe, recipes_folder
+from finetune.config.lookup import list_recipes, recipes_folder
+from finetune.config.recipe import load_recipe
 from finetune.errors import PrecisionError
 from finetune.training.preflight import preflight
 from tests.conftest import CPU

@@ -34,14 +34,8 @@ from finetune.analysis.compare.result import (
     read_comparison,
 )
 from finetune.analysis.compare.verdict import judge, read_outcome
-from finetune.config.recipe import (
-    Recipe,
-    find_recipe,
-    is_path,
-    list_recipes,
-    load_recipe,
-    with_overrides,
-)
+from finetune.config.lookup import find_recipe, is_path, list_recipes
+from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean
 from finetune.hardware.device import Device, resolve, this_device
