@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.schema import DataConfig, ModelConfig
-from finetune.data.rows import TRAINED_TURNS, formatted, formatted_stream
+from finetune.data.mapping import TRAINED_TURNS
+from finetune.data.rows import Form, formatted, formatted_stream
 from finetune.data.sources import Source, files_of, reading, sources_of
 from finetune.data.templates import training_template, unused_parts
+from finetune.data.tokenized import UNKNOWN
 from finetune.errors import DataError
-from finetune.storage.pretrained import load_shape
+from finetune.storage.pretrained import vocabulary_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -85,14 +87,16 @@ class _Part:
 
 
 def load_data(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, *, sample: bool = False
-) -> Rows:
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, *, sample: bool = False,
+    vocabulary: int = UNKNOWN,
+) -> Rows:  # fmt: skip
     """Load rows, recognize their format, and split off evaluation rows.
 
     Args:
         tokenizer: its chat template, if any, formats the turns.
         seed: draws the evaluation rows, unless `data.seed` does, and the order of streams.
         sample: read only the first rows of large files and of the hub.
+        vocabulary: tokens of the model, which rows that were tokenized before are checked by.
 
     Raises:
         DataNotFoundError: no such file or hub data set.
@@ -100,7 +104,8 @@ def load_data(
     """
     sources = sources_of(data)
     _refuse_hub_settings(data)
-    parts = [_part(one, weight, data, tokenizer, seed, sample) for one, weight in sources]
+    form = Form(tokenizer, data, vocabulary)
+    parts = [_part(one, weight, form, seed, sample) for one, weight in sources]
     parts = _alike(parts)
     kind, notes = parts[0].kind, list[str]()
     settings: dict[str, Any] = {}
@@ -113,7 +118,7 @@ def load_data(
         notes.append(
             f"{len(refused):,} rows are skipped; the first: {next(iter(refused.values()))}"
         )
-    held_out = _held_out(data, tokenizer, parts)
+    held_out = _held_out(form, parts)
     train, description = _joined(parts, data, seed)
     if held_out is not None:
         description += f", {len(held_out):,} eval rows"
@@ -139,14 +144,13 @@ def load_data(
     )  # fmt: skip
 
 
-def _part(
-    source: Source, weight: float | None, data: DataConfig, tokenizer: Any, seed: int, sample: bool
-) -> _Part:
+def _part(source: Source, weight: float | None, form: Form, seed: int, sample: bool) -> _Part:
     """Rows of a source, its evaluation rows set aside."""
+    data = form.data
     splits = not (data.eval_path or data.eval_split) and data.eval_fraction > 0
     small = source.size is not None and source.size < LARGE
     if data.streaming and not sample:
-        return _streamed(source, weight, data, tokenizer, splits)
+        return _streamed(source, weight, form, splits)
     cut = None
     if (sample and not small) or data.streaming:
         rows = _held(source.read(streaming=True), SAMPLE + 1, source)
@@ -157,7 +161,7 @@ def _part(
     if data.max_rows is not None:
         cut = cut if data.max_rows > len(rows) else None
         rows = rows.select(range(min(data.max_rows, len(rows))))
-    kind, rows, refused = formatted(rows, tokenizer, source.label, data)
+    kind, rows, refused = formatted(rows, form, source.label)
     held_out = None
     if splits and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
@@ -167,20 +171,17 @@ def _part(
     return _Part(source, weight, kind, rows, held_out, refused=refused, cut=cut)
 
 
-def _streamed(
-    source: Source, weight: float | None, data: DataConfig, tokenizer: Any, splits: bool
-) -> _Part:
+def _streamed(source: Source, weight: float | None, form: Form, splits: bool) -> _Part:
     """A stream, whose first rows are held: for evaluation, and to stand for the others."""
+    data = form.data
     stream = cast("IterableDataset", source.read(streaming=True))
     if data.max_rows is not None:
         stream = stream.take(data.max_rows)
     with reading(source):
         count = sum(1 for _ in itertools.islice(stream, HEAD)) if splits else 0
     first = min(max(1, round(count * data.eval_fraction)), count - 1) if count > 1 else 0
-    kind, held, refused = formatted(
-        _held(stream, first + SAMPLE, source), tokenizer, source.label, data
-    )
-    rest = formatted_stream(stream.skip(first), held, tokenizer, source.label, data, first)
+    kind, held, refused = formatted(_held(stream, first + SAMPLE, source), form, source.label)
+    rest = formatted_stream(stream.skip(first), held, form, source.label, first)
     good = first - sum(index < first for index in refused)
     held_out = held.select(range(good)) if good else None
     sample = held.select(range(good, len(held)))
@@ -197,8 +198,9 @@ def _held(rows: Any, count: int, source: Source | None = None) -> Dataset:
         return Dataset.from_list(list(itertools.islice(rows, count)), features=rows.features)
 
 
-def _held_out(data: DataConfig, tokenizer: Any, parts: Sequence[_Part]) -> Dataset | None:
+def _held_out(form: Form, parts: Sequence[_Part]) -> Dataset | None:
     """Rows to evaluate on: those that are named, or those that each source has set aside."""
+    data = form.data
     if not (data.eval_path or data.eval_split):
         found = [part.eval for part in parts if part.eval is not None]
         return _concatenated(found) if found else None
@@ -209,10 +211,7 @@ def _held_out(data: DataConfig, tokenizer: Any, parts: Sequence[_Part]) -> Datas
         sources = [source for source, _ in sources_of(named)]
     rows = [cast("Dataset", source.read(streaming=False)) for source in sources]
     return _concatenated(
-        [
-            formatted(one, tokenizer, source.label, data)[1]
-            for one, source in zip(rows, sources, strict=True)
-        ]
+        [formatted(one, form, source.label)[1] for one, source in zip(rows, sources, strict=True)]
     )
 
 
@@ -324,7 +323,7 @@ def random_rows(model: ModelConfig, count: int, length: int, seed: int) -> Datas
     import torch
     from datasets import Dataset
 
-    vocabulary = load_shape(model).get_text_config(decoder=True).vocab_size
+    vocabulary = vocabulary_of(model)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (count, length), generator=generator)
     return Dataset.from_dict({"input_ids": ids.tolist()})

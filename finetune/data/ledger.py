@@ -27,14 +27,11 @@ from trl.data_utils import is_conversational
 from finetune.config.schema import RunConfig
 from finetune.config.sft import REFUSALS, refused, sft_config, with_checkpointing
 from finetune.data.dataset import Rows, load_data
-from finetune.data.rows import TRAINED_TURNS, workers
+from finetune.data.mapping import TRAINED_TURNS, workers
 from finetune.data.templates import training_template
+from finetune.data.tokenized import BATCH, MASKED, UNKNOWN
 from finetune.errors import DataError, FinetuneError
-from finetune.storage.pretrained import load_tokenizer
-
-MASKED = -100
-"""Label of a token that has no part in the loss (torch's cross-entropy)."""
-BATCH = 4096
+from finetune.storage.pretrained import load_tokenizer, vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ class AccountedTrainer(SFTTrainer):
     """
 
     ledgers: dict[str, Ledger]
-    vocabulary: int = 2**31
+    vocabulary: int = UNKNOWN
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -361,7 +358,9 @@ def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
         DataError, DataNotFoundError, ModelNotFoundError: rows or tokenizer cannot be had.
     """
     tokenizer, _ = load_tokenizer(config.model)
-    rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)), sample=sample)
+    seed = int(config.train.get("seed", 42))
+    vocabulary = vocabulary_of(config.model)
+    rows = load_data(config.data, tokenizer, seed, sample=sample, vocabulary=vocabulary)
     train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
     plain = with_checkpointing(config.model_copy(update={"train": train}), False)
     return count(rows, sft_config(plain, Path("runs"), rows.settings, on_cpu=True), tokenizer)

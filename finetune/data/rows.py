@@ -15,15 +15,15 @@ does not use is said, or refused where nothing would be left to learn.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import DataConfig
+from finetune.data import tokenized
+from finetune.data.mapping import TRAINED_TURNS, made_by, mapped, workers
 from finetune.data.templates import null_content, refusal, training_template
 from finetune.errors import DataError, did_you_mean
 
@@ -52,41 +52,47 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 FLAGS = ("weight", "train", "loss")
 """Keys of a turn that say if it is trained on, with 0 and 1 or a truth value."""
-TRAINED_TURNS = "trained_turns"
-"""Column with a truth value for each turn of the assistant, where not all of them are true."""
-MANY, MOST = 20_000, 16
-"""Rows from which on several processes convert and tokenize, and the most of these."""
 
 Converter = Callable[[dict[str, Any]], dict[str, Any]]
 Null = dict[str, Any]
 """What a turn without content has for it, as its template takes it."""
 
 
+@dataclass(frozen=True)
+class Form:
+    """What rows are brought into a format by.
+
+    Attributes:
+        tokenizer: its chat template, if any, formats the turns.
+        data: names of columns, and what happens to a bad row.
+        vocabulary: tokens of the model.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    data: DataConfig
+    vocabulary: int = tokenized.UNKNOWN
+
+
 class _BadRowError(ValueError):
     """Row that cannot be converted; `_formatted` adds its position."""
 
 
-def formatted(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, source: str, data: DataConfig
-) -> tuple[str, Dataset, dict[int, str]]:
+def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dict[int, str]]:
     """Recognized format, the rows in TRL's, and skipped rows with their reasons."""
-    rows = _renamed(rows, data.columns, source)
-    kind, convert = _recognize(rows, tokenizer, source)
+    rows = _renamed(rows, form.data.columns, source)
+    kind, convert = _recognize(rows, form, source)
     if kind == "tokenized":
-        return kind, rows, {}
-    refused: dict[int, str] = {}
+        refused = tokenized.bad_rows(rows, form.vocabulary)
+        if refused and form.data.on_bad_row == "error":
+            index, why = next(iter(refused.items()))
+            raise _refused(source, index, why)
+        return kind, _without(rows, refused, source), _named(refused)
+    refused = {}
     try:
-        if data.on_bad_row == "skip":
-            refused = _bad_rows(rows, _taken(convert, kind, tokenizer))
-            rows = rows.select([i for i in range(len(rows)) if i not in refused])
-            if not len(rows):
-                raise DataError(
-                    f"no row of {source} can be trained on",
-                    where=source,
-                    why=f"the first: {next(iter(refused.values()))}",
-                    fix=f"rows of one of: {FORMATS}",
-                )
-        return kind, _mapped(rows, partial(_numbered, convert, source, 0)), refused
+        if form.data.on_bad_row == "skip":
+            refused = _bad_rows(rows, _taken(convert, kind, form.tokenizer))
+            rows = _without(rows, refused, source)
+        return kind, mapped(rows, partial(_numbered, convert, source, 0)), _named(refused)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8 text", where=source, why=str(error), fix="save it as UTF-8"
@@ -94,7 +100,7 @@ def formatted(
 
 
 def formatted_stream(
-    rows: IterableDataset, like: Dataset, tokenizer: Any, source: str, data: DataConfig, first: int
+    rows: IterableDataset, like: Dataset, form: Form, source: str, first: int
 ) -> IterableDataset:
     """A stream in the format that its first rows, `like`, have been brought into.
 
@@ -103,15 +109,13 @@ def formatted_stream(
     """
     from datasets import Features, List, Value
 
-    rows = _renamed(rows, data.columns, source)
-    kind, convert = _recognize(rows, tokenizer, source)
-    if kind == "tokenized":
-        return rows
+    rows = _renamed(rows, form.data.columns, source)
+    kind, convert = _recognize(rows, form, source)
     features = Features(like.features)
     if kind == "messages":
         features[TRAINED_TURNS] = List(Value("bool"))
-    if data.on_bad_row == "skip":
-        taken = _taken(convert, kind, tokenizer)
+    if form.data.on_bad_row == "skip":
+        taken = _taken(convert, kind, form.tokenizer)
         rows = rows.filter(lambda row: not _problem(taken, row))
     return rows.map(
         partial(_numbered, convert, source, first),
@@ -142,13 +146,16 @@ def _numbered(
     try:
         return convert(row)
     except _BadRowError as error:
-        number = first + index + 1
-        raise DataError(
-            f"row {number} of {source} cannot be trained on",
-            where=f"{source}: row {number}",
-            why=str(error),
-            fix="fix or remove that row, or skip and count such rows: data.on_bad_row=skip",
-        ) from error
+        raise _refused(source, first + index, str(error)) from error
+
+
+def _refused(source: str, index: int, why: str) -> DataError:
+    return DataError(
+        f"row {index + 1} of {source} cannot be trained on",
+        where=f"{source}: row {index + 1}",
+        why=why,
+        fix="fix or remove that row, or skip and count such rows: data.on_bad_row=skip",
+    )
 
 
 def _problem(convert: Converter, row: dict[str, Any]) -> str:
@@ -188,87 +195,38 @@ def _bad_rows(rows: Dataset, convert: Converter) -> dict[int, str]:
 
     found = rows.map(
         reason, remove_columns=rows.column_names, num_proc=workers(len(rows)),
-        features=Features({"reason": Value("string")}), new_fingerprint=_made_by(rows, "reasons"),
+        features=Features({"reason": Value("string")}), new_fingerprint=made_by(rows, "reasons"),
     )  # fmt: skip
     reasons: Any = found["reason"]
-    return {i: f"row {i + 1}: {text}" for i, text in enumerate(reasons) if text}
+    return {i: text for i, text in enumerate(reasons) if text}
 
 
-def workers(count: int) -> int | None:
-    """Processes that so many rows are worth; None: this one alone."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MOST) if count >= MANY and (cores or 1) > 1 else None
+def _named(refused: dict[int, str]) -> dict[int, str]:
+    return {index: f"row {index + 1}: {why}" for index, why in refused.items()}
 
 
-def _made_by(rows: Dataset, *what: Any) -> str:
-    """Name of converted rows in the cache of `datasets`: of the rows, and of this file's code."""
-    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]
-
-
-def _mapped(rows: Dataset, convert: Any) -> Dataset:
-    """Rows converted; turns keep exactly the keys that each has, whatever others have."""
-    import pyarrow.compute as pc
-
-    first = convert(dict(rows[0]), 0)
-    done = rows.map(
-        convert,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        num_proc=workers(len(rows)),
-        features=_features(first),
-        new_fingerprint=_made_by(rows, *_arguments(convert)),
-    )
-    if TRAINED_TURNS in done.column_names:
-        flags = done.data.table.column(TRAINED_TURNS)
-        if all(pc.all(chunk.flatten()).as_py() is not False for chunk in flags.chunks):
-            return done.remove_columns(TRAINED_TURNS)
-    return done
-
-
-def _arguments(convert: Any) -> Iterator[Any]:
-    """Functions and arguments that a converter is made of, for a name in the cache."""
-    if isinstance(convert, partial):
-        for part in (convert.func, *convert.args):
-            yield from _arguments(part)
-    else:
-        yield getattr(convert, "__name__", convert)
-
-
-def _features(first: dict[str, Any]) -> Any:
-    """Columns of converted rows, by the first of them; None where `datasets` finds them itself."""
-    from datasets import Features, Json, List, Value
-
-    if not any(isinstance(value, list | dict) for value in first.values()):
-        return None
-    lists = ("messages", "prompt", "completion", "tools")
-    found: dict[str, Any] = {key: List(Json()) if key in lists else Json() for key in first}
-    if TRAINED_TURNS in first:
-        found[TRAINED_TURNS] = List(Value("bool"))
-    return Features(found)
-
-
-def _check_ids(rows: Any, source: str) -> None:
-    """Refuse columns of tokenized rows that are no lists of whole numbers.
+def _without(rows: Dataset, refused: dict[int, str], source: str) -> Dataset:
+    """The rows that can be trained on.
 
     Raises:
-        DataError: names the column and its type.
+        DataError: none can.
     """
-    for name in sorted({"input_ids", "labels"} & set(rows.features or ())):
-        feature = rows.features[name]
-        kind = getattr(getattr(feature, "feature", None), "dtype", "")
-        if not str(kind).startswith(("int", "uint")):
-            raise DataError(
-                f"{name!r} of {source} is no list of token ids",
-                where=source,
-                why=f"its type is {str(feature)[:200]}",
-                fix="whole numbers, one list a row, or text in columns prompt and completion",
-            )
+    if not refused:
+        return rows
+    kept = rows.select([i for i in range(len(rows)) if i not in refused])
+    if not len(kept):
+        raise DataError(
+            f"no row of {source} can be trained on",
+            where=source,
+            why=f"the first: {next(iter(_named(refused).values()))}",
+            fix=f"rows of one of: {FORMATS}",
+        )
+    return kept
 
 
-def _recognize(rows: Any, tokenizer: Any, source: str) -> tuple[str, Converter]:
+def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     columns = set(rows.column_names)
-    null = null_content(tokenizer) if tokenizer.chat_template else None
+    null = null_content(form.tokenizer) if form.tokenizer.chat_template else None
     for column in ("messages", "conversations"):
         if column in columns and null is None:
             raise DataError(
@@ -281,8 +239,8 @@ def _recognize(rows: Any, tokenizer: Any, source: str) -> tuple[str, Converter]:
         if column in columns:
             return "messages", partial(_messages, column, _is_exact(rows, column), null)
     if "input_ids" in columns:
-        _check_ids(rows, source)
-        return "tokenized", dict
+        tokenized.check_columns(rows, source)
+        return "tokenized", partial(_tokenized, form.vocabulary)
     for kind, (ask, answer) in PAIRS.items():
         if {ask, answer} <= columns:
             return kind, partial(_pair, ask, answer, null)
@@ -296,6 +254,12 @@ def _recognize(rows: Any, tokenizer: Any, source: str) -> tuple[str, Converter]:
         why=f"columns found: {', '.join(sorted(columns))}",
         fix=f"rename them to one of: {FORMATS}",
     )
+
+
+def _tokenized(vocabulary: int, row: dict[str, Any]) -> dict[str, Any]:
+    if why := tokenized.problem(row, vocabulary):
+        raise _BadRowError(why)
+    return dict(row)
 
 
 def _text(row: dict[str, Any], column: str) -> str:

@@ -81,6 +81,11 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
         )
 
 
+def vocabulary_of(model: ModelConfig) -> int:
+    """Tokens that a model's embedding has, by its configuration alone."""
+    return int(load_shape(model).get_text_config(decoder=True).vocab_size)
+
+
 @contextlib.contextmanager
 def loading(source: str) -> Iterator[None]:
     """Raise what libraries raise over missing or broken files of a model, which is anything.

@@ -33,7 +33,7 @@ from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.architecture import fit_trl
-from finetune.storage.pretrained import load_tokenizer
+from finetune.storage.pretrained import load_tokenizer, vocabulary_of
 from finetune.training import low_bit, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.conditions import conditions_of
@@ -139,7 +139,8 @@ class _Run:
         self.folder = name_folder(out, recipe.name, ahead.resolution.label)
         self.tokenizer, note = load_tokenizer(config.model)
         with state.main_process_first(), busy(self.console, f"reading {config.data.label}"):
-            self.rows = load_data(config.data, self.tokenizer, int(config.train.get("seed", 42)))
+            seed, vocabulary = int(config.train.get("seed", 42)), vocabulary_of(config.model)
+            self.rows = load_data(config.data, self.tokenizer, seed, vocabulary=vocabulary)
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         self._choose_checkpoint(out, state.num_processes)

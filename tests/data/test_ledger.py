@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -15,6 +16,7 @@ from finetune.config.data import DataConfig
 from finetune.config.paths import TINY_LLAMA
 from finetune.data.dataset import load_data
 from finetune.data.ledger import MASKED, AccountedTrainer, account
+from finetune.data.tokenized import UNKNOWN
 from finetune.errors import DataError
 
 TOOLS_TEMPLATE = (
@@ -45,11 +47,11 @@ def with_tools():
 def load(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
-    def run(rows, tokenizer, name="rows.jsonl", **settings):
+    def run(rows, tokenizer, name="rows.jsonl", vocabulary=UNKNOWN, **settings):
         text = rows if isinstance(rows, str) else "\n".join(map(json.dumps, rows))
         (tmp_path / name).write_text(text, encoding="utf-8")
         config = DataConfig(path=str(tmp_path / name), eval_fraction=0.0, **settings)
-        return load_data(config, tokenizer, seed=0)
+        return load_data(config, tokenizer, seed=0, vocabulary=vocabulary)
 
     return run
 
@@ -178,6 +180,40 @@ def test_tokenized_rows_stay_as_they_are(load, prepare, tokenizer) -> None:
     (row,), ledger = prepare(rows, tokenizer)
     assert (row["input_ids"], row["labels"]) == ([5, 6, 7], [-100, 6, 7])
     assert (ledger.tokens, ledger.trained) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"input_ids": [1, 512]}, "512 is no token id: the model has 512 tokens"),
+        ({"input_ids": [1, -1]}, "-1 is no token id: ids are whole numbers from 0"),
+        ({"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 token ids"),
+        ({"input_ids": [1, 2], "labels": [-5, 2]}, "-5 is no label: ids .*, and -100 masks one"),
+        ({"input_ids": [1, 2], "labels": [1, 900]}, "900 is no label: the model has 512 tokens"),
+        ({"input_ids": [], "labels": []}, "'input_ids' is empty"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_ids_that_a_model_does_not_have_are_refused_by_row(
+    load, tokenizer, row, why, streaming
+) -> None:
+    good = {"input_ids": [5, 511], "labels": [-100, 511]}
+    rows = [{key: good[key] for key in row}] * 2 + [row]
+    more = {"streaming": True, "shuffle_buffer": 1} if streaming else {}
+    with pytest.raises(DataError, match=rf"row 3 of .*rows.jsonl[\s\S]*why: +{why}"):
+        load(rows, tokenizer, vocabulary=512, **more)
+    found = load(rows, tokenizer, vocabulary=512, on_bad_row="skip", **more)
+    assert (found.refused, len(found.sample if streaming else found.train)) == (1, 2)
+
+
+def test_a_stream_of_ids_is_checked_where_it_is_read(load, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("finetune.data.dataset.SAMPLE", 2)
+    rows = [{"input_ids": [1]}] * 3 + [{"input_ids": [600]}]
+    settings = {"streaming": True, "shuffle_buffer": 1, "vocabulary": 512}
+    with pytest.raises(DataError, match=r"row 4 of [\s\S]*600 is no token id"):
+        list(itertools.islice(load(rows, tokenizer, **settings).train, 5))
+    skipped = load(rows, tokenizer, on_bad_row="skip", **settings).train
+    assert [row["input_ids"] for row in itertools.islice(skipped, 4)] == [[1]] * 4
 
 
 def test_a_cell_too_many_is_refused(load, tokenizer) -> None:

@@ -310,7 +310,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
     """
     from finetune.data.dataset import load_data
     from finetune.estimator.gate import MemoryForecast
-    from finetune.storage.pretrained import load_tokenizer
+    from finetune.storage.pretrained import load_tokenizer, vocabulary_of
     from finetune.training.evaluate import load_tasks
     from finetune.training.preflight import preflight, processes
 
@@ -334,7 +334,8 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
             )
         preflight(recipe.config, device, forecast=MemoryForecast(), force=force)
         tokenizer, _ = load_tokenizer(recipe.config.model)
-        load_data(recipe.config.data, tokenizer, pair.seeds[0])
+        vocabulary = vocabulary_of(recipe.config.model)
+        load_data(recipe.config.data, tokenizer, pair.seeds[0], vocabulary=vocabulary)
         load_tasks(recipe.config.eval)
     return differences
 

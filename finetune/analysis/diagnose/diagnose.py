@@ -41,7 +41,7 @@ from finetune.hardware.device import this_device
 from finetune.hardware.gpus import find_gpu
 from finetune.logging import output
 from finetune.runs.receipt import Receipt
-from finetune.storage.pretrained import load_tokenizer
+from finetune.storage.pretrained import load_tokenizer, vocabulary_of
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.preflight import preflight, processes
 from finetune.training.session import Session, session_of
@@ -152,7 +152,7 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
         description = f"{needed} rows of {length:,} random tokens"
         return Rows(drawn, None, description, {}), tokenizer, ("weights are random",)
     tokenizer, note = load_tokenizer(config.model)
-    rows = load_data(config.data, tokenizer, seed)
+    rows = load_data(config.data, tokenizer, seed, vocabulary=vocabulary_of(config.model))
     enough = needed * SHORTEST if train.get("packing") else needed
     few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"
