@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from finetune.training.compute_types import refuse_vanished_scale
+from finetune.units import elapsed
 
 
 class MetricsWriter(TrainerCallback):
@@ -112,8 +113,7 @@ class ProgressBar(TrainerCallback):
         if self._bar is not None:  # it shows the time left, too
             self._bar.update(self._task, facts=speed)
         else:
-            minutes, seconds = divmod(round(per_step * (state.max_steps - state.global_step)), 60)
-            parts += [speed, f"{minutes}:{seconds:02d} left"]
+            parts += [speed, f"{elapsed(per_step * (state.max_steps - state.global_step))} left"]
         self.console.print(" | ".join([step, *parts]), highlight=False)
 
     def close(self) -> None:
