@@ -83,7 +83,7 @@ def main(out: Path, mode: str) -> None:
         save_strategy="no", ddp_find_unused_parameters=False, **(sharded if fsdp else {}),
     )  # fmt: skip
     if fsdp:
-        # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
+        # Accelerate ignores FSDP on CPUs without a word; taking these for GPUs, it shards them.
         PartialState().distributed_type = DistributedType.MULTI_GPU
     scaling = {"scaling": "rowwise", "frozen": "fp8"} if frozen else {
         "scaling": "delayed", "amax_history_len": 4, "reduce_amax": mode != "local",

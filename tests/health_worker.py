@@ -51,7 +51,7 @@ def main(out: Path, mode: str) -> None:
         **(sharded if mode == "fsdp" else {}),
     )  # fmt: skip
     if mode == "fsdp":
-        # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
+        # Accelerate ignores FSDP on CPUs without a word; taking these for GPUs, it shards them.
         PartialState().distributed_type = DistributedType.MULTI_GPU
     setup_fp8_mixed_precision_training(
         "emulated", scaling="tensorwise", emulation="allow", cpu=True, health_every=2

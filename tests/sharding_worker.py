@@ -123,7 +123,7 @@ def step(
     optimizer: torch.optim.Optimizer,
     move: Callable[[str, int], None] = lambda *_: None,
 ) -> None:
-    """A step; `move` is told of the loss and the update."""
+    """A step; `move` gets the loss and the update."""
     backward(model, move)
     move("optimizer", 0)
     optimizer.step()
@@ -367,7 +367,7 @@ def main(out: Path, cases: list[str]) -> None:
     )  # fmt: skip
     for name in ("all_gather_single", "reduce_scatter_single"):
         setattr(torch.distributed, name, settled(getattr(torch.distributed, name)))
-    # Accelerate ignores FSDP on CPUs without a word; told that these are GPUs, it shards them.
+    # Accelerate ignores FSDP on CPUs without a word; taking these for GPUs, it shards them.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
     facts = {

@@ -542,13 +542,13 @@ def test_a_gap_beyond_the_margin_is_not_equivalent(pretend):
 @pytest.mark.slow
 def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend, tmp_path):
     out, _ = pretend("tiny_full_fp8", "--json", code=3, BROKEN="fp8", EVAL="0")
-    told = json.loads(out, parse_constant=pytest.fail)
-    assert told["verdict"] == "not equivalent"
-    assert told["reasons"] == [
+    reported = json.loads(out, parse_constant=pytest.fail)
+    assert reported["verdict"] == "not equivalent"
+    assert reported["reasons"] == [
         "training loss: FP8, seed 43, ends at nan",
         "eval loss: FP8, seed 43, ends at 0",
     ]
-    assert (told["losses"], told["speed"]) == ({}, None)
+    assert (reported["losses"], reported["speed"]) == ({}, None)
     folder = folders(tmp_path)[0]
     found = read_comparison(folder)
     page = comparison_page(found, Source(folder, folder))

@@ -309,8 +309,8 @@ def test_the_last_run_is_reported_twice(cli, tmp_path):
     )
     code, out, _ = cli("report", "last", "--json")
     assert code == 0
-    told = json.loads(out)
-    assert Path(told["html"]).resolve() == last / "report.html"
+    reported = json.loads(out)
+    assert Path(reported["html"]).resolve() == last / "report.html"
     assert cli("report", last)[0] == 0
     assert "20261121-120000-bbbb" in cli("report", "tiny_full_fp8")[1]
     assert json.loads(out)["verdict"] == "FP8 verified: 80.0% of matmul FLOPs"

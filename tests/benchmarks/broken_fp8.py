@@ -4,7 +4,7 @@
 
 `frozen`: the weights of all FP8 layers are taken out of the optimizer, as stock libraries do when
 they replace layers after the optimizer was built. Three nets hang one above the other: the proof
-stops the run; with the proof held off, the receipts differ in what trained, and the pair is
+stops the run; without the proof, the receipts differ in what trained, and the pair is
 refused; with `--allow`, the losses say `not equivalent`.
 
 `margin`: legal settings that nobody should take, `precision.margin=14`: E4M3 spans 18 binades, and

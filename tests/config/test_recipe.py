@@ -1,4 +1,4 @@
-"""Recipes: what ships, how values are read, what overrides do, and what a mistake is told."""
+"""Recipes: what ships, how values are read, what overrides do, and the errors of mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: formats recognized, what they become, how they are split, and what a bad row is told."""
+"""Rows: formats recognized, what they become, how they are split, and the errors of bad rows."""
 
 from __future__ import annotations
 

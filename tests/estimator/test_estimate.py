@@ -290,8 +290,8 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, 
     monkeypatch.setattr(Footprint, "fit", lambda *_: "does not fit")
     forecast, run = MemoryForecast(), preflight(bf16, this_device())
     forecast.check(run)
-    told = forecast.predicted(run, Batch(2, 64, False))
-    assert told["predicted"].startswith("not predicted: ")
+    reported = forecast.predicted(run, Batch(2, 64, False))
+    assert reported["predicted"].startswith("not predicted: ")
 
 
 @pytest.mark.long
@@ -314,8 +314,8 @@ def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
     for strategy, shape in (("bfd", (1, 512, False)), ("wrapped", (4, 128, False))):
         train = {"packing": True, "packing_strategy": strategy, "per_device_train_batch_size": 4}
         run = preflight(changed(exact, train=train), this_device())
-        told = gate.MemoryForecast().predicted(run, Batch(*shape))
-        assert "a batch of 4 x 128 tokens" in told["predicted"]
+        reported = gate.MemoryForecast().predicted(run, Batch(*shape))
+        assert "a batch of 4 x 128 tokens" in reported["predicted"]
 
 
 @pytest.mark.long

@@ -126,7 +126,7 @@ def test_adapters_are_cast_together_unless_their_layers_are_gathered_one_by_one(
         names = [op.name for op in found.trace.ops]
         assert names.count("finetune_estimator.cast_together.default") == (not sharded)
         modules = {layer_of(op.module) for op in found.trace.ops if op.phase == "backward"}
-        assert len(modules - {""}) == 2, "backward of each layer is still told apart"
+        assert len(modules - {""}) == 2, "backward of each layer is still kept apart"
 
 
 def test_layers_in_four_bits_get_adapters() -> None:
@@ -153,8 +153,8 @@ def test_two_and_four_layers_tell_of_eight(name, backend) -> None:
     config = load_recipe(name).config
     two, four, eight = (phases(config, n, backend) for n in (2, 4, 8))
     for phase, nbytes in eight.items():
-        told = two[phase] + 3 * (four[phase] - two[phase])
-        assert told == pytest.approx(nbytes, rel=1e-3), phase
+        expected = two[phase] + 3 * (four[phase] - two[phase])
+        assert expected == pytest.approx(nbytes, rel=1e-3), phase
 
 
 @pytest.mark.long

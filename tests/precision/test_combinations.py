@@ -1,4 +1,4 @@
-"""Every scaling x format x backend: trains a step as asked, or is refused and told what to use.
+"""Every scaling x format x backend: trains a step as asked, or is refused with what to use.
 
 Backend `te` runs as on an H100 or a B200 (`tests.te`); the other two run on this machine. A refusal
 must help: the settings that it names are tried, and one must be had.

@@ -1,6 +1,6 @@
 """Number formats against `ml_dtypes`, torch and float64: every 16-bit input, and hypothesis.
 
-`ml_dtypes` casts as the formats' specifications read; ours saturates, as GPUs do when told to. They
+`ml_dtypes` casts as the formats' specifications read; ours saturates, as GPUs do on request. They
 must give the same bits for every finite input below the point where `ml_dtypes` leaves the format
 (E4M3 goes to NaN, E5M2 to infinity). Above it ours gives the largest number, and that is checked
 too. E2M1 saturates in both. NaN keeps being NaN, which E2M1 does not have.

@@ -29,7 +29,7 @@ RULES = [
 
 
 class Holder(nn.Module):
-    """Multiplies by one parameter in the way it is told."""
+    """Multiplies by one parameter in the given way."""
 
     fp8_matmuls: ClassVar[tuple[str, ...]] = ("w",)
 

@@ -373,7 +373,7 @@ def test_settings_an_engine_lacks_are_errors(te_engine) -> None:
         setup_fp8_mixed_precision_training(backend="torchao", scaling="delayed")
 
 
-# ------------------------------------------------- 10. which layers stay in high precision is told
+# ------------------------------------------------- 10. which layers stay in high precision is shown
 
 
 def test_first_linear_is_left_out_upstream(make_llama) -> None:

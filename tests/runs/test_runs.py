@@ -125,8 +125,8 @@ def test_a_file_that_somebody_spoilt_spoils_no_table(run):
     (run / "receipt.json").write_text(json.dumps({"status": "proven"} | parts))
     (run / "config.yaml").write_text("train: 3\nprecision:\n")
     (run / "metrics.jsonl").write_text('{"step": 5, "loss": "x", "samples": "x"}\n')
-    told = Run(run).summary()
-    assert (told["state"], told["step"], told["precision"]) == ("finished", 5, "")
+    reported = Run(run).summary()
+    assert (reported["state"], reported["step"], reported["precision"]) == ("finished", 5, "")
     assert all(isinstance(answers, list) for _, answers in Run(run).samples)
 
 

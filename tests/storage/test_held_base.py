@@ -59,11 +59,11 @@ def test_a_recipe_loads_its_base_as_codes(weights, scaling) -> None:
     assert scales == {scaling == "rowwise"}
     config = chosen.config
     outline = sketch(config)
-    told = bound(outline, plan(outline, config.precision), config.train).weights
+    reported = bound(outline, plan(outline, config.precision), config.train).weights
     adapters = sum(p.numel() * 4 for p in outline.parameters() if p.requires_grad)
     held = sum(t.numel() * t.element_size() for t in model.parameters())
     held += sum(m.weight_scale.numel() * 4 for m in stored.values())
-    assert told == pytest.approx(held + adapters, abs=1)
+    assert reported == pytest.approx(held + adapters, abs=1)
 
 
 @pytest.mark.slow

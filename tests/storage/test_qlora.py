@@ -1,4 +1,4 @@
-"""QLoRA: a base in NF4 under adapters trains, is proven, is told; what cannot work is refused."""
+"""QLoRA: a base in NF4 under adapters is trained, proven, reported; the impossible is refused."""
 
 from __future__ import annotations
 

@@ -71,10 +71,10 @@ def test_the_peak_of_a_step_is_that_of_torchs_own_tracker():
 
 def test_an_operand_that_was_not_told_of_was_there_from_the_beginning():
     a, b = torch.ones(100), torch.ones(1000)
-    with LiveTensors([a]) as told:
+    with LiveTensors([a]) as reported:
         c = b + 1
         del c
-    assert (told.bytes, told.peak) == (400, 4400)
+    assert (reported.bytes, reported.peak) == (400, 4400)
     with LiveTensors([a], thorough=True) as live:
         c = a.expand(50, 100) * 2
         del c

@@ -1,4 +1,4 @@
-"""float16 compute: overflow is skipped, the scale backs off and grows, and all of it is told."""
+"""float16 compute: overflow is skipped, the scale backs off and grows, and all is reported."""
 
 from __future__ import annotations
 

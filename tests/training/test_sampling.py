@@ -186,7 +186,7 @@ def test_memory_meter_leaves_out_what_is_aside(monkeypatch) -> None:
     peak["now"] = 2 * GIB
     meter.close()
     assert meter.reading()["measured_gib"] == 3
-    assert meter.earlier_gib == 9, "what the process took is told in the report"
+    assert meter.earlier_gib == 9, "the report has what the process took"
 
 
 def test_sharded_weights_are_not_asked_and_that_is_said() -> None:
@@ -291,9 +291,9 @@ def test_generate_says_what_the_run_said(run, cli) -> None:
     prompts = [one.prompt for one in report.samples]
     out = str(report.folder.parent.parent)
     done = cli("generate", "last", *prompts, "--json", "--out", out)
-    told = json.loads(done.out)
-    assert Path(told["run"]) == report.folder
-    assert [x["answer"] for x in told["answers"]] == [one.answer for one in report.samples]
+    reported = json.loads(done.out)
+    assert Path(reported["run"]) == report.folder
+    assert [x["answer"] for x in reported["answers"]] == [one.answer for one in report.samples]
     streamed = cli("generate", str(report.folder), prompts[0])
     assert streamed.out.strip() == report.samples[0].answer
 

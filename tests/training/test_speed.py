@@ -181,7 +181,7 @@ def test_bandwidth_by_hand() -> None:
 
 
 class Clock:
-    """Says what it is told, second by second."""
+    """Says what it is given, second by second."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -221,14 +221,16 @@ def trained(make_llama, monkeypatch):
 
 
 def rows(model, optimizer, speed) -> tuple[dict[str, float], list[str]]:
-    told: list[str] = []
-    row = speed.row(list(model.named_parameters()), optimizer, lambda *said: told.append(said[-1]))
-    return row, told
+    reported: list[str] = []
+    row = speed.row(
+        list(model.named_parameters()), optimizer, lambda *said: reported.append(said[-1])
+    )
+    return row, reported
 
 
 def test_on_a_pretended_gpu(trained) -> None:
     running, model, optimizer, speed, _ = trained(H100)
-    row, told = rows(model, optimizer, speed)
+    row, reported = rows(model, optimizer, speed)
     assert (speed.steps, speed.tokens, speed.seconds) == (3, 3 * 64, 6.0)
     proof = running.training[0]
     assert proof is not None
@@ -240,14 +242,14 @@ def test_on_a_pretended_gpu(trained) -> None:
     assert row["health/bandwidth_at_least"] == pytest.approx(
         row["health/bandwidth_at_least_gb_s"] / 3352
     )
-    assert told == []
+    assert reported == []
 
 
 def test_unknown_gpu_says_so_and_has_no_mfu(trained) -> None:
     _, model, optimizer, speed, _ = trained(Device("cuda", "NVIDIA Q9000", (9, 0), 99.0))
-    row, told = rows(model, optimizer, speed)
+    row, reported = rows(model, optimizer, speed)
     assert list(row) == ["health/bandwidth_at_least_gb_s"]
-    assert told == ["the peak of 'NVIDIA Q9000' is not known here, so there is no MFU"]
+    assert reported == ["the peak of 'NVIDIA Q9000' is not known here, so there is no MFU"]
 
 
 def test_emulated_fp8_has_no_mfu(trained) -> None:

@@ -84,8 +84,8 @@ def test_hellaswag_is_lm_evals_own_over_local_rows(tiny, data) -> None:
             ids = tokenizer(doc["query"] + " " + ending, return_tensors="pt").input_ids
             with torch.no_grad():
                 logits = model(input_ids=ids).logits[0].log_softmax(-1)
-            told = ids[0, start.shape[1] :]
-            sums.append(logits[start.shape[1] - 1 : -1].gather(1, told[:, None]).sum().item())
+            answer = ids[0, start.shape[1] :]
+            sums.append(logits[start.shape[1] - 1 : -1].gather(1, answer[:, None]).sum().item())
         right += max(range(4), key=sums.__getitem__) == doc["gold"]
     assert found["acc"] == right / 12
 
@@ -215,9 +215,9 @@ def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cl
     assert rows[-1] == {"step": 2, "tasks": report.tasks}
     again = cli("evaluate", "last", "--out", str(tmp_path / "runs"), "--json")
     assert json.loads(again.out) == report.tasks
-    told = cli("evaluate", str(report.folder), "--tasks", BUILTIN, "--limit", "4")
-    assert "harbour_choice: acc " in told.out
-    assert "(4 rows)" in told.out
+    shown = cli("evaluate", str(report.folder), "--tasks", BUILTIN, "--limit", "4")
+    assert "harbour_choice: acc " in shown.out
+    assert "(4 rows)" in shown.out
     kept = json.loads((report.folder / "report.json").read_text())
     assert kept["tasks"]["harbour_choice"]["n"] == 4
     assert kept["status"] == "proven", "the rest of the report stays"

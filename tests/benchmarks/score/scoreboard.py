@@ -254,7 +254,7 @@ def _in_turn(batches: list[list[Row]], baselines: bool, _: int) -> Iterator[list
 def _in_workers(
     batches: list[list[Row]], baselines: bool, processes: int
 ) -> Iterator[list[Result]]:
-    """As many batches at a time as there are workers, so that a death can be told of a row."""
+    """As many batches at a time as there are workers, so that a death can be traced to a row."""
     # A fork of a process with threads (torch has some) may hang.
     context = multiprocessing.get_context("spawn")
     waiting = batches[::-1]
