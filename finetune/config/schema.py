@@ -34,6 +34,8 @@ Scaling = Literal[
 Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Storage = Literal["nf4", "fp8"]
+_BY_SVD = Literal["pissa", "pissa_niter_4", "pissa_niter_16", "loftq"]
+LoraInit = Literal["default", "gaussian", "orthogonal", "olora", _BY_SVD]
 
 
 def _compute_of(value: Any) -> Any:
@@ -341,8 +343,8 @@ FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 
-CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
-"""Initializations of PEFT that need the base's values, or that change them."""
+FROM_DATA = ("corda", "eva", "lora_ga", "mica")
+"""Initializations of PEFT that read batches of data; MiCA's adapters are trained by half."""
 
 
 class LoraSection(Section):
@@ -374,11 +376,12 @@ class LoraSection(Section):
     modules_to_save: tuple[str, ...] = Field(
         default=(), description="modules trained in full beside them"
     )
-    init_lora_weights: Literal["default", "gaussian", "orthogonal"] = Field(
+    init_lora_weights: LoraInit = Field(
         default="default",
-        description="how adapters begin: `default`: A uniform, B zero; `gaussian`: A normal, B "
-        "zero; `orthogonal`: both, A and B orthogonal to each other (an even rank). Those that "
-        "change the base (PiSSA, OLoRA, LoftQ, CorDA) are refused",
+        description="how adapters begin: `default`: A uniform, B zero; `gaussian`: A normal; "
+        "`orthogonal`: A and B orthogonal (an even rank); `pissa`, `olora`: as the base's largest "
+        "singular directions or the first of QR, which the base then lacks (`pissa_niter_16`: "
+        "faster); `loftq`: as the rounding error of a stored base; files have rank 2r",
     )
     use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(r) instead")
     use_dora: bool = Field(default=False, description="weight-decomposed adapters (DoRA)")
@@ -388,14 +391,12 @@ class LoraSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _leaves_the_base_alone(cls, values: Any) -> Any:
+    def _begins_without_data(cls, values: Any) -> Any:
         given = str(values.get("init_lora_weights", "")) if isinstance(values, dict) else ""
-        if given.lower().startswith(CHANGE_THE_BASE):
-            raise RefusedError(
-                f"init_lora_weights={given} takes something out of the base weights, and exports, "
-                "merges and reloads of a run add its adapter to the published ones",
-                "~init_lora_weights",
-            )
+        if given.lower().startswith(FROM_DATA):
+            what = f"init_lora_weights={given} belongs to scripts, where peft attaches the adapters"
+            what += " (it needs batches, or trains half of each), and then the helper takes them"
+            raise RefusedError(what, "init_lora_weights=pissa", "~init_lora_weights")
         return values
 
     @field_validator("target_modules")

@@ -158,6 +158,11 @@ class StoredMixin(Swapped):
             self.bits, self.weight_scale, self.stored_tile, dtype or self.compute_dtype
         )
 
+    def put_bits(self, bits: Tensor, inverse: Tensor) -> None:
+        """Replace the codes [N, K] and their scales by those of another weight."""
+        self.weight = Fp8Bits(bits.t().contiguous() if self.transposed_weight else bits)
+        self.weight_scale = inverse
+
     def forward(self, input: Tensor) -> Tensor:
         bits, scale, how = self.bits, self.weight_scale, dequantizing(self.stored_tile)
         return by_rows(
@@ -264,9 +269,8 @@ def recast(module: StoredMixin, tile: Tile) -> None:
             yield dequantize_weight(module.bits[start:stop], inverse[above], part)
 
     bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)
-    new = quantize_slabs(slabs, bits, tile)
-    module.weight = Fp8Bits(bits.t().contiguous() if module.transposed_weight else bits)
-    module.weight_scale, module.stored_tile = new, tile
+    module.put_bits(bits, quantize_slabs(slabs, bits, tile))
+    module.stored_tile = tile
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionErro
 from finetune.hardware.device import Device, Resolution, resolve
 from finetune.hardware.requirements import check_extras, check_optimizer_here
 from finetune.precision.planner import PrecisionPlan, plan
+from finetune.training import lora_init
 from finetune.training.attention import Attention, resolve_attention
 from finetune.training.compute_types import refuse_half_weights
 from finetune.training.model import sketch
@@ -174,6 +175,7 @@ def check_settings(
     check_batch(config.train)
     _check_metric(config)
     check_storage(config, model)
+    lora_init.check(config, model)
     made = plan(model, precision or config.precision)
     _check_head(made)
     _check_stored_layers(config.model.storage, made)

@@ -137,10 +137,11 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
 
 
 def _load(run: TrainedRun) -> Any:
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model
 
     from finetune.precision.expert_adapters import split_adapters
     from finetune.precision.planner import plan
+    from finetune.training import lora_init, scope
     from finetune.training.model import load_model, sketch
 
     config = run.config
@@ -156,6 +157,11 @@ def _load(run: TrainedRun) -> Any:
             fix="train it with model.weights=pretrained",
         )
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
+    if lora_init.reads_base(config):
+        model: Any = get_peft_model(base, scope.lora_config(base, config))  # pyright: ignore
+        lora_init.begin(model, config, run.weights)
+        model.load_adapter(run.weights, scope.ADAPTER)
+        return model
     with warnings.catch_warnings():  # PEFT leaves what it does not find as it was drawn
         warnings.filterwarnings("error", "Found missing adapter keys")
         model = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)

@@ -41,8 +41,14 @@ if TYPE_CHECKING:
 
 ALL = "all-linear"
 NO_TEXT = "text does not reach them"
-INIT: dict[str, Any] = {"default": True}
-"""Value of `lora.init_lora_weights` -> PEFT's, where they differ."""
+ADAPTER = "default"
+"""PEFT's name of the one adapter of a run."""
+BY_PEFT_ALONE: dict[str, Any] = {
+    "default": True,
+    "gaussian": "gaussian",
+    "orthogonal": "orthogonal",
+}
+"""Value of `lora.init_lora_weights` -> PEFT's; the others are of `finetune.training.lora_init`."""
 
 
 def freeze(model: PreTrainedModel, config: RunConfig) -> None:
@@ -189,7 +195,7 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
             exclude_modules=excluding(excluded, every) or None,
             target_parameters=list(lora.target_parameters) or None,
             modules_to_save=list(lora.modules_to_save) or None,
-            init_lora_weights=INIT.get(lora.init_lora_weights, lora.init_lora_weights),
+            init_lora_weights=BY_PEFT_ALONE.get(lora.init_lora_weights, True),
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
             bias=lora.bias,

@@ -34,7 +34,7 @@ from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.architecture import fit_trl
 from finetune.storage.pretrained import load_tokenizer, vocabulary_of
-from finetune.training import low_bit, scope
+from finetune.training import lora_init, low_bit, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.conditions import conditions_of
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
@@ -245,6 +245,7 @@ class _Run:
                 tokenizer=self.tokenizer,
                 stored=session.planned.stored if session.planned else (),
                 attention=self.attention,
+                resume=self.resume,
                 callbacks=[
                     *(self.samples, self.metrics, self.bar, self.stop),
                     *(self.keeper, self.meter, self.timer),
@@ -393,6 +394,7 @@ def make_trainer(
     attention: Attention,
     callbacks: list[TrainerCallback],
     kind: type[SFTTrainer] | None = None,
+    resume: Path | None = None,
 ) -> SFTTrainer:
     """Load a recipe's model and build the trainer around it, under the current session.
 
@@ -404,6 +406,7 @@ def make_trainer(
         stored: plan rows of weights that are stored in FP8 from the start.
         attention: resolved `model.attention`.
         kind: trainer class, default `trl.SFTTrainer` with a ledger of its rows.
+        resume: checkpoint to go on from.
 
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
@@ -440,6 +443,7 @@ def make_trainer(
         raise
     except sft.REFUSALS as error:
         raise sft.refused("trl.SFTTrainer", error, config.train) from error
+    lora_init.begin(trainer.model, config, resume)
     if attention.implementation == VARLEN:
         prefer_flash_3(this_device())
         fix_documents(trainer)

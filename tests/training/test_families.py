@@ -147,8 +147,7 @@ def test_a_choice_that_reaches_nothing_is_an_error(method, override, what, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (["lora.init_lora_weights=pissa"], "takes something out of the base weights"),
-        (["lora.init_lora_weights=loftq"], "takes something out of the base weights"),
+        (["lora.init_lora_weights=eva"], "belongs to scripts"),
         (["lora.init_lora_weights=orthogonal", "lora.r=3"], "r is 3"),
         (["lora.init_lora_weights=gausian"], "did you mean 'gaussian'"),
     ],
