@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
     from rich.text import Text
 
 PIPE_WIDTH = 1000
@@ -26,7 +27,7 @@ def output(*, stderr: bool = False, quiet: bool = False) -> Console:
     return console
 
 
-def busy(console: Console, what: str) -> AbstractContextManager[object]:
+def busy(console: Console, what: str) -> AbstractContextManager[Status | None]:
     """A sign of life in a terminal while something slow runs: what it is, and a spinner."""
     return console.status(f"{what} ...") if console.is_terminal else nullcontext()
 

@@ -32,9 +32,10 @@ def data(
     """Count rows and tokens, and show which ones are trained on."""
     checked = load_recipe(recipe, overrides or ())
     console = output(stderr=as_json)
-    with busy(console, f"reading the rows of {checked.name}"):
+    with busy(console, f"loading libraries for {checked.name}"):
         from finetune.data.ledger import counted_rows
-
+        from finetune.data.progress import counting_rows
+    with counting_rows(console, f"reading the rows of {checked.name}"):
         found = counted_rows(checked.config)
     shown: Any = found.prepared.select(range(min(show, len(found.prepared))))
     if as_json:

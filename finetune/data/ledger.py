@@ -236,7 +236,7 @@ class AccountedTrainer(SFTTrainer):
         self, dataset: Any, processing_class: Any, args: Any, packing: bool,
         formatting_func: Any, dataset_name: str,
     ) -> Any:  # fmt: skip
-        """TRL's preparation, counted half-way.
+        """TRL's preparation, counted half-way; of a stream in one go.
 
         Raises:
             DataError: no token of any row would be trained on.
@@ -245,17 +245,21 @@ class AccountedTrainer(SFTTrainer):
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         held = isinstance(dataset, Dataset)
+        flagged = TRAINED_TURNS in (dataset.column_names or next(iter(dataset)))
         if held and args.dataset_num_proc is None:
             args = copy.copy(args)
             args.dataset_num_proc = whole.dataset_num_proc = workers(len(dataset))
-        chat = is_conversational(next(iter(dataset)))
+        # A stream is not counted, and each look at its first row fills the buffer of its shuffle.
+        first = (whole, False) if held or flagged else (args, packing)
         try:
             tokenized: Any = prepare(
-                dataset, processing_class, whole, False, formatting_func, dataset_name
+                dataset, processing_class, *first, formatting_func, dataset_name
             )
         except (TemplateError, TypeError, RuntimeError) as error:
             raise _not_formatted(dataset_name, error) from error
-        if TRAINED_TURNS in (tokenized.column_names or next(iter(tokenized))):
+        if not held and not flagged:
+            return tokenized
+        if flagged:
             processes = {"num_proc": whole.dataset_num_proc} if held else {}
             tokenized = tokenized.map(_only_trained_turns, **processes)
         tokenizer, found = self._tokenizer, None
@@ -272,7 +276,7 @@ class AccountedTrainer(SFTTrainer):
             ledgers[dataset_name] = replace(
                 found,
                 bins=len(done) if packing else None,
-                chat=chat,
+                chat=is_conversational(dataset[0]),
                 pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
             )
         return done

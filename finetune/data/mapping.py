@@ -43,6 +43,7 @@ def mapped(rows: Dataset, convert: Any) -> Dataset:
         num_proc=workers(len(rows)),
         features=_features(first),
         new_fingerprint=made_by(rows, *_arguments(convert)),
+        desc="converting",
     )
     if TRAINED_TURNS in done.column_names:
         flags = done.data.table.column(TRAINED_TURNS)

@@ -196,6 +196,7 @@ def _bad_rows(rows: Dataset, convert: Converter) -> dict[int, str]:
     found = rows.map(
         reason, remove_columns=rows.column_names, num_proc=workers(len(rows)),
         features=Features({"reason": Value("string")}), new_fingerprint=made_by(rows, "reasons"),
+        desc="checking",
     )  # fmt: skip
     reasons: Any = found["reason"]
     return {i: text for i, text in enumerate(reasons) if text}

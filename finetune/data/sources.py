@@ -15,6 +15,7 @@ import json
 import lzma
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,6 +267,8 @@ def reading(source: Source) -> Iterator[None]:
         yield
     except FinetuneError:
         raise
+    except StopIteration:  # of a compressed file without a line
+        raise source.empty() from None
     except read as error:
         if not source.files:
             raise _not_on_the_hub(source, error) from error
@@ -359,6 +362,14 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
         ) as file:
             lines = csv.reader(file, delimiter=separator)
             header = next(lines, [])
+            counts = Counter(header)
+            if twice := [name for name in header if counts[name] > 1][:1]:
+                raise DataError(
+                    f"{path.name} has two columns of the name {twice[0]!r}",
+                    where=f"{path}:1",
+                    why="only one of them would be read",
+                    fix="rename one of them in the first line",
+                )
             columns = columns or header
             for cells in itertools.islice(lines, CHECKED if streaming else None):
                 if cells and len(cells) != len(header):

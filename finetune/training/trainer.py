@@ -23,6 +23,7 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config
 from finetune.data.dataset import load_data
+from finetune.data.progress import counting_rows
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device
 from finetune.logging import busy, output, whole
@@ -138,8 +139,9 @@ class _Run:
         self.console = console or output(quiet=not self.is_main)
         self.folder = name_folder(out, recipe.name, ahead.resolution.label)
         self.tokenizer, note = load_tokenizer(config.model)
-        with state.main_process_first(), busy(self.console, f"reading {config.data.label}"):
-            seed, vocabulary = int(config.train.get("seed", 42)), vocabulary_of(config.model)
+        seed, vocabulary = int(config.train.get("seed", 42)), vocabulary_of(config.model)
+        sign = counting_rows(self.console, f"reading {config.data.label}")
+        with state.main_process_first(), sign:
             self.rows = load_data(config.data, self.tokenizer, seed, vocabulary=vocabulary)
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
@@ -236,7 +238,8 @@ class _Run:
             config, prompts, self.tokenizer, self.metrics, console, self.meter
         )
         set_seed(self.args.seed)
-        with busy(console, f"loading {config.model.name}, tokenizing {self.rows.description}"):
+        what = f"loading {config.model.name}, tokenizing {self.rows.description}"
+        with counting_rows(console, what):
             self.trainer = make_trainer(
                 config,
                 self.args,

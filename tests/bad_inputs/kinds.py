@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from finetune.config.paths import ASSETS
-from tests.bad_inputs import folders, recipes, rows
+from tests.bad_inputs import containers, folders, models, recipes, rows, turns
 from tests.bad_inputs.case import Case
 from tests.run_folders import make_comparison, make_run
 
@@ -64,7 +64,11 @@ def kinds(prepared: dict[str, Path]) -> dict[st.SearchStrategy[Case], int]:
         rows.wrong_rows(): 80,
         rows.tables(): 40,
         rows.settings(): 12,
+        containers.containers(): 120,
+        containers.eval_files(): 9,
+        turns.conversations(): 110,
         folders.models(prepared["model"]): 25,
+        models.mismatched(prepared["model"]): 70,
         folders.looking(prepared["run"]): 80,
         folders.comparisons(prepared["comparison"]): 30,
     }

@@ -182,11 +182,20 @@ def empty_values(draw: st.DrawFn) -> Case:
 
 
 def overrides() -> st.SearchStrategy[Case]:
-    """Overrides that are none, or that contradict one another."""
+    """Overrides that are none, that contradict one another, or that are far too long."""
+    bomb = ", ".join(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))
+    long = [
+        "a" * 1_000_000, ".".join("a" * 50_000) + "=1", "model.name=" + "a" * 1_000_000,
+        "train.learning_rate=" + "9" * 1_000_000, "data.prompts=" + "[" * 100_000,
+        "train.optim_args=" + "{a: " * 50_000, "model.freeze=" + "*" * 1_000_000,
+        "train.seed=" + "\t" * 100_000 + "x", f"model.freeze=[&a0 [x, x], {bomb}]",
+        "=" * 1_000_000, "~" * 100_000, "data.path=" + "../" * 300_000 + "r.jsonl",
+        "precision.keep=['" + "(" * 100_000 + "']", "lora.target_modules=" + "(a+)+" * 9_999 + "$",
+    ]  # fmt: skip
     verbs = st.sampled_from([("cat", "--resolved"), ("validate",), ("run",)])
     return st.builds(
         lambda line, verb: Case("override: form", (verb[0], "tiny_lora_fp8", *verb[1:], line)),
-        st.sampled_from(CORPUS["overrides"]),
+        st.sampled_from([*CORPUS["overrides"], *long]),
         verbs,
     )
 

@@ -148,6 +148,13 @@ def greedy_rows() -> st.SearchStrategy[Case]:
     )
 
 
+LEGAL: list[list[dict[str, Any]]] = [
+    [{"input_ids": [1, 2]}], [{"input_ids": [1, 2], "labels": [1, 2]}],
+    *[[{"chosen": TURNS["messages"], "prompt": text}] for text in ("", " ")],  # turns hold it
+]  # fmt: skip
+"""Rows of those below that can be trained on."""
+
+
 @st.composite
 def wrong_rows(draw: st.DrawFn) -> Case:
     """Rows of a known format with a part that nothing can be learnt from."""
@@ -208,6 +215,8 @@ def wrong_rows(draw: st.DrawFn) -> Case:
             ]
         )
     )
+    if rows in LEGAL:
+        rows = [{"prompt": "a"}]
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     return _case("rows: content", "rows.jsonl", text, draw(VERB))
 
