@@ -195,10 +195,11 @@ def test_each_setting_that_a_refusal_names_is_accepted(level, recipe, overrides,
     assert error.fix
     offered = ways(error.fix) or named(error, words)
     assert offered, error.fix
+    kept = [] if error.fix.endswith(" instead") else words
     for way in offered:
-        left = check(level, recipe, [*words, *way])
+        left = check(level, recipe, [*kept, *way])
         if isinstance(left, PrecisionError):  # FP8 is an answer where there is a GPU for it
-            left = check(level, recipe, [*words, *way], H100)
+            left = check(level, recipe, [*kept, *way], H100)
         assert left is None, f"{' '.join(way)} gives another error: {left}"
     tried(f"{recipe} {overrides}", error, "; ".join(" ".join(way) for way in offered))
 

@@ -128,6 +128,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -147,7 +148,7 @@ def main() -> None:
         _show_error(_of_file(error))
         sys.exit(MISUSE)
     except _USAGE_ERRORS as error:
-        error.show()
+        _show_error(refused) if (refused := _as_setting(error)) else error.show()
         sys.exit(MISUSE)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -170,6 +171,25 @@ def _check_words(words: list[str]) -> None:
                 why="it has a NUL, or bytes of another encoding",
                 fix="type it again; a file whose name is not UTF-8 has to be renamed",
             )
+
+
+def _as_setting(error: Any) -> ConfigError | None:
+    """The error for `--max_steps 30`, as scripts of Transformers take settings; else None."""
+    from finetune.config.aliases import in_recipe
+
+    option = getattr(error, "option_name", "")
+    takes_settings = error.ctx and "overrides" in {p.name for p in error.ctx.command.params}
+    if not option.startswith("--") or error.possibilities or not takes_settings:
+        return None
+    words = " ".join(sys.argv[1:]).partition(option)[2].replace("=", " ", 1).split()
+    value = words[0] if words and not words[0].startswith("--") else "..."
+    key = option[2:].replace("-", "_")
+    written = f"write {key if '.' in key else f'train.{key}'}={value}"
+    return ConfigError(
+        f"there is no option {option!r}",
+        why="a setting of a recipe is given as section.key=value",
+        fix=f"{in_recipe(key, value) or written}; --help lists the options",
+    )
 
 
 def _of_file(error: OSError) -> ConfigError:

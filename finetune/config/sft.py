@@ -106,7 +106,7 @@ def convert_train(
             replacement, remove = in_recipe(key, value), f"~train.{key}"
             meant = None if replacement else nearest(key, fields)
             if meant:
-                replacement = f"{remove} train.{meant}={value}, or {remove} alone"
+                replacement = f"write train.{meant}={value} instead"
             raise ConfigError(
                 f"trl.SFTConfig has no argument {key!r}"
                 + (f"; did you mean {meant!r}?" if meant else ""),

@@ -311,11 +311,17 @@ RECIPE = (
         (["cat"], ["Missing argument 'RECIPE'"]),
         (["cp", "tiny_lora_fp8"], ["Missing argument", "destination"]),
         (["tiny_lora_fp8", "--ot", "x"], ["No such option: --ot", "--out"]),
+        (["tiny_lora_fp8", "--max_steps", "3"], ["'--max_steps'", "write train.max_steps=3;"]),
+        (["data", "tiny_lora_fp8", "--max-seq-length=64"], ["write train.max_length=64;"]),
+        (["ls", "--max_steps", "3"], ["No such option: --max_steps"]),
         (["cat", "tiny_lora_fp8", "compute=fp8"], ["no section 'compute'", "sections are model"]),
         (["cat", "tiny_lora_fp8", "lora.rank=8"], ["no key 'rank' in section 'lora'"]),
         (
             ["validate", "tiny_lora_fp8", "train.learning_rat=1"],
-            ["no argument 'learning_rat'", "did you mean 'learning_rate'?"],
+            [
+                "'learning_rat'; did you mean 'learning_rate'?",
+                "write train.learning_rate=1 instead",
+            ],
         ),
         (["tiny_lora_fp8", "train.bf16=true"], ["train.bf16 cannot be set here"]),
         (
