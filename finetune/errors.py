@@ -29,8 +29,9 @@ do*. Each class also inherits the standard-library class that it stands for, so 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -139,6 +140,19 @@ class MemoryShortError(FinetuneError, MemoryError):
 
 REFUSED = (ConfigError, DataError, DataNotFoundError, ModelNotFoundError)
 """Errors on what a run is given, rather than on what happened in it."""
+
+
+@contextlib.contextmanager
+def writing(failure: str, *, where: str, fix: str) -> Iterator[None]:
+    """Raise a `ConfigError` where the system refuses to make or write a file inside.
+
+    Args:
+        failure: what is said before the system's reason, `the page 'a.html' cannot be written`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{failure}: {error.strerror}", where=where, fix=fix) from None
 
 
 def some(names: Sequence[str], shown: int = 6) -> str:

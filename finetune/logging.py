@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
+    from rich.table import Table
     from rich.text import Text
 
 PIPE_WIDTH = 1000
@@ -37,6 +39,35 @@ def whole(line: str, style: str = "") -> Text:
     from rich.text import Text
 
     return Text(line, style=style, no_wrap=True, overflow="ignore")
+
+
+def plain_table(
+    *titles: str,
+    right: Collection[str] = (),
+    whole: Collection[str] = (),
+    fold: Collection[str] = (),
+    gap: int = 2,
+    **options: Any,
+) -> Table:
+    """A table without lines, its columns `gap` spaces apart.
+
+    Args:
+        right, whole, fold: titles of columns that are right-aligned, never wrapped, or broken
+            anywhere.
+        options: of `rich.table.Table`.
+    """
+    from rich.table import Column, Table
+
+    columns = (
+        Column(
+            title,
+            justify="right" if title in right else "left",
+            no_wrap=title in whole,
+            overflow="fold" if title in fold else "ellipsis",
+        )
+        for title in titles
+    )
+    return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), **options)
 
 
 def quiet_libraries() -> None:

@@ -86,8 +86,3 @@ def count(number: float) -> str:
 def plural(number: int, noun: str) -> str:
     """`1 seed`, `3 seeds`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def billions(number: float) -> str:
-    """`0.49B`, as the names of models have it."""
-    return f"{number / 1e9:.2f}B"

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
-from rich.table import Table
 from rich.text import Text
 
 from finetune.config.schema import PrecisionConfig, Scaling
@@ -24,6 +23,7 @@ from finetune.hardware.device import (
     this_device,
     version,
 )
+from finetune.logging import plain_table
 from finetune.training.evidence import LIBRARIES
 
 COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
@@ -64,7 +64,7 @@ class Findings(JupyterMixin):
         shown = ".".join(map(str, d.capability)) if d.capability else "none"
         gemm = {} if self.gemm is None else {"FP8 GEMM, real": self.gemm}
         hardware = {"FP8 hardware": self.fp8, "MXFP8 / NVFP4 hardware": self.block_fp8}
-        table = Table("", "here", "why", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table = plain_table("", "here", "why")
         shown_before: set[str] = set()
         for name, verdict in (hardware | self.backends | gemm).items():
             mark = Text("yes", style="green") if verdict else Text("no", style="yellow")

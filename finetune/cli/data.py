@@ -13,7 +13,7 @@ from rich.text import Text
 
 from finetune.cli import AsJson, Overrides, RecipeName
 from finetune.config.recipe import load_recipe
-from finetune.errors import ConfigError
+from finetune.errors import writing
 from finetune.logging import busy, output, whole
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def data(
     trained = "[[trained]]" if console.color_system is None else "trained"
     console.print(Text.assemble("\n", (trained, TRAINED), " ", ("context", CONTEXT)))
     if html is not None:
-        _write(html, page.export_html())
+        failure = f"the page {str(html)!r} cannot be written"
+        with writing(failure, where="--html", fix="choose a file in a folder that is there"):
+            html.write_text(page.export_html(), encoding="utf-8")
         console.print(whole(f"page: {html}"), crop=False)
 
 
@@ -81,14 +83,3 @@ def _decoded(tokenizer: Any, row: dict[str, Any], *, bracketed: bool) -> Text:
             text.append(part, style=TRAINED if trained else CONTEXT)
             start = end
     return text
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"the page {str(file)!r} cannot be written: {error.strerror}",
-            where="--html",
-            fix="choose a file in a folder that is there",
-        ) from None

@@ -17,8 +17,14 @@ import typer
 from finetune.cli import AsJson, Overrides, RecipeName
 from finetune.config.lookup import find_recipe, list_recipes
 from finetune.config.paths import ASSETS
-from finetune.errors import ConfigError, DataNotFoundError, FinetuneError, ModelNotFoundError
-from finetune.logging import busy, output, whole
+from finetune.errors import (
+    ConfigError,
+    DataNotFoundError,
+    FinetuneError,
+    ModelNotFoundError,
+    writing,
+)
+from finetune.logging import busy, output, plain_table, whole
 
 if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
@@ -84,7 +90,6 @@ def ls(
     if as_json:
         print(json.dumps(rows(), indent=1))
         return
-    from rich.table import Column, Table
     from rich.text import Text
 
     pairs: dict[str, dict[str, dict[str, Any]]] = {}
@@ -92,10 +97,9 @@ def ls(
         name, _, compute = row["recipe"].rpartition("_")
         pairs.setdefault(name, {})[compute] = row
     gpu, speeds = _speeds()
-    names = (Column(key, no_wrap=True) for key in ("recipe", "model", "method"))
-    titles = (*(f"{compute} ≈GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
-    right = (Column(title, justify="right") for title in titles)
-    table = Table(*names, *right, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    names = ("recipe", "model", "method")
+    figures = (*(f"{compute} ≈GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
+    table = plain_table(*names, *figures, right=figures, whole=names, gap=1)
     losing: list[str] = []
     for name, pair in pairs.items():
         one = next(iter(pair.values()))  # they differ in precision alone
@@ -197,14 +201,9 @@ def cp(
 
     # The schema stays where it is installed; a copy elsewhere names it in full.
     text = read_text(source).replace(f"$schema={SCHEMA}", f"$schema={source.parent / SCHEMA}")
-    try:
+    where, fix = str(target.absolute()), "a folder that you may write to"
+    with writing(f"{target} cannot be written", where=where, fix=fix):
         target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written: {error.strerror}",
-            where=str(target.absolute()),
-            fix="a folder that you may write to",
-        ) from None
     print(f"{target}\nrun it: python -m finetune {_as_argument(target)}")
 
 

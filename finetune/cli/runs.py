@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
-from finetune.logging import output, whole
+from finetune.logging import output, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.folder import COMPARISON
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
@@ -51,12 +51,9 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
 def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
     """A run per line; in a narrow terminal fewer facts, so that its name stays whole."""
     shown = [_wide_row(run) if width >= WIDE else _narrow_row(run) for run in runs]
-    left = ("recipe", "run", "precision", "verified", "state")
-    columns = (
-        Column(title, justify="left" if title in left else "right", no_wrap=title == "run")
-        for title in shown[0]
-    )
-    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if width >= WIDE else 1, 0, 0))
+    right = ("steps", "loss", "eval", "eval loss", "tok/s", "memory")
+    gap = 2 if width >= WIDE else 1
+    table = plain_table(*shown[0], right=right, whole=("run",), gap=gap)
     for row in shown:
         table.add_row(*row.values())
     return table
@@ -122,11 +119,9 @@ def _comparison(folder: Path) -> dict[str, Any]:
 
 def _comparisons(compared: list[dict[str, Any]], *, gap: bool) -> Table:
     titles = ("verdict", "a against b", "seeds", "loss", "eval loss", "speed", "folder")
-    table = Table(
-        *(Column(title, overflow="fold") for title in titles),
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left",
-        title="\ncomparisons" if gap else None, title_style="bold",
-    )  # fmt: skip
+    title = "\ncomparisons" if gap else None
+    options: Any = {"title": title, "title_justify": "left", "title_style": "bold"}
+    table = plain_table(*titles, fold=titles, **options)
     for one in compared:
         table.add_row(
             Text(one["verdict"], style="" if one["verdict"] == "equivalent" else "yellow"),
@@ -161,7 +156,7 @@ def checkpoints(
         console.print("train.save_strategy=steps train.save_steps=100 saves one every 100 steps")
         return
     titles = ("step", "loss", "eval loss", "precision", "size", "state")
-    table = Table(*titles, box=None, pad_edge=False)
+    table = plain_table(*titles)
     for row in rows:
         table.add_row(
             str(row["step"]),

@@ -90,7 +90,7 @@ class PrecisionConfig(Section):
     compute: Compute = Field(
         default="bf16", description="precision of the matmuls of linear layers"
     )
-    backend: Literal["auto", "te", "torchao", "emulated"] = Field(
+    backend: Literal["auto", BackendName] = Field(
         default="auto",
         description="engine; `auto` takes Transformer Engine or torchao on an FP8 GPU",
     )

@@ -36,6 +36,7 @@ from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.memory.sharding import shares_model
 from finetune.estimator.place import Place
 from finetune.hardware.requirements import check_optimizer_here
+from finetune.logging import plain_table
 from finetune.training.model import sketch
 from finetune.training.preflight import check_settings
 from finetune.units import MEMORY, percent, size
@@ -131,9 +132,8 @@ class Advised:
 
 
 def _table(title: str, advices: Sequence[Advice]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in (title, "memory", "speed", "then it", "what that is"):
-        table.add_column(column, justify="left", overflow="fold")
+    titles = (title, "memory", "speed", "then it", "what that is")
+    table = plain_table(*titles, fold=titles)
     for one in advices:
         table.add_row("\n".join(one.change), one.memory, one.speed, one.fit, one.why)
     return table

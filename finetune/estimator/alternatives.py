@@ -19,6 +19,7 @@ from finetune.estimator.measure import Measured, Option, changed, measure_fast
 from finetune.estimator.speed.roofline import shared
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval, Pace, spread
+from finetune.logging import plain_table
 from finetune.units import MEMORY, size
 
 # Fractions of a step below which a part is not named as a reason.
@@ -59,9 +60,8 @@ class Alternative(Option):
 
 
 def table_of(alternatives: Sequence[Alternative]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("alternative", "memory", "speed", "range", "settings"):
-        table.add_column(column, justify="right" if column in ("memory", "speed") else "left")
+    titles = ("alternative", "memory", "speed", "range", "settings")
+    table = plain_table(*titles, right=("memory", "speed"))
     for other in alternatives:
         if other.allocated is None:
             table.add_row(other.label, "-", "-", "", other.why[0], style="dim")

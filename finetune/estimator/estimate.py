@@ -28,6 +28,7 @@ from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.place import Place, place_of
 from finetune.estimator.speed.timing import Pace
 from finetune.hardware.gpus import Gpu
+from finetune.logging import plain_table
 from finetune.units import GIB, MEMORY, MIB, count, duration, percent, size
 
 NAMES = {
@@ -167,8 +168,7 @@ class Estimate(JupyterMixin):
 
     def _memory(self) -> Table:
         held = self.measured.footprint
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("peak memory during")
+        table = plain_table("peak memory during")
         for phase in held.phases:
             style = "bold" if phase == held.highest else "dim"
             table.add_column(phase, justify="right", style=style)

@@ -36,6 +36,7 @@ from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.fake_cuda import KERNELS
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.trace import layer_of
+from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
 from finetune.training.attention import resolve_attention
 from finetune.training.model import sketch
@@ -99,9 +100,8 @@ def ladder_of(measured: Measured, twin: Alternative | None) -> tuple[Rung, ...]:
 
 
 def table_of(rungs: tuple[Rung, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("what brings speed here", "tokens/s", "gain", "setting"):
-        table.add_column(name, justify="right" if name in ("tokens/s", "gain") else "left")
+    titles = ("what brings speed here", "tokens/s", "gain", "setting")
+    table = plain_table(*titles, right=("tokens/s", "gain"))
     for number, rung in enumerate(rungs):
         gain = f"{rung.gain:.2f}x" if number else ""
         table.add_row(rung.label, count(rung.tokens_per_s), gain, rung.typed)

@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from finetune.config.recipe import with_overrides
@@ -47,6 +46,7 @@ from finetune.estimator.measure import (
 from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.estimator.place import Place, place_of, resolve_there
 from finetune.hardware.gpus import Gpu, gpus_with_own
+from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
 from finetune.training.model import sketch
 from finetune.training.preflight import check_storage
@@ -273,11 +273,10 @@ class Choices:
         return {"order": self.order, "choices": [choice.facts() for choice in self.choices]}
 
     def __rich__(self) -> RenderableType:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=self.order,
-                      title_justify="left")  # fmt: skip
         priced = any(choice.usd_per_million is not None for choice in self.choices)
-        for name in ("GPU", "needs", "of", "", "tokens/s", *(["$ a million"] if priced else [])):
-            table.add_column(name, justify="left" if name in ("GPU", "") else "right")
+        right = ("needs", "of", "tokens/s", "$ a million")
+        titles = ("GPU", "needs", "of", "", "tokens/s", *(["$ a million"] if priced else []))
+        table = plain_table(*titles, right=right, title=self.order, title_justify="left")
         for choice in self.choices:
             if choice.measured is None:
                 table.add_row(str(choice.place), "-", "-", choice.why, style="dim")

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.config.schema import ModelConfig
-from finetune.errors import ConfigError, ModelNotFoundError, ParityError
+from finetune.errors import ConfigError, ModelNotFoundError, ParityError, writing
 from finetune.precision.formats import amax
 from finetune.storage.pretrained import locate
 
@@ -263,15 +263,10 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
     _refuse_taken(out, partial, force=force, keep_clear=keep_clear)
     if partial.exists():
         shutil.rmtree(partial)
-    try:
+    may_not = "choose a folder that you may write to"
+    with writing(f"{str(out)!r} cannot be written", where=str(out.resolve()), fix=may_not):
         partial.mkdir(parents=True)
         (partial / RECORD).write_text('{"finished": false}\n', encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{str(out)!r} cannot be written: {error.strerror}",
-            where=str(out.resolve()),
-            fix="choose a folder that you may write to",
-        ) from None
     try:
         yield partial
     except ParityError:

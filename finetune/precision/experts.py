@@ -399,11 +399,3 @@ def put_experts(module: Any, name: str, bits: Tensor, inverse: Tensor) -> None:
     module.register_buffer(name + SCALE, inverse)
     if not isinstance(module, ExpertsMixin):
         swap(module, ExpertsMixin)
-
-
-def iter_stored_experts(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Name of the module, the module, and the parameter, of each stack stored as FP8 codes."""
-    for name, module in model.named_modules():
-        if isinstance(module, ExpertsMixin):
-            for local in stored_names(module):
-                yield name, module, local

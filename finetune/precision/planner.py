@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
 from finetune.config.schema import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, StorageNotComputeError
+from finetune.logging import plain_table
 from finetune.precision.layers import (
     BESIDE_ADAPTERS,
     IN_HEAD,
@@ -154,9 +154,8 @@ class PrecisionPlan:
         """Layers as a table: those of a place in all blocks, and all adapters, in one row."""
         rows = Counter((*_place(x), *_shown(x)) for x in self.layers)
         rows.update((_group(x.name), "", x.compute, x.reason) for x in self.casts)
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for title in ("", "layer", "N x K", "", "reason"):
-            table.add_column(title, no_wrap=title == "N x K", overflow="fold")
+        titles = ("", "layer", "N x K", "", "reason")
+        table = plain_table(*titles, whole=("N x K",), fold=titles, gap=1)
         for (name, shape, compute, reason), count in rows.items():
             style = "green" if compute in ("fp8", "fp4") else "dim"
             table.add_row(str(count), name, shape, Text(compute, style=style), reason)

@@ -7,7 +7,6 @@ Names no path of the machine (`finetune.runs.names`).
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
 
@@ -26,8 +25,6 @@ TARGETS = {
     "nvfp4": "quantized to NVFP4 (W4A4, compressed-tensors)",
 }
 """Form of the weights -> its name on the card; the first is that of a full fine-tuning's run."""
-
-FIELDS = {field.name for field in fields(Receipt)}
 
 
 def model_card(
@@ -67,7 +64,7 @@ def model_card(
         data_id=data if config.data.name and is_hub_id(data) else "",
         device=device_name(environment.get("device", {})) or "unknown",
         form=TARGETS[target or ("adapter" if adapter else "")],
-        headline=Receipt(**{k: v for k, v in receipt.items() if k in FIELDS}).headline,
+        headline=Receipt.read(receipt).headline,
         method=method_name(config.lora and config.lora.r, config.model.storage),
         parity=parity,
         quantized=target in ("fp8", "nvfp4"),

@@ -31,7 +31,7 @@ from typing import Any
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError
 from finetune.runs.folder import finite, json_of
-from finetune.runs.lookup import LAST, find_runs, is_run
+from finetune.runs.lookup import LAST, find_runs
 
 CHECKPOINTS, SAVING = "checkpoints", ".saving"
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
@@ -264,8 +264,3 @@ def _newest_run_with_checkpoints(out: Path, name: str) -> Path:
         where="train.resume_from_checkpoint",
         fix="give a run folder, or train with train.save_strategy=steps train.save_steps=100",
     )
-
-
-def run_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint belongs to, if it lies in one."""
-    return next((p for p in checkpoint.resolve().parents[:2] if is_run(p)), None)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.yaml import parse_yaml, plain_data, read_text
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, writing
 
 COMPARISON = "comparison.json"
 QUIET = 900.0
@@ -83,14 +83,9 @@ def make_folder(folder: Path, out: Path | str) -> Path:
     Raises:
         ConfigError: it cannot be made below `out`.
     """
-    try:
+    failure, fix = f"the folder {str(folder)!r} cannot be made", "choose another folder with --out"
+    with writing(failure, where=f"--out {out}", fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {str(folder)!r} cannot be made: {error.strerror}",
-            where=f"--out {out}",
-            fix="choose another folder with --out",
-        ) from None
     return folder
 
 

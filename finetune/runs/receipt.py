@@ -12,16 +12,15 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
-from rich.table import Table
 from rich.text import Text
 
-from finetune.logging import whole
+from finetune.logging import plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
 from finetune.runs.folder import write_whole
 from finetune.units import elapsed, percent, size_of_gib
@@ -150,6 +149,17 @@ class Receipt(JupyterMixin):
     run: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Receipt:
+        """A receipt from its JSON, of any version: without keys and layers not known as such."""
+        known = {f.name for f in fields(cls)} - {"layers"}
+        receipt = cls(**{"status": "", "precision": {}} | {k: data[k] for k in known & data.keys()})
+        inside = [f.name for f in fields(LayerReceipt)]
+        for layer in data.get("layers") or []:
+            if all(name in layer for name in inside):
+                receipt.layers.append(LayerReceipt(**{name: layer[name] for name in inside}))
+        return receipt
+
     @property
     def role_share(self) -> dict[str, float]:
         """Role -> its share of the FLOPs of the observed micro-step."""
@@ -200,9 +210,9 @@ class Receipt(JupyterMixin):
         if self.precision.get("fallback"):
             yield Text(f"! {self.precision['fallback']}", style="bold yellow")
         yield from self._facts()
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in ("layers", "", "fprop", "dgrad", "wgrad", "FLOPs", "reason"):
-            table.add_column(column, no_wrap=column not in ("", "reason"))
+        whole_columns = ("layers", "fprop", "dgrad", "wgrad", "FLOPs")
+        titles = ("layers", "", "fprop", "dgrad", "wgrad", "FLOPs", "reason")
+        table = plain_table(*titles, whole=whole_columns)
         for row in group_layers(self.layers):
             table.add_row(*row)
         yield Text()

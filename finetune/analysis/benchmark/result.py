@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
-from rich.table import Column, Table
 from rich.text import Text
 
 from finetune.analysis.statistics import Ratio, speed_ratio
+from finetune.logging import plain_table
 from finetune.runs.folder import write_whole
 from finetune.units import count, percent, size_of_gib
 
@@ -308,17 +308,8 @@ class Benchmark(JupyterMixin):
 
     def __rich__(self) -> RenderableType:
         head, *rows = self.cells()
-        right, whole = (
-            ("tokens/s", "MFU", "peak", "predicted", "memory"),
-            ("", "precision", "proven"),
-        )
-        columns = [
-            Column(
-                x, justify="right" if x in right else "left", overflow="fold", no_wrap=x in whole
-            )
-            for x in head
-        ]
-        table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        right = ("tokens/s", "MFU", "peak", "predicted", "memory")
+        table = plain_table(*head, right=right, whole=("", "precision", "proven"), fold=head)
         for cells, row in zip(rows, self.rows, strict=True):
             table.add_row(*cells, style=None if row.state == "proven" else "yellow")
         return Group(table, *(Text(f"! {note}", "yellow") for note in self.notes()))

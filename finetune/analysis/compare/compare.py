@@ -37,7 +37,7 @@ from finetune.analysis.compare.verdict import judge, read_outcome
 from finetune.config.lookup import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean
+from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean, writing
 from finetune.hardware.device import Device, resolve, this_device
 from finetune.logging import output, whole
 from finetune.runs.folder import new_folder
@@ -160,14 +160,9 @@ def _judged(found: Comparison) -> Comparison:
     assert folder is not None
     pairs = [(read_outcome(folder / run.a), read_outcome(folder / run.b)) for run in found.runs]
     result = judge(found, pairs)
-    try:
+    fix = "make room or give leave to write there, and judge the folder again"
+    with writing("the comparison cannot be written", where=str(folder.resolve()), fix=fix):
         result.save(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"the comparison cannot be written: {error.strerror}",
-            where=str(folder.resolve()),
-            fix="make room or give leave to write there, and judge the folder again",
-        ) from None
     return result
 
 

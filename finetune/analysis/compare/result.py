@@ -17,10 +17,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from finetune.errors import ConfigError
+from finetune.logging import plain_table
 from finetune.runs.folder import COMPARISON, Run, write_whole
 from finetune.units import percent, plural
 
@@ -31,7 +32,6 @@ STYLES = {
     "refused": "bold red",
 }  # fmt: skip
 SHOWN_CHARACTERS = 200
-PLAIN_TABLE: Any = {"box": None, "pad_edge": False}
 EMULATED = "FP8 was emulated: its speed is not representative of FP8 hardware"
 """Note of a comparison whose FP8 was emulated."""
 Verdict = Literal["equivalent", "not equivalent", "undecided"]
@@ -202,11 +202,8 @@ class Comparison(JupyterMixin, _Part):
     def _loss_table(self) -> Table:
         """Losses per seed and their means; column `seeds` is `band`."""
         level = percent(self.confidence, 0, space=True)
-        titles = (self.a.label, self.b.label, "gap", f"{level} interval", "seeds")
-        right = (Column(title, justify="right") for title in titles)
-        table = Table(
-            "final loss", *right, "verdict", box=None, pad_edge=False, padding=(0, 1, 0, 0)
-        )
+        right = (self.a.label, self.b.label, "gap", f"{level} interval", "seeds")
+        table = plain_table("final loss", *right, "verdict", right=right, gap=1)
         for name, gap in self.losses.items():
             for seed, a, b in zip(self.seeds, gap.a, gap.b, strict=True):
                 cells = (f"  seed {seed}", f"{a:.4f}", f"{b:.4f}", signed(a / b - 1))
@@ -237,9 +234,8 @@ class Comparison(JupyterMixin, _Part):
         return [Text(line) for line in lines]
 
     def _task_table(self) -> list[RenderableType]:
-        titles = (self.a.label, self.b.label, "difference")
-        right = (Column(title, justify="right") for title in titles)
-        table = Table("task", *right, **PLAIN_TABLE, padding=(0, 2, 0, 0))
+        right = (self.a.label, self.b.label, "difference")
+        table = plain_table("task", *right, right=right)
         for task, scores in (self.tasks or {}).items():
             for s in scores:
                 a = f"{s.a:.4f}" + (f" ± {s.a_stderr:.4f}" if s.a_stderr is not None else "")

@@ -10,20 +10,20 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from finetune.analysis.diagnose.causes import Cause, percent
 from finetune.analysis.diagnose.facts import Facts, Prediction
 from finetune.analysis.diagnose.groups import GEMMS, LayerGroup
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
+from finetune.logging import plain_table
 from finetune.runs.folder import write_whole
 from finetune.runs.receipt import Receipt
 from finetune.units import short_time
 
 NAME_LENGTH = 44
 """Characters of a kernel's name that are shown."""
-_PLAIN: Any = {"box": None, "pad_edge": False}
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,8 @@ class Diagnosis(JupyterMixin):
         yield from (Text(note, style="dim") for note in self.notes)
 
     def _time_table(self) -> Table:
-        titles = ("", "share", *(("predicted",) if self.prediction else ()))
-        right = (Column(title, justify="right") for title in titles)
-        table = Table("time of a step", *right, **_PLAIN, padding=(0, 2, 0, 0))
+        right = ("", "share", *(("predicted",) if self.prediction else ()))
+        table = plain_table("time of a step", *right, right=right)
         for part, share in self.shares.items():
             predicted = self.predicted_shares[part]
             if share or predicted:
@@ -189,11 +188,8 @@ def _plain_group(group: LayerGroup) -> dict[str, Any]:
 
 def _layer_table(facts: Facts) -> Table:
     titles = ("layers", "N x K", "tokens", "fprop/dgrad/wgrad", "FLOPs", "dB x/w/g", "time")
-    columns = [
-        Column(title, "", no_wrap=True, justify="right" if i in (2, 4, 6) else "left")
-        for i, title in enumerate(titles)
-    ]
-    table = Table(Column("", justify="right"), *columns, **_PLAIN, padding=(0, 1, 0, 0))
+    right = ("", "tokens", "FLOPs", "time")
+    table = plain_table("", *titles, right=right, whole=titles, gap=1)
     for group in facts.groups:
         noise = (group.snr_db.get(operand) for operand in "xwg")  # `-`: the operand is not cast
         table.add_row(
@@ -211,8 +207,8 @@ def _layer_table(facts: Facts) -> Table:
 
 def _kernel_table(facts: Facts) -> Table:
     what = "kernels" if facts.device.kind == "cuda" else "operators"
-    columns = Column("layers", no_wrap=True), Column(f"slowest {what}", style="dim")
-    table = Table(*columns, **_PLAIN, padding=(0, 2, 0, 0))
+    table = plain_table("layers", whole=("layers",))
+    table.add_column(f"slowest {what}", style="dim")
     for group in facts.groups:
         shown = ", ".join(f"{_cut(name)} {short_time(seconds)}" for name, seconds in group.kernels)
         if shown:

@@ -46,7 +46,7 @@ from finetune.analysis.report.run_page import names_of, run_page, several_page
 from finetune.analysis.report.run_source import RunSource
 from finetune.analysis.report.summary import draw_summary
 from finetune.config.paths import user_path
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, writing
 from finetune.runs.folder import COMPARISON, Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
 from finetune.units import count, percent
@@ -126,15 +126,10 @@ def write_report(
     stamp = time.strftime("%Y%m%d-%H%M%S")
     home = paths[0] if len(paths) == 1 else Path("runs") / "reports" / stamp
     base = user_path(home if to is None else to)
-    try:
+    where, fix = str(base.absolute()), "choose another folder with --to"
+    with writing("the report cannot be written", where=where, fix=fix):
         base.mkdir(parents=True, exist_ok=True)
         return _write(_page(compared, runs, base), base)
-    except OSError as error:
-        raise ConfigError(
-            f"the report cannot be written: {error.strerror}",
-            where=str(base.absolute()),
-            fix="choose another folder with --to",
-        ) from None
 
 
 report = write_report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from statistics import median
@@ -32,7 +32,7 @@ from finetune.analysis.report.elements import (
 from finetune.errors import ConfigError
 from finetune.runs.folder import COMPARISON
 from finetune.runs.names import device_name, method_name, short_name, without_paths
-from finetune.runs.receipt import LayerReceipt, Receipt, group_layers
+from finetune.runs.receipt import Receipt, group_layers
 from finetune.units import count, elapsed, percent, plural, size_of_gib
 
 LOW = ("FP8", "FP4")
@@ -252,16 +252,7 @@ class RunSource(Answers):
 
     @cached_property
     def _receipt(self) -> Receipt:
-        """The receipt without keys unknown to this version."""
-        data = self.run.receipt
-        known = {f.name for f in fields(Receipt)} - {"layers"}
-        empty = {"status": "", "precision": {}}
-        receipt = Receipt(**empty | {k: data[k] for k in known & data.keys()})
-        inside = [f.name for f in fields(LayerReceipt)]
-        for layer in data.get("layers") or []:
-            if all(name in layer for name in inside):
-                receipt.layers.append(LayerReceipt(**{name: layer[name] for name in inside}))
-        return receipt
+        return Receipt.read(self.run.receipt)
 
     @property
     def layers(self) -> Table:

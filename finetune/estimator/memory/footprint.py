@@ -25,7 +25,6 @@ from finetune.estimator.memory.overheads import context_bytes, library_workspace
 from finetune.estimator.trace.trace import KINDS, Trace
 from finetune.hardware.device import Device
 
-PHASES = ("load", "forward", "backward", "optimizer")
 LASTING = ("weights", "gradients", "optimizer")
 """Kinds that stay from step to step."""
 MARGIN_SHARE, MARGIN_BYTES = 0.03, 800_000_000
