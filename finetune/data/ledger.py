@@ -31,7 +31,7 @@ from finetune.data.mapping import TRAINED_TURNS, workers
 from finetune.data.templates import training_template
 from finetune.data.tokenized import BATCH, MASKED, UNKNOWN
 from finetune.errors import DataError, FinetuneError
-from finetune.storage.pretrained import load_tokenizer, vocabulary_of
+from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class AccountedTrainer(SFTTrainer):
             tokenized: Any = prepare(
                 dataset, processing_class, *first, formatting_func, dataset_name
             )
-        except (TemplateError, TypeError, RuntimeError) as error:
+        except (TemplateError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
             raise _not_formatted(dataset_name, error) from error
         if not held and not flagged:
             return tokenized
@@ -285,7 +285,7 @@ class AccountedTrainer(SFTTrainer):
         """Next batches; what is wrong with a stream's rows shows when they are read."""
         try:
             return super().get_batch_samples(*args, **kwargs)
-        except (TemplateError, TypeError, ValueError, RuntimeError, OSError, EOFError) as error:
+        except (TemplateError, *TEMPLATE_ERRORS, OSError, EOFError) as error:
             if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
                 raise
             raise _not_formatted("train", error, step=self.state.global_step) from error

@@ -26,7 +26,7 @@ def workers(count: int) -> int | None:
 
 def made_by(rows: Dataset, *what: Any) -> str:
     """Name of converted rows in the cache of `datasets`: of the rows, and of the code for them."""
-    files = [Path(__file__).with_name(name) for name in ("mapping.py", "rows.py")]
+    files = [Path(__file__).with_name(name) for name in ("mapping.py", "rows.py", "turns.py")]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]
 

@@ -15,7 +15,6 @@ does not use is said, or refused where nothing would be left to learn.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,15 @@ from finetune.config.schema import DataConfig
 from finetune.data import tokenized
 from finetune.data.mapping import TRAINED_TURNS, made_by, mapped, workers
 from finetune.data.templates import null_content, refusal, training_template
+from finetune.data.turns import (
+    BadRowError,
+    Null,
+    beside,
+    check_answer,
+    is_trained,
+    plain,
+    turn_of,
+)
 from finetune.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -46,16 +54,8 @@ PAIRS = {
 """Columns of question and answer by format."""
 CONTEXT = ("input", "context")
 """Columns that an instruction may have beside it."""
-SHAREGPT_ROLES = {
-    "human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
-    "function_call": "assistant", "observation": "tool",
-}  # fmt: skip
-FLAGS = ("weight", "train", "loss")
-"""Keys of a turn that say if it is trained on, with 0 and 1 or a truth value."""
 
 Converter = Callable[[dict[str, Any]], dict[str, Any]]
-Null = dict[str, Any]
-"""What a turn without content has for it, as its template takes it."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,6 @@ class Form:
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig
     vocabulary: int = tokenized.UNKNOWN
-
-
-class _BadRowError(ValueError):
-    """Row that cannot be converted; `_formatted` adds its position."""
 
 
 def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dict[int, str]]:
@@ -133,7 +129,7 @@ def _taken(convert: Converter, kind: str, tokenizer: Any) -> Converter:
         found = convert(row)
         turns = any(isinstance(found.get(key), list) for key in ("messages", "completion"))
         if turns and (why := refusal(found, tokenizer, template)):
-            raise _BadRowError(f"the chat template refuses it: {why}")
+            raise BadRowError(f"the chat template refuses it: {why}")
         return found
 
     return checked if tokenizer.chat_template else convert
@@ -145,7 +141,7 @@ def _numbered(
     """A converted row; its position is in the error of one that cannot be."""
     try:
         return convert(row)
-    except _BadRowError as error:
+    except BadRowError as error:
         raise _refused(source, first + index, str(error)) from error
 
 
@@ -161,7 +157,7 @@ def _refused(source: str, index: int, why: str) -> DataError:
 def _problem(convert: Converter, row: dict[str, Any]) -> str:
     try:
         convert(dict(row))
-    except _BadRowError as error:
+    except BadRowError as error:
         return str(error)
     return ""
 
@@ -259,7 +255,7 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
 
 def _tokenized(vocabulary: int, row: dict[str, Any]) -> dict[str, Any]:
     if why := tokenized.problem(row, vocabulary):
-        raise _BadRowError(why)
+        raise BadRowError(why)
     return dict(row)
 
 
@@ -267,7 +263,7 @@ def _text(row: dict[str, Any], column: str) -> str:
     value = row[column]
     if not isinstance(value, str) or not value.strip():
         empty = value is None or isinstance(value, str)
-        raise _BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
+        raise BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
     return value
 
 
@@ -286,82 +282,17 @@ def _messages(column: str, exact: bool, null: Null | None, row: dict[str, Any]) 
     """Turns, whole, and the tools that they may call."""
     given = row[column] or ()
     given = given if isinstance(given, list | tuple) else (given,)
-    turns = [_turn(turn, exact=exact) for turn in given]
-    trained = [_is_trained(turn) for turn in turns if turn["role"] == "assistant"]
+    turns = [turn_of(turn, exact=exact) for turn in given]
+    trained = [is_trained(turn) for turn in turns if turn["role"] == "assistant"]
     if not trained:
-        raise _BadRowError("no assistant turn, so there is nothing to learn")
+        raise BadRowError("no assistant turn, so there is nothing to learn")
     if not any(trained):
-        raise _BadRowError("no assistant turn is to be trained on")
-    plain = [_plain(turn, null or {}) for turn in turns]
-    return {"messages": plain, TRAINED_TURNS: trained, **_beside(row)}
-
-
-def _plain(turn: dict[str, Any], null: Null) -> dict[str, Any]:
-    """A turn without flags, and with null content as the template takes it."""
-    found = {key: value for key, value in turn.items() if key not in FLAGS}
-    if found["content"] is None:
-        del found["content"]
-        return {"role": found.pop("role"), **null, **found}
-    return found
-
-
-def _is_trained(turn: dict[str, Any]) -> bool:
-    """True unless a flag of the turn is 0 or false.
-
-    Raises:
-        _BadRowError: a weight between, which no mask can express.
-    """
-    given = {key: turn[key] for key in FLAGS if turn.get(key) is not None}
-    for key, value in given.items():
-        if value not in (0, 1):
-            raise _BadRowError(f"{key}={value!r} on a turn: only 0 and 1 can be honored")
-    return all(given.values())
-
-
-def _beside(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns beside the turns that a template takes: tools, and arguments of its own."""
-    found: dict[str, Any] = {}
-    if "tools" in row:
-        tools = row["tools"]
-        if isinstance(tools, str):  # as some sets store them
-            try:
-                tools = json.loads(tools) if tools.strip() else []
-            except json.JSONDecodeError as error:
-                raise _BadRowError(f"'tools' is not JSON: {error.msg}") from None
-        found["tools"] = _without_none(tools) or []
-        if not isinstance(found["tools"], list) or not all(map(_is_tool, found["tools"])):
-            raise _BadRowError("'tools' is no list of tools")
-    if "chat_template_kwargs" in row:
-        found["chat_template_kwargs"] = _without_none(row["chat_template_kwargs"] or {})
-    return found
-
-
-def _is_tool(tool: Any) -> bool:
-    return isinstance(tool, dict | str)
-
-
-def _turn(turn: Any, *, exact: bool = False) -> dict[str, Any]:
-    """A turn in the form of chat templates, with everything that it holds."""
-    if not isinstance(turn, dict):
-        raise _BadRowError(f"a turn needs role and content, this one is {turn!r}")
-    role = turn.get("role") or turn.get("from")
-    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-    rest = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value")}
-    rest = rest if exact else _without_none(rest)
-    if not role or (
-        not isinstance(content, str | list)
-        and not (content is None and any(rest[key] for key in rest if key not in FLAGS))
-    ):
-        raise _BadRowError(f"a turn needs role and content, this one is {turn}")
-    return {"role": role, "content": content, **rest}
-
-
-def _without_none(value: Any) -> Any:
-    """Without keys that only other rows have: a column of one type fills them with None."""
-    if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value
+        raise BadRowError("no assistant turn is to be trained on")
+    for turn in turns:
+        if turn["role"] == "assistant" and is_trained(turn):
+            check_answer(turn)
+    whole = [plain(turn, null or {}) for turn in turns]
+    return {"messages": whole, TRAINED_TURNS: trained, **beside(row)}
 
 
 def _preferred(null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
@@ -372,7 +303,7 @@ def _preferred(null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
         return _pair("prompt", "chosen", null, row)
     if isinstance(row["chosen"], list):
         if len(row["chosen"]) < 2:
-            raise _BadRowError("'chosen' needs a question and an answer")
+            raise BadRowError("'chosen' needs a question and an answer")
         turns = row["chosen"]
         return _turns_pair(turns[:-1], turns[-1:], null, row)
     return {"text": _text(row, "chosen")}
@@ -381,12 +312,12 @@ def _preferred(null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
 def _pair(ask: str, answer: str, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(row[ask], list):  # TRL's conversational prompt-completion
         if not row[ask] or not row[answer]:
-            raise _BadRowError(f"{ask if not row[ask] else answer!r} is empty")
+            raise BadRowError(f"{ask if not row[ask] else answer!r} is empty")
         return _turns_pair(row[ask], row[answer], null, row)
     prompt, completion = _text(row, ask), _text(row, answer)
-    beside = next((row[key] for key in CONTEXT if row.get(key)), "") if ask == "instruction" else ""
-    if beside:
-        prompt = f"{prompt}\n\n{beside}"
+    context = next((key for key in CONTEXT if row.get(key)), "") if ask == "instruction" else ""
+    if context:
+        prompt = f"{prompt}\n\n{_text(row, context)}"
     if null is None:
         return {"prompt": f"{prompt}\n\n", "completion": completion}
     return {
@@ -398,17 +329,19 @@ def _pair(ask: str, answer: str, null: Null | None, row: dict[str, Any]) -> dict
 def _turns_pair(ask: Any, answer: Any, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
     """Turns up to an answer, and the turns of the answer, which are all trained on."""
     if null is None:
-        raise _BadRowError("its turns need a chat template, and the tokenizer has none")
-    prompt, completion = list(map(_turn, ask)), list(map(_turn, answer))
+        raise BadRowError("its turns need a chat template, and the tokenizer has none")
+    prompt, completion = list(map(turn_of, ask)), list(map(turn_of, answer))
     others = [turn["role"] for turn in completion if turn["role"] != "assistant"]
     if others:
-        raise _BadRowError(
+        raise BadRowError(
             f"the completion has a turn of {others[0]!r}, which would be trained on; give messages"
         )
-    if not all(map(_is_trained, completion)):
-        raise _BadRowError("the completion is not to be trained on")
+    if not all(map(is_trained, completion)):
+        raise BadRowError("the completion is not to be trained on")
+    for turn in completion:
+        check_answer(turn)
     return {
-        "prompt": [_plain(turn, null) for turn in prompt],
-        "completion": [_plain(turn, null) for turn in completion],
-        **_beside(row),
+        "prompt": [plain(turn, null) for turn in prompt],
+        "completion": [plain(turn, null) for turn in completion],
+        **beside(row),
     }

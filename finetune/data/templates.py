@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from finetune.errors import DataError
+from finetune.storage.pretrained import TEMPLATE_ERRORS
 
 SILENT = ("name", "thinking", "reasoning_content", "reasoning", "tool_call_id")
 """Keys of a turn that a template may leave out without making the turn another one."""
@@ -34,7 +35,7 @@ def training_template(tokenizer: Any) -> str | None:
         return given
     try:
         return get_training_chat_template(tokenizer)
-    except (ValueError, TemplateError, TypeError, KeyError):  # TRL does not know this template
+    except (TemplateError, *TEMPLATE_ERRORS):  # TRL does not know this template
         return None
 
 
@@ -140,5 +141,5 @@ def _rendered(turns: list[Any], tools: list[Any], tokenizer: Any, template: str 
         return tokenizer.apply_chat_template(
             turns, tools=tools or None, chat_template=template, tokenize=False
         )
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
+    except (TemplateError, *TEMPLATE_ERRORS) as error:
         return f"{FAILED}{type(error).__name__}: {error}"

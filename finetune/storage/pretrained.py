@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 LONGEST = 300
 """Characters of another library's message that are shown."""
+TEMPLATE_ERRORS = (
+    *(TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RuntimeError),
+    *(AssertionError, MemoryError),
+)
+"""Errors of a chat template, which is a program, besides those of Jinja."""
 
 
 def locate(model: ModelConfig) -> str:
@@ -127,7 +132,8 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     the tokenizer of a model with random weights, which is enough to measure speed and memory.
 
     Raises:
-        ModelNotFoundError: it cannot be loaded, and the weights are pretrained.
+        ModelNotFoundError: it cannot be loaded, and the weights are pretrained; or its chat
+            template renders no question.
         ConfigError: `model.pad_token` is not in its vocabulary.
     """
     from transformers import AutoTokenizer
@@ -142,6 +148,7 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
             raise
         note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
         return AutoTokenizer.from_pretrained(TINY_LLAMA), note
+    _check_template(tokenizer, source)
     token = model.pad_token
     if token is not None and token not in (vocabulary := tokenizer.get_vocab()):
         raise ConfigError(
@@ -154,3 +161,23 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     if token is not None:
         tokenizer.pad_token = token
     return tokenizer, ""
+
+
+def _check_template(tokenizer: Any, source: str) -> None:
+    """Refuse a chat template that is broken for every conversation, before one is needed."""
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return
+    question = [{"role": "user", "content": "?"}]
+    try:
+        tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, *TEMPLATE_ERRORS) as error:
+        said = next(iter(str(error).strip().splitlines()), "")[:LONGEST]
+        raise ModelNotFoundError(
+            f"the chat template of {source!r} cannot be used",
+            where=f"model.name: {source}",
+            why=f"it does not render a question of one user: {type(error).__name__}: {said}",
+            fix="put a chat_template.jinja that does beside the tokenizer, or remove it: rows of "
+            "text and of prompt and completion need none",
+        ) from error

@@ -110,7 +110,7 @@ def test_calls_are_trained_on(load, prepare, with_tools) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("tool_calls", [CALL]), ("tools", [TOOL])])
 def test_a_template_that_knows_no_tools_is_refused(load, tokenizer, key, value) -> None:
-    row = turns("Tide?", content="")
+    row = turns("Tide?", content="" if key == "tool_calls" else "High.")
     (row["messages"][1] if key == "tool_calls" else row)[key] = value
     with pytest.raises(DataError, match=rf"does not use '{key}'\n[\s\S]*row 1[\s\S]*empty answer"):
         load([row], tokenizer)

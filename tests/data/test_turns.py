@@ -1,0 +1,59 @@
+"""Turns: each part has the type that its place asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.data.turns import BadRowError, beside, check_answer, turn_of
+from tests.bad_inputs.turns import CALLS, PARTS, TOOLS
+
+PARTED = ([], ["a", {"type": "text", "text": "b"}])
+"""Contents in parts that are text."""
+
+
+@pytest.mark.parametrize("content", [part for part in PARTS if part not in PARTED])
+def test_a_content_that_is_no_text_is_refused(content) -> None:
+    with pytest.raises(BadRowError, match=r"needs role and content|is no text"):
+        turn_of({"role": "user", "content": content})
+
+
+def test_parts_of_text_become_one_text() -> None:
+    parts = ["High ", {"type": "text", "text": "water"}, {"text": "."}]
+    assert turn_of({"role": "assistant", "content": parts})["content"] == "High water."
+
+
+@pytest.mark.parametrize("calls", [call for call in CALLS if call != [{"function": {"name": "f"}}]])
+def test_a_call_without_a_name_or_an_object_is_refused(calls) -> None:
+    with pytest.raises(BadRowError, match=r"tool call|tool_calls"):
+        turn_of({"role": "assistant", "content": "a", "tool_calls": calls})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "f", "arguments": {}},
+        {"function": {"name": "f", "arguments": '{"a": 1}'}},
+        {"type": "function", "id": "1", "function": {"name": "f"}},
+    ],
+)
+def test_calls_in_use_stay_as_they_are(call) -> None:
+    assert turn_of({"role": "assistant", "tool_calls": [call]})["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize("tools", [tools for tools in TOOLS if tools != {"name": "f"}])
+def test_tools_without_a_name_are_refused(tools) -> None:
+    with pytest.raises(BadRowError, match="'tools' is"):
+        beside({"tools": tools})
+
+
+def test_tools_stored_as_text_are_read() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    text = '{"type": "function", "function": {"name": "f"}}'
+    assert beside({"tools": f"[{text}]"})["tools"] == beside({"tools": [text]})["tools"] == [tool]
+
+
+@pytest.mark.parametrize("more", [{}, {"name": "a"}, {"weight": 1}, {"thinking": ""}])
+def test_an_empty_answer_is_refused(more) -> None:
+    with pytest.raises(BadRowError, match="the content of an answer is empty"):
+        check_answer({"role": "assistant", "content": " ", **more})
+    check_answer({"role": "assistant", "content": " ", "thinking": "x", **more} | {"thinking": "x"})
