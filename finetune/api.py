@@ -21,6 +21,7 @@ def train(
     out: Path | str = "runs",
     force: bool = False,
     console: Console | None = None,
+    until: int | None = None,
 ) -> RunReport:
     """Train a recipe and write its run folder.
 
@@ -29,6 +30,7 @@ def train(
         out: folder of runs.
         force: train even where memory is expected to be too small.
         console: where to show progress; a quiet one for notebooks and tests.
+        until: step after which the run saves a checkpoint and stops, as after Ctrl-C.
 
     Raises:
         FinetuneError: anything that the user can put right, see `finetune.errors`.
@@ -37,4 +39,6 @@ def train(
     from finetune.training import trainer
 
     forecast = MemoryForecast()
-    return trainer.train(recipe, forecast=forecast, out=out, force=force, console=console)
+    return trainer.train(
+        recipe, forecast=forecast, out=out, force=force, console=console, until=until
+    )

@@ -17,7 +17,7 @@
     ├── ParityError            (RuntimeError)       an export is not what was trained
     ├── NonFiniteError         (FloatingPointError) NaN or Inf in the loss, a gradient or a weight
     ├── CheckpointError        (OSError)            a checkpoint cannot be written
-    ├── RunFailedError         (RuntimeError)       a run of a comparison ended without a result
+    ├── RunFailedError         (RuntimeError)       a run or a process of one ended early
     ├── UnfairPairError        (ValueError)         two runs that cannot be compared
     ├── RehearsalError         (RuntimeError)       the run cannot be rehearsed, so not estimated
     └── MemoryShortError       (MemoryError)        the run cannot fit this machine

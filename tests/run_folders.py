@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune.config.recipe import load_recipe
 from finetune.config.yaml import dump_yaml, plain_data
+from finetune.runs.checkpoints import MANIFEST, digest, hashes_of
 
 GROUPS = ("attn", "mlp", "embed", "head", "norm", "router", "experts", "adapter")
 SAMPLES = [
@@ -187,3 +188,12 @@ def make_comparison(
     }  # fmt: skip
     (folder / "comparison.json").write_text(json.dumps(found), "utf-8")
     return folder
+
+
+def sign(saved: Path) -> None:
+    """Make the manifest of a checkpoint agree with its files as they are."""
+    manifest = json.loads((saved / MANIFEST).read_text())
+    names = list(manifest["files"])
+    for name, value in zip(names, hashes_of([saved / name for name in names]), strict=True):
+        manifest["files"][name] = {"bytes": (saved / name).stat().st_size, "sha256": value}
+    (saved / MANIFEST).write_text(json.dumps(manifest | {"sha256": digest(manifest)}))

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from finetune.cli import (
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
-from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
+from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, find_checkpoint
 from finetune.runs.folder import Run, write_whole
 from finetune.runs.lookup import find_run
 
@@ -49,6 +49,12 @@ def resume(
     checkpoint: Annotated[
         str, typer.Option(help="A step, `last` (the newest whole one) or `best`.")
     ] = "last",
+    verify: Annotated[
+        bool,
+        typer.Option(
+            help="Replay the steps before it and compare with the log; trains no further."
+        ),
+    ] = False,
     out: RunsFolder = Path("runs"),
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
     as_json: AsJson = False,
@@ -72,6 +78,9 @@ def resume(
             fix=f"a step, last or best: `python -m finetune checkpoints {folder}` lists them",
         )
     file = str(folder / "config.yaml")
+    if verify:
+        _verify(file, start, overrides or (), force=force)
+        return
     own = [f"train.resume_from_checkpoint={start}"]
     if not checkpoints_in(folder / CHECKPOINTS):
         # Stopped before it saved one, it may have begun at a checkpoint of an earlier run.
@@ -79,6 +88,27 @@ def resume(
         own = [] if earlier else own
     recipe = load_recipe(file, [*own, *(overrides or ())])
     _train(recipe, out, force=force, as_json=as_json)
+
+
+def _verify(file: str, start: Path, overrides: Iterable[str], *, force: bool) -> None:
+    """Replay the steps between two checkpoints, or from the run's beginning to its first."""
+    from finetune.training.replay import before, replay
+
+    end, _ = find_checkpoint(str(start))
+    begin = before(end)
+    own = [f"train.resume_from_checkpoint={begin.folder}"] if begin else []
+    recipe = load_recipe(file, [*own, *overrides])
+    console = output(quiet=int(os.environ.get("RANK", "0")) > 0)
+    first = begin.step if begin else _first_step(recipe)
+    from finetune.api import train
+
+    console.print(whole(replay(recipe, end, first, train, console, force=force), "green"))
+
+
+def _first_step(recipe: Recipe) -> int:
+    """The step that a run began after: 0, or that of the checkpoint that it began at."""
+    earlier = recipe.config.train.get("resume_from_checkpoint")
+    return find_checkpoint(str(earlier))[0].step if earlier else 0
 
 
 def _train(checked: Recipe, out: Path, *, force: bool, as_json: bool) -> None:

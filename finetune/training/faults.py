@@ -1,7 +1,8 @@
-"""Faults of the machine in a run, as errors with a remedy: the disk, memory, a tracker.
+"""Faults of the machine in a run, as errors with a remedy: disk, memory, a tracker, a process.
 
 A run that is left alone for days meets them; a traceback of the library in which they happened says
-neither what is lost nor how to go on.
+neither what is lost nor how to go on. Of several processes the first that fails leaves its error in
+the run folder (`error-<rank>.txt`); the others, which lose their connection to it, end with that.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import CheckpointError, ConfigError, FinetuneError, MemoryShortError
+from finetune.errors import (
+    CheckpointError,
+    ConfigError,
+    FinetuneError,
+    MemoryShortError,
+    RunFailedError,
+)
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint
+from finetune.training.preflight import processes
 
 _REMEDIES = {
     errno.ENOSPC: "make room on its disk (checkpoints.keep_last=2 keeps two and the best)",
@@ -36,7 +44,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @contextlib.contextmanager
 def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
-    """Raise faults of disk and memory as errors with a remedy; others pass as they are.
+    """Raise faults of disk, memory and other processes with a remedy; others pass as they are.
 
     Args:
         folder: the run's.
@@ -45,23 +53,70 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
     Raises:
         CheckpointError: the run folder cannot be written.
         MemoryShortError: memory is full, of the GPU or of the host.
+        RunFailedError: another process of the run ended.
     """
     try:
         yield
-    except FinetuneError:
-        raise
     except Exception as error:
-        if is_of_the_disk(error) and _concerns(error, folder):
-            what = "the run folder could not be written"
-            raise write_failure(error, folder, what) from error
-        if not _is_of_memory(error):
+        if _is_of_another_process(error):
+            raise _process_lost(error, folder) from error
+        found = _explanation(error, folder, advice)
+        if processes() > 1:
+            with contextlib.suppress(OSError):  # the fault may be that of the folder
+                _error_file(folder, os.environ["RANK"]).write_text(str(found), encoding="utf-8")
+        if found is error:
             raise
-        raise MemoryShortError(
-            "the run is out of memory",
-            where=str(folder),
-            why=_first_line(error) or "the host gave no more",
-            fix=f"{advice()}; {go_on(folder)}",
-        ) from error
+        raise found from error
+
+
+def _explanation(error: Exception, folder: Path, advice: Callable[[], str]) -> Exception:
+    if isinstance(error, FinetuneError):
+        return error
+    if is_of_the_disk(error) and _concerns(error, folder):
+        return write_failure(error, folder, "the run folder could not be written")
+    if not _is_of_memory(error):
+        return error
+    return MemoryShortError(
+        "the run is out of memory",
+        where=str(folder),
+        why=_first_line(error) or "the host gave no more",
+        fix=f"{advice()}; {go_on(folder)}",
+    )
+
+
+# ------------------------------------------------------------------------------- other processes
+
+
+def _error_file(folder: Path, rank: str) -> Path:
+    return folder / f"error-{rank}.txt"
+
+
+def _is_of_another_process(error: BaseException) -> bool:
+    """True for what a collective raises when a process that takes part in it is gone."""
+    from torch.distributed import DistError
+
+    of_backend = any(word in str(error) for word in ("gloo/transport", "NCCL error"))
+    return processes() > 1 and (
+        isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_backend)
+    )
+
+
+def _process_lost(error: BaseException, folder: Path) -> RunFailedError:
+    """The error of a process whose connection to another broke, with what that one left."""
+    own, why = _error_file(folder, os.environ["RANK"]), "it was killed, or its machine is gone"
+    left = sorted(file for file in folder.glob("error-*.txt") if file != own)
+    if left:
+        number = left[0].stem.rpartition("-")[2]
+        why = f"process {number}: {left[0].read_text('utf-8')}"
+    return RunFailedError(
+        "another process of the run has ended",
+        where=str(folder),
+        why=f"{why} ({_first_line(error)[:200]})" if not left else why,
+        fix=f"look at its log; {go_on(folder)}",
+    )
+
+
+# ----------------------------------------------------------------------------------- disk, memory
 
 
 def is_of_the_disk(error: BaseException) -> bool:

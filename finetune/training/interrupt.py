@@ -25,6 +25,7 @@ class GracefulStop(TrainerCallback):
     Attributes:
         asked: training was stopped, or will be after this step.
         number: the signal, SIGINT by default.
+        until: step after which training stops without a signal.
     """
 
     SIGNALS = tuple(
@@ -33,8 +34,9 @@ class GracefulStop(TrainerCallback):
         if hasattr(signal, name)  # Windows has the first two
     )
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, until: int | None = None) -> None:
         self.console, self.asked, self.number = console, False, int(signal.SIGINT)
+        self.until = until
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> GracefulStop:
@@ -63,6 +65,7 @@ class GracefulStop(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._agree(args.device)
+        self.asked = self.asked or (self.until is not None and state.global_step == self.until)
         if self.asked:
             control.should_save = control.should_training_stop = True
 

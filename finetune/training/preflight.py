@@ -328,3 +328,10 @@ def _check_stored_layers(storage: Storage | None, made: PrecisionPlan) -> None:
                 why="it is dequantized to BF16 and multiplied in BF16",
                 fix="~precision.map, or bf16 for this layer; or ~model.storage",
             )
+
+
+def advice(forecast: Forecast | None, ahead: Preflight) -> str:
+    """What to change in a run that ran out of memory."""
+    if forecast is not None:
+        return forecast.advice(ahead)
+    return "train.gradient_checkpointing=true, or a smaller train.per_device_train_batch_size"

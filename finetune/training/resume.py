@@ -9,10 +9,14 @@ of another rank, the state of another optimizer) cannot be allowed.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import json
+import pickle
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import RunConfig
@@ -148,6 +152,45 @@ def check_resume(
         )
     own = RULES["resuming itself"]
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}
+
+
+@contextlib.contextmanager
+def code_refused(checkpoint: Path | None) -> Iterator[None]:
+    """Raise for a file of a checkpoint that would run code when it is read, and did not.
+
+    The trainer reads optimizer, schedule and generators with `weights_only`, which stops at
+    anything but tensors and plain data.
+
+    Raises:
+        ConfigError: with the file's name.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        if checkpoint is None:
+            raise
+        named = [file.name for file in sorted(checkpoint.glob("*.pt*")) if not _is_plain(file)]
+        found = re.search(r"Unsupported (?:global|class|operand).*|GLOBAL \S+", str(error))
+        raise ConfigError(
+            f"{', '.join(named) or 'a file of the checkpoint'} holds more than tensors and numbers",
+            where=str(checkpoint),
+            why="reading it would run code; nothing of it was run "
+            f"({found[0] if found else str(error).splitlines()[0]})",
+            fix="resume from a checkpoint that you made yourself: this file was made by another "
+            "program, or to attack",
+        ) from None
+
+
+def _is_plain(file: Path) -> bool:
+    import torch
+    from transformers.trainer_pt_utils import safe_globals
+
+    try:
+        with safe_globals():
+            torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
 
 
 def changes_training(key: str) -> bool:

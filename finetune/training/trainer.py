@@ -35,15 +35,14 @@ from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.architecture import fit_trl
 from finetune.storage.pretrained import load_tokenizer, vocabulary_of
-from finetune.training import lora_init, low_bit, scope
+from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.conditions import conditions_of
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.evidence import refuse_disagreement
 from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import load_model
-from finetune.training.preflight import Forecast, Preflight, preflight
-from finetune.training.resume import changes_training, check_resume, facts_of, rows_hash
+from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
     check_disk,
     discarded_unless_begun,
@@ -68,6 +67,7 @@ def train(
     out: Path | str = "runs",
     force: bool = False,
     console: Console | None = None,
+    until: int | None = None,
 ) -> RunReport:
     """Train a recipe and write its run folder.
 
@@ -77,6 +77,7 @@ def train(
         out: folder of runs.
         force: train even if memory is expected to be too small.
         console: console for progress output; a quiet one for notebooks and tests.
+        until: step after which the run saves a checkpoint and stops, as after Ctrl-C.
 
     Raises:
         FinetuneError: any error that the user can fix, see `finetune.errors`.
@@ -87,12 +88,13 @@ def train(
     if not force:
         check_disk(ahead, Path(out))
     run = _Run(recipe, ahead, Path(out), console)
+    run.until = until
     guarded = partial(explained, run.folder, lambda: advice(forecast, ahead))
     begins = session_of(ahead.resolution, ahead.plan, run.console)
     with discarded_unless_begun(run.folder), begins as session, guarded():
         run.load(session)
         try:
-            with run.stop, guarded():
+            with run.stop, guarded(), resume.code_refused(run.resume):
                 run.trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
                 if not run.stop.asked and not run.was_just_evaluated():
                     run.trainer.evaluate()
@@ -119,11 +121,13 @@ class _Run:
         tasks: loaded lm-eval tasks.
         resume: checkpoint to resume from.
         stop: handler of Ctrl-C.
+        until: step after which it stops.
         stopped: the error that ended the run, if any.
         receipt: made by `close`.
     """
 
     receipt: Receipt
+    until: int | None = None
 
     def __init__(
         self, recipe: Recipe, ahead: Preflight, out: Path, console: Console | None
@@ -168,8 +172,8 @@ class _Run:
         Raises:
             ConfigError: none is whole, or resuming would change what is trained.
         """
-        rows = rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
-        self.facts = facts_of(self.config, rows, processes)
+        rows = resume.rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
+        self.facts = resume.facts_of(self.config, rows, processes)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
         value = self.config.train.get("resume_from_checkpoint")
         if not value:
@@ -177,14 +181,14 @@ class _Run:
         name = LAST if value in (True, "true") else str(value)
         with busy(self.console, "checking the checkpoint"):
             checkpoint, broken = find_checkpoint(name, out)
-            self.changed = check_resume(checkpoint, self.config, rows, processes)
+            self.changed = resume.check_resume(checkpoint, self.config, rows, processes)
         self.resume = checkpoint.folder
         for path, problem in broken.items():
             self.console.print(f"[yellow]! {path.name} is passed over: {problem}[/]")
         self.console.print(whole(f"going on from {checkpoint.folder}"), crop=False)
         if not checkpoint.manifest:
             self.console.print("[yellow]! it has no manifest: its settings are not compared[/]")
-        loud = {key: pair for key, pair in self.changed.items() if changes_training(key)}
+        loud = {key: pair for key, pair in self.changed.items() if resume.changes_training(key)}
         for key, (before, now) in loud.items():
             self.console.print(f"[yellow]! {key}: {before} in the checkpoint, {now} now[/]")
         if others := [key for key in self.changed if key not in loud]:
@@ -223,7 +227,7 @@ class _Run:
         config, console, folder = self.config, self.console, self.folder
         self.session = session
         self.metrics = MetricsWriter(folder / "metrics.jsonl", session.resolution.label)
-        self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console)
+        self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console, self.until)
         self.meter = MemoryMeter(session)
         self.keeper = CheckpointKeeper(
             session,
@@ -377,13 +381,6 @@ class _Run:
                 adapter=self.config.lora is not None,
             )
             (model / "README.md").write_text(card, encoding="utf-8")
-
-
-def advice(forecast: Forecast | None, ahead: Preflight) -> str:
-    """What to change in a run that ran out of memory."""
-    if forecast is not None:
-        return forecast.advice(ahead)
-    return "train.gradient_checkpointing=true, or a smaller train.per_device_train_batch_size"
 
 
 def make_trainer(

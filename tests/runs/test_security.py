@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
+from tests.forked import ended, start
+from tests.run_folders import sign
 
 GUARD = """
 import runpy, socket, sys
@@ -39,6 +43,39 @@ def test_a_local_recipe_makes_no_connection_and_keeps_no_secret(tmp_path) -> Non
     assert len(files) > 20
     for file in files:
         assert b"s3cret-pl4nted" not in file.read_bytes(), file
+
+
+class Attack:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.long
+def test_no_code_in_a_checkpoint_is_run(tmp_path) -> None:
+    """The manifest is the attacker's too; `training_args.bin` is not read."""
+    words = ("tiny_full_fp8", "train.max_steps=3", "train.save_steps=1", "eval.samples=false",
+             "train.eval_strategy=no", "train.save_strategy=steps", "data.max_rows=24")  # fmt: skip
+    assert ended([start(tmp_path, *words)]) == [0]
+    (saved,) = tmp_path.glob("runs/*/*/checkpoints/checkpoint-1")
+    torch.save(Attack(tmp_path / "ran"), saved / "training_args.bin")
+    names = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+    for name in names:
+        whole = (saved / name).read_bytes()
+        torch.save(Attack(tmp_path / "ran"), saved / name)
+        sign(saved)
+        log = f"{name}.txt"
+        assert ended([start(tmp_path, "resume", "last", "--checkpoint", "1", log=log)]) == [2]
+        assert f"{name} holds more than tensors and numbers" in (tmp_path / log).read_text()
+        (saved / name).write_bytes(whole)
+    sign(saved)
+    assert ended([start(tmp_path, "resume", "last", "--checkpoint", "1")]) == [0]
+    assert not (tmp_path / "ran").exists()
+    assert len(list(tmp_path.glob("runs/*/*"))) == 2, "those that were refused left no folder"
 
 
 def test_secrets_are_no_settings() -> None:

@@ -1,0 +1,168 @@
+"""Runs of several processes against runs of one: losses, checkpoints and faults, over gloo."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
+from finetune.training import session
+from tests.forked import ended, start, start_ranks
+
+pytestmark = pytest.mark.long
+
+GLOBAL_BATCH = 8
+SETTINGS = (
+    "train.max_steps=8", "train.logging_steps=1", "train.eval_strategy=no", "eval.samples=false",
+    "data.max_rows=200", "train.max_length=64", "precision.health_every=0",
+)  # fmt: skip
+FP32 = ("tiny_full_bf16", "precision.compute=fp32")
+DELAYED = ("tiny_full_fp8",)
+SAVING = ("train.save_strategy=steps", "train.save_steps=2")
+
+
+def train(folder: Path, *words: str, processes: int = 1, accumulation: int = 1) -> Path:
+    """A run folder, trained by so many processes with the same global batch."""
+    batch = GLOBAL_BATCH // processes // accumulation
+    words = (*words, f"train.per_device_train_batch_size={batch}")
+    words += (f"train.gradient_accumulation_steps={accumulation}",) * (accumulation > 1)
+    before = set(folder.glob("runs/*/*"))
+    if processes > 1:
+        codes = ended(start_ranks(folder, *words, processes=processes))
+    else:
+        codes = ended([start(folder, *words)])
+    assert codes == [0] * processes, "".join(f.read_text() for f in folder.glob("*.txt"))[-3000:]
+    (made,) = set(folder.glob("runs/*/*")) - before
+    return made
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Step -> loss."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    (file,) = (run / "model").glob("*model.safetensors")
+    return load_file(file)
+
+
+def test_two_processes_have_the_loss_of_one_with_the_same_global_batch(tmp_path) -> None:
+    """In FP32, where the order of sums is all that differs: rows and averages are the same."""
+    one, two = (losses(train(tmp_path, *FP32, *SETTINGS, processes=n)) for n in (1, 2))
+    assert len(one) == 8
+    assert two == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "recipe", [("tiny_full_fp8", "precision.scaling=rowwise"), ("tiny_lora_fp8",)]
+)
+def test_two_processes_equal_two_micro_batches_of_one_to_the_bit(recipe, tmp_path) -> None:
+    """Scales and BF16 products are of a micro-batch, whichever process computes it."""
+    one = train(tmp_path, *recipe, *SETTINGS, accumulation=2)
+    two = train(tmp_path, *recipe, *SETTINGS, processes=2)
+    assert losses(two) == losses(one)
+    expected, found = weights(one), weights(two)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("recipe", "within"), [(FP32, 1e-6), (DELAYED, 0.02)])
+def test_a_checkpoint_of_two_goes_on_as_one_as_two_and_as_four(recipe, within, tmp_path) -> None:
+    """The same rows, schedule and moments: losses are those of the run that nobody stopped."""
+    run = train(tmp_path, *recipe, *SETTINGS, *SAVING, processes=2)
+    expected, allow = losses(run), "resume.allow=[processes,train.per_device_train_batch_size]"
+    for step, processes in ((2, 1), (4, 2), (6, 4)):
+        words = ("resume", str(run), "--checkpoint", str(step), allow)
+        run = train(tmp_path, *words, processes=processes)
+        found = losses(run)
+        assert list(found) == list(range(step + 1, 9))
+        assert found == pytest.approx({s: expected[s] for s in found}, rel=within)
+        receipt = json.loads((run / "receipt.json").read_text())
+        assert receipt["status"] == "proven"
+        assert receipt["environment"]["processes"] == processes
+
+
+# ----------------------------------------------------------------------------------------- faults
+
+
+def killed_in_step_5() -> None:
+    _in_step_5(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def out_of_memory_in_step_5() -> None:
+    def fail() -> None:
+        raise MemoryError("no memory on this machine")
+
+    _in_step_5(fail)
+
+
+def _in_step_5(act: Callable[[], None]) -> None:
+    from transformers.trainer_callback import CallbackHandler
+
+    plain = CallbackHandler.on_step_begin
+
+    def on_step_begin(self: Any, args: Any, state: Any, control: Any) -> Any:
+        if state.global_step == 4 and os.environ["RANK"] == "1":
+            act()
+        return plain(self, args, state, control)
+
+    CallbackHandler.on_step_begin = on_step_begin
+
+
+def full_disk_in_step_6() -> None:
+    """In its part of the checkpoint, when the other process has written its own."""
+    from transformers import Trainer
+
+    plain = Trainer._save_rng_state
+
+    def save(self: Any, folder: str) -> None:
+        if self.state.global_step == 6 and os.environ["RANK"] == "1":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+        plain(self, folder)
+
+    Trainer._save_rng_state = save
+
+
+def another_receipt() -> None:
+    from finetune.training import evidence
+
+    plain = evidence.receipt_of
+
+    def receipt_of(*args: Any, **kwargs: Any) -> Any:
+        receipt = plain(*args, **kwargs)
+        return replace(receipt, status="other") if os.environ["RANK"] == "1" else receipt
+
+    session.receipt_of = receipt_of
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "says", "newest"),
+    [
+        (killed_in_step_5, [2, -signal.SIGKILL], "it was killed, or its machine is gone", 4),
+        (out_of_memory_in_step_5, [2, 2], "no memory on this machine", 4),
+        (full_disk_in_step_6, [2, 2], "checkpoint of step 6 could not be written", 4),
+        (another_receipt, [2, 2], "process 1 did not run what process 0 ran", 8),
+    ],
+)
+def test_a_process_that_fails_ends_all_with_its_error(fault, codes, says, newest, tmp_path) -> None:
+    """A checkpoint is whole on all of them, or is none."""
+    words = (*DELAYED, *SETTINGS, *SAVING, "train.per_device_train_batch_size=4")
+    assert ended(start_ranks(tmp_path, *words, processes=2, before=fault)) == codes
+    log = (tmp_path / "0.txt").read_text()
+    assert "Traceback" not in log
+    assert says in log
+    (folder,) = tmp_path.glob(f"runs/*/*/{CHECKPOINTS}")
+    saved = [Checkpoint(path) for path in checkpoints_in(folder).values()]
+    assert saved[-1].step == newest
+    assert not any(one.problem(contents=True) for one in saved)
