@@ -138,7 +138,10 @@ class MemoryShortError(FinetuneError, MemoryError):
     """The run cannot fit this machine."""
 
 
-REFUSED = (ConfigError, DataError, DataNotFoundError, ModelNotFoundError)
+REFUSED = (
+    *(ConfigError, DataError, DataNotFoundError, ModelNotFoundError),
+    *(StorageNotComputeError, PlanError),
+)
 """Errors on what a run is given, rather than on what happened in it."""
 
 

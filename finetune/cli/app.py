@@ -148,7 +148,8 @@ def main() -> None:
         _show_error(_of_file(error))
         sys.exit(MISUSE)
     except _USAGE_ERRORS as error:
-        _show_error(refused) if (refused := _as_setting(error)) else error.show()
+        refused = _as_setting(error) or _without_context(error)
+        _show_error(refused) if refused else error.show()
         sys.exit(MISUSE)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -173,13 +174,21 @@ def _check_words(words: list[str]) -> None:
             )
 
 
+def _without_context(error: Any) -> ConfigError | None:
+    """The error for an option without its value, of which click does not say whose it is."""
+    if error.ctx is not None:
+        return None
+    fix = "python -m finetune --help lists the verbs, and a verb's own --help what its options take"
+    return ConfigError(error.format_message().rstrip("."), fix=fix)
+
+
 def _as_setting(error: Any) -> ConfigError | None:
     """The error for `--max_steps 30`, as scripts of Transformers take settings; else None."""
     from finetune.config.aliases import in_recipe
 
     option = getattr(error, "option_name", "")
     takes_settings = error.ctx and "overrides" in {p.name for p in error.ctx.command.params}
-    if not option.startswith("--") or error.possibilities or not takes_settings:
+    if not option.startswith("--") or not takes_settings or error.possibilities:
         return None
     words = " ".join(sys.argv[1:]).partition(option)[2].replace("=", " ", 1).split()
     value = words[0] if words and not words[0].startswith("--") else "..."

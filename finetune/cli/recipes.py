@@ -238,7 +238,8 @@ def _rows(config: RunConfig) -> tuple[CountedRows | None, str]:
     try:
         return counted_rows(config, sample=True), ""
     except (ModelNotFoundError, DataNotFoundError) as error:
-        if isinstance(error, DataNotFoundError) and config.data.hub is None:
+        is_here = config.model.name.startswith(BUILTIN) or Path(config.model.name).exists()
+        if is_here if isinstance(error, ModelNotFoundError) else config.data.hub is None:
             raise
         return None, error.what
 

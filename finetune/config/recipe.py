@@ -18,6 +18,7 @@ from finetune.config.aliases import in_recipe, plain_dtype
 from finetune.config.lookup import find_recipe
 from finetune.config.refusal import RefusedError
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
+from finetune.config.secrets import check_secrets
 from finetune.config.sft import convert_train
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean
@@ -179,6 +180,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
         )
     overridden = {tuple(_key(item).split(".")): item for item in overrides}
     data = apply_overrides(data, overrides)
+    check_secrets(data)
 
     def where(at: KeyPath) -> str:
         for length in range(len(at), 0, -1):

@@ -32,7 +32,6 @@ OWNED_BY_US = {
     "model_init_kwargs": "the model section decides it",
 }
 """Keys of `trl.SFTConfig` that a recipe may not set, and why."""
-SECRETS = ("hub_token", "push_to_hub_token")
 CHECKPOINTING = "gradient_checkpointing"
 CHECKPOINT_ARGUMENTS = (
     "use_reentrant",
@@ -95,13 +94,6 @@ def convert_train(
     result: dict[str, Any] = {}
     for key, value in train.items():
         at = ("train", key)
-        if key in SECRETS:  # not where: an override would be shown with its value
-            raise ConfigError(
-                f"train.{key} is a secret, and every file of a run may be shared",
-                where=f"train.{key}",
-                why="recipes, receipts and checkpoints are stored in plain text",
-                fix=f"~train.{key}, and set HF_TOKEN in the environment or `hf auth login`",
-            )
         if key in OWNED_BY_US:
             raise ConfigError(
                 f"train.{key} cannot be set here: {OWNED_BY_US[key]}",

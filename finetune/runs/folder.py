@@ -32,6 +32,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from finetune.config.secrets import redacted
 from finetune.config.yaml import parse_yaml, plain_data, read_text
 from finetune.errors import ConfigError, writing
 
@@ -66,8 +67,9 @@ def write_start(folder: Path) -> None:
 
 
 def command_line() -> list[str]:
-    """`sys.argv`; in a notebook `["notebook"]`, since its arguments are those of the kernel."""
-    return ["notebook"] if Path(sys.argv[0]).stem == "ipykernel_launcher" else sys.argv
+    """`sys.argv` without secrets; `["notebook"]` in one, whose arguments are the kernel's."""
+    notebook = Path(sys.argv[0]).stem == "ipykernel_launcher"
+    return ["notebook"] if notebook else redacted(sys.argv)
 
 
 def write_whole(file: Path, text: str) -> None:

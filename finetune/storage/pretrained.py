@@ -81,9 +81,26 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
             values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
             return AutoConfig.for_model(values.pop("model_type"), **values)
     with loading(source):
-        return AutoConfig.from_pretrained(
+        found = AutoConfig.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        _check_shape(found)
+        return found
+
+
+def _check_shape(found: PretrainedConfig) -> None:
+    """Refuse sizes that no decoder has, which building one would not survive.
+
+    Raises:
+        ValueError: names the key of config.json.
+    """
+    text: Any = found.get_text_config(decoder=True)
+    if not hasattr(text, "to_dict"):
+        raise ValueError(f"text_config of config.json is {text!r}, and no configuration")
+    for key, most in (("vocab_size", 2**31), ("num_hidden_layers", 10_000)):
+        size = getattr(text, key, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= most:
+            raise ValueError(f"{key} of config.json is {size!r}, and not from 1 to {most:,}")
 
 
 def vocabulary_of(model: ModelConfig) -> int:
@@ -148,7 +165,7 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
             raise
         note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
         return AutoTokenizer.from_pretrained(TINY_LLAMA), note
-    _check_template(tokenizer, source)
+    _try_out(tokenizer, source)
     token = model.pad_token
     if token is not None and token not in (vocabulary := tokenizer.get_vocab()):
         raise ConfigError(
@@ -163,21 +180,28 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     return tokenizer, ""
 
 
-def _check_template(tokenizer: Any, source: str) -> None:
-    """Refuse a chat template that is broken for every conversation, before one is needed."""
+def _try_out(tokenizer: Any, source: str) -> None:
+    """Refuse a tokenizer or chat template that takes no text at all, before one is needed.
+
+    Raises:
+        ModelNotFoundError: says which of the two, and why.
+    """
     from jinja2 import TemplateError
 
-    if not tokenizer.chat_template:
-        return
-    question = [{"role": "user", "content": "?"}]
+    question: Any = [{"role": "user", "content": "?"}]
+    part, fix = "tokenizer", "download or copy the folder again: its files belong together"
     try:
-        tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        tokenizer("?")
+        if tokenizer.chat_template:
+            part = "chat template"
+            fix = "put a chat_template.jinja that does beside the tokenizer, or remove it: rows of "
+            fix += "text and of prompt and completion need none"
+            tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         said = next(iter(str(error).strip().splitlines()), "")[:LONGEST]
         raise ModelNotFoundError(
-            f"the chat template of {source!r} cannot be used",
+            f"the {part} of {source!r} cannot be used",
             where=f"model.name: {source}",
-            why=f"it does not render a question of one user: {type(error).__name__}: {said}",
-            fix="put a chat_template.jinja that does beside the tokenizer, or remove it: rows of "
-            "text and of prompt and completion need none",
+            why=f"it does not take a question of one user: {type(error).__name__}: {said}",
+            fix=fix,
         ) from error

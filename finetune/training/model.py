@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import ModelConfig, RunConfig
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune.precision.planner import LayerPlan
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""Types of weights in safetensors files that are no codes."""
 
 
 def is_published_fp8(shape: PretrainedConfig) -> bool:
@@ -42,6 +46,26 @@ def _check_complete(source: str, missing: Iterable[str]) -> None:
             fix="download or copy its safetensors files again; model.weights=random draws all of "
             "them",
         )
+
+
+def _check_types(source: str) -> None:
+    """Reject weights of a plain checkpoint that are no floats of 16 bits or more.
+
+    Transformers would cast codes of eight bits, whose scales it does not know of, in silence.
+    """
+    from safetensors import safe_open
+
+    for file in sorted(Path(source).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            kinds = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        if others := {kind: name for name, kind in kinds.items() if kind not in FLOATS}:
+            kind, name = next(iter(others.items()))
+            raise ModelNotFoundError(
+                f"{file.name} has weights of type {kind}",
+                where=f"model.name: {name}",
+                why="config.json has no quantization_config that would say how to read them",
+                fix="download or copy config.json and the safetensors files again, together",
+            )
 
 
 def first_layers(shape: PretrainedConfig, layers: int) -> None:
@@ -179,6 +203,8 @@ def _load_pretrained(
         kwargs["output_loading_info"] = True
         loaded, found = auto_class(shape).from_pretrained(source, **kwargs)
         _check_complete(source, found["missing_keys"])
+        if not hasattr(shape, "quantization_config"):
+            _check_types(source)
     # A checkpoint may itself be in NF4.
     in_nf4 = model.storage == "nf4" or "nf4" in stored_weights(loaded)
     return nf4.prepare(loaded) if in_nf4 else loaded

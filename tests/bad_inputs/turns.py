@@ -18,7 +18,8 @@ PARTS: list[Any] = [
     [{"type": "text", "text": 3}], [{"type": "image", "image": "x.png"}], [{"type": "nothing"}],
     [{"type": "text", "text": None}], ["a", {"type": "text", "text": "b"}],
 ]  # fmt: skip
-"""Contents that are no text."""
+"""Contents that are no text, but for the parts of `TEXT`."""
+TEXT: tuple[Any, ...] = ([], PARTS[-1])
 CALLS: list[Any] = [
     "f", 3, {}, [3], ["f"], [None], [[]], [{}], [{"function": 3}], [{"function": None}],
     [{"function": {}}], [{"function": {"name": None, "arguments": {}}}],
@@ -40,8 +41,8 @@ def _rows() -> list[dict[str, Any]]:
         return {"messages": list(more), **beside}
 
     return [
-        *[turns({"role": "user", "content": part}, ANSWER) for part in PARTS],
-        *[turns(USER, {"role": "assistant", "content": part}) for part in PARTS],
+        *[turns({"role": "user", "content": part}, ANSWER) for part in PARTS if part not in TEXT],
+        *[turns(USER, {"role": "assistant", "content": part}) for part in PARTS[:-1]],
         *[turns(USER, {"role": "assistant", "content": None, "tool_calls": x}) for x in CALLS],
         *[turns(USER, ANSWER, tools=tools) for tools in TOOLS],
         *[turns(USER, ANSWER | {"weight": x}) for x in ("x", [], 0.5, -1, 2, {}, "1")],
@@ -62,10 +63,6 @@ def _rows() -> list[dict[str, Any]]:
         {"prompt": [USER], "completion": [3]}, {"chosen": [USER]}, {"chosen": [ANSWER, 3]},
         {"chosen": 3, "rejected": 4}, {"prompt": [USER], "chosen": [USER, 3]},
     ]  # fmt: skip
-
-
-LEGAL: tuple[dict[str, Any], ...] = ()
-"""Rows of the above that can be trained on."""
 
 
 @st.composite

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 
 from finetune.data.turns import BadRowError, beside, check_answer, turn_of
-from tests.bad_inputs.turns import CALLS, PARTS, TOOLS
-
-PARTED = ([], ["a", {"type": "text", "text": "b"}])
-"""Contents in parts that are text."""
+from tests.bad_inputs.turns import CALLS, PARTS, TEXT, TOOLS
 
 
-@pytest.mark.parametrize("content", [part for part in PARTS if part not in PARTED])
+@pytest.mark.parametrize("content", [part for part in PARTS if part not in TEXT])
 def test_a_content_that_is_no_text_is_refused(content) -> None:
     with pytest.raises(BadRowError, match=r"needs role and content|is no text"):
         turn_of({"role": "user", "content": content})

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from finetune.config.recipe import load_recipe
+from finetune.config.secrets import redacted
 from finetune.errors import ConfigError
 from tests.forked import ended, start
 from tests.run_folders import sign
@@ -79,9 +80,48 @@ def test_no_code_in_a_checkpoint_is_run(tmp_path) -> None:
 
 
 def test_secrets_are_no_settings() -> None:
-    with pytest.raises(ConfigError, match=r"is a secret[\s\S]*HF_TOKEN") as caught:
+    with pytest.raises(ConfigError, match=r"holds a secret[\s\S]*HF_TOKEN") as caught:
         load_recipe("tiny_lora_fp8", ["train.hub_token=hf_mine"])
     assert "hf_mine" not in str(caught.value)
+
+
+PLANTED = "hf_" + "s3cretpl4nted" * 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"train.run_name={PLANTED}",
+        f"train.model_init_kwargs={{token: {PLANTED}}}",
+        "train.accelerator_config={password: s3cretpl4nted}",
+        "train.optim_args=api_key=sk-s3cretpl4nteds3cretpl4nted",
+        f"train.report_to=[{PLANTED}]",
+        "data.path=https://me:s3cretpl4nted@example.org/rows.jsonl",
+        "data.path={https://me:s3cretpl4nted@example.org/rows.jsonl: 1}",
+        "data.name=https://:s3cretpl4nted@example.org/rows",
+        "model.name=https://me:s3cretpl4nted@example.org/model",
+        f"data.prompts=[{PLANTED}]",
+    ],
+)
+def test_secrets_in_other_places_are_refused_and_not_shown(line, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="holds a secret") as caught:
+        load_recipe("tiny_lora_fp8", [line])
+    assert "s3cretpl4nted" not in str(caught.value)
+    recipe = tmp_path / "r.yaml"
+    key, _, value = line.partition("=")
+    section, _, name = key.partition(".")
+    recipe.write_text(f"{section}:\n  {name}: {value}\n")
+    with pytest.raises(ConfigError, match="holds a secret") as caught:
+        load_recipe(str(recipe))
+    assert "s3cretpl4nted" not in str(caught.value)
+
+
+def test_a_kept_command_line_has_no_secret() -> None:
+    words = ["x.py", "--hub-token", PLANTED, f"--api_key={PLANTED}", "train.eos_token=<|end|>",
+             "--out", "https://me:s3cretpl4nted@example.org", "train.seed=1", PLANTED]  # fmt: skip
+    kept = ["x.py", "--hub-token", "***", "--api_key=***", "train.eos_token=<|end|>", "--out",
+            "***", "train.seed=1", "***"]  # fmt: skip
+    assert redacted(words) == kept
 
 
 @pytest.mark.parametrize(
