@@ -41,6 +41,18 @@ def whole(line: str, style: str = "") -> Text:
     return Text(line, style=style, no_wrap=True, overflow="ignore")
 
 
+def as_text(thing: Any) -> str:
+    """What a console shows of an object with `__rich__`, without colors: for its `__str__`."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    console = Console(file=StringIO(), width=output().width, highlight=False)
+    with console.capture() as shown:
+        console.print(thing)
+    return "\n".join(line.rstrip() for line in shown.get().strip("\n").splitlines())
+
+
 def plain_table(
     *titles: str,
     right: Collection[str] = (),

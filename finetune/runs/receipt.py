@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
-from finetune.logging import plain_table, whole
+from finetune.logging import as_text, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
 from finetune.runs.folder import write_whole
 from finetune.units import elapsed, percent, size_of_gib
@@ -200,6 +200,9 @@ class Receipt(JupyterMixin):
     def _verdict(self) -> str:
         return "verified" if self.status == "proven" else self.status
 
+    def __str__(self) -> str:
+        return as_text(self)
+
     def __rich__(self) -> RenderableType:
         """Headline, loud lines, layers by group, trainable parameters, memory."""
         return Group(*self._parts())
@@ -319,6 +322,9 @@ class RunReport(JupyterMixin):
     samples: list[Sample] = field(default_factory=list)
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     interrupted: bool = False
+
+    def __str__(self) -> str:
+        return as_text(self)
 
     def __rich__(self) -> RenderableType:
         """Loss, speed, samples, scores, receipt, and the next command."""

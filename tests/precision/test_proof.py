@@ -183,7 +183,12 @@ def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     for seed in range(2):
         step(accelerator, model, optimizer, seed)
-    precision = get_receipt().precision
+    receipt = get_receipt()
+    lines = str(receipt).splitlines()
+    assert lines[0] == receipt.headline
+    assert lines[1].startswith("! FP8 was requested, BF16 will run")
+    assert any(line.startswith("layers ") for line in lines)
+    precision = receipt.precision
     assert precision["asked"] == "fp8"
     assert precision["ran"] == "bf16"
     assert "BF16 will run" in precision["fallback"]
