@@ -10,12 +10,17 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
+import atexit
+import gc
 import hashlib
 import pickle
 import sys
 from types import SimpleNamespace
 
 import pytest
+
+gc.disable()  # until all is imported: modules are no garbage, and looking takes a tenth of the time
+
 import torch
 
 torch.set_num_threads(1)
@@ -43,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=device.has_fp8.reason))
         if item.get_closest_marker("te") and not engine:
             item.add_marker(pytest.mark.skip(reason=engine.reason))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage among what tests make, not at a million objects of libraries."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or nanobind reports its functions as leaked
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
