@@ -80,13 +80,11 @@ def _clean_session():
 
 
 FORETOLD = (
-    "test_cli",
     "test_estimate",
     "test_families",
     "test_measured_memory",
     "test_one_way",
     "test_rehearsal",
-    "test_training",
 )
 """Files with tests of what a receipt says of expected memory."""
 

@@ -11,6 +11,7 @@ import doctest
 import re
 import shlex
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -323,8 +324,11 @@ def there(cli, tmp_path):
     return cli
 
 
-def slow(wrong: str, right: str) -> Any:
-    return pytest.param(wrong, right, marks=pytest.mark.slow)
+def slow(wrong: str, right: str, mark: Any = pytest.mark.slow) -> Any:
+    return pytest.param(wrong, right, marks=mark)
+
+
+long = partial(slow, mark=pytest.mark.long)
 
 
 TINY = "estimate tiny_full_fp8 --gpu H100"
@@ -338,11 +342,11 @@ COMMANDS = [
     ("cat tiny_full_fb8", "cat tiny_full_fp8"),
     slow("report nothing", "report runs/tiny_full_fp8/20260101-000000-aaaa"),
     ("ls --runs --out nowhere", "ls --runs --out runs"),
-    slow("estimate tiny_full_fp8 --gpus 0", "estimate tiny_full_fp8 --gpus 1"),
+    long("estimate tiny_full_fp8 --gpus 0", "estimate tiny_full_fp8 --gpus 1"),
     slow("estimate tiny_full_fp8 --gpu H10", "estimate tiny_full_fp8 --gpu H100"),
     slow("estimate tiny_full_fp8 --fit gpus", "estimate tiny_full_fp8 --fit gpus --gpu H100"),
-    slow("estimate --gpu H100", "estimate tiny_lora_fp8 --gpu H100"),
-    slow(f"{TINY} train.max_length=null", f"{TINY} train.max_length=512"),
+    long("estimate --gpu H100", "estimate tiny_lora_fp8 --gpu H100"),
+    long(f"{TINY} train.max_length=null", f"{TINY} train.max_length=512"),
     slow(f"{TINY} train.max_length=9999", f"{TINY} train.max_length=512"),
 ]
 """A command that ends with an error, and the one that its fix says."""

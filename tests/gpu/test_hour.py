@@ -74,7 +74,8 @@ def states(out) -> dict[str, str]:
         ),
     ],
 )
-def test_a_process_that_ends_badly_is_a_reason(code, reason, tmp_path) -> None:
+def test_a_process_that_ends_badly_is_a_reason(code, reason, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(hour, "PATIENCE_S", 2)
     started = time.monotonic()
     said = hour.execute([sys.executable, "-c", code], tmp_path, 0.5 if "limit" in reason else 60)
     assert reason in said

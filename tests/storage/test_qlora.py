@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,16 +40,24 @@ SHORT = ("train.max_steps=20", "train.eval_strategy=no", "data.prompts=[hello]")
 
 
 @pytest.fixture(scope="module")
-def reports(made_once):
-    """QLoRA and its LoRA sibling, 20 steps each."""
+def report(made_once):
+    """A function that gives 20 steps of QLoRA, or of its LoRA sibling."""
 
-    def make(folder: Path) -> dict:
-        return {
-            name: train(load_recipe(f"tiny_{name}_bf16", SHORT), out=folder, console=QUIET)
-            for name in ("qlora", "lora")
-        }
+    def of(name: str):
+        recipe = load_recipe(f"tiny_{name}_bf16", SHORT)
+        return made_once(name, lambda folder: train(recipe, out=folder, console=QUIET))
 
-    return made_once("QLoRA and LoRA", make)
+    return of
+
+
+@pytest.fixture(scope="module")
+def qlora(report):
+    return report("qlora")
+
+
+@pytest.fixture(scope="module")
+def lora(report):
+    return report("lora")
 
 
 @pytest.fixture
@@ -74,20 +81,19 @@ def held_bytes(layer) -> int:
 
 
 @pytest.mark.long
-def test_it_ends_where_lora_over_a_plain_base_ends(reports) -> None:
-    qlora, lora = reports["qlora"], reports["lora"]
+def test_it_ends_where_lora_over_a_plain_base_ends(qlora, lora) -> None:
     assert qlora.eval_loss == pytest.approx(lora.eval_loss, rel=0.03)
     assert qlora.eval_loss != lora.eval_loss
     assert qlora.final_loss < 0.5 * qlora.first_loss
     assert qlora.samples[0].answer
 
 
-def test_the_receipt_proves_it_and_tells_the_storage(reports) -> None:
-    receipt = json.loads((reports["qlora"].folder / "receipt.json").read_text())
+def test_the_receipt_proves_it_and_tells_the_storage(qlora) -> None:
+    receipt = json.loads((qlora.folder / "receipt.json").read_text())
     assert receipt["status"] == "proven"
     assert receipt["precision"]["ran"] == "bf16"
     assert receipt["precision"]["storage"] == {"nf4": LAYERS}
-    assert f"{LAYERS} weights stored in nf4" in reports["qlora"].receipt.headline
+    assert f"{LAYERS} weights stored in nf4" in qlora.receipt.headline
     base = [row for row in receipt["layers"] if row["role"] == "base"]
     assert len(base) == LAYERS
     assert {(row["fprop"], row["wgrad"]) for row in base} == {("bf16", "none")}
@@ -98,19 +104,21 @@ def test_the_receipt_proves_it_and_tells_the_storage(reports) -> None:
     assert not [row for row in adapters if "nf4" in row["reason"]]
 
 
-def test_the_plain_sibling_trains_the_same_and_stores_nothing(reports) -> None:
-    qlora, lora = (reports[name].receipt for name in ("qlora", "lora"))
+@pytest.mark.slow
+def test_the_plain_sibling_trains_the_same_and_stores_nothing(qlora, lora) -> None:
+    qlora, lora = qlora.receipt, lora.receipt
     assert qlora.trainable == lora.trainable
     assert lora.precision["storage"] == {}
     flops = [[(row.name, row.flops, row.calls) for row in r.layers] for r in (qlora, lora)]
     assert flops[0] == flops[1], "the witness sees products of 4-bit weights like any other"
 
 
-def test_the_adapter_is_an_ordinary_float32_one(reports) -> None:
+@pytest.mark.slow
+def test_the_adapter_is_an_ordinary_float32_one(qlora, lora) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folders = [reports[name].folder / "model" for name in ("qlora", "lora")]
+    folders = [run.folder / "model" for run in (qlora, lora)]
     ours, plain = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert {k: (v.shape, v.dtype) for k, v in ours.items()} == {
         k: (v.shape, v.dtype) for k, v in plain.items()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -118,13 +117,13 @@ def test_nothing_prepared_is_stopped_at_the_first_step(make_llama, setup_backend
     optimizer.step()
 
 
-@pytest.mark.slow
-def test_nothing_prepared_is_said_at_the_end() -> None:
-    script = "from finetune import setup_fp8_mixed_precision_training as s\ns('emulated', cpu=True)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert "no model was prepared: nothing ran in FP8" in done.stderr
+def test_nothing_prepared_is_said_at_the_end(setup_backend, monkeypatch, capsys) -> None:
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    setup_backend("emulated")
+    (say,) = (call for call in at_exit if call.__module__ == "finetune.training.hook")
+    say()
+    assert "no model was prepared: nothing ran in FP8" in capsys.readouterr().err
 
 
 def test_processes_that_would_train_alone(make_llama, setup_backend, monkeypatch) -> None:

@@ -124,7 +124,8 @@ def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     """Delayed scaling state is stored beside the checkpoint: resuming changes no bit."""
     overrides = [
         "train.max_steps=8", "train.save_strategy=steps", "train.save_steps=4",
-        "train.logging_steps=1",
+        "train.logging_steps=1", "train.eval_strategy=no", "data.prompts=[hello]",
+        "data.max_rows=64",
     ]  # fmt: skip
     whole = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
     checkpoint = whole.folder / "checkpoints" / "checkpoint-4"
@@ -226,8 +227,14 @@ def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
     assert "tok/s" in shown
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.long),  # and in tests/benchmarks/faults.py
+    ],
+    ids=lambda number: number.name,
+)
 def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> None:
     """In step 3: the step ends, a checkpoint is there, and the run goes on from it."""
     from finetune.training import callbacks
