@@ -91,6 +91,8 @@ def test_both_sides_of_a_comparison_decide_alike() -> None:
 
 @pytest.mark.slow
 def test_a_run_says_what_was_decided(cli) -> None:
-    done = cli("tiny_full_fp8", OPEN, "train.max_steps=3", "eval.samples=false")
+    done = cli(
+        "tiny_full_fp8", OPEN, "train.max_steps=3", "eval.samples=false", "train.eval_strategy=no"
+    )
     assert done.code == 0
     assert "gradient checkpointing: off, memory is enough without" in done.out

@@ -50,6 +50,10 @@ SMALL = (
 )
 
 
+TRAINING_ALONE = ("train.eval_strategy=no", "eval.samples=false")
+"""Less than half the time of a short run, for tests that do not look at evaluation."""
+
+
 @pytest.fixture(scope="session")
 def tiny_gpt2(tmp_path_factory) -> str:
     """A folder with a two-layer GPT-2 shape and the packaged tokenizer."""
@@ -124,8 +128,7 @@ def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     """Delayed scaling state is stored beside the checkpoint: resuming changes no bit."""
     overrides = [
         "train.max_steps=8", "train.save_strategy=steps", "train.save_steps=4",
-        "train.logging_steps=1", "train.eval_strategy=no", "data.prompts=[hello]",
-        "data.max_rows=64",
+        "train.logging_steps=1", "data.max_rows=64", *TRAINING_ALONE,
     ]  # fmt: skip
     whole = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
     checkpoint = whole.folder / "checkpoints" / "checkpoint-4"
@@ -151,7 +154,8 @@ def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
 def test_saved_weights_are_plain_hugging_face_weights(tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
-    recipe = load_recipe("tiny_full_fp8", ["train.max_steps=2", "train.warmup_steps=0"])
+    overrides = ["train.max_steps=2", "train.warmup_steps=0", *TRAINING_ALONE]
+    recipe = load_recipe("tiny_full_fp8", overrides)
     report = train(recipe, out=tmp_path, console=QUIET)
     base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA)
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -167,7 +171,7 @@ def test_own_data_file(tmp_path) -> None:
     file = tmp_path / "mine.jsonl"
     rows = [{"question": f"What is {i}?", "answer": f"It is number {i}."} for i in range(24)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    overrides = [f"data.path={file}", "train.max_steps=3", "train.warmup_steps=0"]
+    overrides = [f"data.path={file}", "train.max_steps=3", "train.warmup_steps=0", *TRAINING_ALONE]
     report = train(load_recipe("tiny_lora_fp8", overrides), out=tmp_path / "runs", console=QUIET)
     assert report.receipt.status == "proven"
     adapter = Path(report.folder / "model" / "adapter_model.safetensors")
@@ -248,6 +252,7 @@ def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> Non
 
     monkeypatch.setattr(callbacks.MetricsWriter, "on_log", on_log)
     overrides = ["train.max_steps=8", "train.logging_steps=1", "train.warmup_steps=0"]
+    overrides += TRAINING_ALONE
     report = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
     assert report.interrupted
     receipt = json.loads((report.folder / "receipt.json").read_text())
