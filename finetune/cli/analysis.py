@@ -57,6 +57,9 @@ def benchmark(
             fix="in a clone of the repository: "
             f"python -m tests.benchmarks.ladder {ladder} {recipe} [--only STEP]",
         )
+    from finetune.config.recipe import find_recipe
+
+    find_recipe(recipe)  # before torch is imported
     from finetune.analysis.benchmark.benchmark import benchmark as measure
 
     progress = output(stderr=True)

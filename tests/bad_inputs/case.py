@@ -23,9 +23,9 @@ from typing import NamedTuple
 MEMORY = 6 << 30
 """Bytes of address space that a case may take besides what its parent has."""
 LARGE = 1 << 18
-PATIENCE = 6
+PATIENCE = 20
 """Longest time of a case in multiples of its limit, which is one of CPU time."""
-FIXES = re.compile(r"^  fix: +\S|^Try '.+--help'", re.MULTILINE)
+FIXES = re.compile(r"^  fix: +\S|^Try '.+ (--help|-h)'", re.MULTILINE)
 """An error's way out: ours, or that of an unknown option."""
 
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
+import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -65,27 +68,57 @@ TITLES = {
 }  # fmt: skip
 
 
-def tried(chosen: Iterable[Case], folder: Path, prepared: dict[str, Path]) -> list[Outcome]:
-    """Try cases one after the other, until Ctrl-C; failures are printed as they come."""
+def tried(
+    chosen: Iterable[Case], folder: Path, prepared: dict[str, Path], jobs: int
+) -> list[Outcome]:
+    """Try cases, until Ctrl-C; failures are printed as they come.
+
+    Args:
+        jobs: processes that share the cases which need torch, which is imported before they start.
+    """
     found: list[Outcome] = []
     with contextlib.suppress(KeyboardInterrupt):
-        _try_all(chosen, folder, prepared, found)
+        numbered = iter(enumerate(chosen))
+        for number, case in numbered:
+            if case.needs_torch:
+                numbered = itertools.chain([(number, case)], numbered)
+                break
+            found.append(_try(number, case, folder, prepared))
+        for name in PRELOADED:
+            importlib.import_module(name)
+        rest = list(numbered)
+        parts = [(folder / f"part-{i}", rest[i::jobs]) for i in range(jobs)]
+        workers = [_started(target, part, folder, prepared) for target, part in parts]
+        for worker in workers:
+            os.waitpid(worker, 0)
+        for target, _ in parts:
+            found += pickle.loads(target.read_bytes())
     return found
 
 
-def _try_all(
-    chosen: Iterable[Case], folder: Path, prepared: dict[str, Path], found: list[Outcome]
-) -> None:
-    for number, case in enumerate(chosen):
-        if case.needs_torch and "torch" not in sys.modules:
-            for name in PRELOADED:
-                importlib.import_module(name)
-        found.append(attempt(case, folder / f"case-{number}", prepared, LIMIT))
-        last = found[-1]
-        if last.faults:
-            said = last.err.strip()[-1500:]
-            print(f"{','.join(last.faults)} [{case.kind}] code {last.code} {last.seconds:.1f} s")
-            print(f"    {case}\n    {said}\n".encode(errors="replace").decode(), flush=True)
+def _started(
+    target: Path, part: list[tuple[int, Case]], folder: Path, prepared: dict[str, Path]
+) -> int:
+    """A process that tries cases one after the other and leaves their outcomes in a file."""
+    if worker := os.fork():
+        return worker
+    found: list[Outcome] = []
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            for number, case in part:
+                found.append(_try(number, case, folder, prepared))
+    finally:
+        target.write_bytes(pickle.dumps(found))
+        os._exit(0)
+
+
+def _try(number: int, case: Case, folder: Path, prepared: dict[str, Path]) -> Outcome:
+    last = attempt(case, folder / f"case-{number}", prepared, LIMIT)
+    if last.faults:
+        said = last.err.strip()[-1500:]
+        print(f"{','.join(last.faults)} [{case.kind}] code {last.code} {last.seconds:.1f} s")
+        print(f"    {case}\n    {said}\n".encode(errors="replace").decode(), flush=True)
+    return replace(last, out="", err=last.err[-3000:])
 
 
 def table_of(found: list[Outcome]) -> Table:
@@ -110,6 +143,7 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
     parser.add_argument(
         "--kinds", default="", help="words with commas: only kinds with one of them"
     )
+    parser.add_argument("--jobs", type=int, default=2, help="processes that try cases")
     parser.add_argument("--quick", action="store_true", help="nothing that needs a trained run")
     parser.add_argument("--prepared", type=Path, help="where to keep trained runs for another time")
     options = parser.parse_args(arguments)
@@ -124,7 +158,7 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
         chosen = (
             case for case in drawn if any(word in case.kind for word in options.kinds.split(","))
         )
-        found = tried(chosen, Path(place), prepared)
+        found = tried(chosen, Path(place), prepared, options.jobs)
     Console(width=160).print(table_of(found))
     counts = {name: sum(getattr(one, name) for one in found) for name in COUNTS}
     counts = {"cases": len(found), **counts, "seconds": round(time.monotonic() - begun)}
