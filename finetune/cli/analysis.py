@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
 from finetune.config.paths import user_path
-from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
-from finetune.runs.folder import make_folder
 
 NOTHING_MEASURED, MOST_STEPS = 1, 100_000
 
@@ -80,6 +77,8 @@ def benchmark(
     elif as_csv:
         sys.stdout.write(found.to_csv())
     else:
+        from rich.console import Console
+
         console = Console(highlight=False, width=max(120, Console().width))
         console.print(found)
         console.print(whole(f"rows: {found.folder}/benchmark.json and .csv"), crop=False)
@@ -206,6 +205,9 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Show what runs in FP8, where the time goes, and why."""
+    from finetune.config.recipe import load_recipe
+    from finetune.runs.folder import make_folder
+
     checked = load_recipe(recipe, overrides or ())
     if out is not None:
         make_folder(out, out)

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from finetune.cli import AsJson, Overrides, RecipeName
-from finetune.config.recipe import load_recipe
 from finetune.errors import writing
 from finetune.logging import busy, output, whole
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
     from finetune.data.ledger import CountedRows
 
 TRAINED, CONTEXT = "bold green", "dim"
@@ -30,6 +30,11 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Count rows and tokens, and show which ones are trained on."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from finetune.config.recipe import load_recipe
+
     checked = load_recipe(recipe, overrides or ())
     console = output(stderr=as_json)
     with busy(console, f"loading libraries for {checked.name}"):
@@ -62,6 +67,8 @@ def data(
 
 def show_ledger(console: Console, found: CountedRows) -> None:
     """Print what rows are, what is worth a warning, and their counts."""
+    from rich.text import Text
+
     console.print(f"data: {found.rows.description}", highlight=False)
     for line in found.rows.notes:
         console.print(Text(f"! {line}", style="yellow"))
@@ -74,6 +81,8 @@ def _decoded(tokenizer: Any, row: dict[str, Any], *, bracketed: bool) -> Text:
 
     Spans are decoded together: a character may have several tokens.
     """
+    from rich.text import Text
+
     text, ids, labels = Text(), row["input_ids"], row["labels"]
     start = 0
     for end in range(1, len(ids) + 1):

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from finetune.cli import AsJson, Overrides
-from finetune.config.recipe import load_recipe
-from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
 from finetune.logging import busy, output
 
 if TYPE_CHECKING:
+    from finetune.config.schema import RunConfig
     from finetune.estimator.search import Choices, Largest
 
 
@@ -80,6 +79,8 @@ def estimate(
         raise ConfigError(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
         )
+    from finetune.config.recipe import load_recipe
+
     checked = load_recipe(recipe, overrides or ())
     with busy(output(stderr=True), f"simulating a step of {checked.name}"):
         from finetune.estimator import estimate as estimator

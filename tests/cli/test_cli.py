@@ -45,7 +45,7 @@ print(json.dumps(found))
 
 
 def test_looking_around_imports_no_torch(tmp_path):
-    quick = [[], ["--help"], ["--version"], ["ls"], ["ls", "--json"], ["ls", "--help"]]
+    quick = [[], ["--help"], ["--version"], ["ls"], ["ls", "--json"], ["estimate", "--help"]]
     typed = [["cat", "tiny_lora_fp8"], ["cp", "tiny_lora_fp8", str(tmp_path)]]
     done = json.loads(process("-c", IMPORTS, json.dumps([*quick, *typed])).stdout)
     assert [done[" ".join(words)] for words in quick] == [[]] * len(quick)

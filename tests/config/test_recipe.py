@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -595,3 +596,11 @@ def test_infinity_survives_writing_and_reading(load):
     config = load(BASE, "train.max_grad_norm=inf")
     assert config.train["max_grad_norm"] == float("inf")
     assert read_back(config) == config
+
+
+def test_where_torch_is_imported_already_nothing_is_frozen():
+    """A model among the frozen objects would keep its memory for ever."""
+    frozen = gc.get_freeze_count()
+    convert_train({})
+    assert gc.get_freeze_count() == frozen
+    assert gc.isenabled()
