@@ -20,7 +20,7 @@ import site_reference
 
 import finetune
 from finetune import setup_fp8_mixed_precision_training
-from finetune.config import refusal
+from finetune.config import section
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import DataConfig
 from finetune.errors import ConfigError, FinetuneError, PrecisionError
@@ -47,7 +47,7 @@ def ways(fix: str) -> list[list[str]]:
 
 
 def test_the_examples() -> None:
-    assert doctest.testmod(refusal).failed == 0
+    assert doctest.testmod(section).failed == 0
     assert ways.__doc__
     runner = doctest.DocTestRunner()
     for example in doctest.DocTestFinder().find(ways, globs={"ways": ways}):

@@ -106,10 +106,10 @@ def estimate(
     if not isinstance(result, estimator.Estimate):
         console.print(result)
         return
-    console.print(*result.parts(), sep="\n")
+    console.print(*result.answer(), sep="\n")
     with busy(output(stderr=True), "comparing settings"):
-        last = [*result.last_parts()]
-    for part in last:
+        gains = [*result.gains()]
+    for part in gains:
         console.print(part)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from finetune.config.refusal import RefusedError
-from finetune.config.section import Section
+from finetune.config.section import RefusedError, Section
 
 
 class CheckpointsConfig(Section):

@@ -14,8 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from finetune.config.refusal import RefusedError
-from finetune.config.section import Section
+from finetune.config.section import RefusedError, Section
 
 BUILTIN = "builtin:"
 """Prefix of models and data sets that ship inside the package, such as `builtin:tiny_llama`."""

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
 from finetune.config.lookup import find_recipe
-from finetune.config.refusal import RefusedError
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.config.secrets import check_secrets
+from finetune.config.section import RefusedError
 from finetune.config.sft import convert_train
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean

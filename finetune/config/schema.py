@@ -22,8 +22,7 @@ from pydantic import (
 from finetune.config.checkpoints import CheckpointsConfig, ResumeConfig
 from finetune.config.data import BUILTIN as BUILTIN
 from finetune.config.data import DataConfig, EvalConfig
-from finetune.config.refusal import RefusedError
-from finetune.config.section import Section
+from finetune.config.section import RefusedError, Section
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 _TORCH_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

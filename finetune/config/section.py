@@ -1,7 +1,8 @@
-"""Base of the sections of a recipe."""
+"""Base of the sections of a recipe: checks of any value, refusals, and patterns over names."""
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -63,3 +64,53 @@ def check_text(value: Any) -> None:
         for key, item in value.items():
             check_text(key)
             check_text(item)
+
+
+class RefusedError(ValueError):
+    """Values of a section that do not go together, with the settings that solve it.
+
+    Args:
+        what: sentence on what is wrong.
+        ways: each alone is enough: `key=value` to set, `~key` to leave out, several with spaces.
+
+    >>> print(RefusedError("margin belongs to delayed scaling", "scaling=delayed", "~margin"))
+    margin belongs to delayed scaling; set scaling=delayed or leave margin out
+    >>> RefusedError("margin is idle", "~margin", "eval=high ~keep").typed("precision")
+    '~precision.margin, or precision.eval=high ~precision.keep'
+    """
+
+    def __init__(self, what: str, *ways: str) -> None:
+        self.what, self.ways = what, ways
+        super().__init__(f"{what}; {' or '.join(map(_in_words, ways))}")
+
+    def typed(self, section: str) -> str:
+        """The settings as they are typed on the command line."""
+        return ", or ".join(
+            " ".join(
+                f"{'~' * word.startswith('~')}{section}.{word.removeprefix('~')}"
+                for word in way.split()
+            )
+            for way in self.ways
+        )
+
+
+def _in_words(way: str) -> str:
+    return " and ".join(
+        f"leave {word[1:]} out" if word.startswith("~") else f"set {word}" for word in way.split()
+    )
+
+
+def matches(pattern: str, name: str) -> bool:
+    """True if a pattern names this module: the whole name, or any run of its parts.
+
+    Such are those of `precision.keep`, `model.freeze` and `lora.exclude_modules`.
+    `layers.0` names `model.layers.0.mlp.up_proj`, and so do `mlp`, `*_proj` and `layers.0.mlp`.
+    """
+    if fnmatch.fnmatchcase(name, pattern):
+        return True
+    parts = name.split(".")
+    width = pattern.count(".") + 1
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
+        for i in range(len(parts) - width + 1)
+    )

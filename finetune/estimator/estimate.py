@@ -127,10 +127,10 @@ class Estimate(JupyterMixin):
         }
 
     def __rich__(self) -> RenderableType:
-        return Group(*self.parts(), *self.last_parts())
+        return Group(*self.answer(), *self.gains())
 
-    def parts(self) -> Iterator[RenderableType]:
-        """The answer."""
+    def answer(self) -> Iterator[RenderableType]:
+        """Memory, time and alternatives of the run."""
         measured, held, memory = self.measured, self.measured.footprint, self.place.memory_bytes
         need = f"{_size(held.shown)} of {_size(memory)}"
         if self.fit == "does not fit":
@@ -160,8 +160,8 @@ class Estimate(JupyterMixin):
         for note in self.notes:
             yield Text(f"! {note}", "yellow")
 
-    def last_parts(self) -> Iterator[RenderableType]:
-        """What takes as long again as the answer itself."""
+    def gains(self) -> Iterator[RenderableType]:
+        """Gains in speed by setting, which take as long again as the answer."""
         if self.ladder:
             yield Text()
             yield rungs_table(self.ladder)

@@ -15,9 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PretrainedConfig
 
-from finetune.config.ranges import check_batch
 from finetune.config.schema import RunConfig
-from finetune.config.sft import decides_checkpointing, with_checkpointing
+from finetune.config.sft import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, PlanError
 from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint

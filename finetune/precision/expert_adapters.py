@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from finetune.precision.backends.base import ObservedMixin, Owner
-from finetune.precision.experts import Adapter, ExpertsMixin, stored_names
+from finetune.precision.experts import ExpertsMixin, stored_names
 from finetune.precision.layers import are_served_experts, declared_matmuls
+from finetune.precision.lora import Adapter
 from finetune.precision.stored import refuse_merge
 from finetune.precision.swap import Swapped, swap
 

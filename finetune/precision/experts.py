@@ -31,6 +31,7 @@ from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.contractions import group_sizes
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import are_served_experts, compute_dtype, declared_matmuls
+from finetune.precision.lora import Adapter
 from finetune.precision.stored import Fp8Bits, moving
 from finetune.precision.swap import Swapped, swap
 from finetune.precision.weights import (
@@ -65,15 +66,6 @@ class Routing(NamedTuple):
     expert: Tensor
     ends: Tensor
     sizes: list[int] | None
-
-
-class Adapter(NamedTuple):
-    """Masters [r·E, K] and [N, r·E] of an adapter on a stack, its s, and their names."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-    owners: tuple[Owner, Owner]
 
 
 class FrozenExperts(torch.autograd.Function):

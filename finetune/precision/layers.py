@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from finetune.config.patterns import matches
+from finetune.config.section import matches
 from finetune.errors import PlanError, did_you_mean, some
 
 Role = Literal["base", "head", "adapter", "router"]

@@ -51,6 +51,8 @@ from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop
 class Adapter(NamedTuple):
     """Masters [r, K] and [N, r] of an adapter, its s, and their names for observers of GEMMs.
 
+    Those of an adapter on a stack of E experts are [r·E, K] and [N, r·E].
+
     Attributes:
         low: both in the compute type, or () where they have not been cast.
     """

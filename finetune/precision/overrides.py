@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from finetune.config.patterns import matches
 from finetune.config.schema import Compute, PrecisionConfig
+from finetune.config.section import matches
 from finetune.errors import PlanError
 from finetune.precision.layers import matched
 from finetune.precision.swap import Swapped, weight_matrix

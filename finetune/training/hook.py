@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.aliases import as_arguments, in_script
-from finetune.config.refusal import RefusedError
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
+from finetune.config.section import RefusedError
 from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean
 from finetune.runs.receipt import Receipt
 from finetune.training import session

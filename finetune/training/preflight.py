@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.optimizers import check_optimizer
-from finetune.config.ranges import check_batch
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
-from finetune.config.sft import decides_checkpointing, with_checkpointing
+from finetune.config.sft import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, Resolution, resolve
 from finetune.hardware.requirements import check_extras, check_optimizer_here

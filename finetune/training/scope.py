@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from finetune.config.patterns import matches
 from finetune.config.schema import LoraSection, RunConfig
+from finetune.config.section import matches
 from finetune.errors import ConfigError, did_you_mean, some
 from finetune.precision.layers import (
     iter_linears,

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from finetune.config.paths import shipped_shape, shipped_shapes
-from finetune.config.ranges import MOST_TOKENS
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
+from finetune.config.sft import MOST_TOKENS
 from finetune.data.dataset import MASKING
 from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
 from finetune.storage.pretrained import locate

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from finetune.analysis.compare.result import Comparison, as_text
-from finetune.analysis.report.answers import EMPTY
 from finetune.analysis.report.curves import (
     SHARED_BUCKETS,
     curve,
@@ -44,7 +43,7 @@ from finetune.analysis.report.elements import (
     fixed,
     signed,
 )
-from finetune.analysis.report.run_source import RunSource
+from finetune.analysis.report.run_source import EMPTY, RunSource
 from finetune.runs.folder import COMPARISON as FILE
 from finetune.runs.lookup import is_run
 from finetune.runs.names import without_paths

@@ -41,10 +41,16 @@ from finetune.analysis.report.elements import (
     figure,
     fixed,
 )
-from finetune.analysis.report.figures import DARK, FOREST_ROW, LIGHT, TEMPLATES, Drawing
+from finetune.analysis.report.figures import (
+    DARK,
+    FOREST_ROW,
+    LIGHT,
+    TEMPLATES,
+    Drawing,
+    draw_summary,
+)
 from finetune.analysis.report.run_page import names_of, run_page, several_page
 from finetune.analysis.report.run_source import RunSource
-from finetune.analysis.report.summary import draw_summary
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError, writing
 from finetune.runs.folder import COMPARISON, Run

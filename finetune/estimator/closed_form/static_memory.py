@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from finetune.config.optimizers import Optimizer, state_bytes
-from finetune.config.patterns import matches
 from finetune.config.schema import LoraSection, RunConfig
+from finetune.config.section import matches
 from finetune.estimator.closed_form.decoder import Decoder
 from finetune.storage.sizes import fp8_bytes, stored_bytes
 from finetune.units import MEMORY, size

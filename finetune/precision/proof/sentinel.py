@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,6 @@ from finetune.precision.layers import iter_linears
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan
 from finetune.precision.proof.movement import local_part
-from finetune.precision.proof.remedies import remedy
 
 Flops = dict[tuple[str, str], int]
 """(Layer, precision) -> FLOPs of the witnessed micro-step."""
@@ -322,3 +321,36 @@ def _is_converted(module: nn.Module) -> bool:
 def _has_gradient(parameter: nn.Parameter) -> bool:
     gradient = parameter.grad
     return gradient is not None and bool((local_part(gradient) != 0).any())
+
+
+def remedy(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> str:
+    """Return the fix of a proof's error.
+
+    Args:
+        requested: compute type of the run.
+        training: False if the model was in evaluation mode.
+        silent: True if layers were called and multiplied nothing.
+        roles: roles of the layers that ran in another type.
+    """
+    if not training:
+        return (
+            "model.train() before the step: in evaluation mode (model.eval()) layers multiply in "
+            "high precision"
+        )
+    if requested == "fp32":
+        return "model.dtype=float32, and no autocast around the step"
+    if roles == {"head"}:
+        return (
+            "leave `output` out of precision.map: SFTTrainer multiplies the output head inside its "
+            "loss, past the head's layer"
+        )
+    if silent:
+        return (
+            "call the layer, since what is multiplied outside of it stays in high precision; a "
+            "declared parameter is multiplied itself or as a view (autocast casts it), not as a "
+            "copy"
+        )
+    return (
+        "replace or move layers before the model is prepared, and call the prepared model itself; "
+        "the plan is shown by `python -m finetune validate RECIPE`"
+    )
