@@ -102,115 +102,82 @@ def by_length(completions: list[str], **_: Any) -> list[float | None]:
 Make = Callable[[Workshop, str], Trainer]
 
 
+def _of_trl(
+    kind: Any, config: Any, shop: Workshop, method: str, rows: Dataset, settings: Any, **own: Any
+) -> Trainer:
+    """One of TRL's trainers, with `settings` of its configuration and arguments of its own."""
+    task = own.pop("task", "CAUSAL_LM")
+    return kind(
+        model=own.pop("model", None) or shop.policy(),
+        args=config(str(shop.folder), **COMMON, **settings),
+        train_dataset=rows,
+        processing_class=shop.tokenizer,
+        peft_config=adapters(method, task),
+        **own,
+    )
+
+
 def sft(shop: Workshop, method: str) -> Trainer:
     from trl import SFTConfig, SFTTrainer
 
-    return SFTTrainer(
-        model=shop.policy(),
-        args=SFTConfig(str(shop.folder), max_length=64, **COMMON),
-        train_dataset=shop.rows(text=text),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method),
-    )
+    rows, settings = shop.rows(text=text), {"max_length": 64}
+    return _of_trl(SFTTrainer, SFTConfig, shop, method, rows, settings)
 
 
-def _preferences(shop: Workshop) -> Dataset:
-    return shop.rows(
+def dpo(shop: Workshop, method: str, *, given: bool = False, **settings: Any) -> Trainer:
+    from trl import DPOConfig, DPOTrainer
+
+    rows = shop.rows(
         prompt=text, chosen=lambda i: " " + text(i + 5, 4), rejected=lambda i: " " + text(i + 9, 3)
     )
-
-
-def dpo(shop: Workshop, method: str, **settings: Any) -> Trainer:
-    from trl import DPOConfig, DPOTrainer
-
-    return DPOTrainer(
-        model=shop.policy(),
-        args=DPOConfig(str(shop.folder), max_length=64, **COMMON, **settings),
-        train_dataset=_preferences(shop),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method),
-    )
-
-
-def dpo_given(shop: Workshop, method: str) -> Trainer:
-    from trl import DPOConfig, DPOTrainer
-
-    return DPOTrainer(
-        model=shop.policy(),
-        ref_model=shop.policy(),
-        args=DPOConfig(str(shop.folder), max_length=64, **COMMON),
-        train_dataset=_preferences(shop),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method),
-    )
+    own = {"ref_model": shop.policy()} if given else {}
+    settings = {"max_length": 64, **settings}
+    return _of_trl(DPOTrainer, DPOConfig, shop, method, rows, settings, **own)
 
 
 def kto(shop: Workshop, method: str, *, given: bool = False) -> Trainer:
     from trl import KTOConfig, KTOTrainer
 
-    return KTOTrainer(
-        model=shop.policy(),
-        ref_model=shop.policy() if given else None,
-        args=KTOConfig(str(shop.folder), max_length=64, **COMMON),
-        train_dataset=shop.rows(
-            prompt=text, completion=lambda i: " " + text(i + 5, 4), label=lambda i: i % 2 == 0
-        ),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method),
+    rows = shop.rows(
+        prompt=text, completion=lambda i: " " + text(i + 5, 4), label=lambda i: i % 2 == 0
     )
+    reference = shop.policy() if given else None
+    settings = {"max_length": 64}
+    return _of_trl(KTOTrainer, KTOConfig, shop, method, rows, settings, ref_model=reference)
 
 
 def reward(shop: Workshop, method: str) -> Trainer:
     from trl import RewardConfig, RewardTrainer
 
-    return RewardTrainer(
-        model=shop.classifier(1),
-        args=RewardConfig(str(shop.folder), max_length=64, **COMMON),
-        train_dataset=shop.rows(chosen=text, rejected=lambda i: text(i + 9, 5)),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method, "SEQ_CLS"),
-    )
+    rows = shop.rows(chosen=text, rejected=lambda i: text(i + 9, 5))
+    own = {"model": shop.classifier(1), "task": "SEQ_CLS"}
+    return _of_trl(RewardTrainer, RewardConfig, shop, method, rows, {"max_length": 64}, **own)
 
 
 def grpo(shop: Workshop, method: str, **settings: Any) -> Trainer:
     from trl import GRPOConfig, GRPOTrainer
 
-    rewards = settings.pop("reward_funcs", by_length)
-    return GRPOTrainer(
-        model=shop.policy(),
-        reward_funcs=rewards,
-        args=GRPOConfig(str(shop.folder), **GENERATION, **COMMON, **settings),
-        train_dataset=shop.rows(prompt=text),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method),
-        reward_processing_classes=shop.tokenizer if isinstance(rewards, str) else None,
-    )
+    rows, rewards = shop.rows(prompt=text), settings.pop("reward_funcs", by_length)
+    own = {
+        "reward_funcs": rewards,
+        "reward_processing_classes": shop.tokenizer if isinstance(rewards, str) else None,
+    }
+    return _of_trl(GRPOTrainer, GRPOConfig, shop, method, rows, GENERATION | settings, **own)
 
 
 def rloo(shop: Workshop, method: str, **settings: Any) -> Trainer:
     from trl import RLOOConfig, RLOOTrainer
 
-    return RLOOTrainer(
-        model=shop.policy(),
-        reward_funcs=by_length,
-        args=RLOOConfig(str(shop.folder), **GENERATION, **COMMON, **settings),
-        train_dataset=shop.rows(prompt=text),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method),
-    )
+    rows, own = shop.rows(prompt=text), {"reward_funcs": by_length}
+    return _of_trl(RLOOTrainer, RLOOConfig, shop, method, rows, GENERATION | settings, **own)
 
 
 def distillation(shop: Workshop, method: str) -> Trainer:
     from trl import DistillationConfig, DistillationTrainer
 
-    return DistillationTrainer(
-        model=shop.policy(),
-        teacher_model=shop.policy("teacher"),
-        args=DistillationConfig(str(shop.folder), max_completion_length=8, **COMMON),
-        train_dataset=shop.rows(prompt=text),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method),
-    )
+    rows, own = shop.rows(prompt=text), {"teacher_model": shop.policy("teacher")}
+    settings = {"max_completion_length": 8}
+    return _of_trl(DistillationTrainer, DistillationConfig, shop, method, rows, settings, **own)
 
 
 def gkd(shop: Workshop, method: str) -> Trainer:
@@ -222,14 +189,9 @@ def gkd(shop: Workshop, method: str) -> Trainer:
             {"role": "assistant", "content": text(i + 5, 4)},
         ]
 
-    return GKDTrainer(
-        model=shop.policy(),
-        teacher_model=shop.policy("teacher"),
-        args=GKDConfig(str(shop.folder), max_length=64, max_new_tokens=8, **COMMON),
-        train_dataset=shop.rows(messages=messages),
-        processing_class=shop.tokenizer,
-        peft_config=adapters(method),
-    )
+    rows, own = shop.rows(messages=messages), {"teacher_model": shop.policy("teacher")}
+    settings = {"max_length": 64, "max_new_tokens": 8}
+    return _of_trl(GKDTrainer, GKDConfig, shop, method, rows, settings, **own)
 
 
 def _adapted(model: Any, method: str, task: str | None = None) -> Any:
@@ -326,7 +288,7 @@ def speech_seq2seq(shop: Workshop, method: str) -> Trainer:
 TRAINERS: dict[str, Make] = {
     "SFT": sft,
     "DPO": dpo,
-    "DPO, reference given": dpo_given,
+    "DPO, reference given": lambda shop, method: dpo(shop, method, given=True),
     "DPO, precomputed": lambda shop, method: dpo(shop, method, precompute_ref_log_probs=True),
     "DPO, synchronized": lambda shop, method: dpo(
         shop, method, sync_ref_model=True, ref_model_sync_steps=2

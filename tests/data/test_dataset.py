@@ -15,21 +15,9 @@ from finetune.config.schema import DataConfig
 from finetune.data.dataset import load_data
 from finetune.errors import DataError, DataNotFoundError
 
+pytestmark = pytest.mark.usefixtures("here")
 ASK, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
 MESSAGES = {"messages": [ASK, ANSWER]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY_LLAMA)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Each test has its own current folder and its own cache."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def write(name: str, rows: list[dict]) -> str:

@@ -32,11 +32,6 @@ TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": 
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY_LLAMA)
-
-
-@pytest.fixture(scope="module")
 def with_tools():
     found = AutoTokenizer.from_pretrained(TINY_LLAMA)
     found.chat_template = TOOLS_TEMPLATE

@@ -11,26 +11,14 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from transformers import AutoTokenizer
 
 from finetune.config.data import DataConfig
-from finetune.config.paths import TINY_LLAMA
 from finetune.data.dataset import load_data
 from finetune.data.sources import files_of
 from finetune.errors import DataError, DataNotFoundError
 from finetune.training.resume import rows_hash
 
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY_LLAMA)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
 def test_a_reference_computes_as_the_policy_does(shop) -> None:
     """In FP8 while the policy trains, in high precision while that is evaluated."""
     with trainers.precision_of("emulated", "full"):
-        trainer = stock_trainers.dpo_given(shop, "full")
+        trainer = stock_trainers.dpo(shop, "full", given=True)
         trainer.train()
         reference, inputs = trainer.ref_model, {"input_ids": batch()["input_ids"]}
         assert not reference.training
