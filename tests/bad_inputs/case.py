@@ -15,10 +15,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from hypothesis import strategies as st
+
+T = TypeVar("T")
 
 MEMORY = 6 << 30
 """Bytes of address space that a case may take besides what its parent has."""
@@ -27,6 +31,11 @@ PATIENCE = 20
 """Longest time of a case in multiples of its limit, which is one of CPU time."""
 FIXES = re.compile(r"^  fix: +\S|^Try '.+ (--help|-h)'", re.MULTILINE)
 """An error's way out: ours, or that of an unknown option."""
+
+
+def pick(draw: st.DrawFn, choices: Sequence[T]) -> T:
+    """Draw one of several."""
+    return draw(st.sampled_from(choices))
 
 
 class Link(NamedTuple):

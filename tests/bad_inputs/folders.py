@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.bad_inputs.case import Case, Content, Folder, Gone, Link, Pipe, Repeated
+from tests.bad_inputs.case import Case, Content, Folder, Gone, Link, Pipe, Repeated, pick
 
 WRONG: list[Any] = [
     None,
@@ -83,16 +83,16 @@ def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
 def damaged(draw: st.DrawFn, file: Path, name: str, *, inside: bool = True) -> Content:
     """Another content for a file: cut, emptied, no file, or one value of another type."""
     content = file.read_bytes()
-    way = draw(st.sampled_from(["text", "cut", "value", "value"] if inside else ["text", "cut"]))
+    way = pick(draw, ["text", "cut", "value", "value"] if inside else ["text", "cut"])
     if way == "text":
-        return draw(st.sampled_from([*TEXTS, loop(name), Gone()]))
+        return pick(draw, [*TEXTS, loop(name), Gone()])
     if way == "cut":
         return content[: draw(st.integers(1, max(1, min(len(content) - 4, 4000))))]
     lines = content.decode().splitlines() if name.endswith("l") else [content.decode()]
     at = draw(st.integers(0, len(lines) - 1))
     data = json.loads(lines[at])
-    path = draw(st.sampled_from(paths_of(data)))
-    lines[at] = json.dumps(replaced(data, path, draw(st.sampled_from(WRONG))))
+    path = pick(draw, paths_of(data))
+    lines[at] = json.dumps(replaced(data, path, pick(draw, WRONG)))
     return "\n".join(lines).encode() + b"\n"
 
 
@@ -116,37 +116,33 @@ HEADERS: list[bytes] = [
 @st.composite
 def models(draw: st.DrawFn, model: Path) -> Case:
     """A model folder with a file that is broken."""
-    name = draw(
-        st.sampled_from(
-            [
-                "config.json",
-                "config.json",
-                "tokenizer.json",
-                "tokenizer_config.json",
-                WEIGHTS,
-                "model.safetensors.index.json",
-            ]
-        )
+    name = pick(
+        draw,
+        [
+            "config.json",
+            "config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            WEIGHTS,
+            "model.safetensors.index.json",
+        ],
     )
     verb = "run"
     if name == WEIGHTS:
-        content: Any = draw(
-            st.sampled_from([*HEADERS, Folder(), Gone(), loop(name), Link("gone"), None])
-        )
+        content: Any = pick(draw, [*HEADERS, Folder(), Gone(), loop(name), Link("gone"), None])
         content = (model / name).read_bytes()[:100_000] if content is None else content
     elif name.endswith("index.json"):
-        index = draw(
-            st.sampled_from(
-                [
-                    {"weight_map": {"model.norm.weight": "gone.safetensors"}},
-                    {"weight_map": {}},
-                    {"weight_map": []},
-                    [],
-                    {},
-                    {"weight_map": {"model.norm.weight": "../../x"}},
-                    {"weight_map": {"a": None}},
-                ]
-            )
+        index = pick(
+            draw,
+            [
+                {"weight_map": {"model.norm.weight": "gone.safetensors"}},
+                {"weight_map": {}},
+                {"weight_map": []},
+                [],
+                {},
+                {"weight_map": {"model.norm.weight": "../../x"}},
+                {"weight_map": {"a": None}},
+            ],
         )
         files: dict[str, Content] = {
             f"m/{name}": json.dumps(index).encode(),
@@ -159,39 +155,35 @@ def models(draw: st.DrawFn, model: Path) -> Case:
             {"m": "model"},
         )
     elif name == "config.json":
-        verb = draw(st.sampled_from(["run", "validate"]))
-        key, value = draw(
-            st.sampled_from(
-                [
-                    (key, value)
-                    for key in (
-                        "model_type",
-                        "hidden_size",
-                        "num_hidden_layers",
-                        "num_attention_heads",
-                        "vocab_size",
-                        "intermediate_size",
-                    )
-                    for value in ("x", -1, 0, None, [], {}, 0.5, 10**30)
-                    if (key, value) not in (("num_hidden_layers", 0),)
-                ]
-            )
+        verb = pick(draw, ["run", "validate"])
+        key, value = pick(
+            draw,
+            [
+                (key, value)
+                for key in (
+                    "model_type",
+                    "hidden_size",
+                    "num_hidden_layers",
+                    "num_attention_heads",
+                    "vocab_size",
+                    "intermediate_size",
+                )
+                for value in ("x", -1, 0, None, [], {}, 0.5, 10**30)
+                if (key, value) not in (("num_hidden_layers", 0),)
+            ],
         )
         config = json.loads((model / name).read_text()) | {key: value}
-        content = draw(
-            st.sampled_from(
-                [json.dumps(config).encode()] * 3 + [t for t in TEXTS if t != b"{}"] + [b"{}"]
-            )
+        content = pick(
+            draw, [json.dumps(config).encode()] * 3 + [t for t in TEXTS if t != b"{}"] + [b"{}"]
         )
     else:
-        content = draw(
-            st.sampled_from(
-                [
-                    t
-                    for t in TEXTS
-                    if not (name == "tokenizer_config.json" and t in (b"{}", Link("gone")))
-                ]
-            )
+        content = pick(
+            draw,
+            [
+                t
+                for t in TEXTS
+                if not (name == "tokenizer_config.json" and t in (b"{}", Link("gone")))
+            ],
         )
     return Case(
         "model folder",
@@ -213,21 +205,20 @@ LOOKING = [
 @st.composite
 def looking(draw: st.DrawFn, run: Path) -> Case:
     """Verbs that show runs, over one whose files are damaged: they say what they can."""
-    name = draw(
-        st.sampled_from(
-            [
-                "receipt.json",
-                "receipt.json",
-                "metrics.jsonl",
-                "steps.jsonl",
-                "report.json",
-                "run.json",
-                "config.yaml",
-            ]
-        )
+    name = pick(
+        draw,
+        [
+            "receipt.json",
+            "receipt.json",
+            "metrics.jsonl",
+            "steps.jsonl",
+            "report.json",
+            "run.json",
+            "config.yaml",
+        ],
     )
     content = draw(damaged(run / name, name, inside=name != "config.yaml"))
-    verb = draw(st.sampled_from(LOOKING))
+    verb = pick(draw, LOOKING)
     where = "runs/tiny/20261121-120000-aaaa"
     words = (*verb, where) if verb in (("report",), ("checkpoints",)) else verb
     return Case(
@@ -253,34 +244,27 @@ def used_runs(draw: st.DrawFn, run: Path, copied: str) -> Case:
     weights = (
         "adapter_model.safetensors" if (run / "model/adapter_config.json").exists() else WEIGHTS
     )
-    name = draw(
-        st.sampled_from(
-            [
-                "config.yaml",
-                f"model/{weights}",
-                f"model/{'adapter_config' if 'adapter' in weights else 'config'}.json",
-                "model/tokenizer.json",
-            ]
-        )
+    name = pick(
+        draw,
+        [
+            "config.yaml",
+            f"model/{weights}",
+            f"model/{'adapter_config' if 'adapter' in weights else 'config'}.json",
+            "model/tokenizer.json",
+        ],
     )
-    verb = draw(
-        st.sampled_from(["generate", "evaluate", "export"] + ["resume"] * (name == "config.yaml"))
-    )
+    verb = pick(draw, ["generate", "evaluate", "export"] + ["resume"] * (name == "config.yaml"))
     content: Any
     if name == "config.yaml":
-        content = draw(
-            st.sampled_from(
-                [*TEXTS, Gone(), loop(name), b"model: {name: x}", (run / name).read_bytes()[:300]]
-            )
+        content = pick(
+            draw, [*TEXTS, Gone(), loop(name), b"model: {name: x}", (run / name).read_bytes()[:300]]
         )
     elif name.endswith("safetensors"):
-        content = draw(
-            st.sampled_from(
-                [*HEADERS, Folder(), Gone(), loop(name), (run / name).read_bytes()[:-4000]]
-            )
+        content = pick(
+            draw, [*HEADERS, Folder(), Gone(), loop(name), (run / name).read_bytes()[:-4000]]
         )
     else:
-        content = draw(st.sampled_from([*TEXTS, loop(name), Gone()]))
+        content = pick(draw, [*TEXTS, loop(name), Gone()])
     words = tuple(word.replace("RUN", "r/t/20261121-120000-aaaa") for word in USES[verb])
     return Case(
         "run folder: used",
@@ -311,27 +295,24 @@ def resumed(draw: st.DrawFn, run: Path, copied: str) -> Case:
     names = [
         n for n in sorted(p.name for p in saved[-1].iterdir()) if (saved[-1] / n).stat().st_size
     ]
-    name = draw(
-        st.sampled_from(
-            [n for n in names if n.endswith((".json", ".pt", ".pth", ".safetensors", ".bin"))]
-        )
+    name = pick(
+        draw, [n for n in names if n.endswith((".json", ".pt", ".pth", ".safetensors", ".bin"))]
     )
     whole = (saved[-1] / name).read_bytes()
-    content = draw(
-        st.sampled_from(
-            [
-                b"",
-                whole[: len(whole) // 2],
-                whole + b"x",
-                b"\x00" * 100,
-                Folder(),
-                Gone(),
-                loop(name),
-                b"[]",
-                b"null",
-                bytes([whole[0] ^ 1]) + whole[1:],
-            ]
-        )
+    content = pick(
+        draw,
+        [
+            b"",
+            whole[: len(whole) // 2],
+            whole + b"x",
+            b"\x00" * 100,
+            Folder(),
+            Gone(),
+            loop(name),
+            b"[]",
+            b"null",
+            bytes([whole[0] ^ 1]) + whole[1:],
+        ],
     )
     if name in ("manifest.json", "trainer_state.json") and draw(st.booleans()):
         content = draw(damaged(saved[-1] / name, name))
@@ -340,14 +321,10 @@ def resumed(draw: st.DrawFn, run: Path, copied: str) -> Case:
     files: dict[str, Content] = {f"{home}/checkpoints/{saved[-1].name}/{name}": content}
     for other in saved[:-1]:
         files[f"{home}/checkpoints/{other.name}"] = Gone()
-    start = draw(st.sampled_from(["", f"/checkpoints/{saved[-1].name}", "/last", "/best"]))
-    line = draw(
-        st.sampled_from(
-            [
-                ("resume", home),
-                ("run", "tiny_lora_fp8", f"train.resume_from_checkpoint={home}{start}"),
-            ]
-        )
+    start = pick(draw, ["", f"/checkpoints/{saved[-1].name}", "/last", "/best"])
+    line = pick(
+        draw,
+        [("resume", home), ("run", "tiny_lora_fp8", f"train.resume_from_checkpoint={home}{start}")],
     )
     if draw(st.integers(0, 3)) == 0:
         return Case(
@@ -364,13 +341,13 @@ def resumed(draw: st.DrawFn, run: Path, copied: str) -> Case:
 def comparisons(draw: st.DrawFn, comparison: Path) -> Case:
     """A comparison whose file is damaged, judged again."""
     data = json.loads((comparison / "comparison.json").read_text())
-    path = draw(st.sampled_from(paths_of(data)))
+    path = pick(draw, paths_of(data))
     broken = json.dumps(
-        replaced(data, path, draw(st.sampled_from([None, [None], {"x": {}}, "\x00"])))
+        replaced(data, path, pick(draw, [None, [None], {"x": {}}, "\x00"]))
     ).encode()
-    content = draw(st.sampled_from([*TEXTS, broken, broken, broken, broken]))
+    content = pick(draw, [*TEXTS, broken, broken, broken, broken])
     tolerant = content == broken
-    verb = draw(st.sampled_from(["compare", "report"]))
+    verb = pick(draw, ["compare", "report"])
     if content in (Folder(), Link("gone"), Pipe()):
         tolerant = True
     return Case(

@@ -153,3 +153,16 @@ def test_pages_load_nothing_from_elsewhere() -> None:
             text = path.read_text(encoding="utf-8").replace("http://www.w3.org/", "")
             assert not re.search(r"(src|href|url\()[=\"']*https?:", text), path
             assert path.stat().st_size < 150_000
+
+
+# ------------------------------------------------------------------------------------ contributors
+
+
+def test_the_folders_and_answers_for_contributors_exist() -> None:
+    text = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    package = ROOT / "finetune"
+    folders = {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == folders
+    answers = dict(re.findall(r"^\| (.+\?) \| `([\w./]+)`", text, re.MULTILINE))
+    assert len(answers) >= 12
+    assert [file for file in answers.values() if not (package / file).exists()] == []
