@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -25,12 +24,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from finetune.logging import quiet_libraries
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.folder import write_start
+from tests.forked import ended, start
 
 RECIPE = "tiny_full_fp8"
 SETTINGS = (
@@ -140,6 +140,7 @@ def read_only() -> None:
     """The run folder cannot be written; root, whom permissions do not bind, becomes nobody."""
     run_folder().chmod(0o555)
     if os.geteuid() == 0:
+        Finalize(None, os.seteuid, (0,), exitpriority=100)  # the process cleans up as root
         os.seteuid(65534)
 
 
@@ -320,40 +321,18 @@ class Outcome:
         return found[0] if found else ""
 
 
-def _child(name: str, folder: str) -> None:
-    """The run of one fault, in a process of its own."""
-    os.chdir(folder)
-    with Path("output.txt").open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    from finetune.cli.app import main
-
-    fault = FAULTS[name]
-    fault.inject()
-    settings = SETTINGS if fault.verb == (RECIPE,) else ()
-    sys.argv = ["finetune", *fault.verb, *settings, *fault.settings]
-    try:
-        main()
-    finally:
-        os.seteuid(os.getuid())  # what ends the process may then clean up behind it
+def _inject(name: str) -> None:
+    FAULTS[name].inject()
 
 
 def happens(name: str) -> Outcome:
-    """Let a fault happen.
-
-    The run's process is forked from one that has imported the libraries and run nothing.
-    """
-    quiet_libraries()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["finetune.api", "trl.trainer.sft_trainer", __name__])
+    """Let a fault happen."""
+    fault = FAULTS[name]
+    settings = (*SETTINGS, *fault.settings) if fault.verb == (RECIPE,) else fault.settings
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)  # `nobody` enters it
-        process = context.Process(target=_child, args=(name, place))
-        process.start()
-        process.join(300)
-        if process.exitcode is None:
-            process.kill()
+        process = start(Path(place), *fault.verb, *settings, before=partial(_inject, name))
+        ended([process])
         saved = [
             Checkpoint(path)
             for folder in Path(place).glob(f"runs/*/*/{CHECKPOINTS}")
@@ -363,7 +342,7 @@ def happens(name: str) -> Outcome:
         return Outcome(
             process.pid,
             process.exitcode,
-            (Path(place) / "output.txt").read_text("utf-8"),
+            (Path(place) / "log.txt").read_text("utf-8"),
             [step for step, problem in problems.items() if not problem],
             {step: problem for step, problem in problems.items() if problem},
         )

@@ -15,9 +15,7 @@ what a start takes; the runs that nobody kills are commands of their own.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -33,6 +31,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.runs.checkpoints import CHECKPOINTS, SAVING, Checkpoint, checkpoints_in
+from tests.forked import start
 
 RECIPES = {"tiny_full_fp8": "model.safetensors", "tiny_lora_fp8": "adapter_model.safetensors"}
 SETTINGS = (
@@ -40,28 +39,9 @@ SETTINGS = (
     "train.save_total_limit=3", "train.eval_strategy=no", "eval.samples=false",
     "data.max_rows=60", "train.max_length=64", "precision.health_every=0",
 )  # fmt: skip
-LIBRARIES = ("peft", "trl.trainer.sft_trainer", "finetune.training.trainer", "finetune.api")
 PER_RUN = 5
 PATIENCE = 900.0
 """Seconds after which a process that did not get to its moment counts as a failure."""
-
-
-def start(folder: Path, *words: str) -> BaseProcess:
-    """`python -m finetune WORDS` in a folder, forked, its output in `log.txt`."""
-    process = multiprocessing.get_context("fork").Process(target=_command, args=(folder, words))
-    process.start()
-    return process
-
-
-def _command(folder: Path, words: tuple[str, ...]) -> None:
-    from finetune.cli.app import main
-
-    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.chdir(folder)
-    sys.argv = ["finetune", *words]
-    main()
 
 
 def newest(folder: Path) -> Path | None:
@@ -157,8 +137,6 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
             subprocess.run(words, cwd=place, env=environment, check=True, capture_output=True)
             (file,) = Path(place).glob(f"runs/{recipe}/*/model/{weights}")
             expected[recipe] = load_file(file)
-    for library in LIBRARIES:  # in the process that runs are forked from
-        importlib.import_module(library)
     while (left := options.kills - sum(run["kills"] for run in runs)) > 0:
         recipe = list(RECIPES)[len(runs) % len(RECIPES)]
         runs.append(one_run(recipe, min(left, PER_RUN), expected[recipe]))
