@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune.config.paths import user_path
-from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, did_you_mean, nearest
 from finetune.runs.folder import COMPARISON, Run
+
+if TYPE_CHECKING:
+    from finetune.config.schema import RunConfig
 
 DEPTH = 3
 """Folders below the folder of runs in which runs are looked for."""
