@@ -83,6 +83,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters, the last of them `…` where it was longer."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def plural(number: int, noun: str) -> str:
     """`1 seed`, `3 seeds`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

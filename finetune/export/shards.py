@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ModelNotFoundError, ParityError, writing
 from finetune.precision.formats import amax
-from finetune.storage.pretrained import locate
+from finetune.storage.pretrained import locate, refuse_random_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,13 +126,7 @@ def weights_folder(model: ModelConfig) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    if model.weights == "random":
-        raise ConfigError(
-            "the weights under this adapter are stored nowhere",
-            where="model.weights: random",
-            why="the run drew them by chance, and other versions or devices draw others",
-            fix="train it with model.weights=pretrained",
-        )
+    refuse_random_base(model)
     source = locate(model)
     if Path(source).is_dir():
         return Path(source).resolve()

@@ -46,6 +46,7 @@ from finetune.precision.weights import Granularity
 from finetune.storage import nf4
 from finetune.storage.architecture import auto_class as auto_class_of
 from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of
+from finetune.storage.pretrained import no_model_in
 from finetune.storage.quantizer import (
     Fp8StorageConfig,
     Fp8StorageQuantizer,
@@ -203,13 +204,7 @@ def _source(name: str | os.PathLike[str], subfolder: str) -> str:
     if not (path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1):
         return source
     if not (path / subfolder / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"there is no model in {source!r}",
-            where=str(path.resolve()),
-            why="a model folder holds config.json" if path.is_dir() else "no such folder",
-            fix="give a folder with config.json and safetensors, or a hub id such as "
-            "meta-llama/Llama-3.2-1B-Instruct",
-        )
+        raise no_model_in(source, path, str(path.resolve()))
     return str(path)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS, TINY_LLAMA, shipped_shape, user_path
@@ -52,14 +53,34 @@ def locate(model: ModelConfig) -> str:
     path = user_path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
     if looks_local and not (path / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"there is no model in {name!r}",
-            where=f"model.name: {path.absolute()}",
-            why="a model folder holds config.json" if path.is_dir() else "no such folder",
-            fix="give a folder with config.json and safetensors, or a hub id such as "
-            "meta-llama/Llama-3.2-1B-Instruct",
-        )
+        raise no_model_in(name, path, f"model.name: {path.absolute()}")
     return str(path) if looks_local else name
+
+
+def no_model_in(name: str, path: Path, where: str) -> ModelNotFoundError:
+    """The error for a folder that holds no model."""
+    return ModelNotFoundError(
+        f"there is no model in {name!r}",
+        where=where,
+        why="a model folder holds config.json" if path.is_dir() else "no such folder",
+        fix="give a folder with config.json and safetensors, or a hub id such as "
+        "meta-llama/Llama-3.2-1B-Instruct",
+    )
+
+
+def refuse_random_base(model: ModelConfig) -> None:
+    """Reject an adapter without the weights that it was trained over.
+
+    Raises:
+        ConfigError: the run began with random weights.
+    """
+    if model.weights == "random":
+        raise ConfigError(
+            "the weights under this adapter are stored nowhere",
+            where="model.weights: random",
+            why="the run drew them by chance, and other versions or devices draw others",
+            fix="train it with model.weights=pretrained",
+        )
 
 
 def load_shape(model: ModelConfig) -> PretrainedConfig:

@@ -25,6 +25,7 @@ from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
 from finetune.runs.lookup import refuse_foreign_code
+from finetune.storage.pretrained import refuse_random_base
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,7 @@ def _load(run: TrainedRun) -> Any:
         full: Any = config.model.model_dump() | {"name": str(run.weights.resolve())}
         full |= {"weights": "pretrained", "storage": None, "revision": None}
         return load_model(ModelConfig(**full))
-    if config.model.weights == "random":
-        raise ConfigError(
-            "the weights under this adapter are stored nowhere",
-            where="model.weights: random",
-            why="the run drew them by chance, and other versions or devices draw others",
-            fix="train it with model.weights=pretrained",
-        )
+    refuse_random_base(config.model)
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
     if lora_init.reads_base(config):
         model: Any = get_peft_model(base, scope.lora_config(base, config))  # pyright: ignore

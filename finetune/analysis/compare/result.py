@@ -23,7 +23,7 @@ from rich.text import Text
 from finetune.errors import ConfigError
 from finetune.logging import plain_table
 from finetune.runs.folder import COMPARISON, Run, write_whole
-from finetune.units import percent, plural
+from finetune.units import percent, plural, shortened
 
 AGAIN = "compare again: python -m finetune compare RECIPE"
 NAMES = {"train": "training loss", "eval": "eval loss"}
@@ -194,7 +194,7 @@ class Comparison(JupyterMixin, _Part):
         title = "not the same on both sides" + (", allowed" if self.allowed else "")
         lines: list[RenderableType] = [Text(f"! {title}:", style="bold red")]
         for d in self.differences:
-            a, b = (_shortened(as_text(value)) for value in (d.a, d.b))
+            a, b = (shortened(as_text(value), SHOWN_CHARACTERS) for value in (d.a, d.b))
             lines.append(Text(f"  {d.condition} ({d.where}): {a} and {b}"))
             lines.append(Text(f"    {d.why}", style="dim"))
         return lines
@@ -288,10 +288,6 @@ def signed(share: float) -> str:
 
 def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
 def _answers(run: Run) -> dict[str, str]:

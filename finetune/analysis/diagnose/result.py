@@ -20,7 +20,7 @@ from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.logging import plain_table
 from finetune.runs.folder import write_whole
 from finetune.runs.receipt import Receipt
-from finetune.units import short_time
+from finetune.units import short_time, shortened
 
 NAME_LENGTH = 44
 """Characters of a kernel's name that are shown."""
@@ -210,11 +210,8 @@ def _kernel_table(facts: Facts) -> Table:
     table = plain_table("layers", whole=("layers",))
     table.add_column(f"slowest {what}", style="dim")
     for group in facts.groups:
-        shown = ", ".join(f"{_cut(name)} {short_time(seconds)}" for name, seconds in group.kernels)
+        times = ((shortened(name, NAME_LENGTH), short_time(s)) for name, s in group.kernels)
+        shown = ", ".join(f"{name} {time}" for name, time in times)
         if shown:
             table.add_row(group.kind, shown)
     return table
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"

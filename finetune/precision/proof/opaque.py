@@ -9,11 +9,12 @@ result · longest inner dimension of an operand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from finetune.precision.parameters import tensors_of
 
 aten = torch.ops.aten
 _RECURRENT = {
@@ -49,16 +50,8 @@ def estimated_flops(packet: Any, args: tuple[Any, ...], result: Any) -> int:
     namespace, _, name = packet._qualified_op_name.partition("::")
     if namespace in _SEEN_THROUGH and not (namespace == "aten" and name in _CONTRACTING):
         return 0
-    operands = [x for x in _tensors(args) if x.is_floating_point() and x.dim() > 1]
-    made = max((math.prod(y.shape) for y in _tensors([result])), default=0)
+    operands = [x for x in tensors_of(args) if x.is_floating_point() and x.dim() > 1]
+    made = max((math.prod(y.shape) for y in tensors_of([result])), default=0)
     if len(operands) < 2:  # elementwise
         return 0
     return 2 * made * max(x.shape[-1] for x in operands)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (x for x in value if isinstance(x, Tensor))
