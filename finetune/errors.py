@@ -140,7 +140,7 @@ class MemoryShortError(FinetuneError, MemoryError):
 
 REFUSED = (
     *(ConfigError, DataError, DataNotFoundError, ModelNotFoundError),
-    *(StorageNotComputeError, PlanError),
+    *(PrecisionError, PlanError),
 )
 """Errors on what a run is given, rather than on what happened in it."""
 

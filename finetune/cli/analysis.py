@@ -15,7 +15,7 @@ from finetune.config.paths import user_path
 from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
 
-NOTHING_MEASURED, MOST_STEPS = 1, 100_000
+NOTHING_MEASURED, MOST_STEPS, MOST_ROUNDS = 1, 100_000, 1000
 
 
 def benchmark(
@@ -31,7 +31,9 @@ def benchmark(
     steps: Annotated[int, typer.Option(max=MOST_STEPS, help="Timed steps of each round.")] = 10,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Processes for each point; 3 where something is compared, else 1."),
+        typer.Option(
+            max=MOST_ROUNDS, help="Processes for each point; 3 where something is compared, else 1."
+        ),
     ] = None,
     ladder: Annotated[str | None, typer.Option(hidden=True)] = None,
     all_points: Annotated[

@@ -215,11 +215,13 @@ def _show_error(error: FinetuneError) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from finetune.config.secrets import scrubbed
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(Text("error: ", style="bold red") + Text(error.what, style="bold"))
+    console.print(Text("error: ", style="bold red") + Text(scrubbed(error.what), style="bold"))
     for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
         if text:
-            console.print(Text(f"  {label + ':':7s}", style="cyan") + Text(text))
+            console.print(Text(f"  {label + ':':7s}", style="cyan") + Text(scrubbed(text)))
 
 
 @app.callback(invoke_without_command=True)

@@ -13,8 +13,8 @@ TOKENS = re.compile(
     r"|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bAKIA[0-9A-Z]{16}\b|\bxox[bp]-[\w-]{10,}"
 )
 """Tokens of the hub, of OpenAI, GitHub, GitLab, AWS and Slack, by how they begin."""
-IN_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]*:[^/\s@]+@", re.IGNORECASE)
-"""A URL with user and password."""
+IN_URL = re.compile(r"\b[a-z][a-z0-9+.-]{1,20}://[^/\s@]{0,256}?:[^/\s@]{1,512}@", re.IGNORECASE)
+"""A URL with user and password; of bounded parts, since a value may be a megabyte long."""
 NAMES = re.compile(
     r"(?i)^(.*[-_])?(auth_?token|access_?token|hub_token|api_?token|api_?key|secret(_?key)?|password"
     r"|passwd|credentials?)$|^token$"
@@ -46,6 +46,11 @@ def check_secrets(data: Any, at: tuple[str, ...] = ()) -> None:
 def is_secret(text: str) -> bool:
     """True of a text with a token of a known form, or with a URL that holds a password."""
     return bool(TOKENS.search(text) or IN_URL.search(text))
+
+
+def scrubbed(text: str) -> str:
+    """A text to show, with `***` for each secret of a known form."""
+    return IN_URL.sub(f"{HIDDEN}@", TOKENS.sub(HIDDEN, text))
 
 
 def redacted(words: Sequence[str]) -> list[str]:

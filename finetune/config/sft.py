@@ -355,6 +355,11 @@ BELOW_ONE = ("adam_beta1", "adam_beta2")
 ABOVE_ZERO = ("num_train_epochs",)
 ENDLESS = ("max_grad_norm",)
 """Settings that may be infinite: gradients are then measured, and not clipped."""
+CHOICES = {
+    "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
+}
+"""Words of which Transformers takes any other for the first, without a word."""
+
 MOST_TOKENS = 2**24
 """Tokens of a micro-batch: a hundred times what the largest GPUs hold of the smallest models."""
 
@@ -378,11 +383,17 @@ def check_batch(train: Mapping[str, Any]) -> None:
 
 
 def check_range(key: str, value: Any, where: str) -> None:
-    """Reject a number of the `train` section that has no meaning.
+    """Reject a number or word of the `train` section that has no meaning.
 
     Raises:
-        ConfigError: it is NaN, infinite, or out of the setting's range.
+        ConfigError: it is NaN, infinite, out of the setting's range, or none of its words.
     """
+    if key in CHOICES and value not in CHOICES[key]:
+        raise ConfigError(
+            f"train.{key} cannot be {value!r}{did_you_mean(str(value), CHOICES[key])}",
+            where=where,
+            fix=f"one of {', '.join(CHOICES[key])}; ~train.{key} takes TRL's default",
+        )
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     low, high = RANGES.get(key, (0, LARGEST))

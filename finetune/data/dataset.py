@@ -33,6 +33,9 @@ SAMPLE = 1000
 LARGE = 32 << 20
 """Bytes of files from which on a sample is counted before training."""
 
+BESIDE = {"tools", "chat_template_kwargs", TRAINED_TURNS}
+"""Columns that rows of one format may have or not."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -119,6 +122,8 @@ def load_data(
             f"{len(refused):,} rows are skipped; the first: {next(iter(refused.values()))}"
         )
     held_out = _held_out(form, parts)
+    if held_out is not None:
+        _check_alike(parts, held_out)
     train, description = _joined(parts, data, seed)
     if held_out is not None:
         description += f", {len(held_out):,} eval rows"
@@ -225,8 +230,7 @@ def _alike(parts: list[_Part]) -> list[_Part]:
         DataError: they are in several, so that the loss would be on different parts of rows.
     """
     kinds = {part.kind: part for part in parts}
-    columns = {frozenset(part.train.column_names) - {"tools", "chat_template_kwargs", TRAINED_TURNS}
-               for part in parts}  # fmt: skip
+    columns = {frozenset(part.train.column_names) - BESIDE for part in parts}
     if len(columns) > 1:
         shown = [f"{part.source.label}: {kind}" for kind, part in kinds.items()]
         raise DataError(
@@ -236,6 +240,23 @@ def _alike(parts: list[_Part]) -> list[_Part]:
             fix="bring them into one, such as messages, or rename columns (data.columns)",
         )
     return parts
+
+
+def _check_alike(parts: Sequence[_Part], held_out: Dataset) -> None:
+    """Refuse eval rows whose loss would be on other parts of a row than that of training.
+
+    Raises:
+        DataError: they are in another format.
+    """
+    trained, found = ({*rows.column_names} - BESIDE for rows in (parts[0].train, held_out))
+    if trained - {"labels"} != found - {"labels"}:
+        raise DataError(
+            "the eval rows are in another format than the training rows",
+            where="data.eval_path",
+            why=f"{', '.join(sorted(found))} and not {', '.join(sorted(trained))}",
+            fix="bring them into the format of the training rows, or ~data.eval_path, which takes "
+            "a share of those",
+        )
 
 
 def _joined(

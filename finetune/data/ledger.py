@@ -382,6 +382,13 @@ def count(rows: Rows, args: Any, tokenizer: Any) -> CountedRows:
     state.completion_only_loss = (
         pairs if args.completion_only_loss is None else args.completion_only_loss
     )
+    if args.completion_only_loss and not pairs:
+        raise DataError(
+            "train.completion_only_loss=true needs rows of prompt and completion",
+            where="train.completion_only_loss",
+            why=f"columns found: {', '.join(sorted(held.column_names))}",
+            fix="~train.completion_only_loss",
+        )
     prepare = trainer._prepare_dataset
     prepared = prepare(held, tokenizer, args, args.packing, None, "train")
     sampled = rows.sampled if rows.sample is None else len(held) + rows.refused

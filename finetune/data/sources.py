@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.data import BUILTIN, DataConfig
 from finetune.config.paths import ASSETS, user_path
-from finetune.data.json_checks import check_document, check_lines
+from finetune.data.json_checks import LONGEST, check_document, check_lines
 from finetune.errors import DataError, DataNotFoundError, FinetuneError, did_you_mean, some
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
     import fsspec
     from datasets import Features, Value
 
-    csv.field_size_limit(2**31 - 1)  # of a cell; 131,072 characters otherwise
+    csv.field_size_limit(LONGEST // 2)  # of a cell; 131,072 characters otherwise
     columns: list[str] = []
     separator = "\t" if _kind(source.files[0]) == ".tsv" else ","
     for path in source.files:

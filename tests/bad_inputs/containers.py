@@ -116,7 +116,7 @@ def _files() -> list[tuple[str, dict[str, Content]]]:
         ("[", {}), ("**", {}), ("d/**/x*", {"d/x.md": b"x"}), ("?", {}),
         *((path, {}) for path in (
             "/dev/zero", "/dev/stdin", "/dev/fd/0", "/dev/random", "/proc/self/mem", "/proc",
-            "/dev", "/", "~", "..", "-", "file:///r.jsonl", "s3://b/r.jsonl", "r.jsonl\n", "hf://x",
+            "/dev", "-", "file:///r.jsonl", "s3://b/r.jsonl", "r.jsonl\n", "hf://x",
             "https://127.0.0.1:9/r.jsonl", "r::gzip", "zip://r.jsonl::r.zip", "a" * 5000,
         )),
         ("[r.jsonl,r.jsonl]", {"r.jsonl": b"null\n"}),

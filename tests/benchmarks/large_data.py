@@ -1,9 +1,11 @@
-"""Large data: resident memory over time and seconds to the first step, beside plain TRL.
+"""Large data: memory over time, seconds and CPU seconds to the first step, beside plain TRL.
 
     python -m tests.benchmarks.large_data [--rows 1000000] [--steps 2000] [--only stream]
 
-A JSONL file of prompts and completions is made in a temporary folder, beside an own cache of
-`datasets`. Each run is a process of its own: the tiny packaged model, one short row a step.
+JSONL files of prompts and completions are made in a temporary folder, beside an own cache of
+`datasets`. Each run is a process of its own: the tiny packaged model, one short row a step. CPU
+seconds, of a process and all that it starts, tell two programs apart where other work shares the
+machine.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PLAIN = """
 import sys
@@ -99,24 +102,39 @@ def children(pid: int) -> Iterator[int]:
         yield from children(one)
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, and of the processes that it has or had."""
+    found = 0.0
+    for one in (pid, *children(pid)):
+        try:
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        found += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
 def measure(run: str, file: Path, steps: int, folder: Path) -> dict[str, float | str]:
     """Seconds to the first step, seconds of all steps, and memory (MiB) by quarter of the steps."""
     environment = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    environment |= {"PYTHONUNBUFFERED": "1"}  # TRL's first step is seen in its output
     out, began = folder / run.replace(" ", "_"), time.perf_counter()
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command(run, file, steps, out), stdout=log, stderr=subprocess.STDOUT, env=environment
         )
         memory: list[tuple[float, float]] = []
-        first = 0.0
+        first = cpu = cpu_first = 0.0
         while process.poll() is None:
             time.sleep(PERIOD)
             now = time.perf_counter() - began
             memory.append((now, resident(process.pid)))
+            cpu = cpu_seconds(process.pid) or cpu
             text = "" if first else Path(log.name).read_text()
             metrics = [] if first else list(out.glob("**/metrics.jsonl"))
             done = any(path.stat().st_size for path in metrics)
-            first = first or (now if done or "'loss'" in text else 0.0)
+            if not first and (done or "'loss'" in text):
+                first, cpu_first = now, cpu
     if process.returncode:
         print(Path(log.name).read_text()[-3000:], file=sys.stderr)
         raise SystemExit(f"{run}: exit code {process.returncode}")
@@ -125,7 +143,9 @@ def measure(run: str, file: Path, steps: int, folder: Path) -> dict[str, float |
     return {
         "run": run,
         "first step, s": round(first, 1),
+        "first step, CPU s": round(cpu_first, 1),
         "all, s": round(time.perf_counter() - began, 1),
+        "all, CPU s": round(cpu, 1),
         "peak, MiB": round(max(mib for _, mib in memory)),
         "memory while training, MiB": " ".join(f"{mib:.0f}" for mib in quarters),
     }
@@ -136,14 +156,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument(
+        "--cached-rows", type=int, default=100_000, help="rows of the runs that do not stream"
+    )
     parser.add_argument("--only", action="append", choices=RUNS)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, file = Path(name), Path(name) / "rows.jsonl"
-        make(file, given.rows)
-        print(f"{given.rows:,} rows, {file.stat().st_size / 2**20:.0f} MiB, {given.steps} steps")
+        folder, found = Path(name), dict[str, dict[str, Any]]()
         for run in given.only or RUNS:
-            print(json.dumps(measure(run, file, given.steps, folder)), flush=True)
+            rows = given.rows if "stream" in run else given.cached_rows
+            file = folder / f"{rows}.jsonl"
+            if not file.exists():
+                make(file, rows)
+                size = file.stat().st_size / 2**20
+                print(f"{rows:,} rows, {size:.0f} MiB, {given.steps} steps")
+            found[run] = measure(run, file, given.steps, folder)
+            print(json.dumps(found[run]), flush=True)
+    for run in (run for run in found if f"trl {run}" in found):
+        trl = found[f"trl {run}"]
+        ratios = {k: round(v / trl[k], 2) for k, v in found[run].items() if isinstance(v, float)}
+        print(json.dumps({"ours / TRL": run, **ratios}))
 
 
 if __name__ == "__main__":

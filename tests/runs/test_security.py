@@ -28,11 +28,19 @@ runpy.run_module("finetune", run_name="__main__")
 """
 
 
+SECRET_VARIABLES = (
+    *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "COMET_API_KEY", "NEPTUNE_API_TOKEN"),
+    *("MLFLOW_TRACKING_PASSWORD", "CLEARML_API_SECRET_KEY", "AWS_SECRET_ACCESS_KEY"),
+    *("OPENAI_API_KEY", "SSH_PASSWORD"),
+)
+
+
 @pytest.mark.slow
 def test_a_local_recipe_makes_no_connection_and_keeps_no_secret(tmp_path) -> None:
     (tmp_path / "guard.py").write_text(GUARD)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRL_"))}
-    environment |= {"HF_TOKEN": "hf_s3cret-pl4nted", "WANDB_API_KEY": "key_s3cret-pl4nted"}
+    environment |= dict.fromkeys(SECRET_VARIABLES, "s3cret-pl4nted")
+    environment |= dict.fromkeys(("HTTPS_PROXY", "HF_ENDPOINT"), "http://me:s3cret-pl4nted@[::1]:9")
     done = subprocess.run(
         [sys.executable, tmp_path / "guard.py", "tiny_lora_fp8", "train.max_steps=2",
          "train.save_strategy=steps", "train.save_steps=1", "data.max_rows=24"],
@@ -137,3 +145,9 @@ def test_code_of_a_runs_model_needs_permission(verb, cli, tmp_path) -> None:
     assert found.code == 2
     assert "brings code of its own" in found.err
     assert "--trust-remote-code" in found.err
+
+
+@pytest.mark.parametrize("line", [f"train.run_name=[{PLANTED}", f"{PLANTED}=1"])
+def test_an_error_does_not_show_a_secret(line, cli) -> None:
+    found = cli("cat", "tiny_lora_fp8", line)
+    assert (found.code, PLANTED in found.err, "***" in found.err) == (2, False, True)
