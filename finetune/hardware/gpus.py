@@ -113,18 +113,17 @@ def gpu_table() -> tuple[Gpu, ...]:
     return _read(TABLE)
 
 
-def gpus_with_own(path: Path | None = None) -> tuple[Gpu, ...]:
-    """The user's own GPUs, of `path` or the usual file, then those of the table not replaced.
+def gpus_with_own() -> tuple[Gpu, ...]:
+    """The user's own GPUs, of the file named or the usual one, then those not replaced by them.
 
     Raises:
         ConfigError: the file named is not there, is not of this form, or gives a name that another
             GPU has; with file and line.
     """
-    if path is None:
-        named, usual = os.environ.get(OWN_VARIABLE), Path(OWN_FILE).expanduser()
-        path = Path(named).expanduser() if named else usual
-        if not named and not usual.is_file():
-            return gpu_table()
+    named = os.environ.get(OWN_VARIABLE)
+    path = Path(named or OWN_FILE).expanduser()
+    if not named and not path.is_file():
+        return gpu_table()
     if not path.is_file():
         raise ConfigError(
             f"there is no file of GPUs {str(path)!r}",

@@ -39,7 +39,7 @@ class ScalingState:
         self.backend.load_state_tensors(state)
 
 
-def save_scaling(backend: Backend | None, folder: Path, process: int = 0) -> None:
+def save_scaling(backend: Backend | None, folder: Path, process: int) -> None:
     """Store the current scaling state of a process, if there is any."""
     tensors = ScalingState(backend).state_dict() if backend is not None else {}
     if tensors:
@@ -47,7 +47,7 @@ def save_scaling(backend: Backend | None, folder: Path, process: int = 0) -> Non
         save_file(tensors, folder / scaling_file(process))
 
 
-def stored_scaling(folder: Path, process: int = 0) -> dict[str, Tensor]:
+def stored_scaling(folder: Path, process: int) -> dict[str, Tensor]:
     """Scaling state of a checkpoint for a process; nothing if it has none."""
     own, first = (folder / scaling_file(i) for i in (process, 0))
     file = own if own.is_file() else first  # resumed by more processes than saved it

@@ -69,7 +69,7 @@ def curve(rows: Iterable[dict[str, Any]], key: str, over: str = "step") -> Curve
     return Curve(x[good], y[good], tuple(float(step) for step in x[~good]))
 
 
-def envelope(x: Floats, y: Floats, buckets: int = BUCKETS) -> tuple[Floats, Floats]:
+def envelope(x: Floats, y: Floats, buckets: int) -> tuple[Floats, Floats]:
     """Keep the extremes of each bucket, in their order, and the first and the last point.
 
     Six points 5 1 3 2 9 4 in two buckets (5 1 3, 2 9 4) keep 5 1 2 9 4. Series of up to 2 `buckets`

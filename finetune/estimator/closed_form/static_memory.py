@@ -87,7 +87,7 @@ class StaticMemory:
 
 
 def static_memory(
-    parameters: Iterable[Parameters], optimizer: Optimizer, shards: int = 1
+    parameters: Iterable[Parameters], optimizer: Optimizer, shards: int
 ) -> StaticMemory:
     """Sum weights, gradients and optimizer states over `parameters`.
 

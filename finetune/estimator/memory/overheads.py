@@ -58,16 +58,13 @@ def installed_torch() -> tuple[int, int, int]:
 # ------------------------------------------------------------------------ workspaces, context, NCCL
 
 
-def cublas_workspace(
-    capability: tuple[int, int], torch_version: tuple[int, ...] | None = None
-) -> int:
+def cublas_workspace(capability: tuple[int, int], torch_version: tuple[int, ...]) -> int:
     """Bytes of the workspace of one cuBLAS handle.
 
     `:4096:2:16:8`, 8.125 MiB; 32 MiB on Hopper, and on Blackwell from torch 2.12 on.
     `CUBLAS_WORKSPACE_CONFIG`, which overrides it on the training machine, is ignored.
     """
-    version = torch_version or installed_torch()
-    large = (9,) if version < (2, 12) else (9, 10, 12)
+    large = (9,) if torch_version < (2, 12) else (9, 10, 12)
     return 32 * MIB if capability[0] in large else 2 * 4096 * 1024 + 8 * 16 * 1024
 
 
