@@ -280,7 +280,7 @@ def _began(folder: Path, r: int) -> dict[str, Factors]:
 
 def _foreign(folder: Path, name: str) -> ConfigError:
     return ConfigError(
-        "the adapter was saved by a run that began otherwise",
+        "the adapter was saved by a run with another initialization",
         where=f"{folder}: {name}",
         why="it does not say what was taken out of the base at the beginning",
         fix="take the value of lora.init_lora_weights that it was trained with",

@@ -17,6 +17,7 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import REFUSED, CheckpointError, ConfigError
 from finetune.runs.folder import Run, write_start
+from finetune.training import lora_init
 from finetune.training.preflight import Preflight, processes
 from finetune.units import size
 
@@ -87,7 +88,8 @@ def discarded_unless_begun(folder: Path) -> Iterator[None]:
 def bytes_of_weights(model: nn.Module, config: RunConfig) -> float:
     """Bytes of the saved model: adapters alone, or all of its weights."""
     saved = {id(p): p for p in model.parameters() if p.requires_grad or config.lora is None}
-    return float(sum(p.numel() * p.element_size() for p in saved.values()))
+    ranks = 2 if lora_init.reads_base(config) else 1  # files of those have twice the rank
+    return ranks * float(sum(p.numel() * p.element_size() for p in saved.values()))
 
 
 def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:

@@ -148,7 +148,7 @@ def test_what_goes_on_from_a_file_is_the_same_to_the_bit(kind, storage, tmp_path
     assert state.keys() == other.keys()
     for key, value in state.items():
         assert torch.equal(value.view(torch.uint8), other[key].view(torch.uint8)), key
-    with pytest.raises(ConfigError, match="began otherwise"):
+    with pytest.raises(ConfigError, match="another initialization"):
         adapted(config_of(kind, storage, "lora.r=4"), tmp_path)
 
 
