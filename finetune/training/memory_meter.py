@@ -220,7 +220,9 @@ class LiveTensors(TorchDispatchMode):
             The added bytes.
         """
         if is_traceable_wrapper_subclass(tensor):
-            return sum(self.count(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0])
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            # A DTensor names its mesh among them (torch 2.13).
+            return sum(self.count(part) for part in parts if isinstance(part, Tensor))
         if tensor.is_meta or tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()

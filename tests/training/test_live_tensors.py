@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from finetune.estimator.trace.trace import plain_tensors
 from finetune.training.memory_meter import LiveTensors
 
 
@@ -108,3 +109,18 @@ def test_inside_of_a_wrapper_is_counted_when_thorough():
 def test_what_has_no_memory_of_its_own_counts_nothing():
     live = LiveTensors([torch.empty(10, device="meta"), torch.ones(3, 3).to_sparse()])
     assert live.bytes == 0
+
+
+def test_a_sharded_tensor_counts_its_shard() -> None:
+    """Its mesh, which it names among its parts, is no tensor."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+        assert LiveTensors([sharded]).bytes == 32
+        assert [part.numel() for part in plain_tensors(sharded)] == [8]
+    finally:
+        dist.destroy_process_group()

@@ -408,6 +408,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Tensors with memory inside a wrapper subclass; else the tensor itself."""
     if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
+            if isinstance(part := getattr(tensor, name), Tensor):  # no mesh of a DTensor
+                yield from plain_tensors(part)
     else:
         yield tensor
