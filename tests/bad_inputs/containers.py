@@ -82,7 +82,7 @@ def _files() -> list[tuple[str, dict[str, Content]]]:
             b'{"' + b"k" * 1_000_000 + b'": 1}\n', b'{"text": "\\ud800"}\n',
             b'{"text": -1e999}\n{"text": NaN}\n', b'{"text": 9999999999999999999999999}\n',
             b'{"text": "2020-01-01T00:00:00"}\n{"text": 3}\n', LINE * 20_000 + b"{]\n",
-            LINE * 12_000 + b"null\n", LINE * 12_000 + b'{"prompt": "", "completion": ""}\n',
+            LINE * 9_000 + b"null\n", LINE * 12_000 + b'{"prompt": "", "completion": ""}\n',
             LINE * 1_500 + b'{"prompt": 3, "completion": "b"}\n' + LINE,
             LINE * 40_000 + b'{"prompt": "a", "completion": 3}\n', LINE * 2_000 + b"\xff\xff\n",
             MANY.replace(b"\n", b","), b"[" + MANY + b"]",

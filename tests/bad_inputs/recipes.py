@@ -185,7 +185,7 @@ def overrides() -> st.SearchStrategy[Case]:
     """Overrides that are none, that contradict one another, or that are far too long."""
     bomb = ", ".join(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))
     long = [
-        "a" * 1_000_000, ".".join("a" * 50_000) + "=1", "model.name=" + "a" * 1_000_000,
+        "a" * 1_000_000, ".".join("a" * 50_000) + "=1", "data.on_bad_row=" + "a" * 1_000_000,
         "train.learning_rate=" + "9" * 1_000_000, "data.prompts=" + "[" * 100_000,
         "train.optim_args=" + "{a: " * 50_000, "model.freeze=" + "*" * 1_000_000,
         "train.seed=" + "\t" * 100_000 + "x", f"model.freeze=[&a0 [x, x], {bomb}]",
