@@ -163,7 +163,8 @@ def eval_loss_of_nan() -> None:
     def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = plain(self, *args, **kwargs)
         if self.state.global_step:
-            found.metrics |= {"eval_loss": float("nan")}
+            assert found.metrics is not None
+            found.metrics["eval_loss"] = float("nan")
         return found
 
     Trainer.evaluation_loop = loop
