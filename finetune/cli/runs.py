@@ -60,11 +60,11 @@ def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
 
 
 def _narrow_row(run: dict[str, Any]) -> dict[str, RenderableType]:
+    """The run's name has its precision at the end."""
     ended = "" if run["state"] == "finished" else f" {run['state']}"
     return {
         "run": f"{run['recipe']}/{run['run']}",
-        "precision": run["precision"].partition(" ")[0],
-        "verified": _verified(run),
+        "proof": _verified(run),
         "steps": Text(f"{_steps(run)}{ended}", style=_STATES.get(run["state"], "red")),
         "loss": _shown(run["loss"], ".3f"),
         "eval": _shown(run["eval_loss"], ".3f"),

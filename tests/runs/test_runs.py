@@ -200,8 +200,10 @@ def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):
     assert "not equivalent" in done.out
     assert "+3.00%" in done.out
     monkeypatch.setenv("COLUMNS", "80")
-    line = next(line for line in cli("ls", "--runs").out.splitlines() if run.name in line)
-    assert line.split()[:3] == [f"tiny_full_fp8/{run.name}", "FP8", "yes"]
+    narrow = cli("ls", "--runs").out
+    line = next(line for line in narrow.splitlines() if run.name in line)
+    assert line.split()[:3] == [f"tiny_full_fp8/{run.name}", "yes", "40/40"]
+    assert "…" not in narrow
     listed = json.loads(cli("ls", "--runs", "--json").out)
     assert [r["run"] for r in listed["runs"]] == [run.name]
     assert listed["comparisons"][0]["verdict"] == "not equivalent"
