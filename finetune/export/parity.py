@@ -182,7 +182,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     tokenizer, _ = load_tokenizer(config.model)
     rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
     held_out = rows.first(EVALUATION_ROWS) if rows.eval is None else rows.eval
-    kind = "training rows (the run held none out)" if rows.eval is None else "held-out rows"
+    kind = "training rows (the run kept none for evaluation)" if rows.eval is None else "eval rows"
     evaluation = _first(held_out, EVALUATION_ROWS)
     train = {key: value for key, value in config.train.items() if key in ABOUT_ROWS}
     sizes = {f"per_device_{part}_batch_size": BATCH for part in ("train", "eval")}

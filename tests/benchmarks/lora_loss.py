@@ -4,13 +4,13 @@
     python -m tests.benchmarks.lora_loss --recipes [--seeds 42,43,44]
 
 *Recipes.* The shipped pair `tiny_lora_fp8` and `tiny_lora_bf16` at each rank (alpha is twice the
-rank), for 150 steps on the packaged rows, three epochs. The held-out rows change with the seed, so
+rank), for 150 steps on the packaged rows, three epochs. The eval rows change with the seed, so
 a pair is compared at equal seed.
 
 *Text*, without `--recipes`. The packaged Llama, pretrained on something else, learns the sources of
 the Python standard library: a new domain, in which 500 steps see nothing twice. Adapters on every
 linear layer of the decoder. A seed draws the initial adapters and the order of batches, both alike
-for all bases; held-out rows are the same in all runs. The *noise band* is the mean of the BF16 runs
+for all bases; eval rows are the same in all runs. The *noise band* is the mean of the BF16 runs
 plus or minus the largest difference between two of them, as in `tests.benchmarks.convergence`.
 
 Held-out losses are in evaluation mode: BF16 matmuls on the base that was trained over, which for

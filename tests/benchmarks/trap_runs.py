@@ -182,7 +182,7 @@ def mib_of(tensors: list[Tensor]) -> float:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
-    """Mean over the trained-on tokens of held-out rows, in evaluation mode under BF16 autocast."""
+    """Mean over the trained-on tokens of eval rows, in evaluation mode under BF16 autocast."""
     model.eval()
     total = count = 0.0
     for batch in batches:

@@ -112,7 +112,7 @@ def test_export_is_complete_and_says_what_it_is(to, exported, lora_run):
     assert (record["finished"], record["target"]) == (True, to)
     assert record["run"] == str(lora_run.resolve())
     assert record["proof"] == "proven"
-    assert record["rows"] == "8 of 8 held-out rows"
+    assert record["rows"] == "8 of 8 eval rows"
     assert record["parity"]["passed"]
     assert record["parity"]["bounds"]["kl"] == parity.BOUNDS[to].kl
     assert record["versions"]["peft"]
@@ -121,7 +121,7 @@ def test_export_is_complete_and_says_what_it_is(to, exported, lora_run):
     assert (done.folder / weights).is_file()
     card = (done.folder / "README.md").read_text()
     assert f"| weights | {TARGETS_OF_CARD[to]} |" in card
-    assert "| compared with the trained model | 8 of 8 held-out rows: " in card
+    assert "| compared with the trained model | 8 of 8 eval rows: " in card
     for folder in (done.folder, lora_run / "model"):
         text = (folder / "README.md").read_text()
         assert "FP8 verified: " in text
@@ -219,7 +219,7 @@ def test_full_run_is_copied_and_can_be_quantised(full_run, tmp_path):
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert done.parity.kl == 0
-    assert "training rows (the run held none out)" in done.rows
+    assert "training rows (the run kept none for evaluation)" in done.rows
     fp8 = export_run(full_run, "fp8", tmp_path / "fp8", console=QUIET)
     assert fp8.parity.kl > 0
     with pytest.raises(ConfigError, match=r"has no adapter(.|\n)*--to merged"):
@@ -438,7 +438,7 @@ def test_command_prints_the_parity(lora_run, tmp_path, cli):
     said = cli("export", lora_run, "--to", "fp8", tmp_path / "out")
     assert said.code == 0
     assert "in fp8: 28 linear layers; as they were: lm_head" in said.out
-    assert "parity on 8 of 8 held-out rows: loss" in said.out
+    assert "parity on 8 of 8 eval rows: loss" in said.out
     record = cli("export", lora_run, "--to", "adapter", tmp_path / "json", "--json")
     assert json.loads(record.out)["parity"]["kl"] == 0
 
