@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -167,6 +168,9 @@ def compare(
     report = write_report(found.folder)  # last: the verdict is out should its page fail
     if not as_json:
         console.print(whole(f"report: {report.html}"), crop=False)
+        if not folder.is_dir():
+            again = shlex.join([names[0], *(o for o in overrides if o[:2] not in ("a.", "b."))])
+            console.print(whole(f"next: python -m finetune diagnose {again}"), crop=False)
     code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
     if code:
         sys.exit(code)
@@ -223,7 +227,10 @@ def diagnose(
     if as_json:
         print(found.to_json())
     else:
-        output().print(found)
+        console = output()
+        console.print(found)
+        again = shlex.join([recipe, *(overrides or ())])
+        console.print(whole(f"next: python -m finetune compare {again}"), crop=False)
     if out is not None:
         progress.print(whole(f"diagnosis: {found.save(out)}"), crop=False)
 

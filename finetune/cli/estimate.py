@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +12,7 @@ import typer
 from finetune.cli import AsJson, Overrides
 from finetune.errors import ConfigError
 from finetune.logging import busy, output
+from finetune.logging import whole as line
 
 if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
@@ -111,6 +113,8 @@ def estimate(
         gains = [*result.gains()]
     for part in gains:
         console.print(part)
+    again = shlex.join([recipe, *(overrides or ())])
+    console.print(line(f"next: python -m finetune {again}"), crop=False)
 
 
 def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:
