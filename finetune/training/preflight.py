@@ -106,6 +106,7 @@ def preflight(
         MissingExtraError: a setting's optional library is not installed.
     """
     _refuse_deepspeed(config)
+    _refuse_launch(config)
     check_extras(config)
     check_optimizer_here(config.train, device)
     if config.train.get("use_liger_kernel") and device.kind == "cpu":
@@ -153,6 +154,36 @@ def _refuse_deepspeed(config: RunConfig) -> None:
         fix=f"{start}FSDP2, which shards as ZeRO-3 does: train.fsdp=true "
         "'train.fsdp_config={version: 2, reshard_after_forward: true}'; or DDP, without them",
     )
+
+
+_WORLD = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables that give a process the number of those started with it, by torchrun and by MPI."""
+
+
+def _refuse_launch(config: RunConfig) -> None:
+    """Reject what `accelerate launch` was to do and does not, or decides past the recipe.
+
+    Where it sees no second GPU, Accelerate 1.15 starts one process whatever `--num_processes` is
+    (`commands.launch.simple_launcher`), and leaves the address at which several would have met.
+    """
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and "MASTER_ADDR" in os.environ and not any(n in os.environ for n in _WORLD):
+        raise ConfigError(
+            "accelerate launch was to start several processes, and started one",
+            where="accelerate launch --num_processes, or num_processes of its configuration",
+            why="it starts several on GPUs alone: with --cpu, and where it sees one GPU, it starts "
+            "one without a word",
+            fix="torchrun --standalone --nproc_per_node=2 -m finetune RECIPE, also on CPUs; or "
+            "--num_processes 1, and no MASTER_ADDR in the environment",
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not config.train.get("fsdp"):
+        raise ConfigError(
+            "accelerate launch shards the model, and the recipe does not",
+            where="distributed_type: FSDP, of accelerate launch; no train.fsdp",
+            why="memory, samples and checkpoints follow the recipe",
+            fix="distributed_type: MULTI_GPU there, and train.fsdp=true "
+            "'train.fsdp_config={version: 2, reshard_after_forward: true}' to shard",
+        )
 
 
 def check_settings(

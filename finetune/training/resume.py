@@ -15,6 +15,7 @@ import hashlib
 import json
 import pickle
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,43 +155,56 @@ def check_resume(
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}
 
 
+READERS = ("torch.serialization", "safetensors.torch")
+"""Modules whose `load` and `load_file` the trainer and PEFT read a checkpoint's tensors with."""
+_CODE = re.compile(r"Unsupported (?:global|class).*|GLOBAL \S+|.*(?:reduce|instantiate).*")
+"""Parts of a refusal of torch's reader (2.13) that are about code, not about damaged bytes."""
+
+
 @contextlib.contextmanager
-def code_refused(checkpoint: Path | None) -> Iterator[None]:
-    """Raise for a file of a checkpoint that would run code when it is read, and did not.
+def reading(checkpoint: Path | None) -> Iterator[None]:
+    """Raise for a file of a checkpoint that is damaged, or would run code when it is read.
 
     The trainer reads optimizer, schedule and generators with `weights_only`, which stops at
-    anything but tensors and plain data.
+    anything but tensors and plain data. Files that a manifest lists were compared before; those of
+    another program, or of a manifest that was written anew, show here what they are.
 
     Raises:
         ConfigError: with the file's name.
     """
     try:
         yield
-    except pickle.UnpicklingError as error:
-        if checkpoint is None:
+    except Exception as error:
+        file = _being_read(error)
+        if checkpoint is None or file is None or checkpoint.resolve() not in file.parents:
             raise
-        named = [file.name for file in sorted(checkpoint.glob("*.pt*")) if not _is_plain(file)]
-        found = re.search(r"Unsupported (?:global|class|operand).*|GLOBAL \S+", str(error))
+        said = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        line = next(iter(said.strip().splitlines()), "").partition(". ")[0]  # advice follows
+        if isinstance(error, pickle.UnpicklingError) and (found := _CODE.search(str(error))):
+            raise ConfigError(
+                f"{file.name} holds more than tensors and numbers",
+                where=str(checkpoint),
+                why=f"reading it would run code; nothing of it was run ({found[0]})",
+                fix="resume from a checkpoint that you made yourself: this file was made by "
+                "another program, or to attack",
+            ) from None
         raise ConfigError(
-            f"{', '.join(named) or 'a file of the checkpoint'} holds more than tensors and numbers",
+            f"{file.name} cannot be read: it is damaged",
             where=str(checkpoint),
-            why="reading it would run code; nothing of it was run "
-            f"({found[0] if found else str(error).splitlines()[0]})",
-            fix="resume from a checkpoint that you made yourself: this file was made by another "
-            "program, or to attack",
-        ) from None
+            why=f"{type(error).__name__}: {line}".rstrip(": "),
+            fix="resume from another checkpoint of the run, or copy the file again from where it "
+            "came from",
+        ) from error
 
 
-def _is_plain(file: Path) -> bool:
-    import torch
-    from transformers.trainer_pt_utils import safe_globals
-
-    try:
-        with safe_globals():
-            torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        return False
-    return True
+def _being_read(error: BaseException) -> Path | None:
+    """The file that one of `READERS` was reading when it failed, if any."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") in READERS and frame.f_code.co_name.startswith("load"):
+            file = frame.f_locals.get("f", frame.f_locals.get("filename"))
+            if isinstance(file, str | Path):
+                return Path(file).resolve()
+    return None
 
 
 def changes_training(key: str) -> bool:

@@ -94,7 +94,7 @@ def train(
     with discarded_unless_begun(run.folder), begins as session, guarded():
         run.load(session)
         try:
-            with run.stop, guarded(), resume.code_refused(run.resume):
+            with run.stop, guarded(), resume.reading(run.resume):
                 run.trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
                 if not run.stop.asked and not run.was_just_evaluated():
                     run.trainer.evaluate()

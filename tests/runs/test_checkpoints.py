@@ -5,10 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import shutil
+import zipfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
@@ -25,7 +32,16 @@ from finetune.runs.checkpoints import (
     newest_checkpoint,
     superfluous,
 )
-from finetune.training.resume import FIXED, FREE, RULES, check_resume, facts_of, rows_hash
+from finetune.training import faults
+from finetune.training.resume import (
+    FIXED,
+    FREE,
+    RULES,
+    check_resume,
+    facts_of,
+    reading,
+    rows_hash,
+)
 from tests.benchmarks import resume_table
 from tests.benchmarks.resume_table import empty, flip_a_bit, truncate
 
@@ -265,3 +281,65 @@ def test_rows_have_one_hash_in_one_order() -> None:
         )
     ]
     assert len(set(different)) == len(different)
+
+
+# ---------------------------------------------------------------------------- reading and writing
+
+
+class Code:
+    """Would make a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def other_zip(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (truncate, "damaged"), (empty, "damaged"), (other_zip, "damaged"),
+        (lambda file: file.write_bytes(b"hello world\n"), "damaged"),
+        (lambda file: torch.save(Code(file.parent / "ran"), file), "more than tensors"),
+        (lambda file: file.write_bytes(pickle.dumps(Code(file.parent / "ran"), 2)), "more than"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_no_full_disk(damage, says, tmp_path) -> None:
+    """As in a checkpoint of another program, whose files no manifest lists."""
+    for name in ("optimizer.pt", "model.safetensors"):
+        file, tensors = tmp_path / name, {"a": torch.ones(1000)}
+        torch.save(tensors, file) if name == "optimizer.pt" else save_file(tensors, file)
+        damage(file)
+        read = load_file if name != "optimizer.pt" else partial(torch.load, weights_only=True)
+        with (
+            pytest.raises(ConfigError, match=says if name == "optimizer.pt" else "damaged") as seen,
+            faults.explained(tmp_path, lambda: ""),
+            reading(tmp_path),
+        ):
+            read(file)
+        assert name in str(seen.value)
+        assert "weights_only" not in str(seen.value), "torch's advice to read it in spite of that"
+        assert not faults.is_of_the_disk(seen.value.__cause__ or seen.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_elsewhere_keeps_its_own_error(tmp_path) -> None:
+    (tmp_path / "rows.pt").write_bytes(b"")
+    with pytest.raises(EOFError), reading(tmp_path / "checkpoint-1"):
+        torch.load(tmp_path / "rows.pt", weights_only=True)
+
+
+def test_a_write_that_is_cut_short_is_of_the_disk(tmp_path) -> None:
+    (tmp_path / "optimizer.pt").symlink_to("/dev/full")
+    with pytest.raises(RuntimeError) as seen:
+        torch.save({"a": torch.ones(100_000)}, tmp_path / "optimizer.pt")
+    assert faults.is_of_the_disk(seen.value)
+    with pytest.raises(SafetensorError) as seen:
+        save_file({"a": torch.ones(10)}, tmp_path / "no folder" / "model.safetensors")
+    assert faults.is_of_the_disk(seen.value)

@@ -10,7 +10,7 @@ import yaml
 
 from finetune.config.lookup import list_recipes, recipes_folder
 from finetune.config.recipe import load_recipe
-from finetune.errors import PrecisionError
+from finetune.errors import ConfigError, PrecisionError
 from finetune.training.preflight import preflight
 from tests.conftest import CPU
 
@@ -63,3 +63,29 @@ def test_deepspeed_is_refused_before_anything_is_loaded(by, compute, monkeypatch
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(PrecisionError, match=r"ZeRO-3[\s\S]*fix:[\s\S]*train.fsdp=true"):
         preflight(config, CPU)
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_one_process_of_several_is_refused(asked, monkeypatch) -> None:
+    """Accelerate's launcher makes the environment, with its own command line."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    words = ["--cpu", "--num_processes", str(asked), "-m", "finetune", "tiny_full_fp8"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    for name, value in prepare_simple_launcher_cmd_env(args)[1].items():
+        monkeypatch.setenv(name, value)
+    config = load_recipe("tiny_full_fp8").config
+    if asked == 1:
+        preflight(config, CPU)
+    else:
+        with pytest.raises(ConfigError, match=r"started one[\s\S]*fix: *torchrun"):
+            preflight(config, CPU)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        preflight(config, CPU)
+
+
+def test_sharding_by_accelerate_alone_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match=r"the recipe does not[\s\S]*train.fsdp=true"):
+        preflight(load_recipe("tiny_full_fp8").config, CPU)
