@@ -54,12 +54,20 @@ class References:
         return list(self._lines)
 
     @staticmethod
-    def precision_of(precision: PrecisionConfig) -> PrecisionConfig:
-        """Precision of a reference: the same casts, of weights that are kept as they are."""
+    def precision_of(precision: PrecisionConfig, *, hardware: bool) -> PrecisionConfig:
+        """Precision of a reference: the same casts, of weights that are kept as they are.
+
+        Args:
+            hardware: the device multiplies in FP8.
+        """
         if precision.frozen != "fp8":
             return precision
         # Stored weights have scales of their own default, and E4M3 alone.
         same = {"frozen": "bf16", "power_of_two_scales": bool(precision.power_of_two_scales)}
+        if not hardware:
+            # Stored layers are emulated here by our GEMM, whatever the engine. torchao's emulation
+            # has the same codes and rounds products once less: DPO would begin at 0.69305.
+            same["backend"] = "emulated"
         return precision.model_copy(update=same)
 
     def add(self, conversion: Conversion) -> None:
@@ -117,7 +125,10 @@ class References:
             low = name == "train"
             key = f"{trainer._precompute_model_hash} {low} {conversion.plan.precision!r}"
             if low:
-                self._lines["log-probabilities precomputed in FP8"] = None
+                line = "log-probabilities precomputed in FP8"
+                if conversion.plan.precision.scaling in ("tensorwise", "delayed", "nvfp4"):
+                    line += ", with the scales of other batches"
+                self._lines[line] = None
             with (
                 replaced(conversion, "follows", lambda: low),
                 replaced(trainer, "_precompute_model_hash", key),

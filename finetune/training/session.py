@@ -124,10 +124,11 @@ class Session:
             return  # autocast is all it takes
         try:
             refuse_quantized(model, self.precision)
-            made = plan(model, self.references.precision_of(self.precision))
+            hardware = bool(self.device.has_fp8)
+            made = plan(model, self.references.precision_of(self.precision, hardware=hardware))
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
             return
-        conversion = convert.apply(model, made, hardware=bool(self.device.has_fp8))
+        conversion = convert.apply(model, made, hardware=hardware)
         self.conversions.add(conversion)
         self.references.add(conversion)
 

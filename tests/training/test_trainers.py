@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 
 from finetune import get_receipt
+from finetune.config.schema import PrecisionConfig
+from finetune.precision import convert
 from finetune.precision.backends.base import Fp8Mixin
+from finetune.precision.backends.frozen import FrozenMixin
+from finetune.precision.planner import plan
+from finetune.precision.stored import store
+from finetune.training.references import References
 from tests.benchmarks import stock_trainers, trainers
 from tests.benchmarks.stock_trainers import METHODS, TRAINERS, Workshop
 from tests.conftest import batch, slow_but
@@ -92,6 +99,33 @@ def test_a_reference_computes_as_the_policy_does(shop) -> None:
         assert get_receipt().precision["references"] == [
             "LlamaForCausalLM: in the precision of the policy, FP8 in training"
         ]
+
+
+@pytest.mark.parametrize("hardware", [True, False])  # CPUs have `torch._scaled_mm`, too
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reference_multiplies_to_the_bits_of_stored_layers(make_llama, dtype, hardware) -> None:
+    """A given reference keeps its weights; the policy's are stored in FP8, and torchao is set."""
+    precision = PrecisionConfig(
+        compute="fp8", backend="torchao", scaling="rowwise", frozen="fp8", emulation="allow",
+        power_of_two_scales=False,
+    )  # fmt: skip
+    policy = make_llama().to(dtype).requires_grad_(False)
+    reference = copy.deepcopy(policy)
+    for module in list(policy.model.modules()):
+        if isinstance(module, torch.nn.Linear):
+            store(module)
+    convert.apply(policy, plan(policy, precision), hardware=hardware)
+    same = References.precision_of(precision, hardware=hardware)
+    convert.apply(reference, plan(reference, same), hardware=hardware)
+    with torch.no_grad():  # on a CPU autocast reaches the inside of `torch._scaled_mm`
+        for one, other in zip(
+            policy.model.layers[0].modules(), reference.model.layers[0].modules(), strict=True
+        ):
+            if isinstance(one, Fp8Mixin):
+                rows = torch.randn(8, one.weight.shape[1], dtype=torch.bfloat16)
+                assert isinstance(one, FrozenMixin)
+                assert not isinstance(other, FrozenMixin)
+                assert torch.equal(one.train()(rows), other.train()(rows))
 
 
 def test_a_teacher_beside_its_student(make_llama, setup_backend) -> None:
