@@ -64,18 +64,18 @@ class GracefulStop(TrainerCallback):
         self.console.print(f"{name}: stopping after this step and saving; again stops at once")
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self._agree(args.device)
+        self._agree(args)
         self.asked = self.asked or (self.until is not None and state.global_step == self.until)
         if self.asked:
             control.should_save = control.should_training_stop = True
 
-    def _agree(self, device: Any) -> None:
+    def _agree(self, args: Any) -> None:
         """Stop on all processes at one step: one that saved alone would wait for the others."""
         import torch
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            vote = torch.tensor(float(self.number if self.asked else 0), device=device)
+            vote = torch.tensor(float(self.number if self.asked else 0), device=args.device)
             dist.all_reduce(vote, op=dist.ReduceOp.MAX)
             self.asked = bool(vote)
             self.number = int(vote) or self.number

@@ -19,6 +19,7 @@ from finetune.cli import app
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import NonFiniteError
 from finetune.precision.planner import plan
+from finetune.training.health import finiteness
 from finetune.training.health.finiteness import advise
 from finetune.training.health.nonfinite import Finder, Finding, all_finite, check_parameters
 from tests.conftest import batch
@@ -264,6 +265,25 @@ def test_trainer_stops_before_the_update(backend, make_llama, setup_backend, tmp
     assert weights
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     assert trainer.training_step == step
+
+
+def test_gradients_that_the_trainer_has_read_are_not_read_again(
+    make_llama, setup_backend, tmp_path, monkeypatch
+) -> None:
+    """A finite norm of them all settles it: only weights are read, when training ends."""
+    read: list[int] = []
+    plain = finiteness.all_finite
+
+    def noted(tensors) -> bool:
+        read.append(sum(t.numel() for t in tensors))
+        return plain(tensors)
+
+    setup_backend("emulated", health_every=0)
+    trainer = trainer_of(make_llama(), tmp_path, steps=2)
+    monkeypatch.setattr(finiteness, "all_finite", noted)
+    trainer.train()
+    assert read[:2] == [2, 2]  # loss and norm
+    assert len(read) == 3
 
 
 def test_micro_batch_is_named(make_llama, setup_backend, tmp_path) -> None:

@@ -2,7 +2,8 @@
 locate it.
 
 Each optimizer step checks the losses of its micro-batches, and the gradients before the optimizer
-uses them: one reduction and one fetched number. So weights are still those before the step, and the
+uses them: by the norm that the trainer has computed of them all, which is finite only if they are,
+else by one reduction. One number is fetched. So weights are still those before the step, and the
 step can run again to find the origin. Weights are checked before they are saved: an update itself
 may break them, and a broken checkpoint could push out the last good one.
 
@@ -62,7 +63,13 @@ class MicroBatch:
 
 
 class Finiteness:
-    """Judges the steps of one trainer, of a plain model if there is no conversion."""
+    """Judges the steps of one trainer, of a plain model if there is no conversion.
+
+    Attributes:
+        norm: of all gradients of this step before clipping, where the trainer has computed it.
+    """
+
+    norm: Tensor | None = None
 
     def __init__(self, trainer: Any, model: nn.Module, conversion: Conversion | None) -> None:
         self.trainer, self.model, self.conversion = trainer, model, conversion
@@ -82,15 +89,18 @@ class Finiteness:
         """Discard the micro-batches of a finished optimizer step."""
         self._batches.clear()
         self._losses.clear()
+        self.norm = None
 
-    def judge_step(self, parameters: list[nn.Parameter], step: int) -> None:
-        """Judge the losses of optimizer step `step`, and the gradients of these parameters.
+    def judge_step(self, step: int, *, gradients: bool) -> None:
+        """Judge the losses of optimizer step `step`, and its gradients unless loss scaling does.
 
         Raises:
             NonFiniteError: one of them is not finite.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if _finite_everywhere([*self._losses, *gradients]):
+        if gradients and self.norm is not None and _finite_everywhere([*self._losses, self.norm]):
+            return
+        judged = [p.grad for _, p in trainable(self.model) if gradients and p.grad is not None]
+        if _finite_everywhere([*self._losses, *judged]):
             return
         is_loss = not all(math.isfinite(float(loss)) for loss in self._losses)
         what = "the loss is not finite" if is_loss else "a gradient is not finite"

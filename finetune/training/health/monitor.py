@@ -72,6 +72,7 @@ class HealthMonitor(TrainerCallback):
         self._due = False  # this step is observed
         self._first = True  # its next micro-batch is the first
         self._watch: OperandWatch
+        self._unwrapped: nn.Module
         self._finiteness: Finiteness
         self._before: dict[str, Tensor] = {}
         self._snr: Ratios = {}
@@ -79,13 +80,18 @@ class HealthMonitor(TrainerCallback):
         self._scale = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        model, conversion = self._model, conversion_of(self._model)
+        # Unwrapping looks at every module for compiled ones, so it is done once.
+        model: nn.Module = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        conversion = conversion_of(model)
         precision = conversion.plan.precision if conversion else PrecisionConfig()
         self._period = precision.health_every if self.every is None else self.every
         self._watch = OperandWatch(model, conversion)
         self.close()
         self._finiteness = Finiteness(self.trainer, model, conversion)
+        self._unwrapped = model
         wrappers = {"training_step": self._training_step, "_save_checkpoint": self._save}
+        if hasattr(self.trainer, "_get_grad_norm"):  # a method of Transformers 5 alone
+            wrappers["_get_grad_norm"] = self._grad_norm
         for name, wrapper in wrappers.items():
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
@@ -98,10 +104,6 @@ class HealthMonitor(TrainerCallback):
     def close(self) -> None:
         """Restore the trainer's methods. Idempotent."""
         self._undo.close()
-
-    @property
-    def _model(self) -> nn.Module:
-        return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         running = session.in_force()
@@ -120,14 +122,18 @@ class HealthMonitor(TrainerCallback):
         with self._watch.watching() if looks else contextlib.nullcontext():
             return self._finiteness.run(call)
 
+    def _grad_norm(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note the norm that the trainer has of all gradients: they need no second reading."""
+        norm = plain(*args, **kwargs)
+        self._finiteness.norm = norm if isinstance(norm, Tensor) else None
+        return norm
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        named = trainable(self._model)
         scaler = self.trainer.accelerator.scaler
         self._scale = scaler.get_scale() if scaler is not None else 0.0
-        judged = [p for _, p in named] if self._scale <= LEAST_SCALE else []
-        self._finiteness.judge_step(judged, state.global_step + 1)
+        self._finiteness.judge_step(state.global_step + 1, gradients=self._scale <= LEAST_SCALE)
         if self._due:
-            self._before = {name: sample(p) for name, p in named}
+            self._before = {name: sample(p) for name, p in trainable(self._unwrapped)}
 
     def _was_skipped(self) -> bool:
         """True if loss scaling backed off, which it does exactly when it skips.
@@ -140,7 +146,7 @@ class HealthMonitor(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self._due or self._was_skipped():
             return
-        model, conversion = self._model, conversion_of(self._model)
+        model, conversion = self._unwrapped, conversion_of(self._unwrapped)
         named = trainable(model)
         modules = groups_of(model, conversion.plan if conversion else None)
         groups = {name: modules[name.rpartition(".")[0]] for name, _ in named}
@@ -169,7 +175,7 @@ class HealthMonitor(TrainerCallback):
     def _log(self, control: TrainerControl) -> None:
         sums, snr, update = _of_all_processes(self._watch.sums, self._snr, self._update)
         row = health_row(sums) | ratio_row(snr, update)
-        row |= self._speed.row(trainable(self._model), self.trainer.optimizer, self._warn_once)
+        row |= self._speed.row(trainable(self._unwrapped), self.trainer.optimizer, self._warn_once)
         if self.trainer.accelerator.scaler is not None:
             row["health/skipped_steps"] = float(self._skipped)
         self._skipped, self._snr, self._update = 0, {}, {}
