@@ -210,12 +210,7 @@ def sft_config(
     if train.get("optim") in OWN_NAMES:
         del train["optim"]  # Transformers knows no such name: the class is given to the trainer
     if train.get("fsdp") and on_cpu:
-        raise ConfigError(
-            "train.fsdp was requested on a CPU",
-            where="train.fsdp",
-            why="accelerate shards on GPUs only, and would run plain data parallelism silently",
-            fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",
-        )
+        refuse_sharding_on_cpu()
     if config.data.streaming and int(train.get("max_steps") or -1) <= 0:
         raise ConfigError(
             "streamed rows need a number of steps",
@@ -237,6 +232,20 @@ def sft_config(
         )
     except REFUSALS as error:
         raise refused("trl.SFTConfig", error, train) from error
+
+
+def refuse_sharding_on_cpu() -> None:
+    """Reject `train.fsdp` on a CPU.
+
+    Raises:
+        ConfigError: always; tests, which let Accelerate take CPUs for GPUs, replace it.
+    """
+    raise ConfigError(
+        "train.fsdp was requested on a CPU",
+        where="train.fsdp",
+        why="accelerate shards on GPUs only, and would run plain data parallelism silently",
+        fix="~train.fsdp ~train.fsdp_config, or run on GPUs with torchrun",
+    )
 
 
 REFUSALS = (

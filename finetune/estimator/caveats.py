@@ -73,7 +73,7 @@ def _of_several(measured: Measured) -> Iterator[str]:
     train, place = measured.config.train, measured.place
     if place.count == 1:
         if train.get("fsdp"):
-            yield "train.fsdp shards nothing on one GPU: one process trains as without it"
+            yield "train.fsdp needs several GPUs, refused on one; predicted without it"
         return
     if place.device.kind == "cuda" and place.gpu is None:
         yield "how these GPUs are linked is not known: NCCL's buffers are taken as over NVLink"

@@ -39,7 +39,7 @@ KEEPER = "CheckpointKeeper"
 """Key in the trainer's state of a checkpoint that has a manifest."""
 LATEST, BEST = (LAST, "latest"), "best"
 _NAME = re.compile(r"checkpoint-(\d+)")
-_NEEDED = (("optimizer*",), ("scheduler.pt",), ("*.safetensors", "*.bin", "pytorch_model_fsdp*"))
+_NEEDED = (("optimizer.pt",), ("scheduler.pt",), ("*.safetensors", "*.bin"))
 """Files of a checkpoint without a manifest: one of each group, none of them empty."""
 
 
@@ -96,6 +96,9 @@ class Checkpoint:
         if not isinstance(self.state.get("global_step"), int):
             missing = not (self.folder / STATE).is_file()
             return f"{STATE} is {'missing' if missing else 'not whole'}"
+        if next(self.folder.glob("pytorch_model_fsdp*"), None) is not None:
+            # Shards are read with `pickle.load`; see `finetune.training.sharded` for ours.
+            return "it has the form that Transformers saves under FSDP, which is not read here"
         if not os.path.lexists(self.folder / MANIFEST):  # a broken one is no missing one
             callbacks = self.state.get("stateful_callbacks")
             if isinstance(callbacks, dict) and KEEPER in callbacks:

@@ -32,6 +32,7 @@ from finetune.runs.checkpoints import (
 from finetune.training.faults import is_of_the_disk, write_failure
 from finetune.training.scaling_state import save_scaling, stored_scaling
 from finetune.training.session import Session
+from finetune.training.sharded import WholeFiles
 
 
 class CheckpointKeeper(TrainerCallback):
@@ -61,6 +62,8 @@ class CheckpointKeeper(TrainerCallback):
         """Let the trainer save through this keeper."""
         self.trainer, self._save = trainer, trainer._save_checkpoint
         trainer._save_checkpoint = self.save
+        if trainer.accelerator.is_fsdp2:
+            WholeFiles(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._begun = state.global_step

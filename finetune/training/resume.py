@@ -132,11 +132,14 @@ def check_resume(
     began = checkpoint.manifest
     if "config" not in began:
         return {}
-    differing = dict(_differences(began["config"], config.model_dump(mode="json")))
+    now = config.model_dump(mode="json")
+    differing = dict(_differences(began["config"], now))
     if began.get("rows") != rows:
         differing["data.rows"] = ("the rows it was trained on", "other rows, or another order")
     if began.get("processes") != processes:
         differing["processes"] = (began.get("processes"), processes)
+    if _is_wide(began["config"], began.get("processes")) and not _is_wide(now, processes):
+        differing["model.dtype"] = ("float32, as FSDP2 trains weights", config.model.dtype)
     allowed = config.resume.allow
     fixed = [key for key in differing if key in FIXED]
     refused = [key for key in differing if not _matches(key, (*FREE, *allowed))]
@@ -159,6 +162,17 @@ READERS = ("torch.serialization", "safetensors.torch")
 """Modules whose `load` and `load_file` the trainer and PEFT read a checkpoint's tensors with."""
 _CODE = re.compile(r"Unsupported (?:global|class).*|GLOBAL \S+|.*(?:reduce|instantiate).*")
 """Parts of a refusal of torch's reader (2.13) that are about code, not about damaged bytes."""
+
+
+def _is_wide(config: dict[str, Any], processes: Any) -> bool:
+    """True if the weights that train are float32, whatever `model.dtype` is.
+
+    Accelerate 1.15 makes them so when it shards a model (`fsdp2_prepare_model`); adapters always
+    are. Going on in BF16 would round weights and moments.
+    """
+    sharded = (config.get("train") or {}).get("fsdp") and processes != 1
+    dtype = (config.get("model") or {}).get("dtype")
+    return bool(sharded or config.get("lora") or dtype == "float32")
 
 
 @contextlib.contextmanager

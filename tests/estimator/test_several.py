@@ -108,7 +108,7 @@ def test_one_gpu_shards_nothing(config: RunConfig) -> None:
     alone = changed(config, train={"fsdp": None, "fsdp_config": None})
     asked, not_asked = measure(config, gpus(1)), measure(alone, gpus(1))
     assert asked.footprint == not_asked.footprint
-    assert any("shards nothing on one GPU" in note for note in caveats(asked))
+    assert any("train.fsdp needs several GPUs" in note for note in caveats(asked))
     assert not any("fsdp" in note for note in caveats(not_asked))
 
 

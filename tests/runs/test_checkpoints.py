@@ -283,6 +283,40 @@ def test_rows_have_one_hash_in_one_order() -> None:
     assert len(set(different)) == len(different)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sharding", "processes", "refused"),
+    [
+        ("bfloat16", "~train.fsdp", 2, True), ("bfloat16", "train.fsdp=true", 1, True),
+        ("bfloat16", "train.fsdp=true", 4, False), ("float32", "~train.fsdp", 1, False),
+    ],
+)  # fmt: skip
+def test_float32_weights_of_fsdp_are_not_rounded(
+    dtype, sharding, processes, refused, tmp_path
+) -> None:
+    """FSDP2 trains float32 weights of a BF16 model; one process would take them as BF16."""
+    words = ["train.max_steps=40", f"model.dtype={dtype}"]
+    began = load_recipe("tiny_full_bf16", [*words, "train.fsdp=true"]).config
+    saved = Checkpoint(make(tmp_path, 10, facts=facts_of(began, "rows", 2)))
+    words += [sharding, "resume.allow=[processes]"]
+    now = load_recipe("tiny_full_bf16", words).config
+    if not refused:
+        check_resume(saved, now, "rows", processes)
+        return
+    with pytest.raises(ConfigError, match=r"model.dtype: float32, as FSDP2[\s\S]*bfloat16 now"):
+        check_resume(saved, now, "rows", processes)
+
+
+def test_shards_are_not_read(tmp_path) -> None:
+    """torch 2.13 reads their `.metadata` with `pickle.load`; none is taken."""
+    make(tmp_path, 10)
+    newest = make(tmp_path, 20)
+    (newest / "pytorch_model_fsdp_0").mkdir()
+    (newest / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"")
+    found, broken = find_checkpoint(str(tmp_path))
+    assert found.step == 10
+    assert "FSDP" in broken[newest]
+
+
 # ---------------------------------------------------------------------------- reading and writing
 
 

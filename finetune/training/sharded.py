@@ -1,0 +1,186 @@
+"""Checkpoints of weights that FSDP2 shards, in the files that every other run writes and reads.
+
+    FSDP2, N processes ──┐                                           ┌─> FSDP2, M processes
+    DDP, N processes   ──┼─> model or adapter, optimizer.pt, as from ┼─> DDP, M processes
+    one process        ──┘   one process: names, order and types     └─> one process
+
+Transformers 5.23 has other files under FSDP, which no run without it reads, and leaves it to
+`state_dict_type`: whole ones (`pytorch_model_fsdp.bin`, `optimizer.bin`), or shards in the form of
+`torch.distributed.checkpoint`, whose `.metadata` is read with `pickle.load` (torch 2.13), so that a
+checkpoint can run code; and with shards it saves no model when training ends.
+
+Here each tensor is gathered on its own and goes to the host's memory of the first process, which
+writes it; a base that adapters leave alone is not gathered. Each process reads its own part of the
+files, which are mapped into memory. Nothing is rounded either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from finetune.errors import ConfigError
+from finetune.precision.stored import iter_stored
+
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+
+class WholeFiles:
+    """Writes and reads a sharded trainer's checkpoints as those of one process."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Take the place of the trainer's own methods.
+
+        Raises:
+            ConfigError: frozen FP8 weights would be saved in full, whose scales FSDP2 leaves out.
+        """
+        self.trainer = trainer
+        if not self.has_adapters and next(iter_stored(trainer.model), None) is not None:
+            raise ConfigError(
+                "FSDP2 cannot save a model whose frozen weights are stored in FP8",
+                where="train.fsdp, precision.frozen=fp8, no section lora",
+                why="it moves their codes without their scales",
+                fix="precision.frozen=bf16, or lora.r=8, or ~train.fsdp ~train.fsdp_config (DDP)",
+            )
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.accelerator.get_state_dict = self.model_state
+        trainer._save_optimizer_and_scheduler = self.save_optimizer
+        trainer._load_from_checkpoint = self.load_weights
+        trainer._load_optimizer_and_scheduler = self.load_optimizer
+        trainer._load_best_model = self.load_best
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the files hold adapters, not the model."""
+        from peft import PeftModel
+
+        return isinstance(self.trainer.model, PeftModel)
+
+    # ------------------------------------------------------------------------------------ weights
+
+    def model_state(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """`Accelerator.get_state_dict` of what is saved; empty but on the first process."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=self.has_adapters
+        )
+        return get_model_state_dict(model, options=options)
+
+    @torch.no_grad()
+    def load_weights(self, checkpoint: str, model: Any = None) -> None:
+        """`Trainer._load_from_checkpoint`, into the shards of this process.
+
+        Raises:
+            ConfigError: file and model differ in a tensor's name or shape.
+        """
+        from peft import get_peft_model_state_dict
+        from safetensors import safe_open
+
+        model = model if model is not None else self.trainer.model
+        own = get_peft_model_state_dict(model) if self.has_adapters else model.state_dict()
+        left = own.keys() - (
+            getattr(model, "_tied_weights_keys", None) or ()
+        )  # files have one each
+        for file in _weight_files(Path(checkpoint), adapters=self.has_adapters):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    value = opened.get_tensor(name)
+                    if name not in own or own[name].shape != value.shape:
+                        raise _does_not_fit(file, name)
+                    own[name].copy_(_as_sharded(value, own[name]))
+                    left -= {name}
+        for name in left:
+            raise _does_not_fit(Path(checkpoint), name)
+
+    def load_best(self) -> None:
+        """`Trainer._load_best_model`."""
+        self.load_weights(self.trainer.state.best_model_checkpoint)
+
+    # ---------------------------------------------------------------------------------- optimizer
+
+    def save_optimizer(self, folder: str) -> None:
+        """`Trainer._save_optimizer_and_scheduler`: parameters by number, as torch saves them.
+
+        Raises:
+            ConfigError: its state is not one of whole parameters.
+        """
+        trainer, numbered = self.trainer, list(self._parameters())
+        state = trainer.optimizer.state_dict()
+        whole = {
+            number: {key: self._whole(value, numbered[number]) for key, value in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        if trainer.args.should_save:
+            torch.save({**state, "state": whole}, Path(folder) / OPTIMIZER)
+            torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / SCHEDULER)
+
+    def load_optimizer(self, checkpoint: str | None) -> None:
+        """`Trainer._load_optimizer_and_scheduler`, into the shards of this process."""
+        if checkpoint is None:
+            return
+        trainer, numbered = self.trainer, list(self._parameters())
+        state, schedule = (
+            torch.load(Path(checkpoint) / name, map_location="cpu", mmap=True, weights_only=True)
+            for name in (OPTIMIZER, SCHEDULER)
+        )
+        parts = {
+            number: {key: _as_state_of(value, numbered[number]) for key, value in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        trainer.optimizer.load_state_dict({**state, "state": parts})
+        trainer.lr_scheduler.load_state_dict(schedule)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """The optimizer's parameters in the order of the numbers in its state."""
+        for group in self.trainer.optimizer.param_groups:
+            yield from group["params"]
+
+    def _whole(self, value: Any, parameter: Tensor) -> Any:
+        """An entry of a parameter's state, gathered on the CPU of the first process."""
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if isinstance(parameter, DTensor):
+            if not isinstance(value, DTensor) or value.shape != parameter.shape:
+                raise ConfigError(
+                    "this optimizer's state cannot be put together from its shards",
+                    where=f"train.optim={self.trainer.args.optim}, train.fsdp",
+                    why="it is not one number for each of a parameter's, split as that is",
+                    fix="train.optim=adamw_torch; or ~train.fsdp ~train.fsdp_config (DDP); or "
+                    "train.save_strategy=no",
+                )
+            value = value.full_tensor()  # of all processes, one after the other
+        return value.cpu() if self.trainer.args.should_save else None
+
+
+def _as_state_of(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _as_sharded(value, parameter) if value.shape == parameter.shape else value.clone()
+
+
+def _as_sharded(value: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a tensor that every process has; a copy."""
+    if not isinstance(like, DTensor):
+        return value.clone()
+    part = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return part.clone()
+
+
+def _weight_files(checkpoint: Path, *, adapters: bool) -> list[Path]:
+    """Files of a checkpoint's weights, one or several."""
+    return sorted(checkpoint.glob(f"{'adapter_' if adapters else ''}model*.safetensors"))
+
+
+def _does_not_fit(file: Path, name: str) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint's weights do not fit the model: {name}",
+        where=str(file),
+        why="only one of the two has it, or in another shape",
+        fix="the recipe that the checkpoint was trained with",
+    )
