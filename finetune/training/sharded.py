@@ -63,7 +63,7 @@ class WholeFiles:
 
     # ------------------------------------------------------------------------------------ weights
 
-    def model_state(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+    def model_state(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """`Accelerator.get_state_dict` of what is saved; empty but on the first process."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
