@@ -261,7 +261,7 @@ def other_optimizers() -> str:
 
 
 def recipes() -> str:
-    """Shipped recipes: model, method, precision, tokens, memory of the closed form."""
+    """Shipped recipes: model, method, precision, tokens, predicted memory."""
     done = subprocess.run(
         [sys.executable, "-m", "finetune", "ls", "--json"],
         capture_output=True,

@@ -39,13 +39,13 @@ SCHEMA = "recipe.schema.json"
 
 
 def rows() -> list[dict[str, Any]]:
-    """A row for each shipped recipe: the stored one, or a new one where its file has changed."""
+    """A row for each shipped recipe: the stored one; of a changed one a new one, without memory."""
     stored = json.loads(ROWS.read_text())
     found = []
     for name in list_recipes():
         known = stored.get(name, {})
         same = known.get("crc32") == checksum(name)
-        found.append(known["row"] if same else row_of(name))
+        found.append(known["row"] if same else row_of(name) | {"preview_gib": None})
     return found
 
 
@@ -55,13 +55,11 @@ def checksum(name: str) -> int:
 
 
 def row_of(name: str) -> dict[str, Any]:
-    """The facts of a recipe in a table: model, method, precision, rows, preview of its memory."""
+    """The facts of a recipe in a table: model, method, precision, rows."""
     from finetune.config.recipe import load_recipe
-    from finetune.estimator.closed_form.preview import preview
 
     config = load_recipe(name, check_train=False).config
-    lora, about = config.lora, preview(config)
-    precision = config.precision
+    lora, precision = config.lora, config.precision
     fp8 = precision.compute == "fp8"
     return {
         "recipe": name,
@@ -70,7 +68,6 @@ def row_of(name: str) -> dict[str, Any]:
         "precision": f"fp8 {precision.scaling}" if fp8 else precision.compute,
         "length": str(config.train.get("max_length", "")),
         "data": config.data.label.rpartition("/")[2],
-        "preview_gib": None if about is None else round(about.peak_gib, 2),
     }
 
 
@@ -117,7 +114,7 @@ def ls(
         line = f"\nFP8 is slower than BF16 in {', '.join(losing)}: take the _bf16 twin for speed"
         console.print(Text(line, style="yellow"))
     console.print(
-        "\nnames end in _fp8 or _bf16; ≈GiB: preview of the peak memory of one GPU, with\n"
+        "\nnames end in _fp8 or _bf16; ≈GiB: predicted peak memory of one GPU, with\n"
         "checkpointing where the forecast decides it; tok/s: predicted on one "
         f"{gpu},\nbeside compiled BF16, without checkpointing where memory is enough; `-`: does\n"
         "not fit, or no FP8 twin\n"
@@ -148,7 +145,7 @@ COMPUTES = ("fp8", "bf16")
 
 
 def _digits(gib: float | None) -> str:
-    """Memory in as many digits as a preview is worth."""
+    """Memory in as many digits as a table has room for."""
     return "-" if gib is None else f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}"
 
 

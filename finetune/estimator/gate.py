@@ -1,10 +1,9 @@
 """Memory checks of a run: refusal before it loads, and the prediction beside the measurement.
 
-Three checks, each slower and more accurate than the one before:
+Three checks on the sketch of the model, the first two instant:
 
-    lower bound     weights, gradients and optimizer states, without activations: a sum over the
-                    sketch, instant
-    preview         the closed form; if it leaves half of the free memory, the check ends
+    lower bound     weights, gradients and optimizer states, without activations: refuses
+    upper bound     every activation that a step could keep, and more: accepts
     rehearsal       one step on tensors without memory: seconds, before minutes of loading
 
 After a run, the prediction is for the measured batch, which is smaller than the largest possible if
@@ -14,15 +13,14 @@ rows are shorter than `train.max_length`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.optimizers import chosen
+from finetune.config.optimizers import chosen, state_bytes
 from finetune.config.schema import RunConfig, Storage
-from finetune.config.sft import with_checkpointing
+from finetune.config.sft import padding_free, with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
-from finetune.estimator.closed_form.preview import preview
-from finetune.estimator.closed_form.static_memory import Parameters, StaticMemory, static_memory
-from finetune.estimator.knobs import changes
+from finetune.estimator.knobs import changes, rows_of, setting
 from finetune.estimator.measure import Measured, changed, measure
 from finetune.estimator.place import place_here
 from finetune.hardware.device import Device, available_gib
@@ -31,17 +29,17 @@ from finetune.storage.sizes import fp8_bytes, stored_bytes
 from finetune.training.memory_meter import Batch
 from finetune.training.model import is_published_fp8
 from finetune.training.preflight import Planned, Preflight, processes
-from finetune.units import GIB
+from finetune.units import GIB, MEMORY, size
 
 if TYPE_CHECKING:
     from torch import nn
 
     from finetune.precision.planner import PrecisionPlan
 
-ROOM = 2
-"""Multiple of the preview's memory that must be free to skip the rehearsal."""
-FAR = 8
-"""Multiple of the free memory in the preview from which on no rehearsal is needed to refuse."""
+ACTIVATION_BYTES, SCORE_BYTES = 16, 8
+"""Most bytes that a layer keeps of one input or output element of a matrix (copies on both sides of
+a cast, an adapter's, its dropout mask), and of one score of attention that is not fused.
+"""
 KINDS_IN_BOUND = ("base", "weights", "optimizer", "method")
 """Kinds of changes that reduce the lower bound."""
 
@@ -69,9 +67,8 @@ class MemoryForecast:
         """
         config, device = with_checkpointing(run.config, False), run.device
         free = available_gib(device) if run.processes == 1 else device.memory_gib
-        quick = preview(config, gpus=run.processes)
-        if quick is not None and not free <= quick.peak_gib * ROOM <= free * FAR * ROOM:
-            return quick.peak_gib > free
+        if most_bytes(config, run.sketch, bound_of(config, run.sketch, run.plan)) <= free * GIB:
+            return False
         try:
             held = _rehearsed(run, config).footprint
         except RehearsalError:
@@ -90,12 +87,8 @@ class MemoryForecast:
         if short:
             raise _does_not_fit(config, device, need.parameters, why=short)
         free = available_gib(device)
-        quick = preview(config, gpus=run.processes)
-        if quick is not None and quick.peak_gib * ROOM < free:
+        if most_bytes(config, run.sketch, need) <= free * GIB:
             return
-        if quick is not None and quick.peak_gib > free * FAR:
-            why = f"a step takes about {quick.peak_gib:,.0f} GiB; {device.name} has {free:.1f} free"
-            raise _does_not_fit(config, device, need.parameters, why=why)
         try:
             expected = _rehearsed(run, config)
         except RehearsalError:  # of which nothing is known is not refused
@@ -170,7 +163,31 @@ def advice(config: RunConfig, device: Device) -> str:
     return "; ".join([*steps, "`python -m finetune tiny_lora_fp8` runs anywhere"])
 
 
-# -------------------------------------------------------------------------------------- lower bound
+# ------------------------------------------------------------------------------------------ bounds
+
+
+@dataclass(frozen=True)
+class StaticMemory:
+    """Bytes that one device stores from step to step, and element counts of the model."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    parameters: int
+    trainable: int
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        total, weights, gradients, optimizer = (
+            size(x, MEMORY) for x in (self.total, self.weights, self.gradients, self.optimizer)
+        )
+        return (
+            f"{total} without activations "
+            f"(weights {weights}, gradients {gradients}, optimizer {optimizer})"
+        )
 
 
 def bound(
@@ -182,6 +199,9 @@ def bound(
     storage: Storage | None = None,
 ) -> StaticMemory:
     """Lower bound of a run's memory per device, for a model that may be on meta.
+
+    Weights count as stored, gradients in their parameter's dtype, states as the optimizer stores
+    them; those of a paged one need no memory of the device.
 
     Args:
         model: with its adapters attached.
@@ -206,17 +226,19 @@ def bound(
         weight = owner.weight if row.kind == "linear" else getattr(owner, row.name.split(".")[-1])
         matrix = fp8_bytes(*row.shape, None if row.stored == "row" else 1)
         stored[id(weight)] = weight.numel() // math.prod(row.shape) * matrix
-    tensors = (
-        Parameters(
-            tuple(p.shape),
-            p.element_size(),
-            p.requires_grad,
-            embedding=id(p) in embeddings,
-            stored=stored.get(id(p)),
-        )
-        for p in model.parameters()
+    optimizer, every = chosen(train), list(model.parameters())
+    training = [p for p in every if p.requires_grad]
+    states = sum(
+        state_bytes(optimizer, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
+        for p in training
     )
-    return static_memory(tensors, chosen(train), shards)
+    return StaticMemory(
+        weights=sum(stored.get(id(p), p.nbytes) for p in every) / shards,
+        gradients=sum(p.nbytes for p in training) / shards,
+        optimizer=0.0 if optimizer.paged else states / shards,
+        parameters=sum(p.numel() for p in every),
+        trainable=sum(p.numel() for p in training),
+    )
 
 
 def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> StaticMemory:
@@ -234,6 +256,28 @@ def why_too_small(need: StaticMemory, device: Device) -> str:
     if need.total / GIB <= free:
         return ""
     return f"it needs at least {need}; {device.name} has {free:.1f} GiB free"
+
+
+def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
+    """Upper bound of a step's memory, several times what it takes; infinite for rows without end.
+
+    A layer keeps what goes into its matrices and what comes out. With 8 x 128 tokens, one matrix of
+    64 x 256, two layers of 4 heads: 1024 (16 (64 + 256) + 8 x 2 x 4 x 128) bytes, and twice the
+    lower bound.
+    """
+    from torch import nn
+
+    length, (rows, _) = setting(config, "max_length"), rows_of(config)
+    if length is None:
+        return math.inf
+    tokens, shape = rows * int(length), model.config.get_text_config(decoder=True)
+    layers = int(shape.num_hidden_layers)
+    lists = [len(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    times = max(1, layers // max(lists, default=1))  # layers that share their weights
+    widths = times * sum(sum(p.shape[-2:]) for p in model.parameters() if p.dim() > 1)
+    scores = layers * getattr(shape, "num_attention_heads", 1)
+    scores *= tokens if padding_free(config.train) else int(length)
+    return 2 * need.total + GIB / 2 + tokens * (ACTIVATION_BYTES * widths + SCORE_BYTES * scores)
 
 
 # ---------------------------------------------------------------------------------------- rehearsal

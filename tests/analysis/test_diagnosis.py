@@ -12,7 +12,12 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from finetune.analysis.diagnose import causes
 from finetune.analysis.diagnose.causes import RULES, Cause, causes_of
-from finetune.analysis.diagnose.facts import Facts, payoff_of
+from finetune.analysis.diagnose.facts import (
+    EAGER_CAST_BYTES,
+    FUSED_CAST_BYTES,
+    Facts,
+    payoff_of,
+)
 from finetune.analysis.diagnose.groups import LayerGroup, groups_of_receipt, with_times
 from finetune.analysis.diagnose.observer import WINDOW
 from finetune.analysis.diagnose.timeline import (
@@ -25,7 +30,6 @@ from finetune.analysis.diagnose.timeline import (
 )
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.estimator.closed_form.preview import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from finetune.estimator.speed.roofline import efficiency_of
 from finetune.estimator.speed.step_parts import PROFILED_PARTS
 from finetune.hardware.gpus import named_gpu

@@ -295,7 +295,7 @@ def test_statistics() -> None:
 
 def scored(name: str, apart: bool, predicted: float) -> Scored:
     group = "allocated, Transformers path"
-    return Scored(name, 2, group, "f", apart, 10.0, predicted, "head", 12.0, None)
+    return Scored(name, 2, group, "f", apart, 10.0, predicted, "head", 12.0)
 
 
 def test_held_out_rows_are_scored_apart() -> None:
@@ -305,12 +305,11 @@ def test_held_out_rows_are_scored_apart() -> None:
         (Unscored("e", 6, True, "no memory was measured"),),
     )  # fmt: skip
     line = board.table(apart=True)["allocated, Transformers path"]
-    traced, closed = line["traced"], line["closed form"]
+    traced, theirs = line["traced"], line["accelerate"]
     assert traced is not None
     assert traced.worst == pytest.approx(0.1)
-    assert closed is not None
-    assert closed.median == pytest.approx(0.2)
-    assert line["accelerate"] is None
+    assert theirs is not None
+    assert theirs.median == pytest.approx(0.2)
     assert board.right(apart=False) == (1, 2)
     text = io.StringIO()
     print_board(board, Console(file=text, width=140))
@@ -334,7 +333,6 @@ def test_every_row_is_in_one_place(tmp_path) -> None:
     assert [s.id for s in board.scored] == ["x1", "x6"]
     allocated, reserved = board.scored
     assert 2.2 < allocated.predicted < reserved.predicted < 6
-    assert allocated.closed_form is not None
     assert allocated.accelerate is not None
     assert [(v.id, v.right) for v in board.verdicts] == [("x2", True)]
     assert len(board.reasons()) == 3

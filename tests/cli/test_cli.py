@@ -127,8 +127,20 @@ def test_ls_shows_every_name_in_full_on_a_narrow_terminal(cli):
 
 
 def test_stored_rows_of_ls_are_those_of_the_recipes():
+    stored = json.loads(recipes.ROWS.read_text())
     fix = "python -m tests.asset_makers.make_recipes"
-    assert json.loads(recipes.ROWS.read_text()) == make_recipes.table(), fix
+    assert list(stored) == list_recipes(), fix
+    for name, known in stored.items():
+        memory = {"preview_gib": known["row"]["preview_gib"]}
+        assert known["crc32"] == recipes.checksum(name), fix
+        assert known["row"] == recipes.row_of(name) | memory, fix
+        assert memory["preview_gib"] > 0
+
+
+@pytest.mark.slow
+def test_stored_memory_of_ls_is_what_the_estimator_says():
+    stored = json.loads(recipes.ROWS.read_text())["llama_1b_lora_fp8"]["row"]["preview_gib"]
+    assert stored == pytest.approx(make_recipes.preview_gib("llama_1b_lora_fp8"), rel=0.01)
 
 
 def test_ls_makes_a_row_anew_where_the_recipe_has_changed(tmp_path, monkeypatch):

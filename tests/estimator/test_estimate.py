@@ -286,7 +286,7 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(config, 
     bf16 = changed(config, precision={"compute": "bf16", "frozen": None, "saved_input": None})
     with pytest.raises(RehearsalError, match="cannot be rehearsed"):
         estimate(bf16, gpu="H100", twin=False)
-    monkeypatch.setattr("finetune.estimator.gate.preview", lambda *_, **__: None)
+    monkeypatch.setattr("finetune.estimator.gate.most_bytes", lambda *_: float("inf"))
     monkeypatch.setattr(Footprint, "fit", lambda *_: "does not fit")
     forecast, run = MemoryForecast(), preflight(bf16, this_device())
     forecast.check(run)

@@ -30,7 +30,6 @@ from finetune.analysis.diagnose.groups import LayerGroup
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.alternatives import twin_of
-from finetune.estimator.closed_form.preview import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from finetune.estimator.measure import changed, measure_fast
 from finetune.estimator.place import place_here
 from finetune.estimator.speed.calibration import load_calibration
@@ -39,6 +38,9 @@ from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import Gpu
+
+FUSED_CAST_BYTES, EAGER_CAST_BYTES = 3.0, 5.0
+"""Bytes moved per element cast: read and written once, or read once more for its amax."""
 
 
 class Payoff(NamedTuple):

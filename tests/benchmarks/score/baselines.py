@@ -1,7 +1,4 @@
-"""What other estimators would say of the same model, for the scoreboard.
-
-*The closed form* of finetune answers for LoRA and full training of the families it knows, with
-logits where the job's loss makes them (2 + 4 + 4 bytes, as it says of other trainers).
+"""What another estimator would say of the same model, for the scoreboard.
 
 `accelerate estimate-memory` builds the model of a hub name on the meta device, in float32, and
 calculates from the size of its weights alone: nothing of batch, length, adapters or checkpointing.
@@ -18,37 +15,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from finetune.errors import ConfigError
-from finetune.estimator.closed_form.decoder import decoder_of
-from finetune.estimator.closed_form.preview import preview_of
-from finetune.estimator.measure import changed
-from tests.benchmarks.score.jobs import Job
-from tests.benchmarks.score.memory import run_config
 from tests.benchmarks.score.shapes import config_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 AccelerateType = Literal["float32", "float16", "bfloat16"]
-_LOGITS = 2.0 + 4.0 + 4.0
-
-
-@lru_cache(maxsize=1024)
-def closed_form_gb(job: Job) -> float | None:
-    """Predict 10^9 bytes by the closed form, without its CUDA context; None: no answer."""
-    decoder = decoder_of(config_of(job.shape).to_dict())
-    known = job.adapter in ("", "lora") and job.adapter_class in ("", "Lora") and not job.half
-    if decoder is None or not known:
-        return None
-    logits = 0.0 if job.loss == "fused-head" else _LOGITS
-    try:
-        config = changed(run_config(job), precision={"compute": "bf16"})
-        if job.sharding != "none":
-            config = changed(config, train={"fsdp": "full_shard"})
-        found = preview_of(decoder, config, gpus=job.gpus, logits=logits)
-    except (ConfigError, ValueError):  # a combination that recipes cannot say
-        return None
-    return None if found is None else (found.peak_gib - found.context) * 2**30 / 1e9
 
 
 @lru_cache(maxsize=256)

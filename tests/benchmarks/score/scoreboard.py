@@ -12,9 +12,8 @@ unscored with its reason. Classes are never mixed:
   that vary, the longest batch rules and its length is often not published;
 * *other frameworks, allocated / reserved*: litgpt, torchtune and the like.
 
-Beside it stand, on the same rows, the closed form (`finetune.estimator.closed_form.preview`) and
-`accelerate estimate-memory`. Rows that were held out while all this was made (`rows.held_out`) are
-scored apart.
+Beside it stands, on the same rows, `accelerate estimate-memory`. Rows that were held out while all
+this was made (`rows.held_out`) are scored apart.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Scored:
     measured: float
     predicted: float
     where: str
-    closed_form: float | None
     accelerate: float | None
     refused: bool | None = None
 
@@ -151,9 +149,6 @@ class Scoreboard:
             rows = self.of(group, apart=apart)
             table[group] = {
                 "traced": statistics(s.error for s in rows),
-                "closed form": statistics(
-                    s.closed_form / s.measured - 1 for s in rows if s.closed_form is not None
-                ),
                 "accelerate": statistics(
                     s.accelerate / s.measured - 1 for s in rows if s.accelerate is not None
                 ),
@@ -218,7 +213,7 @@ def score_csv(
     Args:
         path: a csv file, see `rows`.
         progress: called with a line after each group of rows.
-        baselines: also ask the closed form and `accelerate`.
+        baselines: also ask `accelerate`.
         processes: that share the work; 0: this one does it. Rows of one job are one piece of work.
         only: rows to look at; all, if left out.
 
@@ -329,7 +324,6 @@ def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
     except CannotRunError as error:
         return str(error)
     predicted = found.allocated if row.mem_kind == "allocated" else found.reserved
-    closed, theirs = _baselines(job) if baselines else (None, None)
     return Scored(
         id=row.id,
         line=row.line,
@@ -339,15 +333,12 @@ def _judge(mapped: Mapped, *, baselines: bool) -> Scored | Verdict | str:
         measured=row.peak_gb,
         predicted=predicted / 1e9,
         where=found.phase,
-        closed_form=closed,
-        accelerate=theirs,
+        accelerate=_accelerate(job) if baselines else None,
         refused=refused,
     )
 
 
-def _baselines(job: Job) -> tuple[float | None, float]:
-    from tests.benchmarks.score.baselines import accelerate_gb, closed_form_gb
+def _accelerate(job: Job) -> float:
+    from tests.benchmarks.score.baselines import accelerate_gb
 
-    return closed_form_gb(job), accelerate_gb(
-        job.shape, "float32" if job.float32_shards else "bfloat16"
-    )
+    return accelerate_gb(job.shape, "float32" if job.float32_shards else "bfloat16")

@@ -1,0 +1,59 @@
+"""Bounds of memory: nothing that a rehearsal finds lies above the upper one, and it spares one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from finetune.config.recipe import load_recipe
+from finetune.config.sft import with_checkpointing
+from finetune.estimator import gate
+from finetune.estimator.gate import MemoryForecast, bound_of, most_bytes
+from finetune.estimator.measure import measure
+from finetune.estimator.place import place_here
+from finetune.hardware.device import this_device
+from finetune.training.model import sketch
+from finetune.training.preflight import check_settings, preflight
+from tests.conftest import H100, slow_but
+
+RUNS = {
+    "full": ("tiny_full_bf16", ()),
+    "adapters": ("tiny_lora_fp8", ()),
+    "dropout, by PEFT": ("tiny_lora_bf16", ("lora.dropout=0.1", "lora.use_dora=true")),
+    "eager": ("tiny_full_bf16", ("model.attention=eager", "train.max_length=512")),
+    "packed": ("tiny_full_bf16", ("train.packing=true", "model.attention=sdpa")),
+    "GPT-2": ("gpt2_124m_full_fp8", ("train.max_length=256",)),
+    "BDH, whose layers share weights": ("bdh_tiny_full_bf16", ()),
+    "few tokens": ("llama_1b_full_bf16", ("train.max_length=16", "model.weights=random")),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["adapters"], RUNS))
+def test_no_step_takes_more_than_the_upper_bound(name) -> None:
+    config = with_checkpointing(load_recipe(RUNS[name][0], RUNS[name][1]).config, False)
+    model = sketch(config)
+    need = bound_of(config, model, check_settings(config, model))
+    held = measure(config, place_here(H100)).footprint
+    assert need.total <= held.allocated + held.outside <= most_bytes(config, model, need)
+
+
+def test_rows_without_a_greatest_length_have_no_upper_bound() -> None:
+    config = load_recipe("tiny_full_bf16", ["train.max_length=null"]).config
+    model = sketch(config)
+    assert most_bytes(config, model, bound_of(config, model, check_settings(config, model))) == (
+        math.inf
+    )
+
+
+def test_what_fits_by_far_is_not_rehearsed(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(gate, "_rehearsed", lambda _, config: asked.append(config))
+    run = preflight(load_recipe("tiny_lora_bf16").config, this_device())
+    MemoryForecast().check(run)
+    assert not MemoryForecast().needs_checkpointing(run)
+    assert not asked
+    monkeypatch.setattr(gate, "available_gib", lambda _: 0.4)  # above the lower bound alone
+    with pytest.raises(AttributeError):
+        MemoryForecast().check(run)
+    assert asked
