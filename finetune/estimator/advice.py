@@ -30,7 +30,7 @@ from rich.text import Text
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
-from finetune.estimator.knobs import GAIN, RANKS, Change, Rank, changes, speedups
+from finetune.estimator.knobs import GAIN, RANKS, Change, Rank, changes, speedups, typed
 from finetune.estimator.measure import FEW, FirstLayers, Measured, Option, rehearse_first_layers
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.memory.sharding import shares_model
@@ -172,14 +172,6 @@ class _Variant:
         """Number of GPUs, if changed."""
         return next((c.gpus for c in reversed(self.made) if c.gpus is not None), None)
 
-    @property
-    def typed(self) -> tuple[str, ...]:
-        """All changes for the command line; the later of two values for a key wins."""
-        before = tuple(change.environment for change in self.made if change.environment)
-        count = () if self.gpus is None else (f"--gpus {self.gpus}",)
-        values = {item.partition("=")[0]: item for change in self.made for item in change.overrides}
-        return (*before, *count, *values.values())
-
     def but(self, change: Change) -> _Variant:
         """Add one change; raises ConfigError if it conflicts with the others."""
         config = with_overrides(self.config, change.overrides) if change.overrides else self.config
@@ -238,7 +230,7 @@ class _Advisor:
         frees = before.allocated - after.allocated
         if variant.expandable and len(variant.made) == 1:  # reduces fragmentation only
             frees = before.reserved - after.reserved
-        return Advice(variant.typed, found, frees, self._slower(variant), why, rank)
+        return Advice(typed(variant.made), found, frees, self._slower(variant), why, rank)
 
     def _alone(self, change: Change) -> Advice | None:
         try:
@@ -317,7 +309,7 @@ class _Advisor:
         prices: dict[str, tuple[int, float]] = {}
         costs = {advice.change: advice.slower for advice in each}
         for number, change in enumerate(self._offered(self._start)):
-            cost = costs.get(self._start.but(change).typed) if change.overrides else 0.0
+            cost = costs.get(change.typed) if change.overrides else 0.0
             # A change that frees nothing alone comes last in its rank: combined it may.
             price = (RANKS.index(change.rank), 1e9 + number if cost is None else _price(cost))
             prices[change.kind] = min(prices.get(change.kind, price), price)

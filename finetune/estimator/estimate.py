@@ -18,11 +18,17 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
-from finetune.estimator.alternatives import Alternative, alternatives_of, table_of, twin_of
+from finetune.estimator.alternatives import (
+    Alternative,
+    Rung,
+    alternatives_of,
+    ladder_of,
+    ladder_table,
+    table_of,
+    twin_of,
+)
 from finetune.estimator.caveats import caveats
 from finetune.estimator.knobs import setting
-from finetune.estimator.ladder import Rung, ladder_of
-from finetune.estimator.ladder import table_of as rungs_table
 from finetune.estimator.measure import Measured, changed, check_sizes, measure_well
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.place import Place, place_of
@@ -164,7 +170,7 @@ class Estimate(JupyterMixin):
         """Gains in speed by setting, which take as long again as the answer."""
         if self.ladder:
             yield Text()
-            yield rungs_table(self.ladder)
+            yield ladder_table(self.ladder)
 
     def _memory(self) -> Table:
         held = self.measured.footprint

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -71,9 +71,16 @@ class Change:
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """Environment variable, `--gpus N` and overrides, in command-line order."""
-        count = () if self.gpus is None else (f"--gpus {self.gpus}",)
-        return (*((self.environment,) if self.environment else ()), *count, *self.overrides)
+        return typed((self,))
+
+
+def typed(changes: Iterable[Change]) -> tuple[str, ...]:
+    """Changes for the command line: variables, `--gpus N`, overrides; the later of two wins."""
+    made = list(changes)
+    before = tuple(change.environment for change in made if change.environment)
+    gpus = [f"--gpus {change.gpus}" for change in made if change.gpus is not None]
+    values = {item.partition("=")[0]: item for change in made for item in change.overrides}
+    return (*before, *gpus[-1:], *values.values())
 
 
 def setting(config: RunConfig, key: str) -> Any:

@@ -8,6 +8,7 @@ whole if fragments may decide whether it fits, or if its layers differ.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +167,7 @@ def _measured(
 ) -> Measured:
     compiled = compiles(resolution.precision, place)
     if compiled:
-        rehearsal = as_compiled(rehearsal)
+        rehearsal = _compiled(rehearsal)
     return Measured(
         config,
         place,
@@ -177,6 +178,10 @@ def _measured(
         rehearsal.trainable,
         compiled,
     )
+
+
+_compiled = functools.lru_cache(maxsize=2 * len(FEW))(as_compiled)
+"""The same rehearsals serve many GPUs of a search."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 import finetune
 from finetune.analysis.report.curves import (
+    Health,
     curve,
     envelope,
     loss_over_time,
@@ -28,7 +29,6 @@ from finetune.analysis.report.figures import (
     step_ticks,
     style,
 )
-from finetune.analysis.report.health_plots import Health
 from finetune.analysis.report.run_source import RunSource
 from tests.run_folders import GROUPS, make_run
 

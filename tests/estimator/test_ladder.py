@@ -7,8 +7,7 @@ import math
 import pytest
 
 from finetune.config.recipe import load_recipe
-from finetune.estimator.alternatives import twin_of
-from finetune.estimator.ladder import ladder_of
+from finetune.estimator.alternatives import ladder_of, twin_of
 from finetune.estimator.measure import measure_well
 from finetune.estimator.place import place_of
 

@@ -72,13 +72,6 @@ def test_log_sum_exp_is_what_torch_returns():
     assert lse.numel() * 4 == attention_forward_extra("flash", 2, 4, 33)
 
 
-def test_unknown_kernel_and_heads_that_do_not_divide():
-    with pytest.raises(ValueError, match="no attention kernel 'flash4': one of flash"):
-        attention_backward_extra("flash4", **LLAMA)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="32 heads of queries cannot share 5"):
-        attention_backward_extra("flash", **{**LLAMA, "kv_heads": 5})
-
-
 @pytest.mark.parametrize(
     ("capability", "version", "head_dim", "masked", "itemsize", "kernel"),
     [

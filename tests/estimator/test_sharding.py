@@ -133,14 +133,6 @@ def test_groups_of_accelerate() -> None:
     assert second == layer
 
 
-def test_moments_that_cannot_be() -> None:
-    model = Fsdp2((Group("a"),), gpus=2)
-    with pytest.raises(ValueError, match="at least one moment"):
-        model.find_peaks([])
-    with pytest.raises(ValueError, match="moment 0 is of group 1 of 1"):
-        model.find_peaks([Moment("forward", 1, 0)])
-
-
 def layers(count: int, gpus: int = 2, reshard: bool = True) -> Fsdp2:
     """Groups of 1 GB, whose gradients are reduced in 1 GB."""
     group = Group("layer", trainable=500_000_000, reshard=reshard)

@@ -28,6 +28,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.estimator.measure import decided
 from finetune.estimator.place import place_here
+from finetune.estimator.speed.timing import compiles
 from finetune.hardware.device import Device, resolve
 
 
@@ -91,7 +92,9 @@ def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[R
     explicit = [value for value in requested if value != "auto"]
     if len(configs) < 2 or "auto" not in requested:
         return list(configs), ""
-    if not explicit and not any(_auto_compiles(config, device) for config in configs):
+    place = place_here(device)
+    executed = (resolve(config.precision, device).precision for config in configs)
+    if not explicit and not any(compiles(precision, place) for precision in executed):
         return list(configs), ""  # none compiles, so `auto` means the same for all
     setting = f"precision.compile={explicit[0] if explicit else 'on'}"
     sides = "both sides" if len(configs) == 2 else "all sides"
@@ -113,15 +116,6 @@ def settle_checkpointing(
         with_checkpointing(config, on) if decides_checkpointing(config) else config
         for config in configs
     ], f"train.{CHECKPOINTING}={str(on).lower()} on all sides, so that memory is spent alike"
-
-
-def _auto_compiles(config: RunConfig, device: Device) -> bool:
-    """True if `auto` compiles this run: torchao, or frozen weights stored in FP8, on a GPU."""
-    if device.kind != "cuda" or config.precision.compute != "fp8":
-        return False
-    precision = resolve(config.precision, device).precision
-    frozen = precision.compute == "fp8" and precision.frozen == "fp8" and config.lora is not None
-    return frozen or precision.backend == "torchao"
 
 
 def requested_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[Difference]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.analysis.report.curves import (
+    Health,
     gradients_and_speed,
     learning_rate,
     loss_over_time,
@@ -14,7 +15,6 @@ from finetune.analysis.report.curves import (
     side_by_side,
 )
 from finetune.analysis.report.elements import CONFIG, MISSING, RECEIPT, Cell, Line, Num, Page, Table
-from finetune.analysis.report.health_plots import Health
 from finetune.analysis.report.run_source import RunSource
 from finetune.runs.folder import Run
 

@@ -39,8 +39,9 @@ every query head is a conservative assumption.
 
 from __future__ import annotations
 
+import functools
 from importlib import metadata
-from typing import Literal, get_args
+from typing import Literal
 
 from finetune.units import MIB
 
@@ -49,6 +50,7 @@ Kernel = Literal["flash", "flash3", "efficient", "cudnn"]
 FLOAT32 = 4
 
 
+@functools.cache  # asked for at each attention
 def installed_torch() -> tuple[int, int, int]:
     """Version of the installed torch, without importing it."""
     major, minor, patch = metadata.version("torch").split("+")[0].split(".")[:3]
@@ -173,12 +175,7 @@ def _prefers_cudnn(capability: tuple[int, int], torch_version: tuple[int, ...]) 
 
 
 def attention_forward_extra(kernel: Kernel, batch: int, heads: int, queries: int) -> int:
-    """Bytes of the log-sum-exp, [batch, heads, queries] float32, saved besides the output.
-
-    Raises:
-        ValueError: an unknown kernel.
-    """
-    _check(kernel)
+    """Bytes of the log-sum-exp, [batch, heads, queries] float32, saved besides the output."""
     rows = _round(queries, EFFICIENT_ROWS) if kernel == "efficient" else queries
     return batch * heads * rows * FLOAT32
 
@@ -197,13 +194,7 @@ def attention_backward_extra(
 
     Shapes: q [batch, heads, queries, head_dim]; k, v [batch, kv_heads, keys, head_dim]. `itemsize`
     is in bytes per element of q.
-
-    Raises:
-        ValueError: an unknown kernel, or heads that kv_heads does not divide.
     """
-    _check(kernel)
-    if heads % kv_heads:
-        raise ValueError(f"{heads} heads of queries cannot share {kv_heads} heads of keys")
     grouped = heads != kv_heads
     expanded = batch * keys * heads * head_dim * itemsize  # one of dk, dv for every query head
     if kernel == "cudnn":
@@ -235,11 +226,6 @@ def _efficient_workspace(batch: int, heads: int, queries: int, keys: int, head_d
         splits = min(-(-keys // columns), max(1, 200 // (batch * heads)))
         nbytes += 2 * splits * columns * _round(head_dim, rows) * FLOAT32
     return batch * heads * _round(nbytes, 16)
-
-
-def _check(kernel: str) -> None:
-    if kernel not in get_args(Kernel):
-        raise ValueError(f"no attention kernel {kernel!r}: one of {', '.join(get_args(Kernel))}")
 
 
 def _round(number: int, multiple: int) -> int:

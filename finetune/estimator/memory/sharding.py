@@ -144,16 +144,8 @@ class Fsdp2:
             optimizer_bytes: states of the whole model, in the dtype in which shards are stored.
             accumulates: gradients of several batches are summed before the reduction (`no_sync`),
                 so every GPU stores whole gradients.
-
-        Raises:
-            ValueError: no moments, or a moment of an unknown group.
         """
         step = tuple(moments)
-        for where, moment in enumerate(step):
-            if not 0 <= moment.group < len(self.groups):
-                raise ValueError(f"moment {where} is of group {moment.group} of {len(self.groups)}")
-        if not step:
-            raise ValueError("a step has at least one moment")
         run = _Step(self, step, optimizer_bytes, accumulates)
         for where in range(len(step)):
             run.enter(where)
