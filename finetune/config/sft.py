@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,22 @@ def decides_checkpointing(config: RunConfig) -> bool:
 def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
     """The same run with `train.gradient_checkpointing` decided, as TRL knows it."""
     return config.model_copy(update={"train": {**config.train, CHECKPOINTING: on}})
+
+
+_OF_LONG_RUNS = (
+    *("num_train_epochs", "eval_on_start", "eval_steps", "per_device_eval_batch_size"),
+    *("save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
+    *("logging_steps", "logging_first_step", "resume_from_checkpoint"),
+)
+
+
+def shortened(
+    train: Mapping[str, Any], steps: int, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """Train section of a run of `steps` steps that evaluates, saves and reports nothing."""
+    silent = dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no")
+    kept = {k: value for k, value in train.items() if k not in (*_OF_LONG_RUNS, *without)}
+    return kept | silent | {"report_to": "none", "max_steps": steps}
 
 
 def _import_config() -> type[SFTConfig]:

@@ -31,7 +31,7 @@ from rich.table import Table
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, padding_free
 from finetune.errors import FinetuneError
-from finetune.estimator.knobs import setting
+from finetune.estimator.knobs import rows_of, setting
 from finetune.estimator.measure import FEW, Measured, Option, changed, measure_fast
 from finetune.estimator.memory.sharding import shares_model
 from finetune.estimator.place import resolve_there
@@ -339,7 +339,7 @@ def _tokens_per_s(config: RunConfig, run: Measured, seen: dict[str, Rehearsal]) 
         for each in (ops, [op for op in ops if layer_of(op.module) != last])
     )
     layers = int(load_shape(config.model).get_text_config(decoder=True).num_hidden_layers)
-    batches = int(config.train.get("gradient_accumulation_steps", 1))
+    _, batches = rows_of(config)
     rest = sum(run.pace.classes.get(x, 0.0) for x in (StepPart.OPTIMIZER, StepPart.COMMUNICATION))
     seconds = batches * (both + (layers - few) * (both - first)) + rest
     return rehearsal.tokens * batches * place.count / seconds

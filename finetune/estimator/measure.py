@@ -2,7 +2,8 @@
 
 Identical decoder layers cost the same, so two and three layers give the cost of thirty-two, in one
 second instead of five: exact for allocated memory, a guess for fragments. A model is rehearsed
-whole if fragments may decide whether it fits, or if its layers differ.
+whole if fragments may decide whether it fits, or if its layers differ. Functions raise the
+`FinetuneError` with which the run itself would fail.
 """
 
 from __future__ import annotations
@@ -116,9 +117,6 @@ def measure_well(config: RunConfig, place: Place, *, whole: bool = False) -> Mea
     """Rehearse the first layers, or all layers if `whole` or if memory is nearly full.
 
     Gradient checkpointing is decided first where the run leaves it open.
-
-    Raises:
-        FinetuneError: any error that the run itself would raise.
     """
     config, found = _decided(config, place)
     if not whole:
@@ -141,9 +139,6 @@ def measure(
     Args:
         padded: rows differ in length; default: unless packed.
         known: the run's resolution and plan, if already made.
-
-    Raises:
-        FinetuneError: any error that the run itself would raise.
     """
     resolution, plan = known or (resolve_there(config.precision, place), None)
     sharded = shares_model(config, place)
@@ -154,11 +149,7 @@ def measure(
 
 
 def measure_fast(config: RunConfig, place: Place) -> Measured:
-    """Estimate the result of `measure` from the model's first layers, in about a second.
-
-    Raises:
-        FinetuneError: any error that the run itself would raise.
-    """
+    """Estimate the result of `measure` from the model's first layers, in about a second."""
     return rehearse_first_layers(config, place).at(place)
 
 
@@ -221,11 +212,7 @@ class FirstLayers:
 
 
 def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
-    """Rehearse models of two and three layers; the whole model if it is shallower or layers differ.
-
-    Raises:
-        FinetuneError: any error that the run itself would raise.
-    """
+    """Rehearse two and three layers; the whole model if it is shallower or layers differ."""
     shape = load_shape(config.model)
     layers = int(shape.get_text_config(decoder=True).num_hidden_layers)
     resolution, sharded = resolve_there(config.precision, place), shares_model(config, place)

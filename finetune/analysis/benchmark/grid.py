@@ -17,13 +17,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from finetune.config.paths import shipped_shape, shipped_shapes
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
-from finetune.config.sft import MOST_TOKENS
+from finetune.config.sft import MOST_TOKENS, shortened
 from finetune.data.dataset import MASKING
 from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
+from finetune.estimator.knobs import DEFAULTS, rows_of
 from finetune.storage.pretrained import locate
 
 KEYS = ("batch", "length")
@@ -31,21 +32,8 @@ WARM_UP = 5
 """Steps before timing: the first has the witness, the second completes the proof and compiles, on
 a CPU the third counts its tensors, and two are for autotuning.
 """
-_REPLACED: dict[str, Any] = {
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "report_to": "none",
-    "logging_strategy": "no",
-}
-_LEFT_OUT = (
-    *("num_train_epochs", "warmup_ratio", "eval_steps", "save_steps", "save_total_limit"),
-    *("load_best_model_at_end", "logging_steps", "resume_from_checkpoint", *MASKING),
-    *("neftune_noise_alpha", "per_device_eval_batch_size"),
-    *("lr_scheduler_kwargs", "eval_on_start", "metric_for_best_model", "logging_first_step"),
-)
-"""Keys of the train section for other rows, evaluation or checkpoints."""
+_LEFT_OUT = ("lr_scheduler_kwargs", "warmup_ratio", "neftune_noise_alpha", *MASKING)
+"""Trainer settings of another learning rate, other rows or another loss."""
 
 
 class Point(NamedTuple):
@@ -79,8 +67,8 @@ class Grid:
 
 def own_point(config: RunConfig) -> Point:
     """Point that a recipe trains at, with TRL's defaults."""
-    batch = config.train.get("per_device_train_batch_size", 8)
-    return Point(int(batch), int(config.train.get("max_length") or 1024))
+    rows, _ = rows_of(config)
+    return Point(rows, int(config.train.get("max_length") or DEFAULTS["max_length"]))
 
 
 def parse_grid(text: str) -> Grid:
@@ -147,7 +135,8 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        return self.point.tokens * int(self.config.train.get("gradient_accumulation_steps", 1))
+        _, times = rows_of(self.config)
+        return self.point.tokens * times
 
     def to_json(self) -> str:
         data = {k: v for k, v in asdict(self).items() if k != "config"}
@@ -185,9 +174,9 @@ def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
             why="padding is computed and is no token: tokens/s would say too little",
             fix=f"length={up}, or ~train.pad_to_multiple_of",
         )
-    train = {k: v for k, v in config.train.items() if k not in _LEFT_OUT} | _REPLACED
-    train |= {
-        "max_steps": WARM_UP + steps,
+    train = shortened(config.train, WARM_UP + steps, _LEFT_OUT) | {
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
         "per_device_train_batch_size": point.batch,
         "max_length": point.length,
     }

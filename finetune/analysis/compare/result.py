@@ -87,6 +87,11 @@ class LossGap(_Part):
     equivalence_interval: Interval | None = None
     verdict: Verdict
 
+    @property
+    def of_seeds(self) -> list[float]:
+        """Gap of each seed."""
+        return [a / b - 1 for a, b in zip(self.a, self.b, strict=True) if b]
+
 
 class SpeedRatio(_Part):
     """Tokens per second of `a` over those of `b`, tokens counted without padding."""

@@ -7,6 +7,7 @@ does not evaluate or save, runs under an `Observer`, and leaves nothing behind.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,10 +33,11 @@ from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.config.sft import padding_free, sft_config
+from finetune.config.sft import padding_free, sft_config, shortened
 from finetune.data.dataset import MASKING, Rows, load_data, random_rows
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
+from finetune.estimator.knobs import rows_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import find_gpu
@@ -86,8 +88,9 @@ def diagnose(
         overrides = (*overrides, "model.weights=random")
     config = with_overrides(config, overrides) if overrides else config
     if synthetic:  # random rows have no parts to mask
-        config = _with_train(config, MASKING)
-    steps = steps or (STEPS if _micro_batches(config) <= LONG else 1)
+        plain = {key: value for key, value in config.train.items() if key not in MASKING}
+        config = config.model_copy(update={"train": plain})
+    steps = steps or (STEPS if rows_of(config)[1] <= LONG else 1)
     ahead = preflight(config, device, forecast=MemoryForecast(), force=force)
     config = ahead.config
     console = console or output(quiet=True)
@@ -97,7 +100,8 @@ def diagnose(
     ):
         observer = Observer(running, steps)
         rows, tokenizer, notes = _rows(config, observer.total, synthetic=synthetic)
-        short = _shortened(config, observer.total)
+        train = shortened(config.train, observer.total)
+        short = config.model_copy(update={"train": train})
         args = sft_config(short, Path(folder), rows.settings, on_cpu=device.kind == "cpu")
         console.print(f"{name}: {observer.total} steps; data: {rows.description}", highlight=False)
         set_seed(args.seed)
@@ -122,28 +126,11 @@ def diagnose(
         return _conclude(name, config, running, observer, rows.description, notes)
 
 
-def _micro_batches(config: RunConfig) -> int:
-    return int(config.train.get("gradient_accumulation_steps", 1))
-
-
-def _with_train(config: RunConfig, left_out: Sequence[str], **changes: Any) -> RunConfig:
-    """Copy of the run without the `left_out` trainer settings, with `changes`."""
-    train = {key: value for key, value in config.train.items() if key not in left_out}
-    return config.model_copy(update={"train": train | changes})
-
-
-def _shortened(config: RunConfig, steps: int) -> RunConfig:
-    """Copy of the run that ends after `steps`, without evaluation, saving or reporting."""
-    left_out = ("resume_from_checkpoint", "load_best_model_at_end", "eval_on_start")
-    silent = dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no")
-    return _with_train(config, left_out, max_steps=steps, report_to="none", **silent)
-
-
 def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any, tuple[str, ...]]:
     """As many rows as the steps need, the tokenizer, and notes on it."""
     train = config.train
-    batch = int(train.get("per_device_train_batch_size", 8)) * _micro_batches(config)
-    needed, seed = steps * batch * processes(), int(train.get("seed", 42))
+    needed = steps * math.prod(rows_of(config)) * processes()
+    seed = int(train.get("seed", 42))
     if synthetic:
         builtin = config.model.model_copy(update={"name": "builtin:tiny_llama", "pad_token": None})
         tokenizer, _ = load_tokenizer(builtin)
@@ -224,7 +211,7 @@ def _facts(
     return Facts(
         config=config.model_copy(update={"precision": precision}),
         device=device,
-        groups=tuple(with_bf16_times(groups, where, _micro_batches(config))),
+        groups=tuple(with_bf16_times(groups, where, rows_of(config)[1])),
         parts=timeline.parts(),
         recompute_seconds=max(timeline.seconds(phase="recompute"), inside),
         adapter_seconds=_adapter_seconds(groups, timeline),

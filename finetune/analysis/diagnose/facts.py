@@ -30,6 +30,7 @@ from finetune.analysis.diagnose.groups import LayerGroup
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.alternatives import twin_of
+from finetune.estimator.knobs import rows_of
 from finetune.estimator.measure import changed, measure_fast
 from finetune.estimator.place import place_here
 from finetune.estimator.speed.calibration import load_calibration
@@ -146,11 +147,11 @@ class Facts:
 
     @property
     def rows(self) -> int:
-        return int(self.config.train.get("per_device_train_batch_size", 8))
+        return rows_of(self.config)[0]
 
     @property
     def micro_batches(self) -> int:
-        return int(self.config.train.get("gradient_accumulation_steps", 1))
+        return rows_of(self.config)[1]
 
     @property
     def seconds(self) -> float:

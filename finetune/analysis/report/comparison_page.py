@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from finetune.analysis.compare.result import Comparison, as_text
+from finetune.analysis.compare.result import Comparison, LossGap, as_text
 from finetune.analysis.report.curves import (
     SHARED_BUCKETS,
     curve,
@@ -29,7 +29,6 @@ from finetune.analysis.report.elements import (
     MISSING,
     Cell,
     Forest,
-    Gap,
     Line,
     Num,
     Page,
@@ -167,12 +166,11 @@ def _ratio(value: float) -> str:
 
 def _gaps(c: Sides) -> tuple[Forest | None, Table, list[tuple[str, Num, Line]]]:
     """Forest plot of the gaps, their table, and (loss, gap, interval) for the key figures."""
-    gaps, rows, facts = [], [], []
+    rows, facts, gaps = [], [], dict[str, LossGap]()
     for key, (title, _) in LOSSES.items():
         if (gap := c.found.losses.get(key)) is None:
             continue
-        seeds = tuple(a / b - 1 for a, b in zip(gap.a, gap.b, strict=True) if b)
-        gaps.append(Gap(title, gap.gap, gap.interval, gap.equivalence_interval, seeds))
+        gaps[title] = gap
         at, inner = f"losses.{key}", gap.equivalence_interval
         whole = c.num(f"{at}.gap", signed(gap.gap))
         interval = c.interval(f"{at}.interval", gap.interval, signed)
@@ -191,13 +189,13 @@ def _gaps(c: Sides) -> tuple[Forest | None, Table, list[tuple[str, Num, Line]]]:
     head = ("", a, b, "gap", "interval", "for equivalence", f"band of {b}", "verdict")
     forest = Forest(
         *("gap", "Gap of losses", "%"),
-        "; ".join(f"{gap.label}: {signed(gap.gap)}" for gap in gaps),
+        "; ".join(f"{label}: {signed(gap.gap)}" for label, gap in gaps.items()),
         note=f"dot: gap over all seeds; thin line: {percent(c.found.confidence, 0)} interval; "
         "thick line: the interval that has to lie inside the margin (shaded) to be equivalent; "
         "ticks: single seeds",
         sources=(c.source.num(FILE, FILE, "losses"),),
         size="wide",
-        gaps=tuple(gaps),
+        gaps=gaps,
         margin=c.found.margin,
     )
     return forest if gaps else None, Table(head, rows, (1, 2, 3, 4, 5, 6)), facts

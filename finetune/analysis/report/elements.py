@@ -18,6 +18,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from finetune import units
+from finetune.analysis.compare.result import LossGap
 from finetune.runs.folder import Run
 from finetune.runs.names import without_paths
 
@@ -203,21 +204,10 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A gap (0.01 for 1 %) with its intervals, and one point a seed."""
-
-    label: str
-    gap: float
-    interval: tuple[float, float] | None
-    inner: tuple[float, float] | None
-    seeds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Forest(Plot):
-    """Gaps with intervals, against the margin of equivalence."""
+    """Gaps of losses by title with their intervals, against the margin of equivalence."""
 
-    gaps: tuple[Gap, ...] = ()
+    gaps: dict[str, LossGap] = field(default_factory=dict)
     margin: float = 0.0
 
 

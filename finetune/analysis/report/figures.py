@@ -264,7 +264,7 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
 
 def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
     """One row per gap: name, intervals, figures (beside them, or above on a narrow page)."""
-    points = [v for r in plot.gaps for v in (*(r.interval or ()), *r.seeds, r.gap)]
+    points = [v for r in plot.gaps.values() for v in (*(r.interval or ()), *r.of_seeds, r.gap)]
     reach = max(plot.margin * 1.3, *(1.08 * abs(v) for v in points))
     axes.axvspan(-plot.margin, plot.margin, color=LIGHT["accent"], alpha=0.09, linewidth=0)
     pieces = [(-i - 0.4, -i + 0.2) for i in range(len(plot.gaps))] if narrow else [(-99.0, 1.0)]
@@ -274,21 +274,22 @@ def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
         color=LIGHT["accent"], linewidth=1, linestyle=DASHES["dashed"],
     )  # fmt: skip
     axes.axvline(0, color=LIGHT["muted"], linewidth=0.9)
-    for number, row in enumerate(plot.gaps):
+    for number, (label, row) in enumerate(plot.gaps.items()):
         y = -number
-        for low_high, width in ((row.interval, 1.6), (row.inner, 5)):
+        for low_high, width in ((row.interval, 1.6), (row.equivalence_interval, 5)):
             if low_high:
                 axes.plot(
                     low_high, (y, y), color=LIGHT["ink"], linewidth=width, solid_capstyle="butt"
                 )
-        axes.plot(row.seeds, [y - 0.22] * len(row.seeds), "|", color=LIGHT["muted"], markersize=7)
+        seeds = row.of_seeds
+        axes.plot(seeds, [y - 0.22] * len(seeds), "|", color=LIGHT["muted"], markersize=7)
         (dot,) = axes.plot([row.gap], [y], "o", color=LIGHT["ink"], markersize=9)
         dot.set_gid(f"series-{number}")
         text = signed(row.gap)
         if row.interval:
             text += f" ({signed(row.interval[0])} to {signed(row.interval[1])})"
         for shown, x, align in (
-            (row.label, 0.0 if narrow else -0.015, "left" if narrow else "right"),
+            (label, 0.0 if narrow else -0.015, "left" if narrow else "right"),
             (text, 1.0 if narrow else 1.015, "right" if narrow else "left"),
         ):
             axes.annotate(

@@ -41,7 +41,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
-from finetune.config.sft import fsdp_settings, sft_config
+from finetune.config.sft import fsdp_settings, sft_config, shortened
 from finetune.errors import FinetuneError, RehearsalError
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
@@ -260,11 +260,11 @@ def _trainer(
     from transformers import AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
 
-    train = {k: v for k, v in config.train.items() if k not in _NOT_REHEARSED}
-    micro_batches = int(train.get("gradient_accumulation_steps", 1))
+    train = shortened(config.train, 1, _NOT_REHEARSED)
+    micro_batches = int(train.pop("gradient_accumulation_steps", 1))
     if config.train.get("fsdp") and fsdp_settings(config.train).checkpointing:
         train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
-    train |= _SHORT
+    train["dataset_kwargs"] = {"skip_prepare_dataset": True}
     only = config.model_copy(update={"train": train})
     args = sft_config(only, folder, {}, on_cpu=True)
     padded = not args.packing if padded is None else padded
@@ -288,28 +288,13 @@ def _trainer(
     return trainer
 
 
-_SHORT: dict[str, Any] = {
-    "max_steps": 1,
-    "gradient_accumulation_steps": 1,
-    "dataset_kwargs": {"skip_prepare_dataset": True},
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "logging_strategy": "no",
-    "report_to": "none",
-}
-_NOT_REHEARSED = {
+_NOT_REHEARSED = (
     "assistant_only_loss",
     "completion_only_loss",
-    "num_train_epochs",
-    "eval_on_start",
-    "eval_steps",
-    "save_steps",
-    "logging_steps",
     "fsdp",
     "fsdp_config",
     "use_liger_kernel",
-    "resume_from_checkpoint",
-}
+)
 
 
 def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
