@@ -356,8 +356,9 @@ def test_compiling_is_settled_for_both_where_one_of_them_would():
     assert any("compile=on" in note for note in on.notes)
     explicit = make_pair("tiny_lora_fp8", None, ["a.precision.compile=off"], 3, H100)
     assert [c.config.precision.compile for c in (explicit.a, explicit.b)] == ["off", "off"]
-    here = make_pair("tiny_lora_fp8", None, [], 3, CPU)
-    assert [c.config.precision.compile for c in (here.a, here.b)] == ["auto", "auto"]
+    for asked in ([], ["a.precision.emulation=forbid"]):  # its run says why
+        here = make_pair("tiny_lora_fp8", None, asked, 3, CPU)
+        assert [c.config.precision.compile for c in (here.a, here.b)] == ["auto", "auto"]
 
 
 def test_held_out_rows_are_the_same_for_all_seeds_and_a_seed_that_draws_none_is_refused(tmp_path):

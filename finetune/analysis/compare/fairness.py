@@ -92,9 +92,10 @@ def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[R
     explicit = [value for value in requested if value != "auto"]
     if len(configs) < 2 or "auto" not in requested:
         return list(configs), ""
-    place = place_here(device)
-    executed = (resolve(config.precision, device).precision for config in configs)
-    if not explicit and not any(compiles(precision, place) for precision in executed):
+    # Elsewhere `auto` compiles nothing, and FP8 that cannot run here is an error of its run.
+    fp8 = [config.precision for config in configs if config.precision.compute == "fp8"]
+    executed = (resolve(x, device).precision for x in fp8 if device.kind == "cuda")
+    if not explicit and not any(compiles(x, place_here(device)) for x in executed):
         return list(configs), ""  # none compiles, so `auto` means the same for all
     setting = f"precision.compile={explicit[0] if explicit else 'on'}"
     sides = "both sides" if len(configs) == 2 else "all sides"
