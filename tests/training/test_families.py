@@ -81,7 +81,7 @@ def speed_of(family: str, method: str) -> tuple[pytest.MarkDecorator, ...]:
         for method in ("full", "lora")
     ],
 )
-def test_every_family_is_proven_in_fp8_and_its_memory_foretold(family, method, tmp_path) -> None:
+def test_every_family_is_proven_in_fp8_and_its_memory_predicted(family, method, tmp_path) -> None:
     """The table of `tests.benchmarks.families`, a row at a time."""
     row = run(family, method, tmp_path)
     assert row.error == ""

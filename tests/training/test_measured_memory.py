@@ -201,16 +201,16 @@ def test_a_step_that_breaks_off_leaves_no_mode(error, tmp_path, monkeypatch) -> 
 
 @pytest.mark.slow
 def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
-    foretold, asked = {"predicted_gib": 0.03, "predicted": "by a test"}, []
+    forecast, asked = {"predicted_gib": 0.03, "predicted": "by a test"}, []
 
     def predicted(self, run, batch):
         asked.append((batch, run.processes))
-        return foretold
+        return forecast
 
     monkeypatch.setattr("finetune.estimator.gate.MemoryForecast.predicted", predicted)
     report = train(small("tiny_lora_bf16"), out=tmp_path, console=QUIET)
     memory = report.receipt.memory
-    assert memory.items() >= foretold.items()
+    assert memory.items() >= forecast.items()
     assert memory_line(memory).startswith("tensors: predicted 30.7 MiB, measured ")
     assert json.loads((report.folder / "receipt.json").read_text())["memory"] == memory
     assert asked == [((2, 32, False), 1)]
