@@ -166,6 +166,11 @@ class PrecisionConfig(Section):
         "float32 every few of them (`use_fast_accum` of `torch._scaled_mm`): 1.1 to 1.2 times as "
         "fast; the emulation always adds in float32",
     )
+    transposed_copy: bool = Field(
+        default=False,
+        description="frozen=fp8: keep the codes of each weight transposed, too, at one byte a "
+        "number: input gradients multiply these, where each backward otherwise transposes anew",
+    )
     fused_adapters: bool = Field(
         default=True,
         description="low-rank adapters run in one autograd function with their frozen base layer; "
@@ -280,11 +285,8 @@ class PrecisionConfig(Section):
         serves = {"hadamard": {"wgrad"}, "stochastic_rounding": {"dgrad", "wgrad"}}
         for name in self._changed(*NVFP4_ONLY):
             if serves[name] <= self.gemms_kept_high:
-                raise RefusedError(
-                    f"{name}=false acts on nothing: the GEMMs that it is about are kept in high "
-                    "precision",
-                    *(f"~{name}", "~high_gemms"),
-                )
+                what = f"{name}=false acts on nothing: its GEMMs are kept in high precision"
+                raise RefusedError(what, f"~{name}", "~high_gemms")
         if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
             kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
             raise RefusedError(
@@ -296,16 +298,13 @@ class PrecisionConfig(Section):
                 *("compute=fp8", f"~{name}"),
             )
         if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
-            raise RefusedError(
-                "fprop, dgrad and wgrad are all kept in high precision, so nothing would run in "
-                "FP8",
-                *("high_gemms=[wgrad]", "compute=bf16 ~high_gemms"),
-            )
+            what = "fprop, dgrad and wgrad are all kept in high precision, so nothing would run "
+            raise RefusedError(what + "in FP8", "high_gemms=[wgrad]", "compute=bf16 ~high_gemms")
         self._check_frozen()
         return self
 
     def _check_frozen(self) -> None:
-        own = self._changed("saved_input", "kernels")
+        own = self._changed("saved_input", "kernels", "transposed_copy")
         without = " ".join(f"~{name}" for name in own)
         if self.frozen != "fp8":
             if own:
@@ -332,12 +331,13 @@ class PrecisionConfig(Section):
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
 FP16_ONLY = (
-    "loss_scale_init",
-    "loss_scale_growth_interval",
-    "loss_scale_growth_factor",
+    "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor",
     "loss_scale_backoff_factor",
-)
-FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", "saved_input", "fast_accum", "kernels")
+)  # fmt: skip
+FP8_ONLY = (
+    "high_gemms", "fp8_params", "eval", "frozen", "saved_input", "fast_accum", "kernels",
+    "transposed_copy",
+)  # fmt: skip
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 

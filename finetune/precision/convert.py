@@ -213,8 +213,8 @@ class Conversion:
             if type(module).__name__ in names and not isinstance(module, ParameterMixin):
                 module.compile()
                 self.adapters.compiled(module)
-                if self.backend is not None:
-                    self.backend.compiled(module)
+                for engine in self.engines:
+                    engine.compiled(module)
                 self.compiled.append(module)
         return len(self.compiled)
 

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from finetune.errors import StorageNotComputeError
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import PrecisionError, StorageNotComputeError
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import by_rows, is_conv1d, iter_linears
 from finetune.precision.swap import Swapped, swap, unswap, weight_matrix
@@ -298,6 +299,22 @@ def before_sharding(model: nn.Module) -> None:
         module._non_persistent_buffers_set.add("weight_scale")
         if module.weight_scale.is_meta:  # another process has the weights
             module.weight_scale = torch.empty_like(module.weight_scale, device="cpu")
+
+
+def refuse_sharded_copies(precision: PrecisionConfig) -> None:
+    """Refuse copies of whole weights where FSDP shards them.
+
+    Raises:
+        PrecisionError: the setting that copies.
+    """
+    for name in ("fp8_params", "transposed_copy"):
+        if getattr(precision, name):
+            raise PrecisionError(
+                f"{name} with FSDP is not supported",
+                where=f"precision.{name}=true",
+                why="FSDP gathers each weight anew for every use, so there is nothing to hold",
+                fix=f"~precision.{name}, or ~train.fsdp ~train.fsdp_config (DDP)",
+            )
 
 
 def share_scales(model: nn.Module) -> None:

@@ -19,8 +19,10 @@ to fold.) Scales follow the current amax: delayed ones would stand still in a mo
 train. A GEMM that stays in high precision starts from the dequantized weight.
 
 On FP8 GPUs `torch._scaled_mm` multiplies; elsewhere the emulated GEMM does, from the same codes,
-and differs in the order of accumulation. Hopper and Ada multiply FP8 only with the contracted
-dimension innermost in both operands, so dgrad transposes the codes into a scratch of one layer.
+and differs in the order of accumulation. It takes FP8 only with the contracted dimension innermost
+in both operands: Hopper and Ada have no other GEMM, and torch (2.13) refuses other layouts when it
+compiles for a later GPU, too. So dgrad transposes the codes into a scratch of one layer, unless a
+transposed copy is kept (`precision.transposed_copy`).
 """
 
 from __future__ import annotations
@@ -242,9 +244,14 @@ class FrozenLinear(torch.autograd.Function):
         bits: Tensor,
         inverse: Tensor,
         how: Arithmetic,
+        turned: Tensor | None = None,
     ) -> Tensor:
-        """x [M, K], its cast (None if fprop is high), bits [N, K] -> y [M, N] in the type of x."""
-        ctx.save_for_backward(bits, inverse)
+        """x [M, K], its cast (None if fprop is high), bits [N, K] -> y [M, N] in the type of x.
+
+        Args:
+            turned: the bits with N innermost, where they are kept; else dgrad transposes.
+        """
+        ctx.save_for_backward(bits if turned is None else turned, inverse)
         ctx.how = how
         return fprop(x, (values, x_inverse), bits, inverse, how)
 
@@ -253,4 +260,4 @@ class FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor):
         """g [M, N] -> dx [M, K]."""
         bits, inverse = ctx.saved_tensors
-        return dgrad(g, bits, inverse, ctx.how), None, None, None, None, None
+        return dgrad(g, bits, inverse, ctx.how), None, None, None, None, None, None

@@ -126,10 +126,13 @@ def _kernels(conversion: Conversion | None) -> str:
     """Kernels that cast the operands of frozen weights; empty without them."""
     if conversion is None or conversion.frozen is None:
         return ""
-    if conversion.frozen.own_cast:
-        return "triton"
     casts = "inductor" if conversion.compiled else "eager"
-    return f"{casts}; transposes: triton" if conversion.frozen.own_transpose else casts
+    if conversion.frozen.own_cast:
+        casts = "triton"
+    if conversion.frozen.keeps_turned:
+        return f"{casts}; transposes: kept"
+    apart = conversion.frozen.own_transpose and not conversion.frozen.own_cast
+    return f"{casts}; transposes: triton" if apart else casts
 
 
 def _effective(p: PrecisionConfig, engines: Iterable[Backend]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import Resolution
 from finetune.precision.layers import iter_weights
-from finetune.precision.stored import before_sharding, share_scales
+from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
 from finetune.training import compute_types
 
 AUTOCAST: dict[Compute, str] = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}
@@ -238,13 +238,8 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
             why="their engines replace forward and optimizer, past what can be proven here",
             fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
         )
-    if resolution.precision.fp8_params and "FSDP" in str(accelerator.distributed_type):
-        raise PrecisionError(
-            "fp8_params with FSDP is not supported",
-            where="precision.fp8_params=true",
-            why="FSDP gathers each weight anew for every use, so there is nothing to hold",
-            fix="~precision.fp8_params, or ~train.fsdp ~train.fsdp_config (DDP)",
-        )
+    if "FSDP" in str(accelerator.distributed_type):
+        refuse_sharded_copies(resolution.precision)
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise PrecisionError(
             "torch_compile of the whole model does not go with the proof",

@@ -42,6 +42,10 @@ ALL = ("lora.r=8", "lora.target_modules=all-linear")
 LAYERS = {
     "BF16 LoRA": ("llama_8b_lora_bf16", (*ALL, "precision.compile=on")),
     "FP8 LoRA": ("llama_8b_lora_fp8", ALL),
+    "FP8 LoRA, transposed copies": (
+        "llama_8b_lora_fp8",
+        (*ALL, "precision.transposed_copy=true"),
+    ),
     "BF16 full": ("llama_8b_full_bf16", ("precision.compile=on",)),
     "FP8 full": ("llama_8b_full_fp8", ()),
 }
@@ -109,6 +113,8 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         layer.compile(backend=backend, fullgraph=True, dynamic=False)
         # Adapters arrive cast, as a run gives them; its own cast skips fake parameters.
         feed(layer, "fp8_low", lambda _: ((m, _low(m)) for m in conversion.fused))
+        for engine in conversion.engines:
+            engine.compiled(layer)
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x, position_embeddings=(angles, angles), attention_mask=None)
         y.sum().backward()

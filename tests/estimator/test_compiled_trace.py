@@ -157,6 +157,10 @@ PINNED: dict[str, dict[str, Any]] = {
         "saved": 708, "kernels": (7, 19), "fp8_gemms": (7, 7), "gemms": (14, 28),
         "code_stores": (4, 5), "transposes": (0, 7), "moved": (1.77, 3.53),
     },
+    "FP8 LoRA, transposed copies": {
+        "saved": 708, "kernels": (7, 19), "fp8_gemms": (7, 7), "gemms": (14, 28),
+        "code_stores": (4, 5), "moved": (1.77, 3.09),
+    },
     "BF16 full": {"saved": 1075, "kernels": (6, 6), "gemms": (7, 14), "moved": (1.48, 2.64)},
     "FP8 full": {
         "saved": 706, "kernels": (36, 29), "fp8_gemms": (7, 14), "code_stores": (9, 9),

@@ -58,7 +58,7 @@ import torch
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings
-from finetune.errors import ConfigError, PrecisionError
+from finetune.errors import ConfigError
 from finetune.estimator.memory.allocator import replay_events
 from finetune.estimator.memory.footprint import LASTING, Footprint, footprint, tensor_footprint
 from finetune.estimator.memory.overheads import context_bytes, library_workspaces, nccl_bytes
@@ -66,6 +66,7 @@ from finetune.estimator.place import Place
 from finetune.estimator.trace.fsdp_groups import Group, GroupVisit, Phase
 from finetune.estimator.trace.rehearsal import GATHERED_AS, Rehearsal
 from finetune.estimator.trace.trace import KINDS
+from finetune.precision.stored import refuse_sharded_copies
 
 FLOAT32 = 4
 
@@ -281,13 +282,7 @@ def shares_model(config: RunConfig, place: Place) -> bool:
             why="accelerate shards on GPUs only",
             fix="--gpu NAME, or ~train.fsdp ~train.fsdp_config",
         )
-    if config.precision.fp8_params:
-        raise PrecisionError(
-            "fp8_params with FSDP is not supported",
-            where="precision.fp8_params=true",
-            why="FSDP gathers each weight anew for every use, so there is nothing to hold",
-            fix="~precision.fp8_params, or ~train.fsdp ~train.fsdp_config (DDP)",
-        )
+    refuse_sharded_copies(config.precision)
     return True
 
 
