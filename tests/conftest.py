@@ -126,6 +126,16 @@ def made_once(tmp_path_factory):
 
 
 @pytest.fixture
+def imported():
+    """The trainers' libraries, for a test of warnings: some warn when they are first imported.
+
+    bitsandbytes 0.50 compiles then, for which torch 2.13 imports classes of its deprecated
+    `torch.jit`.
+    """
+    import finetune.training.health.monitor  # noqa: F401
+
+
+@pytest.fixture
 def tried(request):
     """A function that adds an error, its fix and what was done to the report of `--junitxml`."""
 

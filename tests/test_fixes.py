@@ -347,7 +347,7 @@ COMMANDS = [
     slow("estimate tiny_full_fp8 --fit gpus", "estimate tiny_full_fp8 --fit gpus --gpu H100"),
     long("estimate --gpu H100", "estimate tiny_lora_fp8 --gpu H100"),
     long(f"{TINY} train.max_length=null", f"{TINY} train.max_length=512"),
-    slow(f"{TINY} train.max_length=9999", f"{TINY} train.max_length=512"),
+    long(f"{TINY} train.max_length=9999", f"{TINY} train.max_length=512"),
 ]
 """A command that ends with an error, and the one that its fix says."""
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 REACH_SECONDS = 3
 """Time in which the hub has to answer before its cache alone is used."""
 ROWS = ASSETS / "recipes.json"
-"""Rows of `ls`, each with the checksum of its recipe; made by `tests.asset_makers.make_recipes`."""
+"""Rows of `ls`, each with the checksum of its recipe and predicted speeds on several GPUs; made by
+`tests.asset_makers.make_recipes`."""
 SCHEMA = "recipe.schema.json"
 """JSON schema of recipes, which lies next to them."""
 
@@ -131,14 +132,15 @@ def _speeds() -> tuple[str, dict[str, int]]:
     """Name of the GPU here, or else the H100, and predicted tokens/s of recipes on it."""
     from finetune.hardware.driver import installed_model
 
-    table, name = json.loads((ASSETS / "speeds.json").read_text()), "H100"
+    stored = json.loads(ROWS.read_text())
+    speeds, name = {recipe: known["tokens_per_s"] for recipe, known in stored.items()}, "H100"
     if model := installed_model():
         from finetune.hardware.device import Device
         from finetune.hardware.gpus import find_gpu
 
         gpu = find_gpu(Device("cuda", model, None, 0.0))
-        name = gpu.name if gpu is not None and gpu.name in table else name
-    return name, table[name]
+        name = gpu.name if gpu and any(gpu.name in row for row in speeds.values()) else name
+    return name, {recipe: row[name] for recipe, row in speeds.items() if name in row}
 
 
 COMPUTES = ("fp8", "bf16")

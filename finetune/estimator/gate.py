@@ -65,6 +65,8 @@ class MemoryForecast:
         Several processes go by the whole memory, so that all decide alike: under FSDP a process
         that computes its layers a second time gathers weights that the others do not send.
         """
+        if why_too_small(bound_of(run.config, run.sketch, run.plan), run.device):
+            return True  # the check refuses it, unless it is overridden: no seconds for a rehearsal
         config, device = with_checkpointing(run.config, False), run.device
         free = available_gib(device) if run.processes == 1 else device.memory_gib
         if most_bytes(config, run.sketch, bound_of(config, run.sketch, run.plan)) <= free * GIB:

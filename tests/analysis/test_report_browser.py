@@ -5,6 +5,7 @@ One start of a headless Chromium serves all checks.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from urllib.parse import unquote, urlsplit
 
@@ -83,10 +84,14 @@ def browser():
 
 @pytest.fixture(scope="module")
 def open_page(browser, reports):
-    """Opens a report at a width and in a theme; requests and console lines are in `seen`."""
+    """Opens a report at a width and in a theme, once; requests and console lines are in `seen`.
+
+    Tests share the pages, so that each leaves one as it was, but for what is unfolded or scrolled.
+    """
     contexts = []
 
-    def open_at(kind: str, width: int = 1280, scheme: str = "light"):
+    @functools.cache
+    def opened(kind: str, width: int, scheme: str):
         context = browser.new_context(
             viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce"
         )
@@ -99,7 +104,7 @@ def open_page(browser, reports):
         page.goto(reports[kind].html.as_uri(), wait_until="load")
         return page, seen
 
-    yield open_at
+    yield lambda kind, width=1280, scheme="light": opened(kind, width, scheme)
     for context in contexts:
         context.close()
 
@@ -141,7 +146,7 @@ def test_a_wide_table_says_that_it_scrolls_until_its_end(open_page):
     assert "scroll" in box.evaluate("e => getComputedStyle(e, '::before').content")
     box.evaluate("e => { e.id = 'wide'; e.scrollLeft = e.scrollWidth; }")
     page.wait_for_selector("#wide:not([data-more])")
-    wide, _ = open_page("one", 1280)
+    wide, _ = open_page("one")
     assert wide.locator(".box[data-more]").count() == 0
 
 
@@ -169,6 +174,7 @@ def test_paper_is_white_also_where_the_screen_is_dark(open_page):
     page.emulate_media(media="print", color_scheme="dark")
     assert sum(page.evaluate(COLOURS)["paper"]) > 600
     assert not page.is_visible("#theme")
+    page.emulate_media(media="screen", color_scheme="dark")
 
 
 @pytest.mark.parametrize("kind", KINDS)

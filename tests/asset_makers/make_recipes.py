@@ -2,7 +2,7 @@
 
 Run as ``python -m tests.asset_makers.make_recipes`` after a change of a recipe or of the estimator;
 it takes some minutes. `tests/cli` compares the facts of the file with fresh ones, and a slow test
-the memory of one recipe.
+what is predicted of one recipe.
 """
 
 import json
@@ -10,29 +10,53 @@ import json
 from finetune.cli.recipes import ROWS, checksum, row_of
 from finetune.config.lookup import list_recipes
 from finetune.config.recipe import load_recipe
+from finetune.config.schema import RunConfig
 from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.estimator.measure import measure_fast
 from finetune.estimator.place import place_of
+from finetune.estimator.search import cheapest_gpu
+from finetune.hardware.gpus import gpu_table
 from finetune.units import GIB
+
+GPUS = ("A100-80GB", "RTX 4090", "L40S", "RTX 5090", "H100", "H200", "B200")
 
 
 def preview_gib(recipe: str) -> float:
-    """Predicted peak on one H100, context included, as if it had room for any run.
-
-    BF16 is compiled, as FP8 is: so `make_speeds` has it, too.
-    """
-    compiled = ["precision.compile=on"] if recipe.endswith("_bf16") else []
-    config = load_recipe(recipe, compiled).config
+    """Predicted peak on one H100, context included, as if it had room for any run."""
+    config = _compiled(recipe)
     if decides_checkpointing(config):
         config = with_checkpointing(config, True)
     held = measure_fast(config, place_of("H100")).footprint
     return round((held.allocated + held.outside) / GIB, 2)
 
 
+def speeds(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, int]:
+    """GPU -> predicted tokens/s of a recipe, where it fits on one.
+
+    Tiny recipes run on CPUs, QLoRA has no FP8 twin: none at all.
+    """
+    if "tiny" in recipe or "qlora" in recipe:
+        return {}
+    gpus = tuple(gpu for gpu in gpu_table() if gpu.name in names)
+    found = cheapest_gpu(_compiled(recipe), gpus=gpus).choices
+    fast = {
+        choice.place.gpu.name: round(choice.tokens_per_s)
+        for choice in found
+        if choice.place.gpu and choice.tokens_per_s and choice.fit != "does not fit"
+    }
+    return dict(sorted(fast.items()))
+
+
+def _compiled(recipe: str) -> RunConfig:
+    """A recipe's settings; BF16 is compiled, as FP8 is."""
+    compiled = ["precision.compile=on"] if recipe.endswith("_bf16") else []
+    return load_recipe(recipe, compiled).config
+
+
 if __name__ == "__main__":
     table = {}
     for name in list_recipes():
         row = row_of(name) | {"preview_gib": preview_gib(name)}
-        table[name] = {"crc32": checksum(name), "row": row}
-        print(name, row["preview_gib"])
+        table[name] = {"crc32": checksum(name), "row": row, "tokens_per_s": speeds(name)}
+        print(name, row["preview_gib"], table[name]["tokens_per_s"].get("H100"))
     ROWS.write_text(json.dumps(table, indent=1) + "\n")

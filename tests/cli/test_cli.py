@@ -135,12 +135,20 @@ def test_stored_rows_of_ls_are_those_of_the_recipes():
         assert known["crc32"] == recipes.checksum(name), fix
         assert known["row"] == recipes.row_of(name) | memory, fix
         assert memory["preview_gib"] > 0
+    speeds = {name: known["tokens_per_s"] for name, known in stored.items()}
+    assert {gpu for row in speeds.values() for gpu in row} == set(make_recipes.GPUS)
+    for name in ("llama_8b_lora_fp8", "llama_8b_full_fp8", "llama_1b_full_bf16"):
+        assert speeds[name]["H100"] > 0
 
 
 @pytest.mark.slow
-def test_stored_memory_of_ls_is_what_the_estimator_says():
-    stored = json.loads(recipes.ROWS.read_text())["llama_1b_lora_fp8"]["row"]["preview_gib"]
-    assert stored == pytest.approx(make_recipes.preview_gib("llama_1b_lora_fp8"), rel=0.01)
+def test_stored_predictions_of_ls_are_what_the_estimator_says():
+    name, fix = "llama_1b_lora_fp8", "python -m tests.asset_makers.make_recipes"
+    stored = json.loads(recipes.ROWS.read_text())[name]
+    memory = stored["row"]["preview_gib"]
+    assert memory == pytest.approx(make_recipes.preview_gib(name), rel=0.01), fix
+    speed = {"H100": stored["tokens_per_s"]["H100"]}
+    assert speed == pytest.approx(make_recipes.speeds(name, ("H100",)), rel=0.02), fix
 
 
 def test_ls_makes_a_row_anew_where_the_recipe_has_changed(tmp_path, monkeypatch):

@@ -246,6 +246,7 @@ def test_held_weights(on, make_llama, backend) -> None:
         assert happened == ("refused" if backend == "te" else "trained")
 
 
+@pytest.mark.usefixtures("imported")
 def test_what_falls_back_to_bf16_leaves_fp8s_settings_behind(on, make_llama) -> None:
     """A map to FP8, held weights and GEMMs kept high ask nothing of a BF16 run."""
     with pytest.warns(UserWarning, match="FP8 was requested, BF16 will run"):

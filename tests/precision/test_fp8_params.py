@@ -201,18 +201,18 @@ def test_compiled_layers_read_codes_alone(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_compiled_cast_and_hash_have_the_same_bits() -> None:
-    """As they run on GPUs, by Inductor's kernels for a CPU here."""
+    """As they run on GPUs, by Inductor's kernels for a CPU here; each compilation takes seconds."""
     torch.manual_seed(0)
-    for shape in ((32, 64), (48, 32)):
+    cases = (((32, 64), TENSORWISE, False), ((32, 64), AXISWISE, True), ((48, 32), AXISWISE, False))
+    for shape, granularity, dgrad in cases:  # the last one of any shape, as a second shape is
         w = torch.randn(shape, dtype=torch.bfloat16)
-        for granularity, dgrad in ((TENSORWISE, False), (AXISWISE, False), (AXISWISE, True)):
-            given = w, torch.float8_e4m3fn, granularity, granularity is AXISWISE
-            plain = quantize_weight(*given, for_dgrad=dgrad)
-            fused = compiled_once(quantize_weight)(*given, for_dgrad=dgrad)
-            for a, b in zip(plain, fused, strict=True):
-                assert torch.equal(a.float(), b.float())
-                assert a.stride() == b.stride()
-        assert torch.equal(matrix_hash(w, compiled_once(mix_bits)), matrix_hash(w))
+        given = w, torch.float8_e4m3fn, granularity, granularity is AXISWISE
+        plain = quantize_weight(*given, for_dgrad=dgrad)
+        fused = compiled_once(quantize_weight)(*given, for_dgrad=dgrad)
+        for a, b in zip(plain, fused, strict=True):
+            assert torch.equal(a.float(), b.float())
+            assert a.stride() == b.stride()
+    assert torch.equal(matrix_hash(w, compiled_once(mix_bits)), matrix_hash(w))
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])

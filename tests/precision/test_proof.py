@@ -175,6 +175,7 @@ def test_no_gpu_and_no_emulation_is_an_error() -> None:
         setup_fp8_mixed_precision_training()
 
 
+@pytest.mark.usefixtures("imported")
 def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
     with pytest.warns(UserWarning, match="FP8 was requested, BF16 will run"):
         accelerator = setup_fp8_mixed_precision_training(on_unsupported="bf16", cpu=True)

@@ -168,8 +168,15 @@ def gradients(make_llama, setup_backend, backend, scaling, *, checkpointing, ree
     return losses, found
 
 
-@pytest.mark.parametrize("lora", slow_but([True], [False, True]))
-@pytest.mark.parametrize("reentrant", slow_but([True], [False, True]))
+@pytest.mark.parametrize(
+    ("reentrant", "lora"),
+    [
+        (True, True),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.long),
+        pytest.param(False, True, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(("backend", "scaling"), BACKENDS)
 def test_checkpointing_gives_the_same_gradients(
     make_llama, setup_backend, backend, scaling, reentrant, lora

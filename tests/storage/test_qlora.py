@@ -36,12 +36,16 @@ from tests.conftest import CPU, batch
 
 QUIET = Console(quiet=True)
 LAYERS = 28
-SHORT = ("train.max_steps=20", "train.eval_strategy=no", "data.prompts=[hello]")
+SHORT = (
+    "train.max_steps=3", "train.warmup_steps=0", "train.eval_strategy=no", "data.prompts=[hello]",
+    "data.max_rows=48",
+)  # fmt: skip
+METHODS = ("qlora", "lora")
 
 
 @pytest.fixture(scope="module")
 def report(made_once):
-    """A function that gives 20 steps of QLoRA, or of its LoRA sibling."""
+    """A function that gives three steps of QLoRA, or of its LoRA sibling."""
 
     def of(name: str):
         recipe = load_recipe(f"tiny_{name}_bf16", SHORT)
@@ -81,7 +85,10 @@ def held_bytes(layer) -> int:
 
 
 @pytest.mark.long
-def test_it_ends_where_lora_over_a_plain_base_ends(qlora, lora) -> None:
+def test_it_ends_where_lora_over_a_plain_base_ends(tmp_path) -> None:
+    longer = ("train.max_steps=20", "train.eval_strategy=no", "data.prompts=[hello]")
+    recipes = [load_recipe(f"tiny_{name}_bf16", longer) for name in METHODS]
+    qlora, lora = (train(recipe, out=tmp_path, console=QUIET) for recipe in recipes)
     assert qlora.eval_loss == pytest.approx(lora.eval_loss, rel=0.03)
     assert qlora.eval_loss != lora.eval_loss
     assert qlora.final_loss < 0.5 * qlora.first_loss
@@ -332,8 +339,7 @@ def test_a_checkpoint_of_four_bits_trains_under_adapters_only(base, tmp_path) ->
 
     base.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(tmp_path / "model")
-    overrides = [*SHORT, "train.max_steps=2", "train.warmup_steps=0", "data.max_rows=16"]
-    overrides.append(f"model.name={tmp_path / 'model'}")
+    overrides = [*SHORT, "train.max_steps=2", f"model.name={tmp_path / 'model'}"]
     report = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path, console=QUIET)
     assert report.receipt.precision["storage"] == {"nf4": LAYERS}
     saved = load_file(report.folder / "model" / "adapter_model.safetensors")
