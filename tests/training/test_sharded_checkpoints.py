@@ -98,7 +98,9 @@ def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("recipe", "within"),
-    [("tiny_full_fp8", 0.02), ("tiny_lora_fp8", 0.02), ("tiny_full_bf16", 0.02)],
+    # FSDP2 gathers weights in BF16, which the first updates are too small to show in; one process
+    # casts the float32 weight to FP8 itself.
+    [("tiny_full_fp8", 0.06), ("tiny_lora_fp8", 0.02), ("tiny_full_bf16", 0.02)],
 )
 def test_a_sharded_checkpoint_goes_on_as_two_one_two_and_four(recipe, within, tmp_path) -> None:
     """Weights, moments, schedule and scales to the bit; as two again the losses too."""
