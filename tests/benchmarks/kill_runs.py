@@ -6,7 +6,8 @@ A run is killed `PER_RUN` times, resumed each time from whatever it left (`resum
 ends. Each resume has to begin at the newest checkpoint whose files are all as they were saved, and
 the last one's weights must equal those of a run that nobody killed, to the bit. Every second kill
 waits for the hidden folder of a checkpoint that is being written; the others come at any moment
-after a process has its run folder, before its first save too. Prints a JSON object.
+after a process has its run folder, before its first save too. A kill behind the last step's save
+leaves nothing to resume: that checkpoint's weights are compared. Prints a JSON object.
 
 Runs that are killed are forked from a process that has imported the libraries, which is most of
 what a start takes; the runs that nobody kills are commands of their own.
@@ -34,8 +35,9 @@ from finetune.runs.checkpoints import CHECKPOINTS, SAVING, Checkpoint, checkpoin
 from tests.forked import start
 
 RECIPES = {"tiny_full_fp8": "model.safetensors", "tiny_lora_fp8": "adapter_model.safetensors"}
+STEPS = 24
 SETTINGS = (
-    "train.max_steps=24", "train.save_strategy=steps", "train.save_steps=1",
+    f"train.max_steps={STEPS}", "train.save_strategy=steps", "train.save_steps=1",
     "train.save_total_limit=3", "train.eval_strategy=no", "eval.samples=false",
     "data.max_rows=60", "train.max_length=64", "precision.health_every=0",
 )  # fmt: skip
@@ -94,12 +96,16 @@ def one_run(recipe: str, kills: int, expected: dict[str, torch.Tensor]) -> dict[
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place).resolve()
         process, before, moments, begun_at = start(folder, recipe, *SETTINGS), None, [], []
+        ended = None
         for kill in range(kills):
             moment = kill_at_a_moment(process, folder, before, saving=kill % 2 == 0)
             if moment is None:
                 break
             moments.append(moment)
             wanted, before = newest_whole(folder), newest(folder)
+            if wanted is not None and wanted.name == f"checkpoint-{STEPS}":
+                ended, moments[-1] = wanted, "after the last step"  # `resume` would refuse
+                break
             begun_at.append(str(wanted and wanted.relative_to(folder)))
             process = start(folder, "resume", "last")
         process.join()
@@ -108,7 +114,7 @@ def one_run(recipe: str, kills: int, expected: dict[str, torch.Tensor]) -> dict[
         found = re.findall(r"going on from (?:.*/)?(runs/\S+)", log)
         saved = checkpoints_in(run / CHECKPOINTS).values()
         broken = [str(p.name) for p in saved if Checkpoint(p).problem(contents=True)]
-        file = run / "model" / RECIPES[recipe]
+        file = (ended or run / "model") / RECIPES[recipe]
         weights = load_file(file) if file.is_file() else {}
         same = weights.keys() == expected.keys() and all(
             torch.equal(weights[key], expected[key]) for key in expected
