@@ -81,7 +81,7 @@ class AdaptedLinear(torch.autograd.Function):
         s: float,
         how: Arithmetic | None,
         owners: tuple[Owner, Owner],
-        turned: Tensor | None,
+        transposed: Tensor | None,
         *low: Tensor,
     ) -> Tensor:
         """x [M, K] -> y [M, N] in the type of `x`.
@@ -92,7 +92,7 @@ class AdaptedLinear(torch.autograd.Function):
             w, w_inverse: weight [N, K]: codes and scales, or a plain matrix and None.
             a, b: masters of the adapter, [r, K] and [N, r].
             how: arithmetic of the base, None for a plain matmul.
-            turned: `w` with N innermost, where dgrad has a copy of its own.
+            transposed: `w` with N innermost, where dgrad has a copy of its own.
             low: a and b in the type of `x`, if they have been cast.
         """
         ctx.dtypes = a.dtype, b.dtype
@@ -109,7 +109,7 @@ class AdaptedLinear(torch.autograd.Function):
             y = y.addmm_(t, low_b.t())  # [M, r] @ [r, N]
         saved = (x, None) if kept is None else (kept, x_inverse)
         saved = saved if ctx.needs_input_grad[6] else (None, None)
-        ctx.save_for_backward(*saved, t, w if turned is None else turned, w_inverse, a, b)
+        ctx.save_for_backward(*saved, t, w if transposed is None else transposed, w_inverse, a, b)
         ctx.s, ctx.how, ctx.owners = s, how, owners
         return y
 
@@ -224,13 +224,13 @@ class AdaptedMixin(Swapped):
     def forward(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
         if adapter is None:
             return super().forward(input)
-        values = x_inverse = kept = inverse = how = turned = None
+        values = x_inverse = kept = inverse = how = transposed = None
         w, (a, b, s, owners, low) = weight_matrix(self), adapter
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
         if isinstance(self, FrozenMixin):
             self.fp8_tally.count(input)
-            how, turned = self.fp8_how, self.fp8_backend.turned(self)
+            how, transposed = self.fp8_how, self.fp8_backend.transposed(self)
             if "fprop" not in how.high:
                 dtype = compute_dtype(input)
                 values, x_inverse, kept = self.fp8_backend.cast_and_keep(input, how, dtype)
@@ -240,7 +240,7 @@ class AdaptedMixin(Swapped):
 
         def multiply(x: Tensor) -> Tensor:
             return AdaptedLinear.apply(
-                x, values, x_inverse, kept, w, inverse, a, b, s, how, owners, turned, *low
+                x, values, x_inverse, kept, w, inverse, a, b, s, how, owners, transposed, *low
             )
 
         return by_rows(input, self.bias, multiply)

@@ -244,14 +244,14 @@ class FrozenLinear(torch.autograd.Function):
         bits: Tensor,
         inverse: Tensor,
         how: Arithmetic,
-        turned: Tensor | None = None,
+        transposed: Tensor | None = None,
     ) -> Tensor:
         """x [M, K], its cast (None if fprop is high), bits [N, K] -> y [M, N] in the type of x.
 
         Args:
-            turned: the bits with N innermost, where they are kept; else dgrad transposes.
+            transposed: the bits with N innermost, where they are kept; else dgrad transposes.
         """
-        ctx.save_for_backward(bits if turned is None else turned, inverse)
+        ctx.save_for_backward(bits if transposed is None else transposed, inverse)
         ctx.how = how
         return fprop(x, (values, x_inverse), bits, inverse, how)
 

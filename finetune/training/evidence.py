@@ -129,7 +129,7 @@ def _kernels(conversion: Conversion | None) -> str:
     casts = "inductor" if conversion.compiled else "eager"
     if conversion.frozen.own_cast:
         casts = "triton"
-    if conversion.frozen.keeps_turned:
+    if conversion.frozen.keeps_transposed:
         return f"{casts}; transposes: kept"
     apart = conversion.frozen.own_transpose and not conversion.frozen.own_cast
     return f"{casts}; transposes: triton" if apart else casts

@@ -84,9 +84,8 @@ class WholeFiles:
 
         model = model if model is not None else self.trainer.model
         own = get_peft_model_state_dict(model) if self.has_adapters else model.state_dict()
-        left = own.keys() - (
-            getattr(model, "_tied_weights_keys", None) or ()
-        )  # files have one each
+        tied = getattr(model, "_tied_weights_keys", None) or ()  # of which files have one
+        left = own.keys() - tied
         for file in _weight_files(Path(checkpoint), adapters=self.has_adapters):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118

@@ -81,13 +81,13 @@ def test_a_copy_follows_its_codes(converted) -> None:
     conversion = converted(transposed_copy=True)
     layer = next(m for m in conversion.model.modules() if isinstance(m, frozen.FrozenMixin))
     backend = layer.fp8_backend
-    first, again = backend.turned(layer), backend.turned(layer)
+    first, again = backend.transposed(layer), backend.transposed(layer)
     assert first is not None
     assert again is not None
     assert (first.stride(0), first.data_ptr()) == (1, again.data_ptr())
     with torch.no_grad():
         layer.weight.copy_(layer.weight.flip(0))
-    written = backend.turned(layer)
+    written = backend.transposed(layer)
     assert written is not None
     assert torch.equal(written, layer.bits)
     assert not torch.equal(written, first)
@@ -125,7 +125,7 @@ def test_copies_are_inputs_of_a_compiled_layer(converted) -> None:
 def test_the_emulation_needs_no_copy(converted) -> None:
     conversion = converted(transposed_copy=True)
     engine = frozen.FrozenBackend(conversion.plan.precision, emulate=True)
-    assert not engine.keeps_turned
+    assert not engine.keeps_transposed
 
 
 @pytest.mark.parametrize("other", ["precision.frozen=bf16", "precision.compute=bf16"])

@@ -158,7 +158,7 @@ def rehearse(
         stack.callback(conversion.revert)
         conversion.adapters.sharded = sharded
         frozen = [m for m in model.modules() if isinstance(m, FrozenMixin)]
-        copies = [copy for m in frozen if (copy := m.fp8_backend.turned(m)) is not None]
+        copies = [copy for m in frozen if (copy := m.fp8_backend.transposed(m)) is not None]
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.library == "torchao":

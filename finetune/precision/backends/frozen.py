@@ -71,16 +71,18 @@ class FrozenMixin(Fp8Mixin):
 
     fp8_backend: FrozenBackend
     fp8_how: Arithmetic
-    fp8_turned: tuple[Tensor, ...]
+    fp8_transposed: tuple[Tensor, ...]
     weight_scale: Tensor
     bits: Tensor
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         how, scale, xq = self.fp8_how, self.weight_scale, (None, None)
-        turned = self.fp8_backend.turned(self)
+        transposed = self.fp8_backend.transposed(self)
         if "fprop" not in how.high:
             xq = self.fp8_backend.cast(x, how, compute_dtype(x))
-        return by_rows(x, bias, lambda rows: FrozenLinear.apply(rows, *xq, w, scale, how, turned))
+        return by_rows(
+            x, bias, lambda rows: FrozenLinear.apply(rows, *xq, w, scale, how, transposed)
+        )
 
 
 class FrozenBackend(Backend):
@@ -103,43 +105,45 @@ class FrozenBackend(Backend):
         hopper = not emulate and this_device().capability == (9, 0)
         self.grouped = hopper and precision.scaling == "rowwise" and not self.high
         # The emulation multiplies codes in any layout.
-        self.keeps_turned = precision.transposed_copy and not emulate and "dgrad" not in self.high
-        self._turned: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Tensor]] = (
+        self.keeps_transposed = (
+            precision.transposed_copy and not emulate and "dgrad" not in self.high
+        )
+        self._transposed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Tensor]] = (
             weakref.WeakKeyDictionary()
         )
         self._shared = SharedCast()
 
-    def turned(self, layer: FrozenMixin) -> Tensor | None:
+    def transposed(self, layer: FrozenMixin) -> Tensor | None:
         """Codes of a layer [N, K] with N innermost, as dgrad contracts them; None without a copy.
 
         Made at the first use, and again where the codes were written or moved. In a compiled region
         the copy is an input, which `compiled` has put there.
         """
         if torch.compiler.is_compiling():
-            return layer.fp8_turned[0] if layer.fp8_turned else None
+            return layer.fp8_transposed[0] if layer.fp8_transposed else None
         bits = layer.bits
-        if not self.keeps_turned or bits.stride(0) == 1:
+        if not self.keeps_transposed or bits.stride(0) == 1:
             return None
         state = bits.untyped_storage()._cdata, bits._version
-        known, copy = self._turned.get(layer, (None, bits))
+        known, copy = self._transposed.get(layer, (None, bits))
         if known != state:
             with torch.inference_mode(False), torch.no_grad():
                 copy = transpose_codes(bits) if self.own_transpose else bits.t().contiguous()
-            self._turned[layer] = state, copy
+            self._transposed[layer] = state, copy
         return copy.t()
 
     def compiled(self, layer: nn.Module) -> None:
         """Prepare a decoder layer that is compiled now: its copies are inputs of its graph."""
-        if not self.keeps_turned:
+        if not self.keeps_transposed:
             return
         inside = [m for m in layer.modules() if isinstance(m, FrozenMixin)]
 
         def copies(_: Tensor) -> Iterator[tuple[nn.Module, Any]]:
             for m in inside:
-                turned = self.turned(m)
-                yield m, () if turned is None else (turned,)
+                transposed = self.transposed(m)
+                yield m, () if transposed is None else (transposed,)
 
-        feed(layer, "fp8_turned", copies)
+        feed(layer, "fp8_transposed", copies)
 
     def cast(self, x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
         """The cast of an activation [..., K], shared with the layer before if it had the same."""
@@ -160,7 +164,7 @@ class FrozenBackend(Backend):
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         assert isinstance(module, StoredMixin)
-        return {"fp8_how": self.arithmetic(module.stored_tile), "fp8_turned": ()}
+        return {"fp8_how": self.arithmetic(module.stored_tile), "fp8_transposed": ()}
 
     def arithmetic(self, tile: Tile) -> Arithmetic:
         """Arithmetic of a layer with this storage."""
@@ -196,5 +200,5 @@ class FrozenBackend(Backend):
             "high_gemms": sorted(self.high),
             "saved_input": self.precision.saved_input,
             "fast_accum": self.precision.fast_accum,
-            "transposed_copy": self.keeps_turned,
+            "transposed_copy": self.keeps_transposed,
         }
