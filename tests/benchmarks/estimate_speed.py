@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 RECIPES = {"llama_8b_full_fp8": 10.0, "llama_8b_lora_bf16": 10.0, "llama_70b_lora_fp8": 25.0}
+IMPORTS = "import gc, os; gc.disable(); import trl.trainer.sft_trainer; os._exit(0)"
 POINT = """
 import json, resource, sys, time
 from finetune.estimator.measure import measure_fast
@@ -68,6 +69,8 @@ def main() -> None:
             over = "" if seconds <= goal else "  over its goal"
             print(f"{what:42s} {seconds:6.2f} s  (goal {goal:g})  {peak:.2f} GiB{over}", flush=True)
 
+    floor, peak, _ = timed([sys.executable, "-W", "ignore", "-c", IMPORTS], args.best_of)
+    note("imports alone, without looks for garbage", floor, 5.0, peak)
     start, peak, _ = timed([sys.executable, "-c", "pass"], args.best_of)
     own, peak, _ = timed([sys.executable, "-m", "finetune", "ls"], args.best_of)
     note("ls, beyond Python's start", own - start, 0.3, peak)

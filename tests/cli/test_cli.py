@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,13 +31,14 @@ def process(*words: str, **kwargs) -> subprocess.CompletedProcess:
 # -------------------------------------------------------------------------------- without torch
 
 IMPORTS = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, sys
+from finetune.cli import app
 heavy = {"pydantic", "torch", "transformers", "trl", "datasets", "peft", "accelerate"}
 found = {}
 for words in json.loads(sys.argv[1]):
     sys.argv = ["finetune", *words]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        runpy.run_module("finetune", run_name="__main__")
+        app.main()
     found[" ".join(words)] = sorted(heavy & sys.modules.keys())
 print(json.dumps(found))
 """
@@ -533,15 +533,36 @@ def test_the_scoreboard_says_where_it_is(cli) -> None:
     assert "fix:   python -m tests.benchmarks.score rows.csv" in done.err
 
 
-def test_ctrl_c_while_the_command_line_is_imported(monkeypatch, capsys):
-    def interrupted():
-        raise KeyboardInterrupt
+ENDS = """
+import atexit, sys, threading, time
+import finetune.cli.app
+from finetune.__main__ import run
+atexit.register(print, "registered before")
+def late():
+    time.sleep(0.1)
+    print("a thread's end")
+def main():
+    atexit.register(print, "registered after")
+    threading.Thread(target=late).start()
+    {end}
+finetune.cli.app.main = main
+run()
+"""
 
-    monkeypatch.setattr("finetune.cli.app.main", interrupted)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("finetune", run_name="__main__")
-    assert end.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
+
+@pytest.mark.parametrize(
+    ("end", "code", "err"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(2)", 2, ""),
+        ("sys.exit('why')", 1, "why\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted\n"),
+    ],
+)
+def test_the_process_ends_with_its_code_threads_and_exit_functions(end, code, err):
+    done = process("-c", ENDS.format(end=end))
+    assert (done.returncode, done.stderr) == (code, err)
+    assert done.stdout == "a thread's end\nregistered after\nregistered before\n"
 
 
 def test_paths_are_quoted_and_a_path_is_no_setting(tmp_path):
