@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from finetune.config.checkpoints import CheckpointsConfig, ResumeConfig
+from finetune.config.data import CheckpointsConfig, ResumeConfig
 from finetune.config.optimizers import (
     BLOCK,
     FP8_ADAMW,

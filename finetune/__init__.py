@@ -23,7 +23,7 @@ _HOME = {
     "disabled": "precision.convert",
     "estimate": "estimator.estimate",
     "find_runs": "runs.lookup",
-    "list_recipes": "config.lookup",
+    "list_recipes": "config.paths",
     "load_in_fp8": "storage.loading",
     "load_recipe": "config.recipe",
     "plan": "precision.planner",

@@ -1,11 +1,13 @@
-"""Output to a terminal or a pipe: our consoles, and libraries kept quiet."""
+"""Output to a terminal or a pipe: our consoles, signs of life, and libraries kept quiet."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
     from rich.text import Text
+
 
 PIPE_WIDTH = 1000
 """Columns of an output that is no terminal: a row of a table, or a sentence, is one line there."""
@@ -106,3 +109,53 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+COUNT_PERIOD = {True: 0.2, False: 15.0}
+"""Seconds between two counts, in a terminal and in a pipe, where each is a line."""
+
+
+@contextlib.contextmanager
+def counting_rows(console: Console, what: str) -> Iterator[None]:
+    """A sign of life that counts the rows which `datasets` reads or maps meanwhile.
+
+    `datasets` (5.0) counts in bars of one class, also for the processes that it starts, and TRL's
+    maps are among them; while this lasts the class is one that reports here.
+    """
+    from datasets import arrow_dataset, builder
+    from tqdm import tqdm
+
+    with busy(console, what) as status:
+        period = COUNT_PERIOD[status is not None]
+
+        class Counter(tqdm):
+            """A bar that shows nothing itself."""
+
+            def __init__(self, *args: Any, desc: str | None = None, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs | {"disable": True})
+                self.label = (desc or "rows").partition(" (num_proc")[0].lower()
+                self.began = self.shown = time.monotonic()
+
+            def update(self, n: float | None = 1) -> None:
+                self.n += n or 0
+                now = time.monotonic()
+                if now - self.shown < period:
+                    return
+                self.shown = now
+                of = f" of {int(self.total):,}" if self.total else ""
+                rate = self.n / (now - self.began)
+                line = f"{self.label}: {int(self.n):,}{of} rows, {rate:,.0f} rows/s"
+                if status is None:
+                    console.print(line)
+                else:
+                    status.update(f"{what}: {line} ...")
+
+        modules: list[Any] = [arrow_dataset, builder]
+        before = [module.hf_tqdm for module in modules]
+        for module in modules:
+            module.hf_tqdm = Counter
+        try:
+            yield
+        finally:
+            for module, bar in zip(modules, before, strict=True):
+                module.hf_tqdm = bar

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from finetune.config.lookup import list_recipes
+from finetune.config.paths import list_recipes
 
 MISUSE, INTERRUPTED = 2, 130
 """Exit codes: the user's mistake, and Ctrl-C (128 + SIGINT)."""

@@ -18,8 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE
-from finetune.config.lookup import is_path, list_recipes
-from finetune.config.paths import is_text
+from finetune.config.paths import is_path, is_text, list_recipes
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean
 from finetune.logging import output, quiet_libraries
 

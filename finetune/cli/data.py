@@ -39,7 +39,7 @@ def data(
     console = output(stderr=as_json)
     with busy(console, f"loading libraries for {checked.name}"):
         from finetune.data.ledger import counted_rows
-        from finetune.data.progress import counting_rows
+        from finetune.logging import counting_rows
     with counting_rows(console, f"reading the rows of {checked.name}"):
         found = counted_rows(checked.config)
     shown: Any = found.prepared.select(range(min(show, len(found.prepared))))

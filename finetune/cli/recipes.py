@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finetune.cli import AsJson, Overrides, RecipeName
-from finetune.config.lookup import find_recipe, list_recipes
-from finetune.config.paths import ASSETS
+from finetune.config.paths import ASSETS, find_recipe, list_recipes
 from finetune.errors import (
     ConfigError,
     DataNotFoundError,

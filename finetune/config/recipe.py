@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
-from finetune.config.lookup import find_recipe
+from finetune.config.paths import find_recipe
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.config.secrets import check_secrets
 from finetune.config.section import RefusedError

@@ -19,9 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from finetune.config.checkpoints import CheckpointsConfig, ResumeConfig
 from finetune.config.data import BUILTIN as BUILTIN
-from finetune.config.data import DataConfig, EvalConfig
+from finetune.config.data import CheckpointsConfig, DataConfig, EvalConfig, ResumeConfig
 from finetune.config.section import RefusedError, Section
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.schema import DataConfig, ModelConfig
-from finetune.data.mapping import TRAINED_TURNS
-from finetune.data.rows import Form, formatted, formatted_stream
+from finetune.data.chat import training_template, unused_parts
+from finetune.data.rows import TRAINED_TURNS, Form, formatted, formatted_stream
 from finetune.data.sources import Source, files_of, reading, sources_of
-from finetune.data.templates import training_template, unused_parts
 from finetune.data.tokenized import UNKNOWN
 from finetune.errors import DataError
 from finetune.storage.pretrained import vocabulary_of

@@ -6,7 +6,9 @@ since its parser and its types call themselves once a level.
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ DEEPEST = 64
 """Levels of lists and mappings; conversations with tools have about ten."""
 LONGEST = 64 << 20
 """Bytes of a row."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # the last may have no end
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip"}
 
 
@@ -54,10 +58,10 @@ def check_document(text: bytes, file: Path | str) -> None:
     _check_start(text, file)
     start = text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if start == b"[":
-        rows = _check_depth(text, file, 1)
-        wrong = next((i for i, row in enumerate(rows or ()) if not isinstance(row, dict)), None)
-        if wrong is not None:
-            raise _refused(file, 1, f"item {wrong + 1} of the list is no JSON object")
+        _check_depth(text, file, 1)
+        for number, row in enumerate(_parsed(text), 1):
+            if not isinstance(row, dict):
+                raise _refused(file, 1, f"item {number} of the list is no JSON object")
     elif start != b"{" and start:
         raise _refused(file, 1, "a JSON file of rows is a list of objects, or an object a line")
     elif not _is_one(text):
@@ -68,11 +72,15 @@ def check_document(text: bytes, file: Path | str) -> None:
 
 def _is_one(text: bytes) -> bool:
     """True if an object goes on behind the first line, so that these are no rows by line."""
+    return _parsed(text.lstrip().partition(b"\n")[0]) == []
+
+
+def _parsed(text: bytes) -> Any:
+    """A value; nothing where it is no JSON, which its reader will say."""
     try:
-        json.loads(text.lstrip().partition(b"\n")[0])
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return True
-    return False
+        return []
 
 
 def _check_start(text: bytes, file: Path | str) -> None:
@@ -83,44 +91,12 @@ def _check_start(text: bytes, file: Path | str) -> None:
         raise _refused(file, 1, "this is no text: it has NUL bytes", "save it as UTF-8 JSON")
 
 
-def _check_depth(text: bytes, file: Path | str, number: int) -> Any:
-    """Parse a value and check how deep it is; None if it is no JSON, which its reader will say."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise _too_deep(file, number) from None
-    except ValueError:
-        if _depth(text) > DEEPEST:
-            raise _too_deep(file, number) from None
-        return None
-    level: list[Any] = value if isinstance(value, list) else [value]
-    for _ in range(DEEPEST + 1):
-        level = [
-            part
-            for one in level
-            if isinstance(one, dict | list)
-            for part in (one.values() if isinstance(one, dict) else one)
-            if isinstance(part, dict | list)
-        ]
-        if not level:
-            return value
-    raise _too_deep(file, number)
-
-
-def _depth(text: bytes) -> int:
-    """The most brackets that are open at once, those in strings included."""
-    depth = most = 0
-    for byte in text:
-        if byte in b"[{":
-            depth += 1
-            most = max(most, depth)
-        elif byte in b"]}":
-            depth -= 1
-    return most
-
-
-def _too_deep(file: Path | str, number: int) -> DataError:
-    return _refused(file, number, f"it is nested more than {DEEPEST} levels deep")
+def _check_depth(text: bytes, file: Path | str, number: int) -> None:
+    """Refuse a value by the most brackets that are open at once, those in strings left out."""
+    marks = _STRING.sub(b"", text).translate(None, delete=_NO_BRACKETS)
+    steps = (1 if byte in b"[{" else -1 for byte in marks)
+    if max(itertools.accumulate(steps), default=0) > DEEPEST:
+        raise _refused(file, number, f"it is nested more than {DEEPEST} levels deep")
 
 
 def _refused(

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from finetune.config.checkpoints import CheckpointsConfig
+from finetune.config.data import CheckpointsConfig
 from finetune.errors import NonFiniteError
 from finetune.runs.checkpoints import (
     KEEPER,

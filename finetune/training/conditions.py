@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.precision.lora import fused_adapters
 from finetune.precision.proof.proof import named_trainable
-from finetune.runs.names import recipe_name
+from finetune.runs.card import recipe_name
 from finetune.training.attention import executed_attention
 from finetune.training.session import Session
 

@@ -23,10 +23,9 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config
 from finetune.data.dataset import load_data
-from finetune.data.progress import counting_rows
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device
-from finetune.logging import busy, output, whole
+from finetune.logging import busy, counting_rows, output, whole
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import model_card
 from finetune.runs.checkpoints import Checkpoint, find_checkpoint

@@ -8,7 +8,7 @@ what is predicted of one recipe.
 import json
 
 from finetune.cli.recipes import ROWS, checksum, row_of
-from finetune.config.lookup import list_recipes
+from finetune.config.paths import list_recipes
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import decides_checkpointing, with_checkpointing

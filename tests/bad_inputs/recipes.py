@@ -10,7 +10,7 @@ import yaml
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from finetune.config.lookup import find_recipe
+from finetune.config.paths import find_recipe
 from finetune.config.schema import RunConfig
 from tests.bad_inputs.case import Case, Folder, Link, Pipe, Repeated
 

@@ -16,7 +16,7 @@ from finetune.cli import recipes
 from finetune.cli.analysis import _is_override
 from finetune.cli.app import VERBS, command_of
 from finetune.cli.recipes import _as_argument
-from finetune.config.lookup import find_recipe, list_recipes, recipes_folder
+from finetune.config.paths import find_recipe, list_recipes, recipes_folder
 from finetune.config.recipe import load_recipe
 from tests.asset_makers import make_recipes
 from tests.conftest import CPU, H100

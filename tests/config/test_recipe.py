@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.config.lookup import find_recipe, list_recipes
-from finetune.config.paths import is_text
+from finetune.config.paths import find_recipe, is_text, list_recipes
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import (

@@ -8,12 +8,12 @@ import pytest
 from datasets import Dataset, arrow_dataset
 from rich.console import Console
 
-from finetune.data import progress
+from finetune import logging as progress
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_mapped_rows_are_counted(terminal, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "PERIOD", {True: 0.0, False: 0.0})
+    monkeypatch.setattr(progress, "COUNT_PERIOD", {True: 0.0, False: 0.0})
     monkeypatch.setattr("datasets.arrow_dataset.config.PBAR_REFRESH_TIME_INTERVAL", 0.0)
     out, bar = io.StringIO(), arrow_dataset.hf_tqdm
     console = Console(file=out, force_terminal=terminal, width=100)

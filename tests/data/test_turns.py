@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data.turns import BadRowError, beside, check_answer, turn_of
+from finetune.data.chat import BadRowError, beside, check_answer, turn_of
 from tests.bad_inputs.turns import CALLS, PARTS, TEXT, TOOLS
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finetune.cli.app import MODULES, command_of
-from finetune.config.lookup import list_recipes
+from finetune.config.paths import list_recipes
 from finetune.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]

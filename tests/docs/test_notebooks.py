@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from finetune.config.lookup import list_recipes
+from finetune.config.paths import list_recipes
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
 from tests.docs import notebooks

@@ -14,8 +14,7 @@ import yaml
 
 import finetune
 from finetune import setup_fp8_mixed_precision_training
-from finetune.config.lookup import list_recipes
-from finetune.config.paths import shipped_shape
+from finetune.config.paths import list_recipes, shipped_shape
 from finetune.config.schema import PrecisionConfig, RunConfig
 from tests.docs.commands import BLOCK, ROOT, Command, check, commands_of, documents
 

@@ -10,8 +10,8 @@ import site_reference
 import yaml
 
 import finetune
-from finetune.config.lookup import list_recipes
 from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.paths import list_recipes
 from finetune.config.schema import RunConfig
 from finetune.hardware.gpus import gpu_table
 from tests.docs.commands import ROOT

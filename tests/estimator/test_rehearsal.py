@@ -13,7 +13,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from finetune import load_recipe
-from finetune.config.lookup import list_recipes
+from finetune.config.paths import list_recipes
 from finetune.config.schema import RunConfig
 from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.errors import RehearsalError

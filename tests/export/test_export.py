@@ -27,7 +27,7 @@ from finetune.export import export, parity
 from finetune.export import parity as evaluation
 from finetune.export.export import open_run
 from finetune.runs.card import TARGETS as TARGETS_OF_CARD
-from finetune.runs.names import without_paths
+from finetune.runs.card import without_paths
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)

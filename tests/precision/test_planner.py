@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from finetune import load_recipe
-from finetune.config.lookup import list_recipes
+from finetune.config.paths import list_recipes
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError
 from finetune.precision.layers import matches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.config.paths import ASSETS
-from finetune.runs.names import (
+from finetune.runs.card import (
     device_name,
     long_name,
     method_name,

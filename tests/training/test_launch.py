@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from finetune.config.lookup import list_recipes, recipes_folder
+from finetune.config.paths import list_recipes, recipes_folder
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, PrecisionError
 from finetune.training.preflight import preflight

@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from finetune import load_recipe, train
-from finetune.config.lookup import list_recipes
+from finetune.config.paths import list_recipes
 from finetune.config.schema import EvalConfig
 from finetune.errors import ConfigError
 from finetune.training import samples as sampling

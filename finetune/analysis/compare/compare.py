@@ -34,7 +34,7 @@ from finetune.analysis.compare.result import (
     read_comparison,
 )
 from finetune.analysis.compare.verdict import judge, read_outcome
-from finetune.config.lookup import find_recipe, is_path, list_recipes
+from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean, writing

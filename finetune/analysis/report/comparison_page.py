@@ -43,9 +43,9 @@ from finetune.analysis.report.elements import (
     signed,
 )
 from finetune.analysis.report.run_source import EMPTY, RunSource
+from finetune.runs.card import without_paths
 from finetune.runs.folder import COMPARISON as FILE
 from finetune.runs.lookup import is_run
-from finetune.runs.names import without_paths
 from finetune.units import count, percent, size_of_gib
 
 LOSSES = {"train": ("Training loss", "loss"), "eval": ("Eval loss", "eval_loss")}

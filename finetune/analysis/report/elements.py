@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 from finetune import units
 from finetune.analysis.compare.result import LossGap
+from finetune.runs.card import without_paths
 from finetune.runs.folder import Run
-from finetune.runs.names import without_paths
 
 METRICS, RECEIPT, REPORT, CONFIG = "metrics.jsonl", "receipt.json", "report.json", "config.yaml"
 MISSING = "–"

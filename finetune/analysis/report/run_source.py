@@ -32,8 +32,8 @@ from finetune.analysis.report.elements import (
     signed,
 )
 from finetune.errors import ConfigError
+from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import COMPARISON
-from finetune.runs.names import device_name, method_name, short_name, without_paths
 from finetune.runs.receipt import Receipt, group_layers
 from finetune.units import count, elapsed, percent, plural, size_of_gib
 
