@@ -33,6 +33,7 @@ from finetune.precision.experts import (
     cast_experts,
     store_experts,
 )
+from finetune.precision.head import HeadMixin, in_fused_loss
 from finetune.precision.layers import iter_weights
 from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
@@ -56,6 +57,7 @@ class Conversion:
         adapters: their adapters in the compute type.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
+        head: frozen output head in FP8, if any.
         proof: observer of the model's steps, if it trains.
         follows: of a reference: True if its call is computed as in training, whatever its mode.
     """
@@ -73,6 +75,7 @@ class Conversion:
         self.fused: list[nn.Module] = []
         self.adapters = LowAdapters(self.fused)
         self.compiled: list[nn.Module] = []
+        self.head: nn.Module | None = None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
         self._swapped: list[nn.Module] = []
@@ -100,6 +103,9 @@ class Conversion:
                 store(module, layer.stored)
             facts = engine.attributes(module, layer)
             self._swap(module, engine.mixin, fp8_backend=engine, fp8_tally=Tally(), **facts)
+            if layer.stored and layer.role == "head":
+                self._swap(module, HeadMixin, fp8_name=layer.name, fp8_observers=[])
+                self.head = module
         self._convert_experts(modules)
         for owner, layers in self.plan.fp8_parameters.items():
             assert self.backend is not None
@@ -193,7 +199,7 @@ class Conversion:
             module.__dict__["_gradient_checkpointing_func"] = function
         for module in self.compiled:
             module._compiled_call_impl = None
-        self._swapped, self._checkpointed, self.compiled = [], [], []
+        self._swapped, self._checkpointed, self.compiled, self.head = [], [], [], None
         self.fused.clear()
         self.around.clear()
         self._applied = False
@@ -241,6 +247,8 @@ class Conversion:
                     self.backend.begin_step()
                 if low:
                     stack.enter_context(self.backend.region())
+            if self.head is not None:
+                stack.enter_context(in_fused_loss(self.head))
             for enter in list(self.around):
                 stack.enter_context(enter())
             yield

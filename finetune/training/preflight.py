@@ -248,9 +248,15 @@ def _check_metric(config: RunConfig) -> None:
 
 
 def _check_head(made: PrecisionPlan) -> None:
-    """Reject an FP8 head: `SFTTrainer` multiplies by its weight inside the loss, past the layer."""
+    """Reject a head that `SFTTrainer`, whose loss multiplies by its weight itself, cannot have.
+
+    One that is frozen, and stored as the codes that it multiplies, is served inside that loss
+    (`finetune.precision.head`).
+    """
     for layer in made.layers:
-        if layer.role == "head" and layer.name.endswith(".base_layer"):
+        if layer.role != "head":
+            continue
+        if layer.name.endswith(".base_layer"):
             raise PlanError(
                 "adapters were requested on the output head, which SFTTrainer multiplies outside "
                 "of its layer",
@@ -259,7 +265,23 @@ def _check_head(made: PrecisionPlan) -> None:
                 fix="~lora.target_modules, or train the head in full: ~lora.target_modules "
                 f"lora.modules_to_save=[{layer.plain_name}]",
             )
-        if layer.role == "head" and (layer.override or layer.compute == "fp8"):
+        if layer.compute == "fp8" and not layer.stored:
+            where, fix = f"{layer.reason}: {layer.name}", "~precision.map.output"
+            if not layer.frozen:
+                why = "the weight gradient of TRL's fused loss is of the BF16 weight, tile by tile"
+                fix += "; adapters (a lora section) leave the head frozen, which can have it"
+            elif made.precision.frozen != "fp8":
+                why = "TRL's fused loss multiplies by a plain weight in BF16"
+                fix = "precision.frozen=fp8 stores the base in FP8, the head too; or " + fix
+            else:
+                why = "its weight is the embedding's too (tie_word_embeddings), which looks up rows"
+            raise PlanError(
+                "FP8 was chosen for an output head that is not frozen and stored in FP8",
+                where=where,
+                why=why,
+                fix=fix,
+            )
+        if layer.override:
             raise PlanError(
                 f"{layer.compute.upper()} was chosen for the output head, which SFTTrainer "
                 "multiplies outside of its layer",

@@ -102,11 +102,10 @@ def test_the_lora_ladder_runs_end_to_end(tmp_path, monkeypatch) -> None:
     assert list(rows) == [
         "stock", "fused", "shipped", "flags kept", "FP8 weight", "FP8 dgrad and head, compiled",
     ]  # fmt: skip
-    ours = ("fused", "flags kept", "FP8 weight")
+    ours = ("fused", "flags kept", "FP8 weight", "FP8 dgrad and head, compiled")
     assert {rows[name].proven for name in ours} == {"proven"}
     assert "100.0% of the trainable weights moved" in rows["stock"].proven
     assert "trains nothing" in rows["shipped"].proven  # adapters of rank 16 are wrapped anew
-    assert "output head" in rows["FP8 dgrad and head, compiled"].error
     for name in ("fused", "FP8 weight"):
         assert "without Liger" in rows[name].note  # its kernels need a GPU, and the row says so
     assert rows["flags kept"].note == ""

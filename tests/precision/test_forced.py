@@ -269,12 +269,26 @@ def test_a_stock_sft_trainer_cannot_have_the_head_in_a_chosen_type(make_llama, t
     assert "SFTTrainer" in caught.value.fix
 
 
+@pytest.mark.slow
+def test_a_stock_sft_trainer_has_a_frozen_head_in_fp8(make_llama, tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    setup_fp8_mixed_precision_training(
+        "emulated", emulation="allow", cpu=True, scaling="rowwise", frozen="fp8",
+        map={"output": "fp8"},
+    )  # fmt: skip
+    model = get_peft_model(make_llama(vocab_size=2048), LoraConfig(target_modules="all-linear"))
+    sft_trainer(model, tmp_path).train()
+    (row,) = (layer for layer in get_receipt().layers if layer.role == "head")
+    assert (row.fprop, row.dgrad) == ("fp8", "fp8")
+
+
 def test_finetune_refuses_the_same_before_anything_is_loaded(tmp_path) -> None:
     from rich.console import Console
 
     from finetune import load_recipe, train
 
-    recipe = load_recipe("tiny_full_fp8", ["precision.map.output=fp8"])
+    recipe = load_recipe("tiny_full_fp8", ["precision.map.output=fp32"])
     with pytest.raises(PlanError, match="output head, which SFTTrainer multiplies outside"):
         train(recipe, out=tmp_path, console=Console(quiet=True))
     assert not list(tmp_path.iterdir())

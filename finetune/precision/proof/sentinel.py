@@ -342,7 +342,7 @@ def remedy(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> 
     if roles == {"head"}:
         return (
             "leave `output` out of precision.map: SFTTrainer multiplies the output head inside its "
-            "loss, past the head's layer"
+            "loss, past the head's layer, unless it is frozen and stored in FP8 (frozen='fp8')"
         )
     if silent:
         return (

@@ -1,0 +1,205 @@
+"""A frozen output head in FP8 inside TRL's fused loss: the products of its layer, tile by tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from finetune import load_recipe, train
+from finetune.config.schema import PrecisionConfig
+from finetune.errors import PlanError
+from finetune.precision import convert, head
+from finetune.precision.planner import plan
+from finetune.precision.weights import multiply
+from finetune.training.model import sketch
+from finetune.training.preflight import check_settings
+
+FP8_HEAD = {"compute": "fp8", "backend": "emulated", "emulation": "exact", "frozen": "fp8"}
+KEPT = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
+
+
+@pytest.fixture
+def make_head(make_llama, monkeypatch):
+    """A converted frozen model with TRL's fused loss, in tiles of 16 tokens and 64 words."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    monkeypatch.setattr(head, "TOKENS", 16)
+    monkeypatch.setattr(head, "WORDS", 64)  # of 272: the last slab has 16
+
+    def make(*, hardware: bool, bias: bool = False, **settings):
+        model = make_llama().to(torch.bfloat16).requires_grad_(False)
+        if bias:
+            values = torch.linspace(-1, 1, 272, dtype=torch.bfloat16)
+            model.lm_head.bias = torch.nn.Parameter(values)
+        chosen = {"scaling": "rowwise", "map": {"output": "fp8"}} | FP8_HEAD | settings
+        if hardware:
+            chosen["backend"] = "torchao"
+        precision = PrecisionConfig.model_validate(chosen)
+        conversion = convert.apply(model, plan(model, precision), hardware=hardware)
+        add_fused_lm_head(model, outputs=KEPT)
+        return model, conversion
+
+    return make
+
+
+def tokens(model, count: int = 40) -> tuple[Any, Tensor]:
+    """Hidden states as the decoder gives them, and labels."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, count, 64, generator=generator).to(torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, 272, (1, count), generator=generator)
+    model.model.forward = lambda *_, **__: type("Out", (), {"last_hidden_state": x})()
+    return x, labels
+
+
+ENGINES = pytest.mark.parametrize("hardware", [False, True], ids=["emulated", "scaled_mm"])
+
+
+@ENGINES
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_its_loss_and_gradient_are_those_of_the_layers_products(
+    make_head, hardware, scaling, bias
+) -> None:
+    model, _ = make_head(hardware=hardware, scaling=scaling, bias=bias)
+    x, labels = tokens(model)
+    out = model(input_ids=labels, labels=labels, fused_lm_head=True)
+    logits = model.lm_head(x[:, :-1])  # the layer's own, whole
+    z = logits.detach().float()
+    log_p = z.log_softmax(-1)
+    torch.testing.assert_close(
+        out.log_probs, log_p.gather(-1, labels[:, 1:, None])[..., 0], rtol=1e-6, atol=1e-5
+    )
+    torch.testing.assert_close(out.entropy, -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.mean_logits, z.mean(-1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.is_top1, z.argmax(-1) == labels[:, 1:])
+
+    given = torch.linspace(0.5, 1.5, 39)
+    (out.log_probs[0] * given).sum().backward()
+    biased = model.lm_head.bias.grad.float() if bias else None
+    g = -log_p.exp()[0]
+    g[torch.arange(39), labels[0, 1:]] += 1
+    g = (g * given[:, None]).to(torch.bfloat16)
+    x.grad, fused = None, x.grad
+    model.lm_head(x[:, :-1]).backward(g[None])
+    torch.testing.assert_close(fused, x.grad, rtol=0.02, atol=0.02)
+    if bias:
+        torch.testing.assert_close(biased, g.float().sum(0), rtol=0.02, atol=0.01)
+
+
+@ENGINES
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_in_one_tile_it_is_the_layer_to_the_bit(make_head, monkeypatch, hardware, scaling) -> None:
+    monkeypatch.setattr(head, "TOKENS", 64)
+    monkeypatch.setattr(head, "WORDS", 512)
+    model, _ = make_head(hardware=hardware, scaling=scaling)
+    x, labels = tokens(model)
+    tiles = []
+    monkeypatch.setattr(head, "multiply", lambda *a: tiles.append(multiply(*a)) or tiles[-1])
+    model(input_ids=labels, labels=labels, fused_lm_head=True).log_probs.sum().backward()
+    fused = x.grad
+    z, g, _ = tiles[0], tiles[1], tiles[2]  # of backward, which writes the gradient over its logits
+    logits = model.lm_head(x[:, :-1])
+    assert torch.equal(logits[0], z)
+    (grad,) = torch.autograd.grad(logits, x, g[None])
+    assert torch.equal(fused, grad)
+
+
+@ENGINES
+def test_its_gradient_is_as_good_as_the_layers(make_head, hardware) -> None:
+    """Slabs with scales of their own: no further from the exact gradient than one scale for all."""
+    model, _ = make_head(hardware=hardware)
+    x, labels = tokens(model)
+    model(input_ids=labels, labels=labels, fused_lm_head=True).loss.backward()
+    fused, x.grad = x.grad.float(), None
+    F.cross_entropy(model.lm_head(x[:, :-1])[0].float(), labels[0, 1:]).backward()
+    whole = x.grad.float()
+    z = model.lm_head(x[:, :-1]).detach()[0].float().requires_grad_()
+    F.cross_entropy(z, labels[0, 1:]).backward()
+    exact = F.pad(z.grad @ model.lm_head.weight_in(torch.float32), (0, 0, 0, 1))
+    assert (fused[0] - exact).norm() <= 1.02 * (whole[0] - exact).norm()
+
+
+def test_it_is_high_in_evaluation_and_where_conversion_is_disabled(make_head) -> None:
+    model, conversion = make_head(hardware=False)
+    x, labels = tokens(model)
+    with torch.no_grad(), convert.disabled(model):
+        apart = model(input_ids=labels, labels=labels, fused_lm_head=True).log_probs
+    model.eval()
+    high = model(input_ids=labels, labels=labels, fused_lm_head=True).log_probs
+    z = (x[:, :-1].detach() @ model.lm_head.weight_in().t()).float()
+    expected = z.log_softmax(-1).gather(-1, labels[:, 1:, None])[..., 0]
+    torch.testing.assert_close(high, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(apart, high.detach())
+    assert not model.lm_head.fp8_tally.ran
+    high.sum().backward()
+    assert model.lm_head.fp8_tally.high == 1
+    conversion.revert()
+    assert conversion.head is None
+
+
+def test_no_label_is_a_loss_of_zero_with_a_gradient(make_head, monkeypatch) -> None:
+    """As on a GPU, where TRL leaves tokens without a label out."""
+    from trl.trainer import utils
+
+    monkeypatch.setattr(utils, "_use_triton", lambda _: True)
+    model, _ = make_head(hardware=False)
+    x, labels = tokens(model)
+    model(input_ids=labels, labels=labels * 0 - 100, fused_lm_head=True).loss.backward()
+    assert not x.grad.any()
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_with_it_and_its_receipt_has_it(tmp_path) -> None:
+    short = ["train.max_steps=4", "train.eval_strategy=no", "data.max_rows=24", "data.prompts=[]"]
+    receipts = {}
+    for name, change in {"bf16": [], "fp8": ["precision.map.output=fp8"]}.items():
+        report = train(load_recipe("tiny_lora_fp8", [*short, *change]), out=tmp_path / name)
+        receipts[name] = report.receipt, report.eval_loss
+    (plain, high), (receipt, low) = receipts.values()
+    assert receipt.status == "proven"
+    (row,) = (layer for layer in receipt.layers if layer.role == "head")
+    assert (row.fprop, row.dgrad, row.wgrad) == ("fp8", "fp8", "none")
+    before = next(layer for layer in plain.layers if layer.role == "head")
+    assert row.flops == before.flops
+    assert "stored in FP8" in row.reason
+    gained = row.flops / sum(layer.flops for layer in receipt.layers)
+    assert receipt.flop_share["fp8"] == pytest.approx(plain.flop_share["fp8"] + gained)
+    assert low == pytest.approx(high, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "why"),
+    [
+        ("tiny_full_fp8", [], "weight gradient of TRL's fused loss"),
+        ("tiny_lora_fp8", ["precision.frozen=bf16"], "plain weight"),
+        ("tiny_lora_fp8", ["lora.target_modules=[q_proj]", "lora.modules_to_save=[lm_head]"], ""),
+    ],
+)
+def test_a_head_that_trains_or_is_not_stored_is_refused(recipe, changes, why) -> None:
+    chosen = load_recipe(recipe, ["precision.map.output=fp8", *changes])
+    with pytest.raises(PlanError, match="not frozen and stored in FP8") as caught:
+        check_settings(chosen.config, sketch(chosen.config))
+    assert why in caught.value.why
+    assert "~precision.map.output" in caught.value.fix
+
+
+def test_a_tied_head_is_refused(make_llama) -> None:
+    from finetune.training.preflight import _check_head
+
+    model = make_llama(tie=True).requires_grad_(False)
+    settings = FP8_HEAD | {"scaling": "rowwise", "map": {"output": "fp8"}}
+    with pytest.raises(PlanError, match="not frozen and stored") as caught:
+        _check_head(plan(model, PrecisionConfig.model_validate(settings)))
+    assert "tie_word_embeddings" in caught.value.why
+
+
+def test_a_vocabulary_that_is_no_multiple_of_16_is_refused(make_llama) -> None:
+    model = make_llama(vocab_size=271).requires_grad_(False)
+    settings = FP8_HEAD | {"scaling": "rowwise", "map": {"output": "fp8"}}
+    with pytest.raises(PlanError, match="cannot take it") as caught:
+        plan(model, PrecisionConfig.model_validate(settings))
+    assert caught.value.why == "N=271 is not a multiple of 16"
