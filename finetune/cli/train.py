@@ -92,10 +92,10 @@ def resume(
 
 def _verify(file: str, start: Path, overrides: Iterable[str], *, force: bool) -> None:
     """Replay the steps between two checkpoints, or from the run's beginning to its first."""
-    from finetune.training.replay import before, replay
+    from finetune.training.resume import checkpoint_before, replay
 
     end, _ = find_checkpoint(str(start))
-    begin = before(end)
+    begin = checkpoint_before(end)
     own = [f"train.resume_from_checkpoint={begin.folder}"] if begin else []
     recipe = load_recipe(file, [*own, *overrides])
     console = output(quiet=int(os.environ.get("RANK", "0")) > 0)

@@ -131,7 +131,7 @@ class Receipt(JupyterMixin):
             `measured`, what that is or why it is missing; `reserved_gib`, the most that torch's
             allocator kept (GPUs); `predicted_gib`, `predicted_reserved_gib` and `predicted`, the
             same as they were expected before the run, and by whom.
-        conditions: what a fair twin of the run has to share (`finetune.training.conditions`).
+        conditions: what a fair twin of the run has to share (`finetune.training.evidence`).
         data: rows and tokens of `train` and `eval`, accounted for (`finetune.data.ledger`).
     """
 

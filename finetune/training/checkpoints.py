@@ -11,13 +11,18 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import TrainerCallback
 
 from finetune.config.data import CheckpointsConfig
 from finetune.errors import NonFiniteError
+from finetune.precision.backends.base import Backend
+from finetune.precision.convert import conversion_of
 from finetune.runs.checkpoints import (
     KEEPER,
     MANIFEST,
@@ -27,10 +32,11 @@ from finetune.runs.checkpoints import (
     checkpoints_in,
     digest,
     hashes_of,
+    scaling_file,
     superfluous,
 )
 from finetune.training.faults import is_of_the_disk, write_failure
-from finetune.training.scaling_state import save_scaling, stored_scaling
+from finetune.training.patches import Patches
 from finetune.training.session import Session
 from finetune.training.sharded import WholeFiles
 
@@ -206,3 +212,59 @@ def _rename(made: Path, final: Path) -> None:
         shutil.rmtree(final)
     made.rename(final)
     _to_disk(final.parent)
+
+
+# ----------------------------------------------------------------------------------- scaling state
+#
+# The amax history of delayed scaling, and the state of the stochastic-rounding generator, belong to
+# a run and not to its weights, so they have a file. Processes may differ in either (without
+# `reduce_amax`; by row lengths), so each writes one.
+
+
+def save_scaling(backend: Backend | None, folder: Path, process: int) -> None:
+    """Store the current scaling state of a process, if there is any."""
+    if backend is not None and (state := backend.state_tensors()):
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / scaling_file(process))
+
+
+def stored_scaling(folder: Path, process: int) -> dict[str, Tensor]:
+    """Scaling state of a checkpoint for a process; nothing if it has none."""
+    own, first = (folder / scaling_file(i) for i in (process, 0))
+    file = own if own.is_file() else first  # resumed by more processes than saved it
+    return load_file(file) if file.is_file() else {}
+
+
+def keep_in_checkpoints(patches: Patches) -> None:
+    """Let every `Trainer` of a script save and load scaling state with its optimizer's.
+
+    It never calls `accelerator.save_state` (Transformers 5.23).
+    """
+    from transformers import Trainer
+
+    def backend_of(trainer: Any) -> Backend | None:
+        conversion = conversion_of(trainer.accelerator.unwrap_model(trainer.model))
+        return conversion.backend if conversion is not None else None
+
+    def make_save(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(trainer: Any, output_dir: str) -> None:
+            original(trainer, output_dir)
+            save_scaling(backend_of(trainer), Path(output_dir), trainer.args.process_index)
+
+        return save
+
+    def make_load(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(trainer: Any, checkpoint: str | None) -> None:
+            original(trainer, checkpoint)
+            backend = backend_of(trainer)
+            if checkpoint is None or backend is None:
+                return
+            # A checkpoint of a run in another precision has none: histories begin anew.
+            if tensors := stored_scaling(Path(checkpoint), trainer.args.process_index):
+                backend.load_state_tensors(tensors)
+
+        return load
+
+    patches.replace(Trainer, "_save_optimizer_and_scheduler", make_save)
+    patches.replace(Trainer, "_load_optimizer_and_scheduler", make_load)

@@ -92,8 +92,8 @@ def setup_fp8_mixed_precision_training(
     from pydantic import ValidationError
 
     from finetune.training import varlen
+    from finetune.training.checkpoints import keep_in_checkpoints
     from finetune.training.health.monitor import watch_trainers
-    from finetune.training.scaling_state import keep_in_checkpoints
 
     name = str(backend).lower()
     named = inspect.signature(setup_fp8_mixed_precision_training).parameters

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,10 +40,9 @@ from finetune.precision.stored import StoredMixin, stored_as
 from finetune.precision.weights import serves
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
-from finetune.training.evidence import receipt_of
+from finetune.training.evidence import conditions_of, receipt_of
 from finetune.training.patches import Patches, multiplies, patch_accelerator
 from finetune.training.references import References
-from finetune.training.scaling_state import ScalingState
 
 GUARD = "_finetune_guard"
 """Attribute of a model that a replaced session has reverted; see `_guard`."""
@@ -219,7 +219,13 @@ class Session:
             backend = conversion.backend if conversion is not None else None
             if backend is not None and backend.has_state and conversion not in self._stateful:
                 self._stateful.add(conversion)
-                accelerator.register_for_checkpointing(ScalingState(backend))
+                # It asks for these two methods.
+                accelerator.register_for_checkpointing(
+                    SimpleNamespace(
+                        state_dict=backend.state_tensors,
+                        load_state_dict=backend.load_state_tensors,
+                    )
+                )
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Watch an optimizer that Accelerate is about to prepare."""
@@ -290,6 +296,10 @@ class Session:
             self.resolution, self.device, self.training[0], compiled=self.compiled,
             references=self.references.described(), patches=self.patches.names,
         )  # fmt: skip
+
+    def conditions(self, trainer: Any) -> dict[str, Any]:
+        """Settings of the model that trains, which a fair pair of runs has to share."""
+        return conditions_of(trainer, self.device, self.training[1], self.compiled)
 
 
 def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:

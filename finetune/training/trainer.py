@@ -36,7 +36,6 @@ from finetune.storage.architecture import fit_trl
 from finetune.storage.pretrained import load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
-from finetune.training.conditions import conditions_of
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.evidence import refuse_disagreement
 from finetune.training.faults import explained, guard_trackers, write_failure
@@ -215,13 +214,12 @@ class _Run:
         from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
         from finetune.data.ledger import count
-        from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar
+        from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar, StepTimer
         from finetune.training.checkpoints import CheckpointKeeper
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
         from finetune.training.memory_meter import MemoryMeter
         from finetune.training.samples import SampleWriter
-        from finetune.training.timer import STEPS_FILE, StepTimer
 
         config, console, folder = self.config, self.console, self.folder
         self.session = session
@@ -235,7 +233,7 @@ class _Run:
             fresh=self._is_in_another_precision(session),
             kept=config.checkpoints,
         )
-        self.timer = StepTimer(session.device.kind, folder / STEPS_FILE)
+        self.timer = StepTimer(session.device.kind, folder / "steps.jsonl")
         prompts = prompts_of(config, self.rows, self.tokenizer)
         self.samples = SampleWriter(
             config, prompts, self.tokenizer, self.metrics, console, self.meter
@@ -318,7 +316,7 @@ class _Run:
             watcher.close()
         self.receipt = self.session.receipt()
         self.receipt.notes, self.receipt.memory = self.notes, self.meter.reading()
-        self.receipt.conditions = conditions_of(self.trainer, self.session)
+        self.receipt.conditions = self.session.conditions(self.trainer)
         self.receipt.data = {name: found.as_json() for name, found in self.ledgers.items()}
         self.receipt.run = {
             "name": self.recipe.name,

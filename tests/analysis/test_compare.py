@@ -50,7 +50,7 @@ from finetune.analysis.statistics import (
 )
 from finetune.cli.app import main
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, UnfairPairError
-from finetune.training.timer import StepTimer
+from finetune.training.callbacks import StepTimer
 from tests.benchmarks.interval_coverage import simulate_losses, simulate_speeds, wrong
 from tests.conftest import CPU, H100
 
