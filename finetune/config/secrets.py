@@ -24,11 +24,7 @@ HIDDEN = "***"
 
 
 def check_secrets(data: Any, at: tuple[str, ...] = ()) -> None:
-    """Refuse a recipe that holds a secret, without showing it.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Raise `ConfigError` for a recipe that holds a secret: names the key, not the secret."""
     if isinstance(data, dict):
         for key, value in data.items():
             # A key may be the secret itself: `data.path` maps sources to weights.

@@ -47,11 +47,7 @@ class Section(BaseModel):
 
 
 def check_text(value: Any) -> None:
-    """Reject empty text, and characters that no name, path or prompt can have.
-
-    Raises:
-        ValueError: a text in `value`, which may be a list or mapping, is empty or no UTF-8.
-    """
+    """Raise `ValueError` for text that is empty or no UTF-8, also inside lists and mappings."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("this is empty; null is no value")

@@ -251,11 +251,7 @@ def sft_config(
 
 
 def refuse_sharding_on_cpu() -> None:
-    """Reject `train.fsdp` on a CPU.
-
-    Raises:
-        ConfigError: always; tests, which let Accelerate take CPUs for GPUs, replace it.
-    """
+    """Reject `train.fsdp`; tests, which let Accelerate take CPUs for GPUs, replace this."""
     raise ConfigError(
         "train.fsdp was requested on a CPU",
         where="train.fsdp",
@@ -390,11 +386,7 @@ MOST_TOKENS = 2**24
 
 
 def check_batch(train: Mapping[str, Any]) -> None:
-    """Reject a micro-batch that no machine could hold, before it is planned or simulated.
-
-    Raises:
-        ConfigError: it has more than `MOST_TOKENS`.
-    """
+    """Reject a micro-batch of more than `MOST_TOKENS`, before it is planned or simulated."""
     rows = train.get("per_device_train_batch_size", 8)
     length = 1024 if train.get("max_length", 1024) is None else train.get("max_length", 1024)
     if int(rows) * int(length) > MOST_TOKENS:
@@ -408,11 +400,7 @@ def check_batch(train: Mapping[str, Any]) -> None:
 
 
 def check_range(key: str, value: Any, where: str) -> None:
-    """Reject a number or word of the `train` section that has no meaning.
-
-    Raises:
-        ConfigError: it is NaN, infinite, out of the setting's range, or none of its words.
-    """
+    """Reject a NaN, a number out of the setting's range, or a word that it does not have."""
     if key in CHOICES and value not in CHOICES[key]:
         raise ConfigError(
             f"train.{key} cannot be {value!r}{did_you_mean(str(value), CHOICES[key])}",

@@ -76,11 +76,7 @@ def _holds(rest: dict[str, Any]) -> bool:
 
 
 def _joined(parts: list[Any]) -> str:
-    """Text of a content in parts, which not every template takes.
-
-    Raises:
-        BadRowError: a part is no text: pictures and sound are not trained on here.
-    """
+    """Text of a content in parts of text: pictures and sound are not trained on here."""
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else part
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
@@ -116,11 +112,7 @@ def _is_name(name: Any) -> bool:
 
 
 def check_answer(turn: dict[str, Any]) -> None:
-    """Refuse an answer that is trained on and says nothing.
-
-    Raises:
-        BadRowError: blank content, without a call or reasoning.
-    """
+    """Raise `BadRowError` for an answer with blank content, without a call or reasoning."""
     if not (turn["content"] or "").strip() and not _holds(turn | {"role": "", "content": ""}):
         raise BadRowError("the content of an answer is empty")
 
@@ -135,11 +127,7 @@ def plain(turn: dict[str, Any], null: Null) -> dict[str, Any]:
 
 
 def is_trained(turn: dict[str, Any]) -> bool:
-    """True unless a flag of the turn is 0 or false.
-
-    Raises:
-        BadRowError: a weight between, which no mask can express.
-    """
+    """True unless a flag of the turn is 0 or false; `BadRowError` for a weight between."""
     given = {key: turn[key] for key in FLAGS if turn.get(key) is not None}
     for key, value in given.items():
         if value not in (0, 1):
@@ -148,11 +136,7 @@ def is_trained(turn: dict[str, Any]) -> bool:
 
 
 def beside(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns beside the turns that a template takes: tools, and arguments of its own.
-
-    Raises:
-        BadRowError: they are none.
-    """
+    """Columns beside the turns that a template takes: tools, and arguments of its own."""
     found: dict[str, Any] = {}
     if "tools" in row:
         tools = without_none(_parsed(row["tools"]))

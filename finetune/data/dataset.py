@@ -242,11 +242,7 @@ def _alike(parts: list[_Part]) -> list[_Part]:
 
 
 def _check_alike(parts: Sequence[_Part], held_out: Dataset) -> None:
-    """Refuse eval rows whose loss would be on other parts of a row than that of training.
-
-    Raises:
-        DataError: they are in another format.
-    """
+    """Refuse eval rows whose loss would be on other parts of a row than that of training."""
     trained, found = ({*rows.column_names} - BESIDE for rows in (parts[0].train, held_out))
     if trained - {"labels"} != found - {"labels"}:
         raise DataError(
@@ -301,8 +297,7 @@ def _share(part: _Part, total: float) -> str:
 def _unending(rows: Any, data: DataConfig, seed: int) -> Any:
     """A stream in another order than its source's, which begins anew at its end.
 
-    Without an end the trainer counts no epochs, of which it could not know the length: a resumed
-    run skips as many batches as were trained on, wherever in the rows that leads.
+    Without an end the trainer counts no epochs, of which it could not know the length.
     """
     if data.shuffle_buffer > 1:
         rows = rows.shuffle(seed=seed, buffer_size=data.shuffle_buffer)

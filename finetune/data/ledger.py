@@ -209,11 +209,7 @@ class AccountedTrainer(SFTTrainer):
         super().__init__(model, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's.
-
-        Raises:
-            ConfigError: the optimizer refuses its arguments.
-        """
+        """TRL's; what the optimizer refuses of its arguments is a `ConfigError`."""
         try:
             return super().create_optimizer(*args, **kwargs)
         except REFUSALS as error:
@@ -221,11 +217,7 @@ class AccountedTrainer(SFTTrainer):
             raise refused("the optimizer", error, fix=fix) from error
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's.
-
-        Raises:
-            ConfigError: the schedule of the learning rate refuses its arguments.
-        """
+        """TRL's; what the learning rate's schedule refuses is a `ConfigError`."""
         try:
             return super().create_scheduler(*args, **kwargs)
         except REFUSALS as error:
@@ -236,11 +228,7 @@ class AccountedTrainer(SFTTrainer):
         self, dataset: Any, processing_class: Any, args: Any, packing: bool,
         formatting_func: Any, dataset_name: str,
     ) -> Any:  # fmt: skip
-        """TRL's preparation, counted half-way; of a stream in one go.
-
-        Raises:
-            DataError: no token of any row would be trained on.
-        """
+        """TRL's preparation, counted half-way; of a stream in one go."""
         prepare, ledgers = super()._prepare_dataset, self.__dict__.setdefault("ledgers", {})
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
@@ -292,11 +280,7 @@ class AccountedTrainer(SFTTrainer):
 
 
 def _only_trained_turns(row: dict[str, Any]) -> dict[str, Any]:
-    """Labels without those of turns that are not trained on: the n-th run is the n-th turn's.
-
-    Raises:
-        DataError: the template marks another number of parts than there are turns.
-    """
+    """Labels without those of turns that are not trained on: the n-th run is the n-th turn's."""
     flags, labels = row[TRAINED_TURNS], np.asarray(row["labels"])
     if flags is None or all(flags):
         return {"labels": row["labels"]}

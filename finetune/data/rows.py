@@ -168,11 +168,7 @@ def _problem(convert: Converter, row: dict[str, Any]) -> str:
 
 
 def _renamed(rows: Any, names: dict[str, str], source: str) -> Any:
-    """The rows under the names that a format has.
-
-    Raises:
-        DataError: `data.columns` names a column that is not there.
-    """
+    """The rows under the names that a format has."""
     for name in names.values():
         if name not in rows.column_names:
             raise DataError(
@@ -208,11 +204,7 @@ def _named(refused: dict[int, str]) -> dict[int, str]:
 
 
 def _without(rows: Dataset, refused: dict[int, str], source: str) -> Dataset:
-    """The rows that can be trained on.
-
-    Raises:
-        DataError: none can.
-    """
+    """The rows that can be trained on; a `DataError` if none can."""
     if not refused:
         return rows
     kept = rows.select([i for i in range(len(rows)) if i not in refused])

@@ -345,11 +345,7 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
-    """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing.
-
-    Raises:
-        DataError: a line has more or fewer cells than the header; pandas would shift its columns.
-    """
+    """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing."""
     import fsspec
     from datasets import Features, Value
 

@@ -14,11 +14,7 @@ BATCH = 4096
 
 
 def check_columns(rows: Any, source: str) -> None:
-    """Refuse columns that are no lists of whole numbers.
-
-    Raises:
-        DataError: names the column and its type.
-    """
+    """Raise `DataError` for columns that are no lists of whole numbers."""
     for name in sorted({"input_ids", "labels"} & set(rows.features or ())):
         feature = rows.features[name]
         kind = getattr(getattr(feature, "feature", None), "dtype", "")

@@ -88,11 +88,7 @@ class Checkpoint:
         return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
 
     def problem(self, *, contents: bool = False) -> str:
-        """Why training cannot go on from it; empty if it can.
-
-        Args:
-            contents: compare the SHA-256 of every file too, which reads all of them.
-        """
+        """Why training cannot go on from it; empty if it can. `contents`: read every file."""
         if not isinstance(self.state.get("global_step"), int):
             missing = not (self.folder / STATE).is_file()
             return f"{STATE} is {'missing' if missing else 'not whole'}"

@@ -80,11 +80,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def make_folder(folder: Path, out: Path | str) -> Path:
-    """Make a folder of results, if it is not there; returns it.
-
-    Raises:
-        ConfigError: it cannot be made below `out`.
-    """
+    """Make a folder of results, if it is not there, and return it; `out` is named in the error."""
     failure, fix = f"the folder {str(folder)!r} cannot be made", "choose another folder with --out"
     with writing(failure, where=f"--out {out}", fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,11 +88,7 @@ def make_folder(folder: Path, out: Path | str) -> Path:
 
 
 def new_folder(inside: Path, out: Path | str) -> Path:
-    """Make `inside/<time>-<short id>/`.
-
-    Raises:
-        ConfigError: it cannot be made below `out`.
-    """
+    """Make `inside/<time>-<short id>/`, as `make_folder`."""
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     return make_folder(inside / stamp, out)
 

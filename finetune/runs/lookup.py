@@ -43,11 +43,7 @@ def find_runs(out: Path | str = "runs") -> list[Run]:
 
 
 def find_comparisons(out: Path | str = "runs") -> list[Path]:
-    """All folders below a folder that hold a comparison, newest first.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """All folders below a folder that hold a comparison, newest first; as `find_runs`."""
     found = [folder for folder in _folders(Path(out)) if (folder / COMPARISON).is_file()]
     return sorted(found, key=lambda f: (f / COMPARISON).stat().st_mtime, reverse=True)
 

@@ -121,10 +121,7 @@ def _obstacle_on(device: Device, text: Any, compute: str) -> str:
 
 
 def implementation_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of `from_pretrained` and `from_config` for a resolved `model.attention`.
-
-    Unresolved, as where a model generates or is exported, the model's own implementation serves.
-    """
+    """Keyword arguments of `from_pretrained` and `from_config`; none for the model's own."""
     if model.attention in (None, AUTO):
         return {}
     if model.attention == VARLEN:

@@ -88,11 +88,7 @@ class CheckpointKeeper(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
-        """Stop at an eval loss that is not finite; what was trained until there is saved before.
-
-        Raises:
-            NonFiniteError: it is not.
-        """
+        """Raise `NonFiniteError` if the eval loss is; what was trained until there is saved before."""
         step, folder = state.global_step, Path(args.output_dir)
         if math.isfinite((metrics or {}).get("eval_loss", 0.0)):
             return
@@ -111,11 +107,7 @@ class CheckpointKeeper(TrainerCallback):
         )
 
     def save(self, model: Any, trial: Any) -> None:
-        """`Trainer._save_checkpoint`: whole, or not at all.
-
-        Raises:
-            CheckpointError: it cannot be written; earlier ones are as they were.
-        """
+        """`Trainer._save_checkpoint`: whole, or a `CheckpointError` that leaves earlier ones."""
         trainer, args = self.trainer, self.trainer.args
         step, folder = trainer.state.global_step, Path(args.output_dir)
         partial, final = folder / SAVING, folder / f"checkpoint-{step}"

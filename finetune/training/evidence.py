@@ -34,11 +34,7 @@ LIBRARIES = (
 
 
 def refuse_disagreement(receipt: Receipt) -> None:
-    """Compare the receipts of all processes, which must have reached the same end.
-
-    Raises:
-        ProofError: some process ran something else than the first.
-    """
+    """Raise `ProofError` if some process ran something else than the first."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     layers = [(one.name, one.fprop, one.dgrad, one.wgrad) for one in receipt.layers]

@@ -133,8 +133,7 @@ def is_of_the_disk(error: BaseException) -> bool:
 def _is_of_torch_save(error: BaseException) -> bool:
     """True for what `torch.save` raises where a write is cut short, which does not say why.
 
-    torch 2.13: "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534". The file is
-    that of the reader too, whose messages are of a damaged file.
+    torch 2.13: "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534".
     """
     of_writer = any(word in str(error) for word in ("PytorchStreamWriter", "unexpected pos"))
     return isinstance(error, RuntimeError) and of_writer

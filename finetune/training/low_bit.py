@@ -68,8 +68,7 @@ def forget_overrides() -> None:
 def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
     """Run the update of a torchao optimizer without `torch.compile`; returns a function to end it.
 
-    The optimizer's own hooks run after global ones before a step, and before them after it: an
-    error raised by the proof leaves nothing behind.
+    Global hooks run before these: an error raised by the proof leaves nothing behind.
     """
 
     def before(*_: Any) -> None:

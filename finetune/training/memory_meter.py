@@ -214,11 +214,7 @@ class LiveTensors(TorchDispatchMode):
             self.count(tensor)
 
     def count(self, tensor: Tensor) -> int:
-        """Count a tensor's storage, unless counted already or absent (meta, sparse).
-
-        Returns:
-            The added bytes.
-        """
+        """Count a tensor's storage, unless counted or absent (meta, sparse); return its bytes."""
         if is_traceable_wrapper_subclass(tensor):
             parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             # A DTensor names its mesh among them (torch 2.13).

@@ -69,10 +69,7 @@ def _check_types(source: str) -> None:
 
 
 def first_layers(shape: PretrainedConfig, layers: int) -> None:
-    """Reduce an architecture to its first `layers` decoder layers, in place.
-
-    Lists with an entry per layer (`layer_types`) are cut alike; shorter models stay as they are.
-    """
+    """Reduce an architecture to its first decoder layers, in place, `layer_types` alike."""
     text = shape.get_text_config(decoder=True)
     depth = text.num_hidden_layers
     if layers >= depth:

@@ -109,13 +109,7 @@ class Preparer(Protocol):
 
 
 def patch_accelerator(patches: Patches, resolution: Resolution, preparer: Preparer) -> None:
-    """Make every `Accelerator` built from now on follow a precision.
-
-    Args:
-        patches: collection to add to.
-        resolution: executed and requested precision.
-        preparer: called before Accelerate's own methods.
-    """
+    """Make every `Accelerator` built from now on follow a precision, and call `preparer` first."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -209,11 +203,7 @@ def _refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None
 
 
 def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool) -> None:
-    """Reject an accelerator that cannot train a model in this precision.
-
-    Args:
-        known: the accelerator was built under it.
-    """
+    """Reject an accelerator that cannot train in this precision; `known` if built under it."""
     if not known:
         raise OrderError(
             f"this trainer was built before {resolution.asked.compute.upper()} was set up",

@@ -233,11 +233,7 @@ METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
 
 
 def _check_metric(config: RunConfig) -> None:
-    """Reject a metric that no evaluation has: the trainer would stop at the first of them.
-
-    Raises:
-        ConfigError: names those that there are.
-    """
+    """Reject a metric that no evaluation has: the trainer would stop at the first of them."""
     name = config.train.get("metric_for_best_model")
     if name is not None and str(name).removeprefix("eval_") not in METRICS:
         raise ConfigError(
@@ -305,10 +301,6 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
     Args:
         model: the model with adapters, also on the meta device; its configuration says if the
             checkpoint is itself quantized.
-
-    Raises:
-        ConfigError: quantized weights would have to train, or to be sharded.
-        PrecisionError: compute other than BF16.
     """
     compute, storage, lora = config.precision.compute, config.model.storage, config.lora
     where = f"model.storage={storage}"

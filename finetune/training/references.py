@@ -55,11 +55,7 @@ class References:
 
     @staticmethod
     def precision_of(precision: PrecisionConfig, *, hardware: bool) -> PrecisionConfig:
-        """Precision of a reference: the same casts, of weights that are kept as they are.
-
-        Args:
-            hardware: the device multiplies in FP8.
-        """
+        """Precision of a reference: the same casts, of weights that are kept as they are."""
         if precision.frozen != "fp8":
             return precision
         # Stored weights have scales of their own default, and E4M3 alone.

@@ -43,11 +43,7 @@ def name_folder(out: Path, recipe: str, label: str) -> Path:
 
 
 def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
-    """Make a run folder and write what a run begins with. Making it is what locks it.
-
-    Raises:
-        ConfigError: it cannot be made or written, or is another run's.
-    """
+    """Make a run folder, which locks it, and write what a run begins with; or a `ConfigError`."""
     try:
         folder.mkdir(parents=True)
         write_start(folder)
@@ -93,11 +89,7 @@ def bytes_of_weights(model: nn.Module, config: RunConfig) -> float:
 
 
 def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:
-    """Bytes of a checkpoint: the saved weights and the optimizer's moments.
-
-    Args:
-        model: with its adapters, also on the meta device.
-    """
+    """Bytes of a checkpoint: the saved weights and the optimizer's moments."""
     from torch import nn
 
     facts = chosen(config.train)
@@ -135,11 +127,7 @@ def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
 
 
 def check_disk(run: Preflight, out: Path) -> None:
-    """Refuse a run whose checkpoints and model have no room on the disk of its folder.
-
-    Raises:
-        CheckpointError: with how many checkpoints have room.
-    """
+    """Raise `CheckpointError` for a run whose checkpoints and model have no room on their disk."""
     config = run.config
     each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)
     most, stay = checkpoints_at_once(config)

@@ -47,11 +47,7 @@ PROMPTS, SEARCHED = 2, 64
 
 
 def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
-    """The recipe's prompts, or those of the first evaluation rows that leave room for an answer.
-
-    Raises:
-        ConfigError: a prompt of the recipe is empty, or leaves no room.
-    """
+    """The recipe's prompts, or those of the first evaluation rows that leave room for an answer."""
     from finetune.storage.pretrained import load_shape
 
     if not config.eval.samples:
@@ -90,11 +86,7 @@ def length_of(tokenizer: Any, prompt: str) -> int:
 
 
 def check_room_for(prompt: str, length: int, most: int, room: int | None, where: str) -> None:
-    """Raise `ConfigError` for an empty prompt or one that leaves no room for an answer.
-
-    In tokens: `length` of the prompt, the answer's `most`, and the model's context, None if
-    unlimited.
-    """
+    """Raise `ConfigError` for an empty prompt, or one that leaves no `room` for an answer."""
     if length == 0:
         raise ConfigError("a prompt is empty", where=where, fix="give a prompt, or leave it out")
     if room is not None and length + most > room:

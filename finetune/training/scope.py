@@ -52,11 +52,7 @@ BY_PEFT_ALONE: dict[str, Any] = {
 
 
 def freeze(model: PreTrainedModel, config: RunConfig) -> None:
-    """Freeze what text does not reach, and what `model.freeze` names, where all weights train.
-
-    Raises:
-        ConfigError: a pattern that names nothing, or nothing is left to train.
-    """
+    """Freeze what text does not reach, and what `model.freeze` names, where all weights train."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     frozen: list[Any] = list(beside_text(model).values())
     for pattern in config.model.freeze:
@@ -272,11 +268,7 @@ def false_warnings_ignored() -> Iterator[None]:
 
 
 def notes(model: Any, config: RunConfig) -> list[str]:
-    """One line for each thing that does not train although one might think so.
-
-    Args:
-        model: the model as it trains, with adapters; also on the meta device.
-    """
+    """One line for each thing that does not train although one might think so."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     lines = []
     if towers := beside_text(base):

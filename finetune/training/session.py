@@ -107,11 +107,7 @@ class Session:
         self.references.patch_trainers(self.patches)
 
     def prepare_models(self, models: Sequence[nn.Module], *, evaluation: bool = False) -> None:
-        """Convert models that Accelerate is about to prepare.
-
-        Args:
-            evaluation: they are only evaluated (a reference, a teacher, a reward model).
-        """
+        """Convert models that Accelerate is about to prepare; `evaluation`: none of them trains."""
         for model in sorted(models, key=multiplies, reverse=True):
             if evaluation:
                 self._prepare_reference(model)
@@ -283,10 +279,7 @@ class Session:
 
     @property
     def training(self) -> tuple[Proof | None, Conversion | None]:
-        """Proof and conversion of the model that trains.
-
-        Of several it is the one prepared last, with its optimizer if any has one.
-        """
+        """Proof and conversion of the model that trains: of several the last with an optimizer."""
         proof = self._stepped or self._newest
         return proof, proof.conversion if proof else None
 
@@ -417,11 +410,7 @@ def aside() -> contextlib.AbstractContextManager[None]:
 
 
 def current() -> Session:
-    """Current session.
-
-    Raises:
-        OrderError: there is none.
-    """
+    """Current session; without one an `OrderError`."""
     if _session is None:
         raise OrderError(
             "there is no receipt: FP8 was not set up, or already torn down",

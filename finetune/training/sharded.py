@@ -34,11 +34,7 @@ class WholeFiles:
     """Writes and reads a sharded trainer's checkpoints as those of one process."""
 
     def __init__(self, trainer: Any) -> None:
-        """Take the place of the trainer's own methods.
-
-        Raises:
-            ConfigError: frozen FP8 weights would be saved in full, whose scales FSDP2 leaves out.
-        """
+        """Take the place of the trainer's own methods; rejects FP8 weights that would be saved."""
         self.trainer = trainer
         if not self.has_adapters and next(iter_stored(trainer.model), None) is not None:
             raise ConfigError(
@@ -74,11 +70,7 @@ class WholeFiles:
 
     @torch.no_grad()
     def load_weights(self, checkpoint: str, model: Any = None) -> None:
-        """`Trainer._load_from_checkpoint`, into the shards of this process.
-
-        Raises:
-            ConfigError: file and model differ in a tensor's name or shape.
-        """
+        """`Trainer._load_from_checkpoint`, into the shards of this process."""
         from peft import get_peft_model_state_dict
         from safetensors import safe_open
 
@@ -104,11 +96,7 @@ class WholeFiles:
     # ---------------------------------------------------------------------------------- optimizer
 
     def save_optimizer(self, folder: str) -> None:
-        """`Trainer._save_optimizer_and_scheduler`: parameters by number, as torch saves them.
-
-        Raises:
-            ConfigError: its state is not one of whole parameters.
-        """
+        """`Trainer._save_optimizer_and_scheduler`: parameters by number, as torch saves them."""
         trainer, numbered = self.trainer, list(self._parameters())
         state = trainer.optimizer.state_dict()
         whole = {

@@ -165,11 +165,7 @@ class _Run:
             self.console.print(f"[yellow]! {note}[/]")
 
     def _choose_checkpoint(self, out: Path, processes: int) -> None:
-        """Set the checkpoint to go on from, if any, and what its manifest has to say of this run.
-
-        Raises:
-            ConfigError: none is whole, or resuming would change what is trained.
-        """
+        """Set the checkpoint to go on from, if any, and what its manifest says of this run."""
         rows = resume.rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
         self.facts = resume.facts_of(self.config, rows, processes)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()

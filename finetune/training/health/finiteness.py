@@ -92,11 +92,7 @@ class Finiteness:
         self.norm = None
 
     def judge_step(self, step: int, *, gradients: bool) -> None:
-        """Judge the losses of optimizer step `step`, and its gradients unless loss scaling does.
-
-        Raises:
-            NonFiniteError: one of them is not finite.
-        """
+        """Raise `NonFiniteError` unless losses, and `gradients` that nothing scales, are finite."""
         if gradients and self.norm is not None and _finite_everywhere([*self._losses, self.norm]):
             return
         judged = [p.grad for _, p in trainable(self.model) if gradients and p.grad is not None]
@@ -135,10 +131,7 @@ class Finiteness:
         )
 
     def _run_again(self) -> tuple[Finding | None, int]:
-        """First finding of any process and the index of its micro-batch.
-
-        Gradients are overwritten: training must not go on.
-        """
+        """First finding of any process, and its micro-batch; training cannot go on after it."""
         self.model.zero_grad(set_to_none=True)
         accelerator, plain = self.trainer.accelerator, self.trainer.accelerator.backward
 
@@ -175,10 +168,7 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
 
 
 def first_found(finding: Finding | None) -> Finding | None:
-    """Earliest finding of all processes, on every process.
-
-    The earlier one within the step wins: summed gradients spread one process's failure to all.
-    """
+    """Earliest finding within the step of all processes: summed gradients spread one's to all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return finding
     everyone: list[Finding | None] = [None] * dist.get_world_size()
@@ -192,13 +182,7 @@ def first_found(finding: Finding | None) -> Finding | None:
 
 
 def advise(finding: Finding | None, plan: PrecisionPlan | None, checkpoint: Path | None) -> str:
-    """Advice: settings to change, or the next command.
-
-    Args:
-        finding: the first failure, None if the repeated step showed none.
-        plan: the model's plan, None for a plain model.
-        checkpoint: the newest one, or None.
-    """
+    """Advice for a first failure (None: a repeated step showed none) from the newest checkpoint."""
     again = "start again (no checkpoint was saved yet)"
     if checkpoint:
         again = f"go on with train.resume_from_checkpoint={checkpoint}"

@@ -117,10 +117,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 @torch.no_grad()
 def gradient_snr(named: Named, optimizer: Optimizer, groups: dict[str, str]) -> dict[str, Ratio]:
-    """Σ m̂² and Σ (v̂ - m̂²) per group (by parameter name), after an optimizer step.
-
-    A group whose parameters have no moments has no entry.
-    """
+    """Σ m̂² and Σ (v̂ - m̂²) of each group that has moments, after an optimizer step."""
     betas = {id(p): g.get("betas") for g in optimizer.param_groups for p in g["params"]}
     sums: dict[str, list[Tensor]] = {}
     for name, parameter in named:
