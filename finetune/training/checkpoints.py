@@ -88,7 +88,7 @@ class CheckpointKeeper(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
-        """Raise `NonFiniteError` if the eval loss is; what was trained until there is saved before."""
+        """Raise `NonFiniteError` if the eval loss is; what was trained is saved before."""
         step, folder = state.global_step, Path(args.output_dir)
         if math.isfinite((metrics or {}).get("eval_loss", 0.0)):
             return
