@@ -258,7 +258,7 @@ def captured(monkeypatch) -> list[torch.fx.GraphModule]:
         return graph
 
     plain, backend = torch.nn.Module.compile, aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: plain(self, backend=backend))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: plain(self, backend=backend))
     return graphs
 
 

@@ -211,13 +211,20 @@ class Conversion:
 
         One that multiplies by parameters of its own is left out (see `parameters`).
         """
+        from torch._inductor import config
+
+        options: dict[str, Any] | None = None
+        if self.fused and config.post_grad_custom_pre_pass is None:  # else a user's own
+            from finetune.precision.siblings import PASS
+
+            options = {"post_grad_custom_pre_pass": PASS}
         store_operands_once()
         allow_counts_in_checkpoints()
         models = self.model.modules()
         names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
         for module in self.model.modules():
             if type(module).__name__ in names and not isinstance(module, ParameterMixin):
-                module.compile()
+                module.compile(options=options)
                 self.adapters.compiled(module)
                 for engine in self.engines:
                     engine.compiled(module)

@@ -135,7 +135,7 @@ class AdaptedLinear(torch.autograd.Function):
             if needs_a:
                 if x_inverse is not None:  # x̂ = codes · scale: the scale goes into u
                     x, u = decode_bits(x.view(torch.uint8)), u * x_inverse
-                da = mm(u.t().to(dtype), x.to(dtype), ctx.dtypes[0])  # [r, M] @ [M, K]
+                da = mm(u.to(dtype).t(), x.to(dtype), ctx.dtypes[0])  # [r, M] @ [M, K]
         if needs_b:
             with multiplying(of_b, b, backward=True):
                 db = mm(g.t(), t.to(dtype), ctx.dtypes[1])  # [N, M] @ [M, r]
