@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.compiled_layer [--tokens 8192] [--json]
 
-One layer of Llama 3.1 8B without gradient checkpointing, built, adapted and converted as in a run,
-on fake tensors. Saved: storages that AOTAutograd's partition keeps, without parameters and the
-layer's input. The rest is counted in the code that Inductor writes for an H100, which needs Triton
-and no GPU (`tests.benchmarks.inductor_code`). `model` is what the estimator predicts of the same.
+One layer of Llama 3.1 8B, built, adapted and converted as in a run, on fake tensors; without
+gradient checkpointing unless the name says so. Saved: storages that AOTAutograd's partition keeps,
+without parameters and the layer's input. The rest is counted in the code that Inductor writes for
+an H100, which needs Triton and no GPU (`tests.benchmarks.inductor_code`). `model` is what the
+estimator predicts of the same.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from finetune.training.model import sketch
 
 GPU = "H100"
 ALL = ("lora.r=8", "lora.target_modules=all-linear")
+CHECKPOINTED = "train.gradient_checkpointing=true"
 LAYERS = {
     "BF16 LoRA": ("llama_8b_lora_bf16", (*ALL, "precision.compile=on")),
     "FP8 LoRA": ("llama_8b_lora_fp8", ALL),
@@ -48,6 +50,8 @@ LAYERS = {
     ),
     "BF16 full": ("llama_8b_full_bf16", ("precision.compile=on",)),
     "FP8 full": ("llama_8b_full_fp8", ()),
+    "BF16 full, checkpointed": ("llama_8b_full_bf16", ("precision.compile=on", CHECKPOINTED)),
+    "FP8 full, checkpointed": ("llama_8b_full_fp8", (CHECKPOINTED,)),
 }
 """Layer -> recipe and overrides; adapters of rank 8 on all linear layers."""
 
@@ -69,7 +73,7 @@ def config_of(layer: str, tokens: int) -> RunConfig:
         "train.per_device_train_batch_size=1",
         f"train.max_length={tokens}",
     )
-    return load_recipe(recipe, (*overrides, *shape)).config
+    return load_recipe(recipe, (*shape, *overrides)).config
 
 
 def graphs_of(config: RunConfig, tokens: int) -> Graphs:
@@ -101,6 +105,9 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         store_base(model, config.model.storage)
         conversion = convert.apply(model, plan, hardware=True)
         convert.store_operands_once()
+        convert.allow_counts_in_checkpoints()
+        if config.train["gradient_checkpointing"]:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         layer: Any = next(
             m for m in model.train().modules() if type(m).__name__ == "LlamaDecoderLayer"
         )
@@ -158,14 +165,15 @@ def modeled(config: RunConfig) -> dict[str, Any]:
             for number in trace.alive(trace.marks["backward"] - 1) - trace.initial.keys()
             if trace.storages[number].phase == "forward"
         )
-        moved = {"forward": 0.0, "backward": 0.0}
+        moved = {"forward": 0.0, "backward": 0.0}  # which recomputes in its own graph
         ops = trace.since("step")[: -len(trace.since("optimizer"))]
         done = max(i for i, op in enumerate(ops) if op.phase == "backward") + 1  # then clipping
         ops = ops[:done]
         for launch in launches(ops, lambda op: layer_of(op.module)):
             op = ops[launch.ops[0]]
-            if op.phase in moved and layer_of(op.module) and launch.kind not in _GEMMS:
-                moved[op.phase] += launch.read + launch.written
+            phase = "forward" if op.phase == "forward" else "backward"
+            if layer_of(op.module) and launch.kind not in _GEMMS:
+                moved[phase] += launch.read + launch.written
         width = 2 * rehearsal.tokens * 4096  # the layer's input
         totals.append({"saved": saved - (layers - 1) * width, **moved})
     return {key: totals[1][key] - totals[0][key] for key in totals[0]}

@@ -110,17 +110,16 @@ def test_every_storage_is_allocated_once_and_freed_after_its_last_reader() -> No
         assert set(trace.marks) == {"step", "backward", "optimizer"}
 
 
-def test_a_compiled_layer_is_computed_again_whole() -> None:
-    """A checkpoint of an uncompiled layer stops before its last GEMM, which saves nothing new."""
-    before = record(checkpointing=True)
-    after, _ = compiled_trace(before)
-    seen = [
-        Counter(op.name for op in trace.ops if op.phase == "recompute") for trace in (before, after)
-    ]
-    assert [count["aten.mm.default"] for count in seen] == [4, 6]
-    assert seen[1]["aten.add.Tensor"] == 2  # the residual sum
-    forward = Counter(op.name for op in after.ops if op.phase == "forward" and layer_of(op.module))
-    assert seen[1]["aten.mm.default"] == forward["aten.mm.default"]
+def test_a_compiled_layer_computes_again_what_backward_needs() -> None:
+    """Of two products up and one down, and the residual sum, the last two are read by none."""
+    after, _ = compiled_trace(record(checkpointing=True))
+    seen = {
+        phase: Counter(o.name for o in after.ops if o.phase == phase and layer_of(o.module))
+        for phase in ("forward", "recompute")
+    }
+    assert seen["forward"]["aten.mm.default"] == 6
+    assert seen["recompute"]["aten.mm.default"] == 4
+    assert seen["recompute"]["aten.add.Tensor"] == 0
 
 
 def test_layers_do_not_share_kernels() -> None:
@@ -166,6 +165,13 @@ PINNED: dict[str, dict[str, Any]] = {
         "saved": 706, "kernels": (36, 29), "fp8_gemms": (7, 14), "code_stores": (9, 9),
         "moved": (3.23, 4.84),
     },
+    "BF16 full, checkpointed": {
+        "saved": 0, "kernels": (6, 10), "gemms": (7, 20), "moved": (1.48, 3.38),
+    },
+    "FP8 full, checkpointed": {
+        "saved": 0, "kernels": (36, 57), "fp8_gemms": (7, 20), "code_stores": (9, 19),
+        "moved": (3.23, 6.33),
+    },
 }  # fmt: skip
 """Upper bounds of what a compiled layer saves (MB), launches and moves (GB), and exact products."""
 
@@ -190,6 +196,8 @@ def test_a_compiled_layer_launches_and_moves_no_more_than_before(counted, layer)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Inductor writes no GPU code without it")
 @pytest.mark.parametrize("layer", PINNED)
 def test_predicted_traffic_is_close_to_inductors(counted, layer) -> None:
+    """Above it under checkpoints, where Inductor fuses across recomputation and backward."""
     found = counted[layer]
-    for phase in ("forward", "backward"):
-        assert found["model"][phase] == pytest.approx(found[phase]["bytes"], rel=0.2)
+    rel = {"forward": 0.2, "backward": 0.35 if "checkpointed" in layer else 0.2}
+    for phase, error in rel.items():
+        assert found["model"][phase] == pytest.approx(found[phase]["bytes"], rel=error)

@@ -16,6 +16,10 @@ between a value and backward, and by two if all its readers could be fused with 
 
 Equal operators of forward and backward are one operator, as in torch: FP8 casts of one tensor.
 
+A checkpoint is part of the layer's graph (Transformers 5.23 checkpoints inside its forward), so
+backward computes again what it needs and no more: not the layer's last GEMM. (FSDP's own
+checkpointing wraps the layer, and computes all of it again; that is not modeled.)
+
 In the resulting trace, backward repeats what it needs and storages live as long as the split says.
 Temporaries inside a fused kernel are left in, so memory is at most this.
 `tests/benchmarks/compiled_layer.py` compares with torch's own split.
@@ -58,7 +62,7 @@ def compiled_trace(trace: Trace) -> tuple[Trace, Callable[[int], int]]:
 
 
 def _whole_recomputation(trace: Trace, step: int) -> Trace:
-    """Trace in which a checkpointed layer computes again all of its forward.
+    """Trace in which a checkpointed layer computes again all of its forward, needed or not.
 
     Uncompiled, it stops at the last tensor that backward needs; and operators of the layer itself
     are not told from those of backward, since a checkpoint does not call the module.
@@ -131,6 +135,7 @@ class _Graph:
         merged: operators of backward that equal earlier ones.
         free: operators of backward that need no gradient.
         layers: decoder layer -> its values.
+        checkpointed: decoder layers of which the values are those of a recomputation.
     """
 
     def __init__(self, trace: Trace, first: int) -> None:
@@ -142,6 +147,7 @@ class _Graph:
         self._now: dict[int, int] = {}
         self._gradients: set[int] = set()  # storages written in backward from gradients
         recomputed = {layer_of(op.module) for op in self.ops[first:] if op.phase == "recompute"}
+        self.checkpointed = recomputed - {""}
         made: dict[object, int] = {}  # operator and operands -> first value of its results
         for index in range(first, len(self.ops)):
             op = self.ops[index]
@@ -213,14 +219,37 @@ class _Graph:
         return found
 
     def runs_for(self, layer: str, wanted: set[int]) -> set[int]:
-        """Operators of a layer's forward that its output and some of its values are made by."""
+        """Operators of a layer's forward that its output and some of its values are made by.
+
+        A recomputation has no output.
+        """
         results, runs = self.results(layer), set[int]()
+        again = layer in self.checkpointed
         for index in sorted(results, reverse=True):
             readers = {r for number in results[index] for r in self.values[number].readers}
             leaves = any(self.ops[r].phase != "backward" for r in readers - results.keys())
-            if not runs or leaves or readers & runs or not wanted.isdisjoint(results[index]):
+            output = not again and (not runs or leaves)
+            if output or readers & runs or not wanted.isdisjoint(results[index]):
                 runs.add(index)
         return runs
+
+    def kept(self, layer: str) -> set[int]:
+        """Values that backward needs, itself or to compute others again, and that no kernel fuses:
+        results of GEMMs, attention and reductions to a quarter or less.
+        """
+        found, needed = set[int](), set[int]()
+        for number in reversed(self.layers[layer]):
+            value = self.values[number]
+            if any(r in needed or self.in_backward(r) for r in value.readers):
+                needed.add(value.maker)
+                if value.forward and (not self.is_fusable(value.maker) or self.shrinks(value)):
+                    found.add(number)
+        return found
+
+    def shrinks(self, value: _Value) -> bool:
+        """True for a result that is much smaller than its operands."""
+        taken = sum(x.nbytes for x in self.ops[value.maker].inputs)
+        return SMALLER * value.operand.nbytes < taken
 
 
 # --------------------------------------------------------------------------------------- the split
@@ -230,7 +259,9 @@ def _saved(graph: _Graph, layer: str) -> set[int]:
     """Values of a layer that its forward saves for backward: the minimum cut."""
     import networkx
 
-    numbers, required = graph.layers[layer], graph.runs_for(layer, set())
+    again = layer in graph.checkpointed
+    wanted = graph.kept(layer) if again else set[int]()
+    numbers, required = graph.layers[layer], graph.runs_for(layer, wanted)
     distances = _distances(graph, layer, required)
     net: Any = networkx.DiGraph()
     for number in numbers:
@@ -240,9 +271,8 @@ def _saved(graph: _Graph, layer: str) -> set[int]:
         fused = graph.is_fusable(value.maker)
         as_it_is = not all(graph.is_fusable(reader) for reader in outside)
         if value.forward:
-            taken = sum(x.nbytes for x in graph.ops[value.maker].inputs)
             needed = value.maker in required
-            if not fused or (needed and (as_it_is or SMALLER * size < taken)):
+            if not fused or (needed and (as_it_is or graph.shrinks(value))):
                 net.add_edge("source", ("in", number), capacity=inf)
             weight = size * FARTHER ** max(min(distances[number], FARTHEST), 1)
             weight *= 2 if fused and all(map(graph.is_fusable, value.readers)) else 1
@@ -289,8 +319,9 @@ class _Rewriter:
         self._dropped = set(graph.merged)
         for layer, values in saved.items():
             runs = graph.runs_for(layer, values)
-            fusable = {i for i in graph.results(layer) if graph.is_fusable(i)}
-            self._dropped |= fusable - runs
+            again = layer in graph.checkpointed
+            left_out = {i for i in graph.results(layer) if again or graph.is_fusable(i)}
+            self._dropped |= left_out - runs
         self._ops: list[Op] = []
         self._copies: dict[int, list[int]] = {}  # operator -> storages of its results, in backward
         self._written: dict[int, list[int]] = {}  # the same of those that a GEMM reads
