@@ -95,6 +95,8 @@ _BY_KIND = {
     "optimizer": StepPart.OPTIMIZER, "attention": StepPart.ATTENTION,
     "dequantize": StepPart.DEQUANTIZE,
 }  # fmt: skip
+SIBLINGS = ".lora_siblings"
+"""Behind a layer's name, the module of products of several adapters (`trace.siblings`)."""
 _SMALL = 2**16
 _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 
@@ -116,7 +118,7 @@ def _class(
     if kind in _BY_KIND:
         return _BY_KIND[kind]
     # in backward a GEMM's module is that of one of its operands: its rank is more reliable
-    by_rank = kind == "gemm" and op.phase == "backward" and ranks
+    by_rank = kind == "gemm" and op.phase == "backward" and ranks and SIBLINGS not in op.module
     if _ADAPTER.search(op.module) and not by_rank:
         return StepPart.ADAPTERS
     if name.startswith("embedding"):
@@ -156,12 +158,15 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
 def _adapters(ops: Sequence[Op]) -> tuple[set[str], set[int]]:
     """(modules with an adapter, ranks)."""
     products: dict[str, set[tuple[int, int]]] = {}
+    joined: set[int] = set()
     for op in ops:
-        if op.phase == "forward" and (product := product_of(op)):
+        if op.phase == "forward" and SIBLINGS in op.module:
+            joined |= {x.shape[-1] for x in op.outputs}
+        elif op.phase == "forward" and (product := product_of(op)):
             module = _ADAPTER.split(op.module)[0].removesuffix(".base_layer")
             products.setdefault(module, set()).add((product.n, product.k))
     carriers: set[str] = set()
-    ranks: set[int] = set()
+    ranks = joined
     for module, sizes in products.items():
         low = {
             r for n, k in sizes for r, k2 in sizes if k2 == k and r < min(n, k) and (n, r) in sizes

@@ -34,6 +34,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from finetune.estimator.speed.kernels import FUSABLE, base_name, kind_of
+from finetune.estimator.trace.siblings import join_siblings
 from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def compiled_trace(trace: Trace) -> tuple[Trace, Callable[[int], int]]:
     trace = _whole_recomputation(trace, step)
     graph = _Graph(trace, step)
     saved = {name: _saved(graph, name) for name in graph.layers}
-    return _Rewriter(trace, graph, saved).rewrite()
+    compiled, moved = _Rewriter(trace, graph, saved).rewrite()
+    return join_siblings(compiled), moved
 
 
 def _whole_recomputation(trace: Trace, step: int) -> Trace:
