@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data.chat import training_template, unused_parts
+from finetune.data.checks import UNKNOWN
 from finetune.data.rows import TRAINED_TURNS, Form, formatted, formatted_stream
 from finetune.data.sources import Source, files_of, reading, sources_of
-from finetune.data.tokenized import UNKNOWN
 from finetune.errors import DataError
 from finetune.storage.pretrained import vocabulary_of
 

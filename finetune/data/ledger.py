@@ -27,9 +27,9 @@ from trl.data_utils import is_conversational
 from finetune.config.schema import RunConfig
 from finetune.config.sft import REFUSALS, refused, sft_config, with_checkpointing
 from finetune.data.chat import training_template
+from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data
 from finetune.data.rows import TRAINED_TURNS, workers
-from finetune.data.tokenized import BATCH, MASKED, UNKNOWN
 from finetune.errors import DataError, FinetuneError
 from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
 

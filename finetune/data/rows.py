@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import DataConfig
-from finetune.data import tokenized
+from finetune.data import checks
 from finetune.data.chat import (
     BadRowError,
     Null,
@@ -75,7 +75,7 @@ class Form:
 
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig
-    vocabulary: int = tokenized.UNKNOWN
+    vocabulary: int = checks.UNKNOWN
 
 
 def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dict[int, str]]:
@@ -83,7 +83,7 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
     rows = _renamed(rows, form.data.columns, source)
     kind, convert = _recognize(rows, form, source)
     if kind == "tokenized":
-        refused = tokenized.bad_rows(rows, form.vocabulary)
+        refused = checks.bad_rows(rows, form.vocabulary)
         if refused and form.data.on_bad_row == "error":
             index, why = next(iter(refused.items()))
             raise _refused(source, index, why)
@@ -233,7 +233,7 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
         if column in columns:
             return "messages", partial(_messages, column, _is_exact(rows, column), null)
     if "input_ids" in columns:
-        tokenized.check_columns(rows, source)
+        checks.check_columns(rows, source)
         return "tokenized", partial(_tokenized, form.vocabulary)
     for kind, (ask, answer) in PAIRS.items():
         if {ask, answer} <= columns:
@@ -251,7 +251,7 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
 
 
 def _tokenized(vocabulary: int, row: dict[str, Any]) -> dict[str, Any]:
-    if why := tokenized.problem(row, vocabulary):
+    if why := checks.problem(row, vocabulary):
         raise BadRowError(why)
     return dict(row)
 

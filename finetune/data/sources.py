@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.data import BUILTIN, DataConfig
 from finetune.config.paths import ASSETS, user_path
-from finetune.data.json_checks import LONGEST, check_document, check_lines
+from finetune.data.checks import LONGEST, check_document, check_lines
 from finetune.errors import DataError, DataNotFoundError, FinetuneError, did_you_mean, some
 
 if TYPE_CHECKING:
@@ -315,33 +315,28 @@ def _unreadable(source: Source, error: BaseException) -> DataError:
 
 def _broken_lines(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """(file and line, problem) of lines of JSONL that are no JSON objects."""
+    import fsspec
+
+    text = {"compression": "infer", "encoding": "utf-8", "errors": "replace"}
     for file in files:
         if _kind(file) == ".json":
             continue
         try:
-            for number, line in enumerate(_lines(file), 1):
-                problem = "each line must be one JSON object"
-                try:
-                    if not line.strip() or isinstance(json.loads(line), dict):
-                        continue
-                except json.JSONDecodeError as found:
-                    problem = f"not JSON: {found.msg}"
-                except RecursionError:
-                    problem = "nested too deeply"
-                except ValueError as found:  # a number of thousands of digits
-                    problem = str(found).partition(";")[0]
-                yield f"{file}:{number}", problem
+            with fsspec.open(str(file), "rt", **text) as lines:
+                for number, line in enumerate(lines, 1):
+                    problem = "each line must be one JSON object"
+                    try:
+                        if not line.strip() or isinstance(json.loads(line), dict):
+                            continue
+                    except json.JSONDecodeError as found:
+                        problem = f"not JSON: {found.msg}"
+                    except RecursionError:
+                        problem = "nested too deeply"
+                    except ValueError as found:  # a number of thousands of digits
+                        problem = str(found).partition(";")[0]
+                    yield f"{file}:{number}", problem
         except (OSError, EOFError) as found:
             yield str(file), f"the file is cut off or damaged: {found}"
-
-
-def _lines(file: Path) -> Iterator[str]:
-    import fsspec
-
-    with fsspec.open(
-        str(file), "rt", compression="infer", encoding="utf-8", errors="replace"
-    ) as text:
-        yield from text
 
 
 def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:

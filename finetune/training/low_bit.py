@@ -16,12 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch.optim import Optimizer
 
 from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen
 from finetune.errors import ConfigError
 
-TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+class TorchaoArguments(BaseModel):
+    """Values that `train.optim_args` may have."""
+
+    block_size: int = Field(default=BLOCK, ge=2)
+    bf16_stochastic_round: bool = False
 
 
 def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -41,21 +47,19 @@ def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer],
         "adamw_torch_4bit": optim.AdamW4bit,
         FP8_ADAMW: optim.AdamWFp8,
     }
-    given = arguments(train)
-    block, by_chance = given.get("block_size", str(BLOCK)), given.get("bf16_stochastic_round", "no")
-    if not block.isdecimal() or int(block) < 2 or by_chance.lower() not in TRUTH:
+    try:
+        own = TorchaoArguments.model_validate(arguments(train)).model_dump()
+    except ValidationError:
         raise ConfigError(
             f"train.optim_args cannot be {train['optim_args']!r}",
             where="train.optim_args",
             fix="block_size is a number, bf16_stochastic_round is true or false",
-        )
+        ) from None
     return classes[chosen(train).name], {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
-        "block_size": int(block),
-        "bf16_stochastic_round": TRUTH[by_chance.lower()],
-    }
+    } | own
 
 
 def forget_overrides() -> None:

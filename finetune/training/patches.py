@@ -17,8 +17,8 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -88,28 +88,8 @@ class Patches:
                 setattr(owner, name, replacement)
 
 
-class Preparer(Protocol):
-    """Methods called before Accelerate's own."""
-
-    def before_accelerator(self) -> None:
-        """An `Accelerator` is about to be built."""
-        ...
-
-    def prepare_models(self, models: Sequence[nn.Module], *, evaluation: bool = False) -> None:
-        """Models are about to be prepared, `evaluation` if they will not train."""
-        ...
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to be prepared."""
-        ...
-
-    def after_prepare(self, accelerator: Any, models: Sequence[nn.Module]) -> None:
-        """Models were converted for this accelerator."""
-        ...
-
-
-def patch_accelerator(patches: Patches, resolution: Resolution, preparer: Preparer) -> None:
-    """Make every `Accelerator` built from now on follow a precision, and call `preparer` first."""
+def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) -> None:
+    """Make every `Accelerator` built from now on follow a precision, asking the `Session` first."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -120,7 +100,7 @@ def patch_accelerator(patches: Patches, resolution: Resolution, preparer: Prepar
         signature = inspect.signature(original)
 
         def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-            preparer.before_accelerator()
+            session.before_accelerator()
             given = signature.bind(accelerator, *args, **kwargs).arguments
             _refuse_conflicts(given, precision)
             given["mixed_precision"] = AUTOCAST[precision.compute]
@@ -142,11 +122,11 @@ def patch_accelerator(patches: Patches, resolution: Resolution, preparer: Prepar
             models = [a for a in args if isinstance(a, nn.Module)]
             if models:
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
-                preparer.prepare_models(models)
+                session.prepare_models(models)
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
-                    preparer.prepare_optimizer(optimizer)
-            preparer.after_prepare(accelerator, models)
+                    session.prepare_optimizer(optimizer)
+            session.after_prepare(accelerator, models)
             if "FSDP" not in str(accelerator.distributed_type):
                 return original(accelerator, *args, **kwargs)
             for model in models:
@@ -166,7 +146,7 @@ def patch_accelerator(patches: Patches, resolution: Resolution, preparer: Prepar
                 given = signature.bind(accelerator, model, *args, **kwargs).arguments
                 evaluation = bool(given.get("evaluation_mode"))
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
-                preparer.prepare_models([model], evaluation=evaluation)
+                session.prepare_models([model], evaluation=evaluation)
             return original(accelerator, model, *args, **kwargs)
 
         return prepare_model

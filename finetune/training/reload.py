@@ -113,22 +113,19 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
 
 def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
-    from safetensors.torch import load_file
-
-    from finetune.runs.checkpoints import scaling_file
+    from finetune.training.checkpoints import stored_scaling
 
     if run.config.precision.scaling != "delayed":
         return
-    places = [folder / scaling_file(0) for folder in (run.weights, run.folder)]
-    stored = next((file for file in places if file.is_file()), None)
-    if stored is None:
+    tensors = stored_scaling(run.weights, 0) or stored_scaling(run.folder, 0)
+    if not tensors:
         raise ConfigError(
             "the run evaluates in FP8 by delayed scaling, and its scales are not stored",
-            where=str(places[-1]),
+            where=str(run.folder),
             why="casts by other scales would not say what the run said",
             fix="--checkpoint last, if it saved one",
         )
-    backend.load_state_tensors(load_file(stored))
+    backend.load_state_tensors(tensors)
 
 
 def _load(run: TrainedRun) -> Any:

@@ -38,14 +38,16 @@ from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.evidence import refuse_disagreement
-from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import load_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
     check_disk,
     discarded_unless_begun,
+    explained,
+    guard_trackers,
     make_folder,
     name_folder,
+    write_failure,
 )
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of

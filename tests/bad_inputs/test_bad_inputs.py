@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from finetune.data.json_checks import DEEPEST, check_document, check_lines
+from finetune.data.checks import DEEPEST, check_document, check_lines
 from finetune.errors import DataError
 from tests.bad_inputs import recipes
 from tests.bad_inputs.case import FIXES, Repeated

@@ -17,9 +17,9 @@ from trl import SFTConfig
 
 from finetune.config.data import DataConfig
 from finetune.config.paths import TINY_LLAMA
+from finetune.data.checks import MASKED
 from finetune.data.dataset import load_data
 from finetune.data.ledger import CountedRows, count
-from finetune.data.tokenized import MASKED
 from finetune.errors import DataError
 
 MARKS = (

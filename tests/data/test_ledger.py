@@ -14,9 +14,9 @@ from trl import SFTConfig
 
 from finetune.config.data import DataConfig
 from finetune.config.paths import TINY_LLAMA
+from finetune.data.checks import UNKNOWN
 from finetune.data.dataset import load_data
 from finetune.data.ledger import MASKED, AccountedTrainer, account
-from finetune.data.tokenized import UNKNOWN
 from finetune.errors import DataError
 
 TOOLS_TEMPLATE = (

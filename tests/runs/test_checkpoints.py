@@ -32,7 +32,7 @@ from finetune.runs.checkpoints import (
     newest_checkpoint,
     superfluous,
 )
-from finetune.training import faults
+from finetune.training import run_folder
 from finetune.training.resume import (
     FIXED,
     FREE,
@@ -353,13 +353,13 @@ def test_a_file_that_cannot_be_read_is_no_full_disk(damage, says, tmp_path) -> N
         read = load_file if name != "optimizer.pt" else partial(torch.load, weights_only=True)
         with (
             pytest.raises(ConfigError, match=says if name == "optimizer.pt" else "damaged") as seen,
-            faults.explained(tmp_path, lambda: ""),
+            run_folder.explained(tmp_path, lambda: ""),
             reading(tmp_path),
         ):
             read(file)
         assert name in str(seen.value)
         assert "weights_only" not in str(seen.value), "torch's advice to read it in spite of that"
-        assert not faults.is_of_the_disk(seen.value.__cause__ or seen.value)
+        assert not run_folder.is_of_the_disk(seen.value.__cause__ or seen.value)
     assert not (tmp_path / "ran").exists()
 
 
@@ -373,7 +373,7 @@ def test_a_write_that_is_cut_short_is_of_the_disk(tmp_path) -> None:
     (tmp_path / "optimizer.pt").symlink_to("/dev/full")
     with pytest.raises(RuntimeError) as seen:
         torch.save({"a": torch.ones(100_000)}, tmp_path / "optimizer.pt")
-    assert faults.is_of_the_disk(seen.value)
+    assert run_folder.is_of_the_disk(seen.value)
     with pytest.raises(SafetensorError) as seen:
         save_file({"a": torch.ones(10)}, tmp_path / "no folder" / "model.safetensors")
-    assert faults.is_of_the_disk(seen.value)
+    assert run_folder.is_of_the_disk(seen.value)

@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from finetune.errors import NonFiniteError
@@ -169,10 +170,9 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
 
 def first_found(finding: Finding | None) -> Finding | None:
     """Earliest finding within the step of all processes: summed gradients spread one's to all."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    everyone: list[Finding | None] = gather_object([finding])
+    if len(everyone) == 1:
         return finding
-    everyone: list[Finding | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, finding)
     found = [
         replace(one, tensor=f"{one.tensor}, in process {rank}")
         for rank, one in enumerate(everyone)

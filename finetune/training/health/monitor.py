@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
@@ -89,10 +89,11 @@ class HealthMonitor(TrainerCallback):
         self.close()
         self._finiteness = Finiteness(self.trainer, model, conversion)
         self._unwrapped = model
-        wrappers = {"training_step": self._training_step, "_save_checkpoint": self._save}
-        if hasattr(self.trainer, "_get_grad_norm"):  # a method of Transformers 5 alone
-            wrappers["_get_grad_norm"] = self._grad_norm
-        for name, wrapper in wrappers.items():
+        for name, wrapper in (
+            ("training_step", self._training_step),
+            ("_get_grad_norm", self._grad_norm),
+            ("_save_checkpoint", self._save),
+        ):
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._speed.restart()
@@ -241,10 +242,7 @@ def watch_trainers(running: session.Session) -> None:
 def _of_all_processes(
     sums: GroupSums, snr: Ratios, update: Ratios
 ) -> tuple[GroupSums, Ratios, Ratios]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return sums, snr, update
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (sums, snr, update))
+    everyone = gather_object([(sums, snr, update)])
     merged: tuple[Ratios, Ratios] = ({}, {})
     for _, *ratios in everyone:
         for whole, part in zip(merged, ratios, strict=True):
