@@ -60,16 +60,13 @@ class Optimizer:
     """One value of `train.optim`.
 
     Attributes:
-        name: as written in a recipe.
-        library: module that it comes from.
         kind: the library's name of the algorithm.
         moments: storage of its state, None where nothing is known.
         math: type in which the update is computed.
         arguments: keys that `train.optim_args` may hold.
         paged: True if state moves to host memory when the GPU is full.
-        not_on_cpu: reason why it cannot step on a CPU, empty when it does.
+        not_on_cpu, refused: reason why it cannot step on a CPU, or anywhere; empty when it does.
         instead: what to use where it cannot be had.
-        refused: reason why it cannot be had anywhere.
         capability: compute capability that an NVIDIA GPU needs.
     """
 
@@ -201,12 +198,7 @@ def state_bytes(
     """Bytes of moments and their scales for one parameter tensor; 0 where nothing is known.
 
     Lookup tables (2 KiB a tensor with torchao's 8 bits) and step counters are left out.
-
-    Args:
-        facts: the optimizer.
-        shape: shape of the parameter.
-        element_size: bytes of one of its elements.
-        embedding: True for the weight of an `nn.Embedding`.
+    `element_size` is in bytes; `embedding` is True for the weight of an `nn.Embedding`.
     """
     m, numel = facts.moments, math.prod(shape)
     if m is None:

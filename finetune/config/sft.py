@@ -97,9 +97,6 @@ def convert_train(
     Args:
         train: key -> value as read (text for plain scalars).
         where: from a path such as `("train", "optim")` to `file:line` for messages.
-
-    Raises:
-        ConfigError: an unknown or reserved key, or a value of the wrong type.
     """
     import dataclasses
     import typing
@@ -211,13 +208,7 @@ def sft_config(
     """`trl.SFTConfig` of a run: the `train` section unchanged, and what other sections decide.
 
     Args:
-        config: configuration of the run.
-        folder: its run folder.
         settings: settings that go with the data, unless the recipe sets them.
-        on_cpu: True if it trains on a CPU.
-
-    Raises:
-        ConfigError: a combination that SFTConfig refuses.
     """
     from trl import SFTConfig
 
@@ -269,12 +260,9 @@ REFUSALS = (
 def refused(
     who: str, error: Exception, train: Mapping[str, Any] | None = None, *, fix: str = ""
 ) -> ConfigError:
-    """The error of settings that a library refuses.
+    """The error of settings that `who`, such as `trl.SFTTrainer`, refuses.
 
-    Args:
-        who: what was being built, such as `trl.SFTTrainer`.
-        train: section `train`, in which the settings are that the error names.
-        fix: what to type; left out: those settings taken back.
+    Left out, the fix is to take those of section `train` back that the error names.
     """
     said = str(error).strip().splitlines() or [""]
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
@@ -309,12 +297,10 @@ class FsdpSettings:
     """Sharding of a run; defaults of Transformers 5.14 (`TrainingArguments._process_fsdp_args`).
 
     Attributes:
-        version: version of FSDP.
         reshard: True if gathered weights are freed after forward.
         wrapping: policy that chooses the modules gathered together.
         layers: class names of decoder layers; None: those that the model names.
         checkpointing: True with FSDP's own activation checkpointing.
-        offload: True if shards are stored in the host's memory.
     """
 
     version: int = 2

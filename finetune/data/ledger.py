@@ -142,11 +142,8 @@ def account(
 
     Args:
         rows: before truncation and packing.
-        args: `SFTConfig`.
-        packing: as these rows are packed.
         stops: ids that end an answer.
         blank: True of ids that are white space, which some templates have behind the end.
-        vocabulary: tokens of the model.
 
     Raises:
         DataError: an id that the embedding does not have, or a row with too few labels.
@@ -339,11 +336,7 @@ class CountedRows:
 def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
     """Load, tokenize and count the training rows of a recipe, as its trainer would.
 
-    Args:
-        sample: read only the first rows of large files and of the hub.
-
-    Raises:
-        DataError, DataNotFoundError, ModelNotFoundError: rows or tokenizer cannot be had.
+    With `sample` only the first rows of large files and of the hub.
     """
     tokenizer, _ = load_tokenizer(config.model)
     seed = int(config.train.get("seed", 42))

@@ -65,13 +65,7 @@ Converter = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Form:
-    """What rows are brought into a format by.
-
-    Attributes:
-        tokenizer: its chat template, if any, formats the turns.
-        data: names of columns, and what happens to a bad row.
-        vocabulary: tokens of the model.
-    """
+    """What rows are brought into a format by: columns by `data`, turns by the tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig

@@ -41,9 +41,6 @@ def model_card(
     """The card as Markdown with the front matter that the hub reads.
 
     Args:
-        config: configuration of the run.
-        receipt: the run's receipt, as data.
-        report: the run's report, as data.
         adapter: True if the folder holds an adapter, False if it holds all weights.
         target: one of `TARGETS`.
         parity: comparison of an export with the run's model.

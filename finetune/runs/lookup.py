@@ -142,9 +142,6 @@ def refuse_foreign_code(config: RunConfig, folder: Path, trusted: bool) -> None:
     """Reject a run whose model brings its own code, unless whoever starts the command trusts it.
 
     The folder may come from somebody else, and its own word is no permission.
-
-    Raises:
-        ConfigError: the run's recipe has `model.trust_remote_code`, and `trusted` is False.
     """
     if config.model.trust_remote_code and not trusted:
         raise ConfigError(

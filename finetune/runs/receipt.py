@@ -299,8 +299,6 @@ class RunReport(JupyterMixin):
     """Results of a run.
 
     Attributes:
-        folder: the run folder.
-        receipt: the proof of what ran.
         first_loss, final_loss: first and last logged training loss.
         eval_loss: last eval loss, None without eval rows.
         tokens_per_s: median over logging intervals, the first left out.

@@ -136,9 +136,6 @@ class LossScaleLog(TrainerCallback, ExportableState):
     """Adds the loss scale and the number of skipped steps to every log of an FP16 run.
 
     Must precede the callbacks that write logs. Counts continue after resuming.
-
-    Attributes:
-        skipped: optimizer steps skipped since the run began.
     """
 
     def __init__(self) -> None:

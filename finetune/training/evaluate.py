@@ -61,10 +61,8 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
     """Load the requested tasks and groups of lm-eval with their rows; `[]` if there are none.
 
     Raises:
-        MissingExtraError: lm-eval is not installed.
-        ConfigError: there is no such task.
-        DataNotFoundError: rows that are not in `eval.data`, or unavailable from the hub.
-        DataError: rows without the task's columns.
+        MissingExtraError, ConfigError: lm-eval, or a task of that name, is missing.
+        DataNotFoundError, DataError: rows are missing, or without the task's columns.
     """
     if not eval.tasks:
         return []
@@ -247,12 +245,7 @@ def score(
     config: RunConfig,
     console: Console | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Score a model on tasks from `load_tasks`.
-
-    Args:
-        model: plain or with adapters, whole on this process.
-        config: the run's, for its `eval` section and compute precision.
-        console: console for the result.
+    """Score a whole model, plain or with adapters, on tasks from `load_tasks`.
 
     Returns:
         Values by task and metric, with `<metric>_stderr`, `n` rows, and the task's `version`.

@@ -60,13 +60,9 @@ def receipt_of(
     references: list[str],
     patches: list[str],
 ) -> Receipt:
-    """Receipt of the model of a proof.
+    """Receipt of the model of a proof; without one, nothing was prepared.
 
     Args:
-        resolution: executed precision, with reasons.
-        device: the device that it was resolved for.
-        proof: of the model that trains; None if nothing was prepared.
-        compiled: compiled layers, and why.
         references: one line for each model beside it that is evaluated in training.
         patches: dotted names of patched methods.
     """

@@ -24,7 +24,6 @@ class GracefulStop(TrainerCallback):
 
     Attributes:
         asked: training was stopped, or will be after this step.
-        number: the signal, SIGINT by default.
         until: step after which training stops without a signal.
     """
 

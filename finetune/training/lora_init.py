@@ -53,14 +53,7 @@ def reads_base(config: RunConfig) -> bool:
 
 
 def check(config: RunConfig, model: nn.Module) -> None:
-    """Reject what the initialization cannot be had with.
-
-    Args:
-        model: with adapters, also on the meta device.
-
-    Raises:
-        ConfigError: experts or too high a rank, FSDP, or no rounding error to begin as.
-    """
+    """Reject what the initialization cannot be had with; `model` has adapters, also on meta."""
     if not reads_base(config):
         return
     lora = config.lora or LoraSection()
@@ -112,9 +105,6 @@ def begin(model: Any, config: RunConfig, folder: Path | None = None) -> None:
     Args:
         model: with adapters as PEFT made them, and the base as it is stored.
         folder: of an adapter that was trained from the same beginning.
-
-    Raises:
-        ConfigError: the adapter there was not saved by such a run.
     """
     if not reads_base(config):
         return

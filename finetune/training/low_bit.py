@@ -31,15 +31,7 @@ class TorchaoArguments(BaseModel):
 
 
 def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Value of a trainer's `optimizer_cls_and_kwargs` for a torchao optimizer.
-
-    Args:
-        train: the recipe's `train` section, with a torchao optimizer.
-        args: `transformers.TrainingArguments`: learning rate, betas and epsilon.
-
-    Raises:
-        ConfigError: an invalid value in `train.optim_args`.
-    """
+    """Trainer's `optimizer_cls_and_kwargs` for a `train` section with a torchao optimizer."""
     from torchao import optim
 
     classes = {

@@ -123,11 +123,6 @@ def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrain
 
     Args:
         stored: plan rows of weights stored in FP8 from the start: the model never exists without.
-
-    Raises:
-        ConfigError: the model or machine lacks the attention implementation.
-        ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
-        StorageNotComputeError: FP8 weights were requested of an otherwise quantized checkpoint.
     """
     import torch
 

@@ -196,10 +196,7 @@ def check_settings(
         precision: resolved precision to plan for; default: the requested one.
 
     Raises:
-        PlanError: a choice of layers cannot be honored.
-        ConfigError: optimizer, float32 compute or `model.storage` cannot be honored.
-        PrecisionError: float16 compute with trainable weights that are not float32, or a compute
-            precision that quantized weights do not support.
+        PlanError, ConfigError, PrecisionError: layers, settings or compute cannot be honored.
     """
     check_optimizer(config.train)
     check_batch(config.train)

@@ -40,12 +40,7 @@ class References:
         policy: Callable[[], Conversion | None],
         prepare: Callable[[nn.Module], Conversion],
     ) -> None:
-        """Begin without any.
-
-        Args:
-            policy: gives the conversion of the model that trains, if there is one yet.
-            prepare: converts a model that trains.
-        """
+        """Begin without any; `prepare` converts a model that trains, `policy` gives that."""
         self._policy, self._prepare = policy, prepare
         self._lines: dict[str, None] = {}
 

@@ -30,11 +30,7 @@ from finetune.storage.pretrained import refuse_random_base
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Weights of a run, at its end or at a checkpoint.
-
-    Attributes:
-        weights: folder of plain Hugging Face weights or of a plain adapter, and of the tokenizer.
-    """
+    """Weights of a run, at its end or at a checkpoint: a plain Hugging Face model or adapter."""
 
     folder: Path
     config: RunConfig
@@ -44,14 +40,11 @@ class TrainedRun:
 def open_trained(
     folder: Path, checkpoint: str | None = None, *, trust_remote_code: bool = False
 ) -> TrainedRun:
-    """Find a run's weights.
+    """Find a run's weights; a `ConfigError` lists its checkpoints.
 
     Args:
         checkpoint: a step, or `last`; default: the weights at the run's end.
         trust_remote_code: the model's own code may run, if the run's recipe says so too.
-
-    Raises:
-        ConfigError: it has none, or no such checkpoint; lists its checkpoints.
     """
     config = load_recipe(str(folder / "config.yaml"), check_train=False).config
     refuse_foreign_code(config, folder, trust_remote_code)

@@ -130,7 +130,6 @@ def answer(
 
     Args:
         model: plain or with adapters, converted or not, not sharded.
-        max_new_tokens: limit per answer.
         compute: the run's `precision.compute`, which decides the autocast type.
         generation: more arguments of `generate`.
     """
@@ -190,11 +189,7 @@ PROMPT, ANSWER = 40, 120
 
 
 class SampleWriter(TrainerCallback):
-    """Generates samples at each evaluation; must precede the callbacks that measure speed.
-
-    Attributes:
-        samples: the last answers.
-    """
+    """Generates samples at each evaluation; must precede the callbacks that measure speed."""
 
     def __init__(
         self,
@@ -228,11 +223,7 @@ class SampleWriter(TrainerCallback):
         self.ask(model, state)
 
     def at_end(self, model: Any, state: TrainerState, *, anew: bool) -> list[Sample]:
-        """Answers of the trained model, reusing those of the last evaluation if still valid.
-
-        Args:
-            anew: weights changed since the last evaluation (the best ones were restored).
-        """
+        """Answers of the trained model, `anew` if its weights changed since the last evaluation."""
         if anew or self._asked_at != state.global_step:
             self.ask(model, state)
         return self.samples

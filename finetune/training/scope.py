@@ -99,9 +99,6 @@ def plain_name(name: str) -> str:
 def kept_out(model: Any, config: RunConfig) -> dict[str, str]:
     """Plain name of each linear layer that shall get no adapter -> the reason.
 
-    Args:
-        model: plain, or with adapters.
-
     Raises:
         ConfigError: a pattern that names no linear layer, or a layer number that does not exist.
     """
@@ -166,11 +163,7 @@ def _numbers(name: str) -> str:
 
 
 def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
-    """PEFT's configuration of a run's adapters on this plain model; None without a section `lora`.
-
-    Raises:
-        ConfigError: PEFT refuses the section, or it names what the model does not have.
-    """
+    """PEFT's configuration of a run's adapters on a plain model; None without a section `lora`."""
     from peft import LoraConfig
 
     lora = config.lora

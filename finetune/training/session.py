@@ -52,13 +52,8 @@ class Session:
     """One precision in effect, from `install` to `uninstall`.
 
     Attributes:
-        resolution: executed precision, with reasons.
-        precision: the same without the reasons.
         planned: plan of the run's sketch, None without one.
         conversions: conversions of the models prepared under it that are still alive.
-        references: models that are evaluated in training.
-        patches: active patches.
-        has_prepared: True once a model that trains was prepared.
         compiled: compiled layers, and why.
     """
 
@@ -89,9 +84,8 @@ class Session:
     def end(self, *, replaced: bool = False) -> None:
         """Remove the patches and restore every model's plain layers.
 
-        Args:
-            replaced: another session follows. A model of this one that trains on without being
-                prepared again then raises, instead of silently running in BF16.
+        If another session follows (`replaced`), a model of this one that trains on without being
+        prepared again raises, instead of silently running in BF16.
         """
         self._undo.close()
         self.patches.restore()
@@ -358,11 +352,7 @@ def install(
 ) -> Session:
     """Put a precision into effect for everything that Accelerate prepares from now on.
 
-    A second call replaces the first.
-
-    Args:
-        precision: requested or resolved.
-        planned: plan of the model's sketch, if any.
+    A second call replaces the first. `planned` is the plan of the model's sketch, if any.
 
     Raises:
         PrecisionError: it is unavailable on this machine.

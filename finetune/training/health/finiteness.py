@@ -64,11 +64,7 @@ class MicroBatch:
 
 
 class Finiteness:
-    """Judges the steps of one trainer, of a plain model if there is no conversion.
-
-    Attributes:
-        norm: of all gradients of this step before clipping, where the trainer has computed it.
-    """
+    """Judges the steps of one trainer, of a plain model if there is no conversion."""
 
     norm: Tensor | None = None
 

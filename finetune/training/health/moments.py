@@ -61,14 +61,10 @@ def sample(value: Tensor) -> Tensor:
 
 
 def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float] | None:
-    """Sampled m and v (float32) and the step count of one parameter's AdamW state.
+    """Sampled m and v (float32) and the step count of one parameter's AdamW state; None without.
 
-    Args:
-        state: optimizer state of torch, torchao (8 bits, 4 bits, FP8) or bitsandbytes.
-        numel: elements of the parameter (of this process's shard).
-
-    Returns:
-        None if the optimizer keeps no such moments, or of another shape.
+    The state is that of torch, torchao (8 bits, 4 bits, FP8) or bitsandbytes, of `numel` elements
+    of this process's shard.
     """
     if "exp_avg" in state and "exp_avg_sq" in state:
         m, v = (_stored(state[name], numel) for name in ("exp_avg", "exp_avg_sq"))

@@ -137,10 +137,7 @@ class HealthMonitor(TrainerCallback):
             self._before = {name: sample(p) for name, p in trainable(self._unwrapped)}
 
     def _was_skipped(self) -> bool:
-        """True if loss scaling backed off, which it does exactly when it skips.
-
-        Accelerate's `optimizer_step_was_skipped` misses fused optimizers that skip by themselves.
-        """
+        """True if loss scaling backed off; Accelerate's flag misses fused optimizers that skip."""
         scaler = self.trainer.accelerator.scaler
         return scaler is not None and scaler.get_scale() < self._scale
 

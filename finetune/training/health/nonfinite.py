@@ -90,12 +90,9 @@ def check_parameters(model: nn.Module) -> Finding | None:
 
 
 class Finder:
-    """Hooks on every module and autograd node of one forward and backward.
+    """Hooks on every module and autograd node of one forward and backward; `found` is the first.
 
     Enter it around the micro-batch, and pass it the loss before its backward.
-
-    Attributes:
-        found: the first finding, or None.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -138,13 +138,7 @@ def mfu(work: Work, tokens: int, seconds: float, gpu: Gpu, *, tf32: bool = False
 
 
 def least_bandwidth_gb_s(work: Work, tokens: int, per_steps_bytes: float, seconds: float) -> float:
-    """Lower bound of the memory bandwidth in GB/s.
-
-    Args:
-        tokens: tokens of the measured steps, on this GPU.
-        per_steps_bytes: optimizer traffic of all these steps.
-        seconds: duration of these steps.
-    """
+    """Lower bound of the memory bandwidth in GB/s over steps of so many tokens on this GPU."""
     return (work.gemm_bytes * tokens / work.tokens + per_steps_bytes) / seconds / 1e9
 
 
@@ -196,12 +190,7 @@ class Speed:
         optimizer: Optimizer,
         warn: Callable[[str, str], None],
     ) -> dict[str, float]:
-        """Metrics `health/mfu` and `health/bandwidth_at_least_gb_s`; empty on a CPU.
-
-        Args:
-            named: trainable parameters.
-            warn: called with a key and a line if something is unknown.
-        """
+        """Metrics `health/mfu` and `health/bandwidth_at_least_gb_s`; empty on a CPU."""
         running = session.in_force()
         device = running.device if running is not None else this_device()
         if device.kind != "cuda" or self.work is None or not self.tokens or self.seconds <= 0:
