@@ -22,12 +22,13 @@ from finetune.estimator.gate import bound
 from finetune.estimator.measure import measure_fast
 from finetune.estimator.memory.footprint import tensor_footprint
 from finetune.estimator.place import place_of
+from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
 from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.device import Resolution, engine_verdict
-from finetune.precision import weights
+from finetune.precision import head, weights
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import load_shape
 from finetune.training.model import first_layers, sketch
@@ -127,6 +128,24 @@ def test_adapters_are_cast_together_unless_their_layers_are_gathered_one_by_one(
         assert names.count("finetune_estimator.cast_together.default") == (not sharded)
         modules = {layer_of(op.module) for op in found.trace.ops if op.phase == "backward"}
         assert len(modules - {""}) == 2, "backward of each layer is still kept apart"
+
+
+@pytest.mark.slow
+def test_an_fp8_head_is_stored_and_multiplied_in_fp8_and_counted_as_the_head(monkeypatch) -> None:
+    monkeypatch.setattr(head, "WORDS", 768)  # two slabs
+    plain, low = (
+        on_h100(load_recipe("tiny_lora_fp8", ["model.dtype=bfloat16", *more]).config, layers=1)
+        for more in ([], ["precision.map.output=fp8"])
+    )
+    saved = plain.trace.initial_bytes - low.trace.initial_bytes
+    assert saved == 1536 * 128 - 4 * 1536, (
+        "a byte of two for each number, and a scale for each word"
+    )
+    peaks = [tensor_footprint(found.trace).phases["backward"] for found in (plain, low)]
+    assert sum(peaks[1].values()) < sum(peaks[0].values())
+    named = zip(low.trace.ops, classes_of(low.trace.ops), strict=True)
+    of_head = [op for op, part in named if part is StepPart.HEAD and "mm" in op.name]
+    assert [op.name for op in of_head] == ["aten._scaled_mm.default"] * 6
 
 
 def test_layers_in_four_bits_get_adapters() -> None:

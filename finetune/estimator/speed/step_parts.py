@@ -145,6 +145,7 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
         name = base_name(op)
         read = [reader for operand in op.outputs for reader in readers.pop(operand.storage, ())]
         multiplies = name.endswith(("scaled_mm", "fp8_mm"))
+        found[index] = name == "cast_rows"  # also where its scales are for something else
         if name in _CASTING and read and all(read):
             out = op.outputs[0]
             scales = dtype_name(out) == "float32" or out.nbytes <= _SMALL
@@ -182,6 +183,8 @@ def _head(ops: Sequence[Op]) -> tuple[int, set[int]]:
     vocabulary, made = 0, set[int]()
     weights: set[int] = set()
     for op in ops:
+        if base_name(op) == "transpose_codes" and op.inputs[0].storage in weights:
+            weights.add(op.outputs[0].storage)  # for dgrad
         if op.phase != "forward":
             continue
         if base_name(op) == "embedding" and len(op.inputs[0].shape) == 2:
