@@ -6,8 +6,9 @@ A mode is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights
 parameters), `local` (DDP with reduce_amax off), or `frozen` and `frozen_fsdp` (adapters over a base
 held in FP8, under DDP and FSDP2), `frozen_experts` (the same of a mixture, under FSDP2), or
 `frozen_ram` (FSDP2 whose weights come from the first process: the other one's are made wrong
-before). They run one after the other, since starting two processes takes longer than what they do.
-Each process writes OUT/MODE/RANK.json.
+before). In `frozen_head` and `frozen_head_fsdp` the output head is held so as well, and multiplied
+inside the loss of TRL's trainer. They run one after the other, since starting two processes takes
+longer than what they do. Each process writes OUT/MODE/RANK.json.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ torch.set_num_threads(1)
 
 from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -34,12 +37,14 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from trl import SFTConfig, SFTTrainer
 
 from finetune import (
     get_receipt,
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )
+from finetune.config.paths import TINY_LLAMA
 from finetune.precision.convert import conversion_of
 from finetune.precision.stored import StoredMixin
 
@@ -64,7 +69,7 @@ def main(out: Path, mode: str) -> None:
         model = LlamaForCausalLM(LlamaConfig(**shape, pad_token_id=0))
     frozen, fsdp = (
         mode.startswith("frozen"),
-        mode in ("fsdp", "experts", "frozen_experts", "frozen_fsdp", "frozen_ram"),
+        mode in ("experts", "frozen_experts", "frozen_ram") or mode.endswith("fsdp"),
     )
     if frozen:
         lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -77,10 +82,12 @@ def main(out: Path, mode: str) -> None:
                 for parameter in model.parameters():
                     parameter.fill_(3.0)
     sharded = {"fsdp": True, "fsdp_config": fsdp_config}
-    args = TrainingArguments(
+    head = mode.startswith("frozen_head")
+    args = (SFTConfig if head else TrainingArguments)(
         output_dir=str(out / "run"), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
         bf16=True, learning_rate=1e-2, logging_steps=1, report_to="none", disable_tqdm=True,
         save_strategy="no", ddp_find_unused_parameters=False, **(sharded if fsdp else {}),
+        **({"dataset_kwargs": {"skip_prepare_dataset": True}} if head else {}),
     )  # fmt: skip
     if fsdp:
         # Accelerate ignores FSDP on CPUs without a word; taking these for GPUs, it shards them.
@@ -88,8 +95,15 @@ def main(out: Path, mode: str) -> None:
     scaling = {"scaling": "rowwise", "frozen": "fp8"} if frozen else {
         "scaling": "delayed", "amax_history_len": 4, "reduce_amax": mode != "local",
     }  # fmt: skip
+    scaling |= {"map": {"output": "fp8"}} if head else {}
     setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True, **scaling)
-    trainer = Trainer(model=model, args=args, train_dataset=rows(rank))
+    if head:
+        trainer = SFTTrainer(
+            model, args=args, train_dataset=Dataset.from_list(rows(rank)),
+            processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
+        )  # fmt: skip
+    else:
+        trainer = Trainer(model=model, args=args, train_dataset=rows(rank))
     trainer.train()
     receipt = get_receipt()
     conversion = conversion_of(trainer.model_wrapped)
@@ -115,6 +129,7 @@ def main(out: Path, mode: str) -> None:
         "scale": state["scale"].tolist() if state else [],
         "history": state["history"].tolist() if state else [],
         "base": [row.fprop + row.dgrad for row in receipt.layers if row.role == "base"],
+        "head": [row.fprop + row.dgrad for row in receipt.layers if row.role == "head"],
         "codes": [str(w.dtype) for w in codes],
         "local": [w.to_local().shape[0] / w.shape[0] for w in codes if isinstance(w, DTensor)],
         "loss": [row["loss"] for row in trainer.state.log_history if "loss" in row],

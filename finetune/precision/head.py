@@ -93,7 +93,8 @@ class _Replacement(NamedTuple):
     ) -> Any:
         """Arguments and results of TRL's: hidden [M, K], weight [N, K], targets [M]."""
         head: Any = self.head
-        if weight is not head.weight:
+        # By kind: of a head under FSDP2, TRL gathers the codes itself.
+        if weight.dtype is not torch.uint8 or weight.shape != head.weight.shape:
             rest = targets, temperature, chunk_size, softcap, logit_scale, outputs
             return self.plain.apply(hidden, weight, bias, *rest)
         # In a block of `convert.disabled` it is no FP8 layer; without labels nothing can be cast.
@@ -110,7 +111,8 @@ class _Replacement(NamedTuple):
             "HAS_SOFTCAP": softcap is not None,
         }
         results: Any = FusedHead.apply(
-            hidden.to(compute_dtype(hidden)), bias, targets, head.bits, head.weight_scale, how,
+            hidden.to(compute_dtype(hidden)), bias, targets,
+            weight.t() if head.transposed_weight else weight, head.weight_scale, how,
             Owner(head.fp8_name, head.fp8_observers), settings, outputs,
         )  # fmt: skip
         if not low and hidden.numel():

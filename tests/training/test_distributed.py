@@ -43,7 +43,10 @@ def launch(out: Path, modes: str, module: str = "tests.distributed_worker") -> d
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     """Mode -> what both processes wrote. One launch: it takes ten times as long as a mode."""
-    modes = "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_experts,frozen_ram"
+    modes = (
+        "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_experts,frozen_ram,frozen_head,"
+        "frozen_head_fsdp"
+    )
     return launch(tmp_path_factory.mktemp("two"), modes)
 
 
@@ -79,6 +82,19 @@ def test_a_base_held_in_fp8_is_sharded_as_codes(facts) -> None:
     assert len(losses[0]) > 1
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
     assert losses[2] == losses[1], "with the weights of the first process alone"
+
+
+@pytest.mark.long
+def test_a_head_held_in_fp8_is_sharded_as_codes_and_multiplied_in_the_loss(facts) -> None:
+    one, sharded = facts["frozen_head"], facts["frozen_head_fsdp"]
+    for seen in (*one, *sharded):
+        assert seen["status"] == "proven"
+        assert seen["head"] == ["fp8fp8"]
+        assert seen["codes"] == ["torch.uint8"] * 15
+    assert [seen["local"] for seen in sharded] == [[0.5] * 15] * 2
+    losses = [mode[0]["loss"] for mode in (one, sharded)]
+    assert len(losses[0]) > 1
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
 @pytest.mark.long
