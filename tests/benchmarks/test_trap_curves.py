@@ -25,7 +25,7 @@ STEPS = 3  # the first has a learning rate of zero, and LoRA's A moves once B ha
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # accelerate deprecates parts of its own FP8 path
-@pytest.mark.parametrize("trap", slow_but([2], TRAPS))
+@pytest.mark.parametrize("trap", slow_but([2], TRAPS, pytest.mark.long))
 def test_a_script_falls_into_its_trap_upstream(trap, monkeypatch) -> None:
     found = run(trap, "upstream", seed=0, steps=STEPS, patch=monkeypatch)
     wasted = found["wasted_mib"][-1]
@@ -46,7 +46,7 @@ def test_a_script_falls_into_its_trap_upstream(trap, monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trap", slow_but([2], TRAPS))
+@pytest.mark.parametrize("trap", slow_but([2], TRAPS, pytest.mark.long))
 def test_the_same_script_is_free_of_it_ours(trap, monkeypatch) -> None:
     found = run(trap, "ours", seed=0, steps=STEPS, patch=monkeypatch)
     assert found["trainable"] == found["trainable_after"] == found["moved"]

@@ -44,7 +44,7 @@ def run_recipe(name: str, folder: Path, *overrides: str) -> Path:
     fixed = (
         "data.max_rows=160",
         "data.eval_fraction=0.05",
-        "data.prompts=[hello]",
+        "eval.samples=false",
         "precision.health_every=0",
     )
     recipe = load_recipe(name, (*fixed, *overrides))
@@ -53,13 +53,13 @@ def run_recipe(name: str, folder: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def lora_run(made_once) -> Path:
-    """Twenty steps of FP8 LoRA, over a base that is stored in several shards."""
+    """Ten steps of FP8 LoRA, over a base that is stored in several shards."""
 
     def make(folder: Path) -> Path:
         base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype="auto")
         base.save_pretrained(folder / "base", max_shard_size="900KB")
         AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(folder / "base")
-        steps = ("train.max_steps=20", "train.eval_strategy=no")
+        steps = ("train.max_steps=10", "train.eval_strategy=no")
         return run_recipe("tiny_lora_fp8", folder, f"model.name={folder / 'base'}", *steps)
 
     return made_once("LoRA run to export", make)

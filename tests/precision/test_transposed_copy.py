@@ -109,11 +109,10 @@ def test_copies_are_inputs_of_a_compiled_layer(converted) -> None:
         conversion = converted(transposed_copy=kept)
         torch._dynamo.reset()
         graphs.clear()
-        for layer in conversion.model.modules():
-            if type(layer).__name__ == "LlamaDecoderLayer":
-                layer.compile(backend=backend, fullgraph=True)
-                for engine in conversion.engines:
-                    engine.compiled(layer)
+        *_, layer = (m for m in conversion.model.modules() if type(m).__name__.endswith("Layer"))
+        layer.compile(backend=backend, fullgraph=True)  # one: each is a compilation
+        for engine in conversion.engines:
+            engine.compiled(layer)
         results.append(step(conversion))
         transposes.append(max(graph.count(TRANSPOSES) for graph in graphs))
         products = torch.ops.aten._scaled_mm.default

@@ -43,7 +43,8 @@ def test_a_local_recipe_makes_no_connection_and_keeps_no_secret(tmp_path) -> Non
     environment |= dict.fromkeys(("HTTPS_PROXY", "HF_ENDPOINT"), "http://me:s3cret-pl4nted@[::1]:9")
     done = subprocess.run(
         [sys.executable, tmp_path / "guard.py", "tiny_lora_fp8", "train.max_steps=2",
-         "train.save_strategy=steps", "train.save_steps=1", "data.max_rows=24"],
+         "train.save_strategy=steps", "train.save_steps=1", "data.max_rows=24",
+         "train.per_device_train_batch_size=2", "eval.max_new_tokens=8"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -37,8 +37,8 @@ from tests.conftest import CPU, batch
 QUIET = Console(quiet=True)
 LAYERS = 28
 SHORT = (
-    "train.max_steps=3", "train.warmup_steps=0", "train.eval_strategy=no", "data.prompts=[hello]",
-    "data.max_rows=48",
+    "train.max_steps=3", "train.warmup_steps=0", "train.eval_strategy=no", "eval.samples=false",
+    "data.max_rows=24", "train.per_device_train_batch_size=2",
 )  # fmt: skip
 METHODS = ("qlora", "lora")
 

@@ -92,7 +92,8 @@ def test_both_sides_of_a_comparison_decide_alike() -> None:
 @pytest.mark.slow
 def test_a_run_says_what_was_decided(cli) -> None:
     done = cli(
-        "tiny_full_fp8", OPEN, "train.max_steps=3", "eval.samples=false", "train.eval_strategy=no"
-    )
+        "tiny_full_fp8", OPEN, "train.max_steps=2", "train.warmup_steps=0", "eval.samples=false",
+        "train.eval_strategy=no", "train.per_device_train_batch_size=1", "data.max_rows=12",
+    )  # fmt: skip
     assert done.code == 0
     assert "gradient checkpointing: off, memory is enough without" in done.out

@@ -411,7 +411,8 @@ def after_saving(monkeypatch, action):
 SAVING = [
     "train.max_steps=6", "train.save_strategy=steps", "train.save_steps=2", "train.warmup_steps=0",
     "train.save_total_limit=1", "train.logging_steps=1", "train.eval_strategy=no",
-    "checkpoints.first_step=false",
+    "checkpoints.first_step=false", "eval.samples=false", "train.per_device_train_batch_size=2",
+    "data.max_rows=24",
 ]  # fmt: skip
 
 

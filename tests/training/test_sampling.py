@@ -24,7 +24,7 @@ from finetune.training.samples import answer, undisturbed
 
 SHORT = (
     "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",
-    "train.per_device_train_batch_size=2", "data.max_rows=24", "eval.max_new_tokens=12",
+    "train.per_device_train_batch_size=2", "data.max_rows=12", "eval.max_new_tokens=6",
 )  # fmt: skip
 ADAPTERS = (
     *SHORT, "lora.dropout=0.2", "train.gradient_checkpointing=true", "train.save_strategy=steps",

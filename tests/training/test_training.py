@@ -52,6 +52,7 @@ SMALL = (
 
 TRAINING_ALONE = ("train.eval_strategy=no", "eval.samples=false")
 """Less than half the time of a short run, for tests that do not look at evaluation."""
+SMALL_BATCHES = (*TRAINING_ALONE, "train.per_device_train_batch_size=2", "data.max_rows=24")
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +75,7 @@ def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
     """The recipe as it stands, on a small model and a few rows."""
     small = {"gpt2": tiny_gpt2, "bdh": "builtin:bdh_tiny"}
     model = small.get(name.partition("_")[0], "builtin:tiny_llama")
-    overrides = [*SMALL, f"model.name={model}"]
+    overrides = [*SMALL, f"model.name={model}", "eval.max_new_tokens=8"]
     if name.endswith("_bf16"):
         overrides.remove("precision.emulation=allow")
     report = train(load_recipe(name, overrides), out=tmp_path, console=QUIET)
@@ -127,11 +128,11 @@ def test_an_fp8_base_at_rank_32_learns_what_a_bf16_base_does(tmp_path) -> None:
 def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     """Delayed scaling state is stored beside the checkpoint: resuming changes no bit."""
     overrides = [
-        "train.max_steps=8", "train.save_strategy=steps", "train.save_steps=4",
-        "train.logging_steps=1", "data.max_rows=64", *TRAINING_ALONE,
+        "train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2",
+        "train.logging_steps=1", *SMALL_BATCHES,
     ]  # fmt: skip
     whole = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
-    checkpoint = whole.folder / "checkpoints" / "checkpoint-4"
+    checkpoint = whole.folder / "checkpoints" / "checkpoint-2"
     assert (checkpoint / "fp8_scaling.safetensors").is_file()
     overrides.append(f"train.resume_from_checkpoint={checkpoint}")
     resumed = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
@@ -140,7 +141,7 @@ def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key], b[key]) for key in a)
     rows = [json.loads(x) for x in (whole.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 5))
     assert {"loss", "learning_rate", "grad_norm", "tokens_per_s", "precision"} <= rows[2].keys()
     expected = {"run.json", "config.yaml", "metrics.jsonl", "receipt.json", "report.json", "model"}
     assert expected <= {p.name for p in whole.folder.iterdir()}
@@ -148,19 +149,14 @@ def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     again = load_recipe(str(whole.folder / "config.yaml"))
     assert again.name == "tiny_full_fp8"
     assert again.config == load_recipe("tiny_full_fp8", overrides[:-1]).config
+    assert_plain_hugging_face_weights(whole.folder / "model")
 
 
-@pytest.mark.slow
-def test_saved_weights_are_plain_hugging_face_weights(tmp_path) -> None:
+def assert_plain_hugging_face_weights(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    overrides = ["train.max_steps=2", "train.warmup_steps=0", *TRAINING_ALONE]
-    recipe = load_recipe("tiny_full_fp8", overrides)
-    report = train(recipe, out=tmp_path, console=QUIET)
     base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        report.folder / "model", output_loading_info=True
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["unexpected_keys"]
     assert not info["missing_keys"]
     assert model.state_dict().keys() == base.state_dict().keys()
@@ -171,7 +167,7 @@ def test_own_data_file(tmp_path) -> None:
     file = tmp_path / "mine.jsonl"
     rows = [{"question": f"What is {i}?", "answer": f"It is number {i}."} for i in range(24)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    overrides = [f"data.path={file}", "train.max_steps=3", "train.warmup_steps=0", *TRAINING_ALONE]
+    overrides = [f"data.path={file}", "train.max_steps=3", "train.warmup_steps=0", *SMALL_BATCHES]
     report = train(load_recipe("tiny_lora_fp8", overrides), out=tmp_path / "runs", console=QUIET)
     assert report.receipt.status == "proven"
     adapter = Path(report.folder / "model" / "adapter_model.safetensors")
@@ -251,8 +247,8 @@ def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> Non
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(callbacks.MetricsWriter, "on_log", on_log)
-    overrides = ["train.max_steps=8", "train.logging_steps=1", "train.warmup_steps=0"]
-    overrides += TRAINING_ALONE
+    overrides = ["train.max_steps=5", "train.logging_steps=1", "train.warmup_steps=0"]
+    overrides += SMALL_BATCHES
     report = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
     assert report.interrupted
     receipt = json.loads((report.folder / "receipt.json").read_text())
@@ -313,7 +309,7 @@ def test_resuming_under_another_scaling_begins_its_history_anew(tmp_path) -> Non
 def test_odd_file_names(name, tmp_path) -> None:
     rows = [{"text": f"boat number {i} is in the harbour"} for i in range(16)]
     (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    overrides = [f"data.path={tmp_path / name}", "train.max_steps=1"]
+    overrides = [f"data.path={tmp_path / name}", "train.max_steps=1", *SMALL_BATCHES]
     report = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path / "runs", console=QUIET)
     assert not json.loads((report.folder / "report.json").read_text())["proven"], "one step"
 
