@@ -108,7 +108,7 @@ def load_data(
     _refuse_hub_settings(data)
     form = Form(tokenizer, data, vocabulary)
     parts = [_part(one, weight, form, seed, sample) for one, weight in sources]
-    parts = _alike(parts)
+    _refuse_mixed(parts)
     kind, notes = parts[0].kind, list[str]()
     settings: dict[str, Any] = {}
     if kind == "messages":
@@ -122,7 +122,7 @@ def load_data(
         )
     held_out = _held_out(form, parts)
     if held_out is not None:
-        _check_alike(parts, held_out)
+        _refuse_other_eval(parts, held_out)
     train, description = _joined(parts, data, seed)
     if held_out is not None:
         description += f", {len(held_out):,} eval rows"
@@ -222,12 +222,8 @@ def _held_out(form: Form, parts: Sequence[_Part]) -> Dataset | None:
 # ---------------------------------------------------------------------------------------- mixture
 
 
-def _alike(parts: list[_Part]) -> list[_Part]:
-    """Parts in one format.
-
-    Raises:
-        DataError: they are in several, so that the loss would be on different parts of rows.
-    """
+def _refuse_mixed(parts: list[_Part]) -> None:
+    """Refuse sources in several formats: the loss would be on different parts of rows."""
     kinds = {part.kind: part for part in parts}
     columns = {frozenset(part.train.column_names) - BESIDE for part in parts}
     if len(columns) > 1:
@@ -238,10 +234,9 @@ def _alike(parts: list[_Part]) -> list[_Part]:
             why="one run has one kind of rows: the loss is on the same parts of each",
             fix="bring them into one, such as messages, or rename columns (data.columns)",
         )
-    return parts
 
 
-def _check_alike(parts: Sequence[_Part], held_out: Dataset) -> None:
+def _refuse_other_eval(parts: Sequence[_Part], held_out: Dataset) -> None:
     """Refuse eval rows whose loss would be on other parts of a row than that of training."""
     trained, found = ({*rows.column_names} - BESIDE for rows in (parts[0].train, held_out))
     if trained - {"labels"} != found - {"labels"}:

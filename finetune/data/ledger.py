@@ -249,8 +249,10 @@ class AccountedTrainer(SFTTrainer):
             tokenized = tokenized.map(_only_trained_turns, **processes)
         tokenizer, found = self._tokenizer, None
         if held:
+            # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
+            stops = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
             found = account(
-                tokenized, args, packing=packing, stops=_stops(tokenizer),
+                tokenized, args, packing=packing, stops=stops,
                 blank=lambda token: not str(tokenizer.decode([token])).strip(),
                 vocabulary=self.vocabulary,
             )  # fmt: skip
@@ -373,11 +375,6 @@ def count(rows: Rows, args: Any, tokenizer: Any) -> CountedRows:
     if args.packing:
         prepared = prepare(held, tokenizer, args, False, None, "train")
     return CountedRows(rows, prepared, ledger, tokenizer)
-
-
-def _stops(tokenizer: Any) -> set[int]:
-    """Ids that end an answer: the tokenizer's own, and its marks of turns (`<|im_end|>`)."""
-    return {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
 
 
 def nothing_trained(found: Ledger, name: str) -> DataError:

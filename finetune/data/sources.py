@@ -18,6 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,8 +197,12 @@ def files_of(given: str, setting: str) -> Source:
     for file in files:
         if file.stat().st_size == 0:
             raise DataError(f"{file.name} is empty", where=where, fix=ADD_ROWS)
-        if file.suffix == ".zst":
-            _needs_zstandard(where)
+        if file.suffix == ".zst" and find_spec("zstandard") is None:
+            raise DataError(
+                "files with .zst need the package zstandard",
+                where=where,
+                fix="pip install zstandard, or compress them with gzip",
+            )
     return Source(given, setting, tuple(files), LOADERS[kinds[0]])
 
 
@@ -233,17 +238,6 @@ def _not_found(path: Path, where: str) -> DataNotFoundError:
         fix="give a JSONL, JSON, CSV, Parquet or text file, a folder or a glob, absolute or "
         "relative to this folder",
     )
-
-
-def _needs_zstandard(where: str) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("zstandard") is None:
-        raise DataError(
-            "files with .zst need the package zstandard",
-            where=where,
-            fix="pip install zstandard, or compress them with gzip",
-        )
 
 
 # ---------------------------------------------------------------------------------------- reading

@@ -106,13 +106,18 @@ def begin(model: Any, config: RunConfig, folder: Path | None = None) -> None:
         model: with adapters as PEFT made them, and the base as it is stored.
         folder: of an adapter that was trained from the same beginning.
     """
+    from finetune.training.model import load_model
+
     if not reads_base(config):
         return
     lora = config.lora or LoraSection()
     began = _began(folder, lora.r) if folder is not None else {}
     layers = _adapted(model)
     is_stored = any(stored_as(layer.get_base_layer()) for layer in layers.values())
-    original = _original(config) if is_stored and _has_original(config) else None
+    original = None
+    if is_stored and _has_original(config):
+        plain = config.model.model_copy(update={"storage": None, "attention": None})
+        original = load_model(plain)
     initial = {}
     for name, layer in layers.items():
         base, s = layer.get_base_layer(), layer.scaling[ADAPTER]
@@ -123,7 +128,12 @@ def begin(model: Any, config: RunConfig, folder: Path | None = None) -> None:
             initial[name] = Factors(torch.zeros_like(a), torch.zeros_like(b))
             continue
         if folder is not None and name not in began:
-            raise _foreign(folder, name)
+            raise ConfigError(
+                "the adapter was saved by a run with another initialization",
+                where=f"{folder}: {name}",
+                why="it does not say what was taken out of the base at the beginning",
+                fix="take the value of lora.init_lora_weights that it was trained with",
+            )
         found = began.get(name) or _factors(lora, w, now, s, config.train.get("seed", 42))
         a.data.copy_(found.a)
         b.data.copy_(found.b)
@@ -175,12 +185,6 @@ def _has_original(config: RunConfig) -> bool:
         return False
     text = load_shape(config.model).get_text_config(decoder=True)
     return getattr(text, "quantization_config", None) is None
-
-
-def _original(config: RunConfig) -> nn.Module:
-    from finetune.training.model import load_model
-
-    return load_model(config.model.model_copy(update={"storage": None, "attention": None}))
 
 
 def matrix_of(layer: Any) -> Tensor:
@@ -266,12 +270,3 @@ def _began(folder: Path, r: int) -> dict[str, Factors]:
         if key == _keys(name)[0] and len(a) == 2 * r:
             began[name] = Factors(-a[r:], tensors[_keys(name)[1]][:, r:])
     return began
-
-
-def _foreign(folder: Path, name: str) -> ConfigError:
-    return ConfigError(
-        "the adapter was saved by a run with another initialization",
-        where=f"{folder}: {name}",
-        why="it does not say what was taken out of the base at the beginning",
-        fix="take the value of lora.init_lora_weights that it was trained with",
-    )

@@ -100,7 +100,7 @@ def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) ->
         signature = inspect.signature(original)
 
         def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-            session.before_accelerator()
+            session.references.patch_trainers(patches)
             given = signature.bind(accelerator, *args, **kwargs).arguments
             _refuse_conflicts(given, precision)
             given["mixed_precision"] = AUTOCAST[precision.compute]

@@ -96,10 +96,6 @@ class Session:
 
     # -------------------------------------------------------------------------------- preparation
 
-    def before_accelerator(self) -> None:
-        """Called before an `Accelerator` is built, by a trainer as a rule."""
-        self.references.patch_trainers(self.patches)
-
     def prepare_models(self, models: Sequence[nn.Module], *, evaluation: bool = False) -> None:
         """Convert models that Accelerate is about to prepare; `evaluation`: none of them trains."""
         for model in sorted(models, key=multiplies, reverse=True):
