@@ -7,12 +7,12 @@ torch; checking the `train` section imports trl, and can be left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
 from finetune.config.paths import find_recipe
@@ -201,13 +201,11 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     return Recipe(name, source, config.model_copy(update={"train": train}))
 
 
-def _section_fields(at: KeyPath) -> Iterable[str]:
-    model: type[BaseModel] = RunConfig
-    for key in at:
-        annotation = model.model_fields[key].annotation
-        args = getattr(annotation, "__args__", (annotation,))
-        model = next(a for a in args if isinstance(a, type) and issubclass(a, BaseModel))
-    return model.model_fields
+def _fields_of(section: str) -> dict[str, Any]:
+    """Fields of a section, whose annotation may be optional."""
+    annotation: Any = RunConfig.model_fields[section].annotation
+    kinds = (annotation, *getattr(annotation, "__args__", ()))
+    return next(kind for kind in kinds if isinstance(kind, type)).model_fields
 
 
 def _first_problem(error: ValidationError, where: Any) -> ConfigError:
@@ -217,7 +215,7 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     at = tuple(str(part) for part in first["loc"])
     dotted = ".".join(at[:2])  # what follows are list indices and members of unions
     if first["type"] == "extra_forbidden":
-        known = list(_section_fields(at[:-1]))
+        known = list(SECTIONS if len(at) == 1 else _fields_of(at[0]))
         replacement = in_recipe(at[-1], first["input"])
         kind = f"section {at[-1]!r}" if len(at) == 1 else f"key {at[-1]!r} in section {at[0]!r}"
         return ConfigError(
@@ -253,9 +251,7 @@ def _usual(at: KeyPath, problem: Any) -> str:
         return f"{'.'.join(at)}=[{problem['input']}]"
     if len(at) == 1:
         return f"write {at[0]}.key=value for each key of the section"
-    section: Any = RunConfig.model_fields[at[0]].annotation
-    parts = (section, *getattr(section, "__args__", ()))
-    field = next(part for part in parts if isinstance(part, type)).model_fields[at[1]]
+    field = _fields_of(at[0])[at[1]]
     if field.is_required():
         return f"{'.'.join(at[:2])} is a {field.description}"
     return f"~{'.'.join(at[:2])} takes the default, {field.default}"

@@ -293,10 +293,8 @@ def _check_json(source: Source, lines: int | None) -> None:
 
 def _unreadable(source: Source, error: BaseException) -> DataError:
     name = Path(source.label).name
-    where, why = (
-        source.label,
-        (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0],
-    )
+    where = source.label
+    why = (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
     if source.loader == "json":
         where, why = next(_broken_lines(source.files), (where, why))
     return DataError(

@@ -30,6 +30,7 @@ PyTorch notes on numerical accuracy, `torch.backends.*.fp32_precision`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -107,16 +108,15 @@ def refuse_vanished_scale(scale: float, skipped: int) -> None:
 EXACT = "ieee"
 
 
+_ROUNDING = (
+    *("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
+    *("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
+)
+"""Parts of `torch.backends` that may round float32 operands."""
+
+
 def _settings() -> dict[str, Any]:
-    b = torch.backends
-    return {
-        "cuda.matmul": b.cuda.matmul,
-        "cudnn.conv": b.cudnn.conv,
-        "cudnn.rnn": b.cudnn.rnn,
-        "mkldnn.matmul": b.mkldnn.matmul,
-        "mkldnn.conv": b.mkldnn.conv,
-        "mkldnn.rnn": b.mkldnn.rnn,
-    }
+    return {name: attrgetter(name)(torch.backends) for name in _ROUNDING}
 
 
 def in_force() -> dict[str, str]:

@@ -252,9 +252,7 @@ def _on_cuda(
         more["scale"] = scale
     else:
         q = q * (scale * q.shape[-1] ** 0.5)
-    if (
-        "enable_gqa" in _TAKES
-    ):  # 2.13 refuses grouped heads without it; before there was no such word
+    if "enable_gqa" in _TAKES:  # 2.13 refuses grouped heads without it; earlier ones lack it
         more["enable_gqa"] = q.shape[1] != k.shape[1]
     short = q.shape[-1] - v.shape[-1]  # multi-head latent attention: values are narrower
     wide = F.pad(v, [0, short]) if short else v
@@ -305,10 +303,8 @@ def varlen_mask(
         )  # fmt: skip
     if allow_is_causal_skip:
         return None
-    row, here = (
-        torch.arange(batch_size, device=device)[:, None],
-        torch.arange(q_length, device=device),
-    )
+    row = torch.arange(batch_size, device=device)[:, None]
+    here = torch.arange(q_length, device=device)
     # A token that does not see its predecessor is the first of its document.
     sees = mask_function(row, torch.zeros_like(row), here[None], (here - 1).clamp(min=0)[None])
     return ~(sees & (here > 0)).expand(batch_size, -1)
