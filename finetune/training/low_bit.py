@@ -64,7 +64,7 @@ def forget_overrides() -> None:
 def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
     """Run the update of a torchao optimizer without `torch.compile`; returns a function to end it.
 
-    Global hooks run before these: an error raised by the proof leaves nothing behind.
+    These hooks run inside of the global ones: an error of the proof leaves nothing behind.
     """
 
     def before(*_: Any) -> None:
