@@ -89,14 +89,26 @@ FORETOLD = (
 """Files with tests of what a receipt says of expected memory."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_rehearsal_of_shared_runs(request):
+    """As the next one, for fixtures of a module, which are made before those of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        _rehearse_nothing(request, patch)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_rehearsal_of_runs(request, monkeypatch):
     """A run's memory is predicted by a rehearsal of seconds, which few tests of runs are about."""
+    _rehearse_nothing(request, monkeypatch)
+
+
+def _rehearse_nothing(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> None:
     if {
         "finetune.api",
         "finetune.training.trainer",
     } & sys.modules.keys() and request.module.__name__.split(".")[-1] not in FORETOLD:
-        monkeypatch.setattr("finetune.estimator.gate.MemoryForecast.predicted", lambda *_: {})
+        patch.setattr("finetune.estimator.gate.MemoryForecast.predicted", lambda *_: {})
 
 
 @pytest.fixture(scope="session")
