@@ -312,11 +312,7 @@ class FsdpSettings:
 
 
 def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
-    """Settings of a `train` section, whose keys may begin with `fsdp_`.
-
-    Raises:
-        ConfigError: `fsdp_config` names a file that is not there or no JSON.
-    """
+    """Settings of a `train` section, or of the JSON file that it names, with `fsdp_` or without."""
     given = train.get("fsdp_config") or {}
     if isinstance(given, str):
         try:

@@ -86,11 +86,7 @@ def _build(
 
 
 def read_text(source: Path) -> str:
-    """The text of a recipe or another file of ours.
-
-    Raises:
-        ConfigError: the file cannot be read, is too large or not UTF-8; with file and line.
-    """
+    """The text of a recipe or another file of ours; a `ConfigError` names file and line."""
     try:
         with source.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)

@@ -321,13 +321,7 @@ def _not_formatted(name: str, error: BaseException, step: int | None = None) -> 
 
 @dataclass(frozen=True)
 class CountedRows:
-    """Rows of a recipe, tokenized and cut as for training, without a model.
-
-    Attributes:
-        rows: as loaded.
-        prepared: columns `input_ids` and `labels`; not packed.
-        ledger: counts, packing included.
-    """
+    """Rows of a recipe, and `prepared`: tokenized and cut as for training, not packed."""
 
     rows: Rows
     prepared: Dataset

@@ -47,9 +47,7 @@ class Source:
     """Files of one kind, or a part of a hub data set.
 
     Attributes:
-        label: as it was given.
-        where: the setting that names it.
-        files: files in the order of their names; none of a hub data set.
+        label, where: as it was given, and the setting that names it.
         loader: name of the reader in `datasets`; `saved`: a folder by `Dataset.save_to_disk`.
         hub: name, subset and split on the hub.
     """
@@ -135,11 +133,7 @@ def _has_text(row: dict[str, Any]) -> bool:
 
 
 def sources_of(data: DataConfig) -> list[tuple[Source, float | None]]:
-    """Sources of the training rows and their weights (None: all of it, once).
-
-    Raises:
-        DataError, DataNotFoundError: a file is missing, empty, or of a kind that cannot be read.
-    """
+    """Sources of the training rows and their weights (None: all of it, once)."""
     if data.path is not None:
         return [(files_of(path, "data.path"), weight) for path, weight in data.sources.items()]
     assert data.name is not None

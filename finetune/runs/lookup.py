@@ -77,11 +77,7 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read_run(folder: Path | str) -> Run:
-    """The run in a folder.
-
-    Raises:
-        ConfigError: it is no run folder; names the nearest run.
-    """
+    """The run in a folder; if it is none, a `ConfigError` names the nearest run."""
     folder = user_path(folder)
     if is_run(folder):
         return Run(folder)

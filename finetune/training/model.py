@@ -24,11 +24,7 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 def is_published_fp8(shape: PretrainedConfig) -> bool:
-    """True if the configuration describes FP8 weights, ours or published ones.
-
-    Raises:
-        StorageNotComputeError: FP8 in an unknown layout.
-    """
+    """True if the configuration describes FP8 weights, ours or published ones."""
     if getattr(shape.get_text_config(decoder=True), "quantization_config", None) is None:
         return False
     from finetune.storage.loading import holds_fp8

@@ -178,7 +178,7 @@ def first_found(finding: Finding | None) -> Finding | None:
 
 
 def advise(finding: Finding | None, plan: PrecisionPlan | None, checkpoint: Path | None) -> str:
-    """Advice for a first failure (None: a repeated step showed none) from the newest checkpoint."""
+    """Advice for a first failure (None: a repeated step showed none)."""
     again = "start again (no checkpoint was saved yet)"
     if checkpoint:
         again = f"go on with train.resume_from_checkpoint={checkpoint}"
