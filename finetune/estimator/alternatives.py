@@ -8,7 +8,7 @@ than either time (`scatter_ratio` of the efficiency table).
     stock            BF16, attention under a mask, adapters as PEFT has them, nothing compiled,
                      gradient checkpointing
     a rung each      documents without a mask, fused adapters, compiled layers, no checkpointing
-    the run itself   its low precision
+    the run itself   its low precision, and then its output head in FP8
 
 Only settings that the run has make a rung. Each rung has all before it, so that gains multiply to
 the run's. A rung is rehearsed with two layers, once, so that an answer takes seconds. With t(n) the
@@ -230,6 +230,10 @@ class _Setting(NamedTuple):
     stock: dict[str, dict[str, Any]]
 
 
+IN_LOW = "precision.compute=fp8"
+"""Setting of the rung above the run's BF16 twin."""
+
+
 @dataclass(frozen=True)
 class Rung:
     """Speed of all devices with a setting and those before it; `gain` is over the rung before."""
@@ -261,8 +265,8 @@ def ladder_of(measured: Measured, twin: Alternative | None) -> tuple[Rung, ...]:
     seen: dict[str, Rehearsal] = {}
     try:
         for number in range(len(settings)):
-            last = number == len(settings) - 1
-            if last and _is_low(measured) and twin and twin.measured and twin.pace:
+            is_twin = settings[number].typed == IN_LOW
+            if is_twin and twin and twin.measured and twin.pace:
                 speeds.append(twin.pace.tokens_per_s * measured.place.count)
                 continue
             config = measured.config
@@ -313,7 +317,11 @@ def _settings(measured: Measured) -> Iterator[_Setting]:
         kept |= {"compile": "on"} if measured.compiled else {}
         # first among what is set back, so that settings of FP8 do not contradict the others
         stock = {"precision": {**in_bf16(config), **kept}}
-        yield _Setting(measured.resolution.label, "precision.compute=fp8", stock)
+        yield _Setting(measured.resolution.label, IN_LOW, stock)
+        if precision.map.get("output") == "fp8":
+            others = {part: kind for part, kind in precision.map.items() if part != "output"}
+            stock = {"precision": {"map": others}}
+            yield _Setting("FP8 output head", "precision.map.output=fp8", stock)
 
 
 def _tokens_per_s(config: RunConfig, run: Measured, seen: dict[str, Rehearsal]) -> float:

@@ -15,18 +15,22 @@ from finetune.estimator.place import place_of
 @pytest.mark.slow
 @pytest.mark.long
 def test_gains_multiply_to_the_run() -> None:
-    """Each setting that the run has is a rung; the last but one is its BF16 twin."""
-    changes = ("train.packing=true", "train.max_length=512", "train.per_device_train_batch_size=4")
+    """Each setting that the run has is a rung; the one before FP8 is its BF16 twin."""
+    changes = (
+        "train.packing=true", "train.max_length=512", "train.per_device_train_batch_size=4",
+        "precision.map.output=fp8",
+    )  # fmt: skip
     run = measure_well(load_recipe("tiny_lora_fp8", changes).config, place_of("H100"))
     twin = twin_of(run)
     rungs = ladder_of(run, twin)
     assert [rung.typed.partition("=")[0] for rung in rungs] == [
         "", "model.attention", "precision.fused_adapters", "precision.compile",
         "train.gradient_checkpointing", "precision.compute",
+        "precision.map.output",
     ]  # fmt: skip
     assert twin is not None
     assert twin.pace is not None
-    assert rungs[-2].tokens_per_s == twin.pace.tokens_per_s
+    assert rungs[-3].tokens_per_s == twin.pace.tokens_per_s
     assert rungs[-1].tokens_per_s == run.tokens_per_s
     whole = math.prod(rung.gain for rung in rungs)
     assert math.isclose(whole * rungs[0].tokens_per_s, rungs[-1].tokens_per_s)
