@@ -31,7 +31,9 @@ JOINED = {"forward": 11, "backward": 22}
 """GEMMs of the seven adapters of a layer."""
 
 
-def compiled(run: Any, found: list[tuple[str, torch.fx.Graph]], *, joins: bool) -> Any:
+def compiled(
+    run: Any, found: list[tuple[str, torch.fx.Graph]], *, joins: bool, dynamic: bool = False
+) -> Any:
     """`run` compiled as far as AOTAutograd's partition, and its graphs run node by node."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -55,7 +57,7 @@ def compiled(run: Any, found: list[tuple[str, torch.fx.Graph]], *, joins: bool) 
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
     torch._dynamo.reset()
-    return torch.compile(run, backend=backend, fullgraph=True)
+    return torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def gemms(graph: torch.fx.Graph, rank: int = 8 * 3) -> int:
@@ -98,14 +100,20 @@ def step(layer: nn.Module, run: Any, checkpointed: bool = False) -> dict[str, Te
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
 @pytest.mark.parametrize(
-    ("precision", "checkpointed"),
-    [*((name, False) for name in PRECISIONS), ("fp8", True), ("bf16", True)],
+    ("precision", "checkpointed", "dynamic"),
+    [
+        *((name, False, False) for name in PRECISIONS),
+        ("fp8", True, False),
+        ("bf16", True, False),
+        ("bf16", False, True),
+    ],
 )
-def test_siblings_are_multiplied_together(make_llama, precision, checkpointed) -> None:
+def test_siblings_are_multiplied_together(make_llama, precision, checkpointed, dynamic) -> None:
     layer = decoder_layer(make_llama, PRECISIONS[precision])
     apart, joined = [], []
-    separate = step(layer, compiled(layer, apart, joins=False), checkpointed)
-    together = step(layer, compiled(layer, joined, joins=True), checkpointed)
+    before = compiled(layer, apart, joins=False, dynamic=dynamic)
+    separate = step(layer, before, checkpointed)
+    together = step(layer, compiled(layer, joined, joins=True, dynamic=dynamic), checkpointed)
     counts = {name: gemms(graph) for name, graph in joined}
     assert {name: gemms(graph) for name, graph in apart} == SEPARATE
     assert counts == JOINED
