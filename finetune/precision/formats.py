@@ -19,7 +19,6 @@ al., "FP8 Formats for Deep Learning" (2022); Open Compute Project, OFP8 1.0 and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -135,42 +134,43 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
     return decode(codes).div_(scale).to(dtype)
 
 
-_GOLDEN = -7046029254386353131
+GOLDEN = -7046029254386353131
 """2^64 divided by the golden ratio, as a signed number: well mixed bits."""
 _HASHED = 2**22
 """Numbers hashed at a time: hashing has a temporary of the size of what it reads."""
 
 
-def row_hashes(w: Tensor, mix: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def row_hashes(w: Tensor) -> Tensor:
     """Hash of the bits of each row of a matrix (or column, by memory layout), int64 [R].
 
         h[r] = Σ_c bits[r, c] · m[c]  mod 2^64,   m[c] = c · golden | 1
 
     Odd factors, so that every change of one number shows; a factor per column, so that exchanged
     columns show, which plain sums may miss (in an identity matrix they are all equal).
-
-    Args:
-        mix: `mix_bits`, or the same compiled.
     """
+    bits = row_bits(w)
+    return (bits * (torch.arange(bits.shape[1], device=bits.device) * GOLDEN | 1)).sum(1)
+
+
+def row_bits(w: Tensor) -> Tensor:
+    """Bits of the rows of a matrix (or columns, by memory layout), as integers."""
     rows = w if w.is_contiguous() else w.t().contiguous()
     size, start = rows.element_size(), rows.storage_offset()
     # Eight bytes at a time if they fill a row: fewer numbers to add.
     aligned = not (rows.shape[1] * size % 8 or start * size % 8)
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return (mix or mix_bits)(rows.view(torch.int64 if aligned else kinds[size]))
-
-
-def mix_bits(bits: Tensor) -> Tensor:
-    """The sums of `row_hashes`, of integers [R, C]."""
-    return (bits * (torch.arange(bits.shape[1], device=bits.device) * _GOLDEN | 1)).sum(1)
+    return rows.view(torch.int64 if aligned else kinds[size])
 
 
 @torch.no_grad()
-def matrix_hash(w: Tensor, mix: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Hash of the bits of a matrix, an int64 scalar; some rows at a time, to save memory."""
+def matrix_hash(w: Tensor) -> Tensor:
+    """Hash of the bits of a matrix, an int64 scalar: that of its rows' hashes.
+
+    Some rows at a time, to save memory.
+    """
     rows = w.t() if w.t().is_contiguous() else w.contiguous()
     parts = rows.split(max(_HASHED // rows.shape[1], 1))
-    return row_hashes(torch.cat([row_hashes(part, mix) for part in parts])[None])[0]
+    return row_hashes(torch.cat([row_hashes(part) for part in parts])[None])[0]
 
 
 # ------------------------------------------------------------------------------------------ scales

@@ -26,7 +26,7 @@ from finetune.precision.backends.cached import (
     compiled_once,
 )
 from finetune.precision.backends.torchao import quantize_weight
-from finetune.precision.formats import matrix_hash, mix_bits, row_hashes
+from finetune.precision.formats import row_hashes
 from finetune.precision.scaling import BlockwiseRule, MxRule, NvRule, RowwiseRule, TensorwiseRule
 from finetune.training import session
 from tests.conftest import batch, reads_a_master, slow_but
@@ -205,7 +205,7 @@ CAST = [((32, 64), TENSORWISE, False), ((32, 64), AXISWISE, True), ((48, 32), AX
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cases", slow_but([CAST[::2]], [CAST[::2], CAST], pytest.mark.long))
-def test_the_compiled_cast_and_hash_have_the_same_bits(cases) -> None:
+def test_the_compiled_cast_has_the_same_bits(cases) -> None:
     """As they run on GPUs, by Inductor's kernels for a CPU here; each compilation takes seconds."""
     torch.manual_seed(0)
     for shape, granularity, dgrad in cases:  # the last one of any shape, as a second shape is
@@ -216,7 +216,6 @@ def test_the_compiled_cast_and_hash_have_the_same_bits(cases) -> None:
         for a, b in zip(plain, fused, strict=True):
             assert torch.equal(a.float(), b.float())
             assert a.stride() == b.stride()
-    assert torch.equal(matrix_hash(w, compiled_once(mix_bits)), matrix_hash(w))
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
-from finetune.precision.formats import matrix_hash, mix_bits
+from finetune.precision.kernels.operators import hash_weight
 from finetune.precision.passes import Passes, feed
 from finetune.precision.planner import LayerPlan
 from finetune.precision.swap import weight_matrix
@@ -79,7 +79,7 @@ class WeightCache(Generic[T]):
     """Codes of the weights of an engine.
 
     Attributes:
-        fused: True if hashes on a GPU are computed by a compiled function, in one reading.
+        fused: True if a compiled function casts, in two readings.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class WeightCache(Generic[T]):
         if entry is None:
             # A graph that still waits for its backward keeps the codes that it was made with.
             kept = w.detach()
-            entry = _Entry(kept, w._version, step, self._hash(kept), self.passes.number)
+            entry = _Entry(kept, w._version, step, hash_weight(kept), self.passes.number)
             self._entries[address] = entry
         entry.used_in = self.passes.number
         if way not in entry.codes:
@@ -141,13 +141,10 @@ class WeightCache(Generic[T]):
             return
         device = current[0][1].bits.device
         before = torch.stack([e.bits.to(device) for _, e in current])
-        now = torch.stack([self._hash(e.weight).to(device) for _, e in current])
+        now = torch.stack([hash_weight(e.weight).to(device) for _, e in current])
         for (key, _), same in zip(current, (before == now).tolist(), strict=True):
             if not same:
                 del self._entries[key]
-
-    def _hash(self, w: Tensor) -> Tensor:
-        return matrix_hash(w, compiled_once(mix_bits) if self.fused and w.is_cuda else None)
 
 
 @functools.cache
