@@ -8,7 +8,7 @@
     copy        casts, clones, transposes, concatenations, fills
     gather      rows picked by index (embedding, its backward), not the whole table
     optimizer   weight update
-    cast        cast or transpose that no compiler fuses: of FP8 codes, of adapters together
+    cast        what no compiler fuses: transposes, casts of adapters; of weights, which reads twice
     dequantize  packed 4-bit or 8-bit codes to 16-bit weights
     none        views, allocations, synchronizations: no kernel
 
@@ -88,7 +88,7 @@ _GATHERS = words(
     "_unsafe_index _index_put_impl_ scatter scatter_ scatter_add scatter_add_ index_add "
     "index_add_ index_copy_"
 )
-_CASTS = words("cast_rows transpose_codes cast_together")
+_CASTS = words("cast_rows transpose_codes cast_together cast_weight hash_weight")
 _NONE = words(
     "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
     "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "
@@ -221,7 +221,7 @@ def is_backward_attention(op: Op) -> bool:
 def traffic(op: Op) -> tuple[float, float]:
     """(bytes read, bytes written) of one eager kernel."""
     kind, name = kind_of(op), base_name(op)
-    read = float(sum(operand.nbytes for operand in op.inputs))
+    read = float(sum(x.nbytes for x in op.inputs)) * (2 if name == "cast_weight" else 1)
     written = float(sum(operand.nbytes for operand in op.outputs))
     if kind == "none":
         return 0.0, 0.0

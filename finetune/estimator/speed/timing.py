@@ -4,6 +4,9 @@ For g micro-batches (gradient accumulation):
 
     step = g x (forward + backward) + optimizer + exposed communication
 
+Weights cast once per optimizer step (`precision.fp8_params`) count with the optimizer; the hash of
+each is taken with the cast, and compared before each later forward pass: g times.
+
 Compiled decoder layers (`precision.compile`) run with their pointwise chains fused. With
 `train.fsdp` each micro-batch gathers the weights of each group in forward and in backward, the last
 one also reduces gradients, and the update covers one GPU's shards in their stored dtype. Without it
@@ -45,6 +48,7 @@ from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
 from finetune.estimator.place import Place
 from finetune.estimator.speed.calibration import calibrated_roofline, load_calibration
+from finetune.estimator.speed.kernels import base_name
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
@@ -142,7 +146,9 @@ def pace_of_one(
 
     step, update = trace.since("step"), trace.since("optimizer")
     micro = step[: len(step) - len(update)]
-    batch, once = timed(micro), timed(update)
+    kept = [op for op in micro if base_name(op) == "cast_weight"]  # until the next update
+    micro = [op for op in micro if base_name(op) != "cast_weight"]
+    batch, once = timed(micro), timed([*update, *kept])
     classes = {name: value * batches for name, value in batch.by_class.items()}
     for name, value in once.by_class.items():
         classes[name] = classes.get(name, 0.0) + value

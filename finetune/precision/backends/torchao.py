@@ -195,6 +195,34 @@ def quantize_weight(
     return to_fp8_saturated(w.float() * scale, dtype).t(), scale.t() if scale.dim() else scale
 
 
+# An operator: one result of a weight for dispatch modes, such as the estimator's trace.
+_library = torch.library.Library("finetune", "FRAGMENT")
+_library.define(
+    "cast_weight(Tensor w, ScalarType dtype, bool rowwise, bool pow2, bool for_dgrad, bool fused) "
+    "-> (Tensor, Tensor)"
+)
+
+
+def _cast_weight(
+    w: Tensor, dtype: torch.dtype, rowwise: bool, pow2: bool, for_dgrad: bool, fused: bool
+) -> tuple[Tensor, Tensor]:
+    granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
+    quantize = compiled_once(quantize_weight) if fused else quantize_weight
+    return quantize(w, dtype, granularity, pow2, for_dgrad=for_dgrad)
+
+
+def _empty_cast(
+    w: Tensor, dtype: torch.dtype, rowwise: bool, pow2: bool, for_dgrad: bool, fused: bool
+) -> tuple[Tensor, Tensor]:
+    n, k = w.shape
+    shape = ((k, 1) if for_dgrad else (1, n)) if rowwise else ()
+    return torch.empty_like(w, dtype=dtype).t(), w.new_empty(shape, dtype=torch.float32)
+
+
+_library.impl("cast_weight", _cast_weight, "CompositeExplicitAutograd")
+_library.impl("cast_weight", _empty_cast, "Meta")
+
+
 class TorchaoMixin(Fp8Mixin):
     """Forward of a linear layer that torchao multiplies."""
 
@@ -242,7 +270,6 @@ class TorchaoBackend(CachedBackend):
         """Numbers and scale for fprop and for dgrad, None where a GEMM has none of its own."""
         config, found = self.config, list[Any]()
         fused = cache.fused and w.is_cuda  # on CPUs compiling takes longer than it saves
-        quantize = compiled_once(quantize_weight) if fused else quantize_weight
         for cast in (config.cast_config_weight, config.cast_config_weight_for_grad_input):
             assert cast is not None  # Float8LinearConfig fills it in
             assert cast.target_dtype is not None
@@ -250,12 +277,9 @@ class TorchaoBackend(CachedBackend):
             if off or (dgrad and (_one_cast(config) or not torch.is_grad_enabled())):
                 found += [None, None]
                 continue
-            how = cast.target_dtype, cast.scaling_granularity, config.round_scales_to_power_of_2
-            found += cache.get(
-                w,
-                dgrad,
-                lambda w, how=how, dgrad=dgrad: quantize(w, *how, for_dgrad=dgrad),
-            )
+            rowwise = cast.scaling_granularity is ScalingGranularity.AXISWISE
+            how = cast.target_dtype, rowwise, config.round_scales_to_power_of_2, dgrad, fused
+            found += cache.get(w, dgrad, lambda w, how=how: torch.ops.finetune.cast_weight(w, *how))
         return tuple(found)
 
     def effective(self) -> dict[str, Any]:
