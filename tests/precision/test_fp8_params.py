@@ -29,7 +29,7 @@ from finetune.precision.backends.torchao import quantize_weight
 from finetune.precision.formats import row_hashes
 from finetune.precision.scaling import BlockwiseRule, MxRule, NvRule, RowwiseRule, TensorwiseRule
 from finetune.training import session
-from tests.conftest import batch, reads_a_master, slow_but
+from tests.conftest import batch, reads_a_master
 
 RULES = (TensorwiseRule, RowwiseRule, BlockwiseRule, MxRule, NvRule)
 ENGINES = ("emulated", "torchao")
@@ -198,16 +198,12 @@ def test_compiled_layers_read_codes_alone(
     assert not any(map(reads_a_master, captured))
 
 
-CAST = [((32, 64), TENSORWISE, False), ((32, 64), AXISWISE, True), ((48, 32), AXISWISE, False)]
-"""Shapes and granularities, and if for the input gradient."""
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("cases", slow_but([CAST[::2]], [CAST[::2], CAST], pytest.mark.long))
-def test_the_compiled_cast_has_the_same_bits(cases) -> None:
+def test_the_compiled_cast_has_the_same_bits() -> None:
     """As they run on GPUs, by Inductor's kernels for a CPU here; each compilation takes seconds."""
     torch.manual_seed(0)
+    cases = (((32, 64), TENSORWISE, False), ((32, 64), AXISWISE, True), ((48, 32), AXISWISE, False))
     for shape, granularity, dgrad in cases:  # the last one of any shape, as a second shape is
         w = torch.randn(shape, dtype=torch.bfloat16)
         given = w, torch.float8_e4m3fn, granularity, granularity is AXISWISE
