@@ -347,7 +347,8 @@ class _Advisor:
         for pick in sorted(picks, key=self._worth, reverse=True):
             number = picks.index(pick)
             before, after = picks[:number], picks[number + 1 :]
-            if self._fits([*before, *after]):
+            # At the edge a run may fit by its first layers, and not as a whole: one pick stays.
+            if (before or after) and self._fits([*before, *after]):
                 if self._worth(pick) > (0, -FREE):
                     picks = [*before, *after]
             elif pick.index:

@@ -33,9 +33,8 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         )
     if on_gpu and measured.compiled:
         notes.append(
-            "compiled layers are rehearsed uncompiled, and then divided between forward and "
-            "backward as torch.compile does: memory is at most this, since fused chains make no "
-            "temporaries"
+            "compiled layers are rehearsed uncompiled, then fused and divided between forward and "
+            "backward by torch.compile's rules: no compiled step was run"
         )
     if measured.resolution.reason.startswith("Transformer Engine, taken"):
         notes.append(

@@ -241,7 +241,7 @@ def on(monkeypatch):
     """A function that pretends a device, all of whose memory is free."""
 
     def pretend(device):
-        for module in ("finetune.hardware.device", "finetune.training.trainer"):
+        for module in ("finetune.training.trainer", "finetune.hardware.device"):  # imports first
             monkeypatch.setattr(f"{module}.this_device", lambda: device)
         monkeypatch.setattr("finetune.estimator.gate.available_gib", lambda d: d.memory_gib)
 

@@ -254,6 +254,17 @@ def test_advice_is_the_same_twice(run):
 
 
 @pytest.mark.long
+def test_a_run_at_the_edge_keeps_one_change(run):
+    """Its first layers fit without any, the whole does not: fragments are more than they show."""
+    measured = measured_once(run("tiny_full_bf16"), place_of("4090"))
+    fragments = dataclasses.replace(measured.footprint, fragments=24 << 30)
+    found = advise(dataclasses.replace(measured, footprint=fragments))
+    assert found.fit != "fits"
+    assert found.together is not None
+    assert found.together.change
+
+
+@pytest.mark.long
 def test_where_nothing_helps_it_says_so(run):
     _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=0.9))
     assert found.together is None

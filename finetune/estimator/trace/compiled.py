@@ -21,19 +21,20 @@ backward computes again what it needs and no more: not the layer's last GEMM. (F
 checkpointing wraps the layer, and computes all of it again; that is not modeled.)
 
 In the resulting trace, backward repeats what it needs and storages live as long as the split says.
-Temporaries inside a fused kernel are left in, so memory is at most this.
+What only one fused kernel makes and reads is never in memory, and what that kernel reads stays
+until its last operator: g · f in float32 on the way to codes of g is not there, g is.
 `tests/benchmarks/compiled_layer.py` compares with torch's own split.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from finetune.estimator.speed.kernels import FUSABLE, base_name, kind_of
+from finetune.estimator.speed.kernels import FUSABLE, base_name, kind_of, launches
 from finetune.estimator.trace.siblings import join_siblings
 from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
 
@@ -330,8 +331,8 @@ class _Rewriter:
             left_out = {i for i in graph.results(layer) if again or graph.is_fusable(i)}
             self._dropped |= left_out - runs
         self._ops: list[Op] = []
-        self._copies: dict[int, list[int]] = {}  # operator -> storages of its results, in backward
-        self._written: dict[int, list[int]] = {}  # the same of those that a GEMM reads
+        self._written: dict[int, list[int]] = {}  # operator -> results in backward, read by a GEMM
+        self._copies = ChainMap(self._written)  # the same, and those of one operator alone
         numbers = {x.storage for op in trace.ops for x in (*op.inputs, *op.outputs)}
         self._fresh = max(numbers | trace.storages.keys()) + 1
 
@@ -345,13 +346,13 @@ class _Rewriter:
                 taken = zip(self._graph.reads[index], op.inputs, strict=True)
                 # A compiler computes cheap values anew in each kernel that reads them.
                 fused = self._graph.is_fusable(index)
-                self._copies = dict(self._written)
+                self._copies = ChainMap(here := {}, self._written)
                 op = op._replace(inputs=tuple(self._available(*each) for each in taken))
                 if not fused:
                     last = {self._graph.values[v].maker for v in self._graph.reads[index] if v >= 0}
                     self._written |= {
                         m: storages
-                        for m, storages in self._copies.items()
+                        for m, storages in here.items()
                         if m in last or not _widens(self._graph.ops[m])
                     }
             places.append(len(self._ops))
@@ -384,17 +385,20 @@ class _Rewriter:
         before, after = (_readers(ops) for ops in (self._trace.ops, self._ops))
         used = {x.storage: i for i, op in enumerate(self._ops) for x in (*op.inputs, *op.outputs)}
         inner = {v.operand.storage for v in self._graph.values if v.forward}
+        fused, ends = _in_kernels(self._ops)
         entries: list[tuple[int, int, Event, int]] = []
         for number, event in enumerate(self._trace.events):
             storage, place, moves = event.storage, places[event.at], 0
-            if storage in inner and storage not in used:
-                continue  # nothing makes or reads it any more
+            if storage in fused or (storage in inner and storage not in used):
+                continue  # nothing makes or reads it any more, or a kernel in passing
             if event.nbytes < 0 and storage in used:
                 last = used[storage] + 1
                 if storage in inner and storage in before and storage not in after:
                     place, moves = min(place, last), -1
                 elif last > place and storage in after:
                     place, moves = last, -1
+                if (end := ends.get(storage, 0)) > place:
+                    place, moves = end, -1
             entries.append((place, moves, event._replace(at=place), number))
         entries.sort(key=lambda entry: entry[:2])
         new = {entry[3]: i for i, entry in enumerate(entries) if not entry[1]}
@@ -410,6 +414,27 @@ class _Rewriter:
                 storages[number] = replace(storages[number], kind="saved", saved=True)
         facts: dict[str, Any] = {"ops": self._ops, "events": events, "storages": storages}
         return replace(self._trace, marks=marks, **facts), following.__getitem__
+
+
+def _in_kernels(ops: list[Op]) -> tuple[set[int], dict[int, int]]:
+    """Storages that only one fused kernel touches; of what it reads besides, the kernel's end."""
+    kernels = [k.ops for k in launches(ops, lambda op: layer_of(op.module)) if len(k.ops) > 1]
+    kernel_of = {index: number for number, members in enumerate(kernels) for index in members}
+    touched: dict[int, set[int]] = defaultdict(set)  # kernels, and -1 for any other operator
+    made, read = set[int](), set[int]()
+    for index, op in enumerate(ops):
+        if kind_of(op) != "none":
+            made |= {x.storage for x in op.outputs}
+            read |= {x.storage for x in op.inputs}
+            for x in (*op.inputs, *op.outputs):
+                touched[x.storage].add(kernel_of.get(index, -1))
+    fused = {s for s in made & read if len(touched[s]) == 1 and -1 not in touched[s]}
+    ends: dict[int, int] = {}
+    for members in kernels:
+        if any(x.storage in fused for index in members for x in ops[index].outputs):
+            for x in (x for index in members for x in ops[index].inputs):
+                ends[x.storage] = max(ends.get(x.storage, 0), members[-1] + 1)
+    return fused, ends
 
 
 def _widens(op: Op) -> bool:
