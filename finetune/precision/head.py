@@ -259,7 +259,7 @@ class FusedHead(torch.autograd.Function):
         each = targets, log_z, entropy, *(log_z if g is None else g for g in given)
         kernel: Any = trl._backward_kernel
         for start, slab in _slabs(bits, inverse, bias, *ctx.facts):
-            turned = slab.transposed(dx)
+            transposed = slab.transposed(dx)
             for rows in _tiles(x.shape[0]):
                 z = slab.logits(_tokens(x, x_inverse, rows))
                 launched = trl._use_triton(z.device)
@@ -269,7 +269,7 @@ class FusedHead(torch.autograd.Function):
                     z, z.stride(0), *(value[rows] for value in each), start, z.shape[1],
                     BLOCK_SIZE=trl._BLOCK_SIZE, **flags, **ctx.settings,
                 )  # fmt: skip
-                turned.add_dgrad(z, dx[rows])
+                transposed.add_dgrad(z, dx[rows])
                 if db is not None:
                     db[start : start + WORDS] += z.sum(0, dtype=torch.float32)
                 del z

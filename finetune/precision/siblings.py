@@ -89,11 +89,11 @@ def _inputs(graph: Graph) -> list[list[Node]]:
 
 def _gradients(graph: Graph) -> list[list[Node]]:
     """Weight gradients uᵀ x of one x."""
-    found = (n for n in graph.nodes if n.target in _PRODUCTS and _turned(n) is not None)
+    found = (n for n in graph.nodes if n.target in _PRODUCTS and _transposed(n) is not None)
     return _grouped(found, lambda n: (n.target, *n.args[1:], _dtype(n)))
 
 
-def _turned(product: Node) -> Node | None:
+def _transposed(product: Node) -> Node | None:
     """The u [M, r], scaled or cast, of a product uᵀ x."""
     left: Any = product.args[0]
     if left.target is not _aten.permute.default:
@@ -181,9 +181,9 @@ class _Writer:
 
     def rows(self, parts: list[Any]) -> Node:
         """Matrices [r, K], transposed, as one [K, R]."""
-        return self.turned(self.side_by_side(parts, 0))
+        return self.transposed(self.side_by_side(parts, 0))
 
-    def turned(self, x: Any) -> Node:
+    def transposed(self, x: Any) -> Node:
         return self(_aten.permute.default, x, [1, 0])
 
     def split(self, whole: Node, members: list[Node], dim: int) -> None:
@@ -211,9 +211,9 @@ def _join_inputs(graph: Graph, members: list[Node]) -> None:
 
 def _join_gradients(graph: Graph, members: list[Node]) -> None:
     write = _Writer(graph, members[-1])
-    u = write.side_by_side([_turned(n) for n in members], 1)
+    u = write.side_by_side([_transposed(n) for n in members], 1)
     product = members[0]
-    whole = write(product.target, write.turned(u), *product.args[1:])  # [R, M] @ [M, K]
+    whole = write(product.target, write.transposed(u), *product.args[1:])  # [R, M] @ [M, K]
     write.split(whole, members, 0)
     _erase(graph, members)
 

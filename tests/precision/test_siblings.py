@@ -102,10 +102,10 @@ def step(layer: nn.Module, run: Any, checkpointed: bool = False) -> dict[str, Te
 @pytest.mark.parametrize(
     ("precision", "checkpointed", "dynamic"),
     [
-        *((name, False, False) for name in PRECISIONS),
         ("fp8", True, False),
-        ("bf16", True, False),
-        ("bf16", False, True),
+        *(pytest.param(name, False, False, marks=pytest.mark.long) for name in PRECISIONS),
+        pytest.param("bf16", True, False, marks=pytest.mark.long),
+        pytest.param("bf16", False, True, marks=pytest.mark.long),
     ],
 )
 def test_siblings_are_multiplied_together(make_llama, precision, checkpointed, dynamic) -> None:
