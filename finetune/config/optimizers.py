@@ -217,7 +217,11 @@ def state_bytes(
 
 
 def chosen(train: dict[str, Any]) -> Optimizer:
-    """The optimizer of a `train` section; `adamw_torch_fused` when it names none."""
+    """The optimizer of a `train` section; `adamw_torch_fused` when it names none.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
     name = str(train.get("optim") or "adamw_torch_fused")
     check_name(name)
     return OPTIMIZERS[name]
@@ -238,7 +242,11 @@ def check_name(name: str, where: str = "train.optim") -> None:
 
 
 def check_optimizer(train: dict[str, Any]) -> None:
-    """Refuse an optimizer that cannot be had anywhere, and arguments that would not act."""
+    """Refuse an optimizer that cannot be had anywhere, and arguments that would not act.
+
+    Raises:
+        ConfigError: names what to use instead.
+    """
     facts = chosen(train)
     if facts.refused:
         raise cannot_have(facts, "anywhere", facts.refused, facts.instead)
@@ -263,7 +271,11 @@ def cannot_have(facts: Optimizer, place: str, why: str, instead: str) -> ConfigE
 
 
 def arguments(train: dict[str, Any]) -> dict[str, str]:
-    """`train.optim_args`, written `key=value,key=value`, as a mapping."""
+    """`train.optim_args`, written `key=value,key=value`, as a mapping.
+
+    Raises:
+        ConfigError: not of that form.
+    """
     text = str(train.get("optim_args") or "").replace(" ", "")
     pairs = [item.partition("=") for item in text.split(",") if item]
     for key, equals, value in pairs:

@@ -82,7 +82,11 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A checked configuration with values as typed on the command line, checked again."""
+    """A checked configuration with values as typed on the command line, checked again.
+
+    Raises:
+        ConfigError: as `apply_overrides`, or the values do not go together.
+    """
     data = apply_overrides(config.model_dump(), overrides)
     train = data.get("train") or {}
     typed = set(map(_key, overrides))

@@ -97,6 +97,9 @@ def convert_train(
     Args:
         train: key -> value as read (text for plain scalars).
         where: from a path such as `("train", "optim")` to `file:line` for messages.
+
+    Raises:
+        ConfigError: an unknown or reserved key, or a value of the wrong type.
     """
     import dataclasses
     import typing
@@ -209,6 +212,9 @@ def sft_config(
 
     Args:
         settings: settings that go with the data, unless the recipe sets them.
+
+    Raises:
+        ConfigError: a combination that SFTConfig refuses.
     """
     from trl import SFTConfig
 
@@ -312,7 +318,11 @@ class FsdpSettings:
 
 
 def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
-    """Settings of a `train` section, or of the JSON file that it names, with `fsdp_` or without."""
+    """Settings of a `train` section, or of the JSON file that it names, with `fsdp_` or without.
+
+    Raises:
+        ConfigError: `fsdp_config` names a file that is not there or no JSON.
+    """
     given = train.get("fsdp_config") or {}
     if isinstance(given, str):
         try:

@@ -136,7 +136,11 @@ def is_trained(turn: dict[str, Any]) -> bool:
 
 
 def beside(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns beside the turns that a template takes: tools, and arguments of its own."""
+    """Columns beside the turns that a template takes: tools, and arguments of its own.
+
+    Raises:
+        BadRowError: they are none.
+    """
     found: dict[str, Any] = {}
     if "tools" in row:
         tools = without_none(_parsed(row["tools"]))

@@ -50,7 +50,11 @@ def check_lines(lines: Iterable[bytes], file: Path | str) -> None:
 
 
 def check_document(text: bytes, file: Path | str) -> None:
-    """Check a `.json` file, as `check_lines`: a list of objects, one object, or objects by line."""
+    """Check a `.json` file, as `check_lines`: a list of objects, one object, or objects by line.
+
+    Raises:
+        DataError: it is none of these, is nested too deep, or is no UTF-8 text.
+    """
     _check_start(text, file)
     start = text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if start == b"[":

@@ -88,7 +88,11 @@ def make_folder(folder: Path, out: Path | str) -> Path:
 
 
 def new_folder(inside: Path, out: Path | str) -> Path:
-    """Make `inside/<time>-<short id>/`, as `make_folder`."""
+    """Make `inside/<time>-<short id>/`, as `make_folder`.
+
+    Raises:
+        ConfigError: it cannot be made there.
+    """
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     return make_folder(inside / stamp, out)
 

@@ -43,7 +43,11 @@ def find_runs(out: Path | str = "runs") -> list[Run]:
 
 
 def find_comparisons(out: Path | str = "runs") -> list[Path]:
-    """All folders below a folder that hold a comparison, newest first; as `find_runs`."""
+    """All folders below a folder that hold a comparison, newest first; as `find_runs`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     found = [folder for folder in _folders(Path(out)) if (folder / COMPARISON).is_file()]
     return sorted(found, key=lambda f: (f / COMPARISON).stat().st_mtime, reverse=True)
 
@@ -138,6 +142,9 @@ def refuse_foreign_code(config: RunConfig, folder: Path, trusted: bool) -> None:
     """Reject a run whose model brings its own code, unless whoever starts the command trusts it.
 
     The folder may come from somebody else, and its own word is no permission.
+
+    Raises:
+        ConfigError: the run's recipe has `model.trust_remote_code`, and `trusted` is False.
     """
     if config.model.trust_remote_code and not trusted:
         raise ConfigError(

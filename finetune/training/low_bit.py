@@ -31,7 +31,11 @@ class TorchaoArguments(BaseModel):
 
 
 def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Trainer's `optimizer_cls_and_kwargs` for a `train` section with a torchao optimizer."""
+    """Trainer's `optimizer_cls_and_kwargs` for a `train` section with a torchao optimizer.
+
+    Raises:
+        ConfigError: an invalid value in `train.optim_args`.
+    """
     from torchao import optim
 
     classes = {

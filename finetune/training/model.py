@@ -24,7 +24,11 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 def is_published_fp8(shape: PretrainedConfig) -> bool:
-    """True if the configuration describes FP8 weights, ours or published ones."""
+    """True if the configuration describes FP8 weights, ours or published ones.
+
+    Raises:
+        StorageNotComputeError: FP8 in an unknown layout.
+    """
     if getattr(shape.get_text_config(decoder=True), "quantization_config", None) is None:
         return False
     from finetune.storage.loading import holds_fp8
@@ -119,6 +123,11 @@ def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrain
 
     Args:
         stored: plan rows of weights stored in FP8 from the start: the model never exists without.
+
+    Raises:
+        ConfigError: the model or machine lacks the attention implementation.
+        ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
+        StorageNotComputeError: FP8 weights were requested of an otherwise quantized checkpoint.
     """
     import torch
 

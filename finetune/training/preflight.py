@@ -298,6 +298,10 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
     Args:
         model: the model with adapters, also on the meta device; its configuration says if the
             checkpoint is itself quantized.
+
+    Raises:
+        ConfigError: quantized weights would have to train, or to be sharded.
+        PrecisionError: compute other than BF16.
     """
     compute, storage, lora = config.precision.compute, config.model.storage, config.lora
     where = f"model.storage={storage}"

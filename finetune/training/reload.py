@@ -77,7 +77,13 @@ def open_trained(
 
 @contextlib.contextmanager
 def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
-    """Load a run's model, in evaluation mode on this machine's device, and its tokenizer."""
+    """Load a run's model, in evaluation mode on this machine's device, and its tokenizer.
+
+    Raises:
+        ModelNotFoundError: the base is missing, or a file of either is broken.
+        ConfigError: the base had random weights.
+        PrecisionError: the run evaluates in FP8, which is unavailable here.
+    """
     from transformers import AutoTokenizer
     from transformers.trainer_utils import align_special_tokens
 

@@ -190,6 +190,11 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
     Args:
         folder: the run's.
         advice: what to change so that a run needs less memory.
+
+    Raises:
+        CheckpointError: the run folder cannot be written.
+        MemoryShortError: memory is full, of the GPU or of the host.
+        RunFailedError: another process of the run ended.
     """
     try:
         yield

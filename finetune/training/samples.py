@@ -47,7 +47,11 @@ PROMPTS, SEARCHED = 2, 64
 
 
 def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
-    """The recipe's prompts, or those of the first evaluation rows that leave room for an answer."""
+    """The recipe's prompts, or those of the first evaluation rows that leave room for an answer.
+
+    Raises:
+        ConfigError: a prompt of the recipe is empty, or leaves no room.
+    """
     from finetune.storage.pretrained import load_shape
 
     if not config.eval.samples:

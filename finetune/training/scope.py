@@ -52,7 +52,11 @@ BY_PEFT_ALONE: dict[str, Any] = {
 
 
 def freeze(model: PreTrainedModel, config: RunConfig) -> None:
-    """Freeze what text does not reach, and what `model.freeze` names, where all weights train."""
+    """Freeze what text does not reach, and what `model.freeze` names, where all weights train.
+
+    Raises:
+        ConfigError: a pattern that names nothing, or nothing is left to train.
+    """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     frozen: list[Any] = list(beside_text(model).values())
     for pattern in config.model.freeze:
@@ -163,7 +167,11 @@ def _numbers(name: str) -> str:
 
 
 def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
-    """PEFT's configuration of a run's adapters on a plain model; None without a section `lora`."""
+    """PEFT's configuration of a run's adapters on a plain model; None without a section `lora`.
+
+    Raises:
+        ConfigError: PEFT refuses the section, or it names what the model does not have.
+    """
     from peft import LoraConfig
 
     lora = config.lora

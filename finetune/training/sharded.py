@@ -70,7 +70,11 @@ class WholeFiles:
 
     @torch.no_grad()
     def load_weights(self, checkpoint: str, model: Any = None) -> None:
-        """`Trainer._load_from_checkpoint`, into the shards of this process."""
+        """`Trainer._load_from_checkpoint`, into the shards of this process.
+
+        Raises:
+            ConfigError: file and model differ in a tensor's name or shape.
+        """
         from peft import get_peft_model_state_dict
         from safetensors import safe_open
 
@@ -96,7 +100,11 @@ class WholeFiles:
     # ---------------------------------------------------------------------------------- optimizer
 
     def save_optimizer(self, folder: str) -> None:
-        """`Trainer._save_optimizer_and_scheduler`: parameters by number, as torch saves them."""
+        """`Trainer._save_optimizer_and_scheduler`: parameters by number, as torch saves them.
+
+        Raises:
+            ConfigError: its state is not one of whole parameters.
+        """
         trainer, numbered = self.trainer, list(self._parameters())
         state = trainer.optimizer.state_dict()
         whole = {
