@@ -80,7 +80,7 @@ class Conversion:
         self.follows: Callable[[], bool] | None = None
         self._swapped: list[nn.Module] = []
         self._checkpointed: list[tuple[nn.Module, Any]] = []
-        self._applied = False
+        self.is_applied = False
 
     @property
     def engines(self) -> list[Backend]:
@@ -120,7 +120,7 @@ class Conversion:
             self._swap(module, FusedMixin, fp8_observers=[], **facts)
             self.fused.append(module)
         self._swap(self.model, RootMixin, **{ATTRIBUTE: self})
-        self._applied = True
+        self.is_applied = True
         self.check()
         if self._parameters() != kept:
             raise ConversionError(
@@ -189,7 +189,7 @@ class Conversion:
         planned = {layer.name for layer in self.plan.layers}
         names = {name for name, _, _ in iter_weights(self.model)}
         now = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        return self._applied and planned == names and now == self.trainable
+        return self.is_applied and planned == names and now == self.trainable
 
     def revert(self) -> None:
         """Restore the plain model; repeated calls have no effect."""
@@ -202,7 +202,7 @@ class Conversion:
         self._swapped, self._checkpointed, self.compiled, self.head = [], [], [], None
         self.fused.clear()
         self.around.clear()
-        self._applied = False
+        self.is_applied = False
         if self.proof is not None:
             self.proof.release()
 

@@ -158,8 +158,9 @@ def row_bits(w: Tensor) -> Tensor:
     size, start = rows.element_size(), rows.storage_offset()
     # Eight bytes at a time if they fill a row: fewer numbers to add.
     aligned = not (rows.shape[1] * size % 8 or start * size % 8)
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return rows.view(torch.int64 if aligned else kinds[size])
+    kind = torch.int64 if aligned else {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
+    # Flat in between: the rows' stride of a matrix with one row may be any number.
+    return rows.flatten().view(kind).view(rows.shape[0], rows.shape[1] * size // kind.itemsize)
 
 
 @torch.no_grad()

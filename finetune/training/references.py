@@ -74,11 +74,13 @@ class References:
 
     def _follows(self, reference: Conversion) -> bool:
         name, policy = type(reference.model).__name__, self._policy()
-        if policy is not None and _layers(policy) != _layers(reference):
+        if policy is None:  # nothing trains yet: an evaluation like any other
+            return False
+        if _layers(policy) != _layers(reference):
             self._lines[f"{name}, another model: evaluated in high precision"] = None
             return False
         self._lines[f"{name}: in the precision of the policy, FP8 in training"] = None
-        return policy is None or policy.model.training
+        return policy.model.training
 
     def watch_adapters(self, conversion: Conversion) -> None:
         """Notice it if the policy is its own reference, with its adapters switched off."""

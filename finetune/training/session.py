@@ -121,8 +121,11 @@ class Session:
     def prepare_model(self, model: nn.Module) -> Conversion:
         """Plan and convert `model` (once a session), and start its proof if it trains."""
         known = convert.conversion_of(model)
+        before = {name: p.numel() for name, p in named_trainable(model).items()}
         if known is not None and known in self.conversions and known.is_current():
-            return known
+            # One that was evaluated before it trains (`trainer.evaluate()` first) has no proof yet.
+            if known.follows is None or not before:
+                return known
         convert.revert(model)  # also submodules that were prepared separately
         _unguard(model)
         if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
@@ -132,7 +135,6 @@ class Session:
         if self.precision.compute == "fp32":
             self._undo.callback(compute_types.make_exact())
         self._choose_engine_for(model)
-        before = {name: p.numel() for name, p in named_trainable(model).items()}
         made = self.planned
         if made is None or made.precision != self.precision or not _is_of(made, model):
             made = plan(model, self.precision)
@@ -232,16 +234,30 @@ class Session:
             self._undo.callback(low_bit.step_uncompiled(optimizer))
 
     def _check_owner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Reject a step of an optimizer that was prepared while its model was not."""
+        """Reject a step of an optimizer whose model was never prepared, or is plain again."""
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p) in owned for c in list(self.conversions) for p in c.model.parameters()):
+        of_it = [
+            conversion
+            for conversion in list(self.conversions)
+            if any(id(p) in owned for p in conversion.model.parameters())
+        ]
+        if any(conversion.is_applied for conversion in of_it):
             return
+        if of_it:
+            raise OrderError(
+                "an optimizer steps for a model that has its plain layers back",
+                where="finetune.revert(model) while it trains",
+                why="it would train on in another precision than the receipt says",
+                fix="accelerator.prepare(model, optimizer) once more, or "
+                "teardown_fp8_mixed_precision_training() to train on without FP8",
+            )
         raise OrderError(
             "an optimizer steps for a model that was never prepared",
-            where="accelerator.prepare(optimizer) without its model, or nn.DataParallel",
-            why="the model was not converted; it would train in another precision",
-            fix="pass model and optimizer to accelerator.prepare; on several GPUs start with "
-            "torchrun, or show one with CUDA_VISIBLE_DEVICES=0",
+            where="accelerator.prepare(optimizer) without its model, nn.DataParallel, or weights "
+            "put in place of those prepared (load_state_dict(..., assign=True))",
+            why="the model was not converted, or the optimizer has weights that it no longer uses",
+            fix="pass model and optimizer to accelerator.prepare, and load weights before; on "
+            "several GPUs start with torchrun, or show one with CUDA_VISIBLE_DEVICES=0",
         )
 
     def stop(self, error: BaseException) -> None:

@@ -89,6 +89,26 @@ def test_weight_whose_gradient_is_zeros(make_llama, setup_backend) -> None:
     assert "no gradient reached" not in str(caught.value)
 
 
+def test_added_tokens_wait_for_a_batch_that_has_them(make_llama, setup_backend) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[270, 271])
+    accelerator, model, optimizer = prepared(get_peft_model(make_llama(), lora), setup_backend)
+    optimizer.param_groups[0]["weight_decay"] = 0.0  # which would move them without a gradient
+    seen = batch()
+    seen["input_ids"].clamp_(max=200)
+    with pytest.warns(UserWarning, match="none of their tokens has been in a batch"):
+        for _ in range(IDLE_STEPS + 2):
+            accelerator.backward(model(**seen).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert get_receipt().status.startswith("not proven: no gradient has reached 1 trainable")
+    seen["input_ids"][0, :4] = 271
+    accelerator.backward(model(**seen).loss)
+    optimizer.step()
+    assert get_receipt().status == "proven"
+
+
 def test_steps_without_learning_rate_prove_nothing(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend, lr=0.0)
     for seed in range(4):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from finetune import (
     get_receipt,
+    revert,
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )
@@ -163,6 +164,17 @@ def test_interrupt_inside_forward_leaves_nothing_open(
     assert get_receipt().status == "proven"
 
 
+def test_going_on_with_a_reverted_model(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    for seed in range(3):
+        step(accelerator, model, optimizer, seed)
+    revert(model)
+    with pytest.raises(OrderError, match="plain layers back"):
+        step(accelerator, model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step(accelerator, model, optimizer)
+
+
 def test_failed_backward_is_no_evidence(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
 
@@ -256,6 +268,8 @@ def test_fingerprint_sees_the_same_change_to_an_even_number_of_weights() -> None
     assert fingerprint(before) != fingerprint(after)
     assert fingerprint(before) == fingerprint(before.clone())
     assert fingerprint(before) != fingerprint(-before)
+    column = torch.ones(64, 1)  # IA3's, AdaLoRA's
+    assert fingerprint(column) != fingerprint(column * (torch.arange(64) != 9)[:, None])
     assert fingerprint(torch.tensor([1.0, 2.0])) != fingerprint(torch.tensor([2.0, 1.0]))
 
 

@@ -7,11 +7,13 @@ import gc
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from finetune import get_receipt, teardown_fp8_mixed_precision_training
+from finetune import disabled, get_receipt, teardown_fp8_mixed_precision_training
 from finetune.errors import OrderError, ProofError
+from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.proof import backwards
 from finetune.precision.proof.proof import Proof
 from tests.conftest import batch
@@ -104,6 +106,34 @@ def test_trainers_checkpoints_keep_delayed_scales(make_llama, setup_backend, tmp
     (tmp_path / "whole" / "checkpoint-3" / "fp8_scaling.safetensors").unlink()
     fresh = run("fresh", resume=True)
     assert not all(torch.equal(fresh[name], w) for name, w in whole.items()), "histories matter"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_evaluation_before_training_is_no_reference(
+    frozen, make_llama, setup_backend, tmp_path
+) -> None:
+    """`trainer.evaluate()` first, for a loss to compare with: high precision, then proven FP8."""
+    rows = [{"input_ids": x, "labels": x} for s in range(2) for x in batch(seed=s)["input_ids"]]
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    model = get_peft_model(make_llama(), lora) if frozen else make_llama()
+    setup_backend("emulated", scaling="rowwise", **({"frozen": "fp8"} if frozen else {}))
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:2])
+    trainer.evaluate()
+    with torch.no_grad():
+        high = model.eval()(**batch()).loss.item()
+        with disabled(model):
+            assert model(**batch()).loss.item() == high
+    assert not get_receipt().precision.get("references")
+    trainer.train()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert receipt.fp8_flop_share > 0.4
+    stored = [m for m in model.modules() if isinstance(m, FrozenMixin)]
+    assert len(stored) == (14 if frozen else 0)
 
 
 def test_nothing_prepared_is_stopped_at_the_first_step(make_llama, setup_backend) -> None:

@@ -8,6 +8,7 @@ moved). One that has not is
     below resolution   the optimizer has statistics of its gradient: reported
     dead               it had gradients in two steps, of zeros: an error
     idle               it had none, its layer has not run: an error after `IDLE_STEPS`
+    waiting            PEFT's rows of added tokens, none of which has been in a batch: said
 
 so a layer that runs in some steps only (a branch, an expert) is allowed, whenever it rests.
 Of sharded tensors this process's shard is read.
@@ -97,6 +98,8 @@ class Movement:
         rounded, graded = self._look(optimizer, left, trainable)
         self.counts["moved"] = sum(trainable[n].numel() for n in self._moved & trainable.keys())
         done = max(self._steps.values(), default=0)
+        if done == 1:
+            self.missing = f"one optimizer step was seen, and it takes {EFFECTIVE_STEPS}"
         if done >= EFFECTIVE_STEPS:  # by now all optimizers have stepped
             self._judge_optimizers(trainable, graded)
             self._judge_movement(trainable, rounded, graded, done)
@@ -142,6 +145,9 @@ class Movement:
         still = [n for n in still if id(trainable[n]) not in self._switched_off]
         self.counts["below_resolution"] = sum(trainable[n].numel() for n in still if n in rounded)
         left = [name for name in still if name not in rounded]
+        rows = _chosen_rows(self.model) if left else set[int]()
+        waiting = [name for name in left if id(trainable[name]) in rows]
+        left = [name for name in left if name not in waiting]
         dead = [name for name in left if name in graded]
         if dead:
             self._fail(
@@ -164,15 +170,27 @@ class Movement:
                 fix="freeze them (requires_grad_(False)) before the model is prepared if they are "
                 "not meant to train",
             )
-        self.is_done = not left
-        self.missing = f"no gradient has reached {len(left)} trainable parameters yet"
-        if left and not self._said:
+        self.is_done = not left and not waiting
+        count = len(left) + len(waiting)
+        self.missing = f"no gradient has reached {count} trainable parameters yet"
+        if count and not self._said:
             self._said = True
-            warnings.warn(
-                f"{self.missing} ({some(left, 3)}): their layers have not run. The run stops "
-                f"after {IDLE_STEPS} steps without any; freeze them if they are not meant to train",
-                stacklevel=2,
+            why = (
+                f"their layers have not run. The run stops after {IDLE_STEPS} steps without any; "
+                "freeze them if they are not meant to train"
+                if left
+                else "none of their tokens has been in a batch. They train once one is"
             )
+            warnings.warn(f"{self.missing} ({some(left or waiting, 3)}): {why}", stacklevel=2)
+
+
+def _chosen_rows(model: nn.Module) -> set[int]:
+    """Ids of PEFT's rows of single tokens (`trainable_token_indices`).
+
+    Their layer runs in each step; the gradient is zeros where a batch has none of the tokens.
+    """
+    layers = [m for m in model.modules() if type(m).__name__ == "TrainableTokensLayer"]
+    return {id(p) for layer in layers for p in layer.parameters()}
 
 
 def _any_nonzero(gradients: Iterable[Tensor]) -> bool:

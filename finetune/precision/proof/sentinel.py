@@ -348,9 +348,11 @@ def remedy(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> 
         return (
             "call the layer, since what is multiplied outside of it stays in high precision; a "
             "declared parameter is multiplied itself or as a view (autocast casts it), not as a "
-            "copy"
+            "copy; precision.keep=[NAME] leaves it in high precision"
         )
     return (
         "replace or move layers before the model is prepared, and call the prepared model itself; "
-        "the plan is shown by `python -m finetune validate RECIPE`"
+        "precision.keep=[NAME] leaves a layer in high precision whose weight something else "
+        "multiplies, as peft's target_parameters and HRA do; the plan is shown by "
+        "`python -m finetune validate RECIPE`"
     )
