@@ -123,8 +123,9 @@ class Session:
         known = convert.conversion_of(model)
         before = {name: p.numel() for name, p in named_trainable(model).items()}
         if known is not None and known in self.conversions and known.is_current():
-            # One that was evaluated before it trains (`trainer.evaluate()` first) has no proof yet.
-            if known.follows is None or not before:
+            # Evaluated before it trains (`trainer.evaluate()` first), it has no proof yet.
+            was_reference = known.follows is not None
+            if not (was_reference and before):
                 return known
         convert.revert(model)  # also submodules that were prepared separately
         _unguard(model)
