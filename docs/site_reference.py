@@ -41,13 +41,8 @@ from finetune.config.schema import (
     Scaling,
     Section,
 )
-from finetune.hardware.device import (
-    Device,
-    backend_verdict,
-    engine_verdict,
-    least_capability,
-    version,
-)
+from finetune.hardware.device import Device, version
+from finetune.hardware.requirements import backend_verdict, engine_verdict, least_capability
 
 ROOT = Path(__file__).parents[1]
 RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
@@ -95,7 +90,7 @@ def _yaml(value: Any) -> str:
 
 
 def combinations() -> str:
-    """Scaling x format x backend, from the verdicts of `finetune.hardware.device`."""
+    """Scaling x format x backend, from the verdicts of `finetune.hardware.requirements`."""
     rows = []
     for scaling in get_args(Scaling):
         for fmt in (None,) if scaling == "nvfp4" else get_args(Fp8Format):

@@ -18,11 +18,10 @@ from finetune.hardware.device import (
     Device,
     Verdict,
     available_gib,
-    backend_verdict,
-    resolve,
     this_device,
     version,
 )
+from finetune.hardware.requirements import backend_verdict, resolve
 from finetune.logging import plain_table
 from finetune.training.evidence import LIBRARIES
 

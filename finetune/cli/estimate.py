@@ -133,8 +133,8 @@ def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:
 def _searched(
     fit: Fit, config: RunConfig, gpu: str | None, memory: float | None, gpus: int
 ) -> Choices | Largest:
-    from finetune.estimator.place import place_of
     from finetune.estimator.search import cheapest_gpu, fewest_gpus, largest
+    from finetune.hardware.gpus import place_of
 
     if fit == "batch":
         return largest(config, place_of(gpu, memory_gib=memory, gpus=gpus))

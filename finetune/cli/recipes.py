@@ -129,7 +129,7 @@ LOSES = 0.995
 
 def _speeds() -> tuple[str, dict[str, int]]:
     """Name of the GPU here, or else the H100, and predicted tokens/s of recipes on it."""
-    from finetune.hardware.driver import installed_model
+    from finetune.hardware.device import installed_model
 
     stored = json.loads(ROWS.read_text())
     speeds, name = {recipe: known["tokens_per_s"] for recipe, known in stored.items()}, "H100"
@@ -268,8 +268,8 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     checked = load_recipe(recipe, overrides or ())
     with busy(output(stderr=True), f"checking {checked.name}"):
         from finetune.estimator.gate import bound_of, why_too_small
-        from finetune.hardware.device import resolve, this_device
-        from finetune.hardware.requirements import check_extras, check_optimizer_here
+        from finetune.hardware.device import this_device
+        from finetune.hardware.requirements import check_extras, check_optimizer_here, resolve
         from finetune.training.attention import resolve_attention
         from finetune.training.model import sketch
         from finetune.training.preflight import check_settings

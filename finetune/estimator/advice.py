@@ -34,7 +34,7 @@ from finetune.estimator.knobs import GAIN, RANKS, Change, Rank, changes, speedup
 from finetune.estimator.measure import FEW, FirstLayers, Measured, Option, rehearse_first_layers
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.memory.sharding import shares_model
-from finetune.estimator.place import Place
+from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.logging import plain_table
 from finetune.training.model import sketch
@@ -191,7 +191,7 @@ class _Advisor:
     # --------------------------------------------------------------------------------- one variant
 
     def _there(self, variant: _Variant) -> Place:
-        return self._place if variant.gpus is None else self._place.with_gpus(variant.gpus)
+        return self._place if variant.gpus is None else replace(self._place, count=variant.gpus)
 
     def _offered(self, variant: _Variant, kind: str | None = None) -> list[Change]:
         """Changes that still apply (of one kind, if given), mildest first."""

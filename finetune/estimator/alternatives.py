@@ -34,7 +34,6 @@ from finetune.errors import FinetuneError
 from finetune.estimator.knobs import rows_of, setting
 from finetune.estimator.measure import FEW, Measured, Option, changed, measure_fast
 from finetune.estimator.memory.sharding import shares_model
-from finetune.estimator.place import resolve_there
 from finetune.estimator.speed.roofline import shared
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval, Pace, compiles, roofline_at, spread
@@ -42,6 +41,7 @@ from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.fake_cuda import KERNELS
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.trace import layer_of
+from finetune.hardware.requirements import resolve_there
 from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
 from finetune.training.attention import resolve_attention

@@ -8,6 +8,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.sft import fsdp_settings, padding_free
 from finetune.estimator.knobs import attends_by_mask
 from finetune.estimator.measure import Measured
+from finetune.hardware.requirements import TAKEN
 
 
 def caveats(measured: Measured) -> tuple[str, ...]:
@@ -27,16 +28,18 @@ def caveats(measured: Measured) -> tuple[str, ...]:
             "attention is timed for documents that fill their rows: shorter ones take less of it"
         )
     if place.gpu is None and on_gpu:
-        notes.append(
-            "only the memory of this GPU is known: it is taken to have FP8 (compute capability "
-            "9.0), and no time is predicted"
+        known = (
+            "only the memory of this GPU is known: it is taken to have FP8 (compute capability 9.0)"
         )
+        if place.here:
+            known = "this GPU is not in the table of GPUs, whose peaks are known"
+        notes.append(f"{known}, and no time is predicted")
     if on_gpu and measured.compiled:
         notes.append(
             "compiled layers are rehearsed uncompiled, then fused and divided between forward and "
             "backward by torch.compile's rules: no compiled step was run"
         )
-    if measured.resolution.reason.startswith("Transformer Engine, taken"):
+    if TAKEN.reason in measured.resolution.reason:
         notes.append(
             "Transformer Engine is taken to be installed there; its layers are modelled from its "
             "sources, not run: memory within some per cent of the FP8 copies either way"

@@ -31,9 +31,8 @@ from finetune.estimator.caveats import caveats
 from finetune.estimator.knobs import setting
 from finetune.estimator.measure import Measured, changed, check_sizes, measure_well
 from finetune.estimator.memory.footprint import Fit
-from finetune.estimator.place import Place, place_of
 from finetune.estimator.speed.timing import Pace
-from finetune.hardware.gpus import Gpu
+from finetune.hardware.gpus import Gpu, Place, place_of
 from finetune.logging import plain_table
 from finetune.units import GIB, MEMORY, MIB, count, duration, percent, size
 

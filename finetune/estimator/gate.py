@@ -22,10 +22,10 @@ from finetune.config.sft import padding_free, with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.knobs import changes, rows_of, setting
 from finetune.estimator.measure import Measured, changed, measure
-from finetune.estimator.place import place_here
 from finetune.hardware.device import Device, available_gib
+from finetune.hardware.gpus import place_here
 from finetune.precision.layers import linear_shape
-from finetune.storage.sizes import fp8_bytes, stored_bytes
+from finetune.storage.nf4 import nf4_bytes
 from finetune.training.memory_meter import Batch
 from finetune.training.model import is_published_fp8
 from finetune.training.preflight import Planned, Preflight, processes
@@ -192,6 +192,11 @@ class StaticMemory:
         )
 
 
+def fp8_bytes(n: int, k: int, scales: int) -> int:
+    """Bytes of a weight [N, K] in FP8: codes and float32 scales."""
+    return n * k + 4 * scales
+
+
 def bound(
     model: nn.Module,
     plan: PrecisionPlan,
@@ -222,11 +227,12 @@ def bound(
         shape = linear_shape(layer)
         assert storage is not None
         assert shape is not None
-        stored[id(layer.weight)] = stored_bytes(storage, *shape)
+        n, k = shape
+        stored[id(layer.weight)] = nf4_bytes(n * k) if storage == "nf4" else fp8_bytes(n, k, n)
     for row in plan.stored:
         owner: Any = model.get_submodule(row.owner)
         weight = owner.weight if row.kind == "linear" else getattr(owner, row.name.split(".")[-1])
-        matrix = fp8_bytes(*row.shape, None if row.stored == "row" else 1)
+        matrix = fp8_bytes(*row.shape, row.shape[0] if row.stored == "row" else 1)
         stored[id(weight)] = weight.numel() // math.prod(row.shape) * matrix
     optimizer, every = chosen(train), list(model.parameters())
     training = [p for p in every if p.requires_grad]

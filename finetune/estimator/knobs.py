@@ -212,6 +212,9 @@ def _more_devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Chan
     if device.kind != "cuda" or config.model.storage == "nf4":
         return
     overrides = () if config.train.get("fsdp") else SHARDED
+    if gpus > 1 and overrides:
+        why = f"the {gpus} GPUs share weights, gradients and states (FSDP2)"
+        yield Change("sharding", overrides, why)
     for count in (2 * gpus, 4 * gpus, 8 * gpus):
         why = f"{count} GPUs share weights, gradients and states (FSDP2)"
         yield Change("devices", overrides, why, "devices", gpus=count)

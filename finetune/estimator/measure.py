@@ -23,12 +23,12 @@ from finetune.errors import ConfigError, PlanError
 from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.estimator.memory.sharding import device_footprint, shares_model
-from finetune.estimator.place import Place, resolve_there
 from finetune.estimator.speed import timing
 from finetune.estimator.speed.timing import Pace, compiles, pace_of_one
 from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
-from finetune.hardware.device import Resolution
+from finetune.hardware.gpus import Place
+from finetune.hardware.requirements import Resolution, resolve_there
 from finetune.precision.planner import PrecisionPlan
 from finetune.storage.pretrained import load_shape
 

@@ -44,8 +44,8 @@ from finetune.estimator.measure import (
     rehearse_first_layers,
 )
 from finetune.estimator.memory.footprint import Fit, Footprint
-from finetune.estimator.place import Place, place_of, resolve_there
-from finetune.hardware.gpus import Gpu, gpus_with_own
+from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
+from finetune.hardware.requirements import resolve_there
 from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
 from finetune.training.model import sketch
@@ -368,7 +368,7 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
         except FinetuneError as error:
             tried.append(Choice(typed, None, place, error.why or error.what))
             break
-        place = place.with_gpus(2 * place.count)
+        place = replace(place, count=2 * place.count)
         typed = (f"--gpus {place.count}", *change)
     tried.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
     fits = tried[0].fit == "fits"

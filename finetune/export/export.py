@@ -167,7 +167,7 @@ def export_run(
     source = weights_folder(config.model) if adapter else finished.model
     trust = config.model.trust_remote_code
     with loading(str(finished.model)):
-        AutoTokenizer.from_pretrained(finished.model)  # it is copied
+        AutoTokenizer.from_pretrained(finished.model, trust_remote_code=trust)  # it is copied
     with loading(str(source)):
         checkpoint = None if to == "adapter" else open_checkpoint(source, trust_remote_code=trust)
     quantized, kept = [], []

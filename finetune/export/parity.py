@@ -151,7 +151,7 @@ def load_stock(
     from transformers import AutoConfig
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
-    from finetune.storage.architecture import auto_class
+    from finetune.storage.pretrained import auto_class
 
     trust = config.model.trust_remote_code
     shape = AutoConfig.from_pretrained(weights, trust_remote_code=trust)

@@ -4,11 +4,9 @@ A checkpoint is a folder with `config.json` and either one `model.safetensors` o
 under `model.safetensors.index.json`. A shard is read, merged, encoded and written under its name
 before the next one is opened. Memory: one output shard and the float32 temporaries of one weight.
 
-File keys may differ from the parameter names in Transformers: prefixes are missing, keys were
-renamed, experts stored one by one become one parameter. Transformers' own table
-(`get_model_conversion_mapping`) translates them as `from_pretrained` does, over an *outline* of the
-model on the meta device. The outline also gives each weight's kind: linear layer, embedding, output
-head, tied pair.
+File keys are translated to parameter names (`checkpoint_formats.key_translation`) over an *outline*
+of the model on the meta device. The outline also gives each weight's kind: linear layer, embedding,
+output head, tied pair.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ from torch import Tensor, nn
 from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ModelNotFoundError, ParityError, writing
 from finetune.precision.formats import amax
-from finetune.storage.pretrained import locate, refuse_random_base
+from finetune.storage.checkpoint_formats import is_code, key_translation, tensors_in
+from finetune.storage.pretrained import auto_class, locate, refuse_random_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,15 +156,16 @@ def open_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> Checkpo
     from transformers import AutoConfig
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
-    from finetune.storage.architecture import auto_class
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         outline = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     keys = _keys(folder)
     _refuse_quantized(folder, keys)
-    weight_of = _translation(outline)
-    shards = {file: tuple(map(weight_of, own)) for file, own in keys.items()}
+    translate = key_translation(outline)
+    shards = {
+        file: tuple(Weight(key, *translate(key)) for key in own) for file, own in keys.items()
+    }
     return Checkpoint(folder, outline, shards)
 
 
@@ -183,23 +183,22 @@ def _keys(folder: Path) -> dict[str, list[str]]:
             why="weights are read and written as safetensors, shard by shard",
             fix="convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
         )
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        return {SINGLE: list(file.keys())}
+    return {SINGLE: list(tensors_in(folder / SINGLE))}
 
 
 def _refuse_quantized(folder: Path, keys: dict[str, list[str]]) -> None:
     config = _read_json(folder / "config.json")
     found = config.get("quantization_config", {}).get("quant_method", "")
     for shard, own in () if found else keys.items():
-        with safe_open(folder / shard, framework="pt") as file:
-            if missing := set(own) - set(file.keys()):
-                raise ModelNotFoundError(
-                    f"{shard} lacks {len(missing)} tensors that the index says are in it",
-                    where=f"{folder / shard}: {min(missing)}",
-                    fix="download the model again",
-                )
-            types = {file.get_slice(key).get_dtype() for key in own}
-        found = found or next((t for t in sorted(types) if t.startswith(("F8", "F4"))), "")
+        tensors = tensors_in(folder / shard)
+        if missing := set(own) - tensors.keys():
+            raise ModelNotFoundError(
+                f"{shard} lacks {len(missing)} tensors that the index says are in it",
+                where=f"{folder / shard}: {min(missing)}",
+                fix="download the model again",
+            )
+        codes = sorted(kind for key, (kind, _) in tensors.items() if is_code(key, kind))
+        found = found or next(iter(codes), "")
     if found:
         raise ConfigError(
             f"the weights in {str(folder)!r} are quantized ({found}), and nothing is merged into "
@@ -210,29 +209,6 @@ def _refuse_quantized(folder: Path, keys: dict[str, list[str]]) -> None:
             fix="--to adapter, and load it over these weights; or train on the BF16 weights that "
             "they were made from",
         )
-
-
-def _translation(outline: PreTrainedModel) -> Callable[[str], Weight]:
-    """Translate file keys by the rules of `from_pretrained`."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
-
-    transforms = get_model_conversion_mapping(outline)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    prefix, known = outline.base_model_prefix, outline.state_dict()
-
-    def weight_of(key: str) -> Weight:
-        name, part = rename_source_key(key, renamings, converters, prefix, known)
-        if name not in known and key in known:  # the rule is for another model
-            name, part = rename_source_key(key, [], [], prefix, known)
-        return Weight(key, name, whole=part is None)
-
-    return weight_of
 
 
 # ------------------------------------------------------------------------------------------ write

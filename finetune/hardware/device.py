@@ -1,8 +1,22 @@
-"""FP8 capabilities of this machine, each answer with its reason.
+"""This machine's devices and libraries: FP8 units, memory, versions, each answer with its reason.
 
 The only module that asks torch about GPUs. FP8 tensor cores exist from compute capability 8.9
 (Ada: RTX 4090, L40S), 9.0 (Hopper: H100, H200) and 10.0 (Blackwell: B200) on; the block formats
 MXFP8 and NVFP4 need 10.0. Source: NVIDIA CUDA C++ Programming Guide, compute capabilities.
+
+The library behind `torch._scaled_mm` (`gemm_engine`) depends on the GPU and on the scales:
+
+| scales | compute capability | library | torch calls it |
+|---|---|---|---|
+| one per tensor | 8.9 and later | cuBLASLt | always |
+| one per row and column | 9.x | cuBLASLt, outer-vector scaling | built for CUDA 12.9 or later |
+| one per row and column | others | CUTLASS | unless the above does |
+| one per row and column | 12.x | none | CUBLAS_STATUS_NOT_SUPPORTED |
+
+cuBLASLt multiplies row-wise scales about as fast as one per tensor (H100, 4096 x 4096 x 4096:
+0.98), CUTLASS markedly slower. Sources: `_scaled_mm` for CUDA in torch 2.10; release notes of
+cuBLAS 12.9 (outer-vector scaling, compute capability 9.x only); the failure on compute capability
+12.0 was reported with torch 2.10 and CUDA 13.0.
 """
 
 from __future__ import annotations
@@ -10,19 +24,16 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+import os
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
-from finetune.config.schema import FP8_ONLY, PrecisionConfig
-from finetune.errors import MissingExtraError, PrecisionError
-from finetune.hardware.gemm_engine import NO_ROWWISE
 from finetune.units import GIB
 
 FP8_CAPABILITY = (8, 9)
 BLOCK_CAPABILITY = (10, 0)
-
-FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Device:
         name: marketing name as the driver gives it.
         capability: CUDA compute capability, None where there is none.
         memory_gib: memory of one device (host memory on CPU), in GiB.
-        count: devices of this kind.
+        count: devices of this kind on the machine.
         is_rocm: an AMD GPU, which torch also calls `cuda`.
     """
 
@@ -63,7 +74,7 @@ class Device:
             kinds = {"mps": "Apple GPUs have", "cpu": "CPUs have"}
             what = kinds.get(self.kind, f"{self.name} has")
             return Verdict(False, f"{what} no FP8 matrix units")
-        shown = _shown(self.capability)
+        shown = shown_capability(self.capability)
         if self.capability < FP8_CAPABILITY:
             return Verdict(False, f"{self.name} has compute capability {shown}; FP8 needs 8.9")
         return Verdict(True, f"{self.name}, compute capability {shown}")
@@ -74,27 +85,35 @@ class Device:
         if not self.has_fp8 or self.capability is None:
             return self.has_fp8
         ok = self.capability >= BLOCK_CAPABILITY
-        shown = _shown(self.capability)
+        shown = shown_capability(self.capability)
         return Verdict(ok, f"compute capability {shown}" + ("" if ok else "; 10.0 is needed"))
 
 
-def _shown(capability: tuple[int, int]) -> str:
+def shown_capability(capability: tuple[int, int]) -> str:
+    """`8.9`."""
     return ".".join(map(str, capability))
 
 
 @functools.cache
 def this_device() -> Device:
-    """The device that training on this machine would use."""
+    """The device that training on this machine would use.
+
+    Of processes that train together (torchrun, accelerate launch) each has a GPU of its own. All go
+    by the least of these, for their precision and checkpointing have to agree.
+    """
     import torch
 
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
+        count = torch.cuda.device_count()
+        together = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), count)
+        gpus = map(torch.cuda.get_device_properties, range(together))
+        least = min(gpus, key=lambda gpu: (gpu.major, gpu.minor, gpu.total_memory))
         return Device(
             "cuda",
-            torch.cuda.get_device_name(0),
-            torch.cuda.get_device_capability(0),
-            properties.total_memory / GIB,
-            torch.cuda.device_count(),
+            least.name,
+            (least.major, least.minor),
+            least.total_memory / GIB,
+            count,
             is_rocm=torch.version.hip is not None,
         )
     import platform
@@ -109,6 +128,18 @@ def this_device() -> Device:
     return Device("cpu", platform.processor() or platform.machine() or "CPU", None, host_gib)
 
 
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""Folder in which NVIDIA's driver describes each GPU of a Linux machine."""
+
+
+def installed_model(driver: Path = DRIVER) -> str | None:
+    """The model of the first GPU, known without torch; None where there is none."""
+    for file in sorted(driver.glob("*/information")):
+        if model := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE):
+            return model[1].strip()
+    return None
+
+
 def parallel_units(device: Device) -> int:
     """Multiprocessors of this machine's GPU; on a CPU, torch's threads."""
     import torch
@@ -119,11 +150,13 @@ def parallel_units(device: Device) -> int:
 
 
 def available_gib(device: Device) -> float:
-    """Memory that could be allocated now: free on a GPU, available on the host. GiB."""
+    """GiB that could be allocated now: free on this process' GPU, or available on the host."""
     if device.kind == "cuda":
         import torch
 
-        return torch.cuda.mem_get_info(0)[0] / GIB
+        # On another process' GPU this would make a context, and take half a GiB of it.
+        own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        return torch.cuda.mem_get_info(own)[0] / GIB
     import psutil
 
     return psutil.virtual_memory().available / GIB
@@ -152,219 +185,6 @@ def has_transformer_engine() -> Verdict:
     return Verdict(True, f"transformer-engine {version('transformer-engine') or 'importable'}")
 
 
-def backend_verdict(name: str, precision: PrecisionConfig, device: Device) -> Verdict:
-    """True if backend `name` can run `precision` on `device`, and why."""
-    scaling = precision.scaling
-    if precision.compile_requested == "on" and scaling == "delayed" and name != "torchao":
-        # Its casts write into a history that every layer shares; TE refuses it in as many words.
-        instead = "use compile=off, or scaling=tensorwise"
-        return Verdict(False, f"{ENGINES[name]} cannot compile delayed scaling; {instead}")
-    if name == "emulated":
-        if precision.emulation != "forbid" or precision.backend == "emulated":  # named: permitted
-            return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
-        return Verdict(False, "emulation is exact but slow; precision.emulation=allow permits it")
-    offered = engine_verdict(name, precision)
-    if not offered:
-        return offered
-    if not device.has_fp8 or device.capability is None:
-        if name == "torchao" and precision.emulation != "forbid":
-            return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
-        return device.has_fp8
-    needed = least_capability(precision)
-    if device.capability < needed:
-        no = f"{scaling} needs compute capability {_shown(needed)}; {device.name} has less"
-        return Verdict(False, f"{no}; backend=emulated has it")
-    if name == "torchao" and device.capability[0] == NO_ROWWISE and scaling.startswith("rowwise"):
-        no = f"torch cannot multiply row-wise scales on {device.name} yet (torch 2.10, CUDA 13.0)"
-        return Verdict(False, f"{no}; use scaling=tensorwise")
-    if name == "torchao":
-        return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
-    if scaling == "mxfp8" and device.capability >= (12, 0):
-        no = f"Transformer Engine has no mxfp8 on {device.name} yet"
-        return Verdict(False, f"{no}; use scaling=nvfp4, or backend=emulated")
-    blackwell = device.capability >= BLOCK_CAPABILITY
-    if scaling == "blockwise" and blackwell and not precision.pow2_scales:
-        # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
-        no = f"Transformer Engine's block scales are powers of two on {device.name}"
-        instead = "leave power_of_two_scales out, or backend=emulated has it"
-        return Verdict(False, f"{no}; {instead}")
-    return has_transformer_engine()
-
-
-def least_capability(precision: PrecisionConfig) -> tuple[int, int]:
-    """CUDA compute capability from which hardware multiplies under this scaling."""
-    return {"blockwise": (9, 0), "mxfp8": BLOCK_CAPABILITY, "nvfp4": BLOCK_CAPABILITY}.get(
-        precision.scaling, FP8_CAPABILITY
-    )
-
-
-def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
-    """True if an engine has this recipe at all, on whatever device; if not, what to use."""
-    if name == "emulated":
-        return Verdict(True, "every scaling and format")
-    no, _ = _lacks(name, precision)
-    if not no:
-        return Verdict(True, f"{ENGINES[name]} has it")
-    other = "torchao" if name == "te" else "te"
-    others = [] if _lacks(other, precision)[0] else [other]
-    return Verdict(False, f"{no}; backend={' or '.join([*others, 'emulated'])} has it")
-
-
-ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
-
-
-def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, dict[str, Any]]:
-    """Name what an engine lacks of a recipe, and settings under which it lacks it no longer."""
-    scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
-    delayed, rowwise = scaling == "delayed", scaling in ("rowwise", "rowwise_with_gw_hp")
-    te = "Transformer Engine"
-    limits: dict[str, list[tuple[bool, str, dict[str, Any]]]] = {
-        "te": [
-            (rowwise, f"{te} has no {scaling} scaling", {}),
-            (fmt == "e5m2", f"{te} has no pure E5M2", {"format": "hybrid"}),
-            (
-                delayed and precision.pow2_scales,
-                f"{te}'s delayed scales are not powers of two",
-                {"power_of_two_scales": None},
-            ),
-            (
-                delayed and bool(high),
-                f"{te} keeps no GEMM high under delayed scaling",
-                {"high_gemms": ()},
-            ),
-            (
-                bool(high) and set(high) != {"dgrad", "wgrad"},
-                f"{te} keeps dgrad and wgrad high together or not at all",
-                {"high_gemms": ("dgrad", "wgrad")},
-            ),
-            (
-                precision.fp8_params,
-                f"with {te} weights stay in model.dtype",
-                {"fp8_params": False},
-            ),
-        ],
-        "torchao": [
-            (
-                not rowwise and scaling != "tensorwise",
-                f"torchao has no {scaling} scaling in training",
-                {},
-            ),
-            (
-                rowwise and fmt != "e4m3",
-                "torchao's rowwise GEMMs take E4M3 operands only",
-                {"format": "e4m3"},
-            ),
-            (
-                fmt == "e5m2",
-                "torchao's GEMMs take no pair of E5M2 operands",
-                {"format": "hybrid"},
-            ),
-        ],
-    }
-    return next(((no, instead) for lacks, no, instead in limits[name] if lacks), ("", {}))
-
-
-LIMITED = ("te", "torchao")
-"""Engines that lack some scalings and formats."""
-AUTO_ORDER = (*LIMITED, "emulated")
-"""Backends that `auto` tries, best first.
-
-Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for that
-and comes second. The emulation never precedes hardware.
-"""
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """A precision that can be had here.
-
-    Attributes:
-        precision: concrete: backend named, or compute changed to bf16 after a fall-back.
-        asked: the recipe's precision.
-        reason: reason for this backend.
-        fallback: one line to be shown loudly, where FP8 was requested and BF16 will run.
-    """
-
-    precision: PrecisionConfig
-    asked: PrecisionConfig
-    reason: str
-    fallback: str = ""
-
-    @property
-    def label(self) -> str:
-        """Short name for a progress bar: `FP8 te/delayed`, `BF16`."""
-        p = self.precision
-        if p.compute != "fp8":
-            return p.compute.upper()
-        engine = "frozen" if p.frozen == "fp8" else p.backend
-        return f"{p.low.upper()} {engine}/{p.scaling}"
-
-
-def _in_bf16(precision: PrecisionConfig) -> PrecisionConfig:
-    """The same run without FP8: settings of FP8 alone go back to their defaults."""
-    update: dict[str, Any] = {"compute": "bf16", "backend": "auto"}
-    update["map"] = {k: "bf16" if v == "fp8" else v for k, v in precision.map.items()}
-    fields = PrecisionConfig.model_fields
-    return precision.model_copy(update=update | {k: fields[k].default for k in FP8_ONLY})
-
-
-def resolve(precision: PrecisionConfig, device: Device) -> Resolution:
-    """Choose the backend, or explain why there is none.
-
-    Raises:
-        MissingExtraError: the backend asked for by name is not installed.
-        PrecisionError: FP8 cannot be had and `on_unsupported` is `error`.
-    """
-    if precision.compute != "fp8":
-        return Resolution(precision, precision, f"{precision.compute} was asked")
-    names = AUTO_ORDER if precision.backend == "auto" else (precision.backend,)
-    refused: dict[str, list[str]] = {}  # reason -> engines
-    for name in names:
-        verdict = backend_verdict(name, precision, device)
-        # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
-        hardware = bool(device.has_fp8) or name == "emulated" or precision.backend != "auto"
-        if verdict and hardware:
-            _check_kernels(precision, device, name)
-            chosen = precision.model_copy(update={"backend": name})
-            reason = verdict.reason
-            if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
-                reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
-            return Resolution(chosen, precision, reason)
-        reason = verdict.reason if hardware else device.has_fp8.reason
-        refused.setdefault(reason, []).append(name)
-    why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
-    if precision.on_unsupported == "bf16":
-        line = f"FP8 was requested, BF16 will run ({why})"
-        return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
-    if precision.backend == "te" and device.has_fp8 and "not installed" in why:
-        raise MissingExtraError(
-            "precision.backend=te needs Transformer Engine",
-            why=why,
-            fix="pip install 'fp8-finetune[te]' (builds against your CUDA and torch), or "
-            "precision.backend=torchao",
-        )
-    raise PrecisionError(
-        f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
-        where=f"precision.backend={precision.backend}",
-        why=why,
-        fix=", or ".join(_ways(precision, device)),
-    )
-
-
-def _check_kernels(precision: PrecisionConfig, device: Device, backend: str) -> None:
-    """Raise where `precision.kernels=triton` cannot be honored."""
-    can = device.has_fp8 and has_triton()
-    if can and backend == "emulated":
-        can = Verdict(False, "an emulated GEMM takes its codes as BF16 numbers")
-    if precision.kernels == "triton" and not can:
-        raise PrecisionError(
-            f"Triton kernels cannot be had on {device.name}",
-            where="precision.kernels=triton",
-            why=can.reason,
-            fix="~precision.kernels",
-        )
-
-
 @functools.cache
 def has_triton() -> Verdict:
     """True if Triton imports; also on a machine without CUDA, which only predicts runs."""
@@ -379,34 +199,32 @@ def has_triton() -> Verdict:
     return Verdict(True, f"triton {triton.__version__}")
 
 
-def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
-    """Settings under which it runs here, each of them tried; then what has FP8 units."""
-    settings = _lacks(precision.backend, precision)[1] if precision.backend in LIMITED else {}
-    tried: list[dict[str, Any]] = [settings] if settings else []
-    if precision.scaling.startswith("rowwise") and precision.frozen != "bf16":
-        tried.append({"scaling": "tensorwise"})
-    if precision.backend != "emulated":
-        tried += [{"backend": x} for x in LIMITED if x != precision.backend and device.has_fp8]
-        tried += [{"backend": "emulated"}, {"backend": "emulated", "compile": "off"}]
-    for update in tried:
-        other = precision.model_copy(update=update)
-        engines = AUTO_ORDER if other.backend == "auto" else (other.backend,)
-        if any(backend_verdict(name, other, device) for name in engines):
-            emulated = " (exact FP8 rounding, slow)" if other.backend == "emulated" else ""
-            yield " ".join(_override(key, value) for key, value in update.items()) + emulated
-            if emulated:
-                break
-    half = device.capability is not None and device.capability < (8, 0)  # no BF16 either
-    compute = "precision.compute=fp16" if half else "precision.compute=bf16"
-    typed = [k for k in ("high_gemms", "fp8_params") if getattr(precision, k)]  # FP8's alone
-    yield " ".join([compute, *(f"~precision.{key}" for key in typed)])
-    if not device.has_fp8:
-        yield FP8_GPUS
+GemmEngine = Literal["cuBLASLt tensorwise", "cuBLASLt outer-vector", "CUTLASS rowwise"]
+OUTER_VECTOR_CUDA = (12, 9)
+NO_ROWWISE = 12
+"""Major compute capability on which nothing in torch multiplies row-wise scales."""
 
 
-def _override(key: str, value: Any) -> str:
-    """A setting as it is typed: `precision.format=hybrid`, `~precision.high_gemms`."""
-    if value == PrecisionConfig.model_fields[key].default:
-        return f"~precision.{key}"
-    shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
-    return f"precision.{key}={shown}"
+def gemm_engine(scaling: str, capability: tuple[int, int], cuda: tuple[int, int]) -> GemmEngine:
+    """The library that multiplies FP8 codes under `scaling` on a GPU.
+
+    Args:
+        scaling: `precision.scaling`.
+        capability: compute capability of the GPU.
+        cuda: version of CUDA that torch was built for.
+    """
+    if not scaling.startswith("rowwise"):
+        return "cuBLASLt tensorwise"
+    vectors = capability[0] == 9 and cuda >= OUTER_VECTOR_CUDA
+    return "cuBLASLt outer-vector" if vectors else "CUTLASS rowwise"
+
+
+def cuda_of(torch_version: tuple[int, ...], built_for: str | None) -> tuple[int, int]:
+    """CUDA of a torch: what it was built for, else that of the usual wheel of its version.
+
+    `pip install torch` gives CUDA 12.8 up to 2.10 and 13.0 from 2.11 on.
+    """
+    if built_for is not None:
+        major, minor = built_for.split(".")[:2]
+        return int(major), int(minor)
+    return (13, 0) if torch_version >= (2, 11) else (12, 8)

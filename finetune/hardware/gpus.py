@@ -1,9 +1,9 @@
-"""A GPU and its limits: memory, dense peak by precision, bandwidth, links, by its name.
+"""GPUs by name, and the place of a run: this machine, a named GPU, or one known by its memory only.
 
-The table, `assets/gpus.yaml`, holds vendors' figures: for dense matrices (datasheets like to print
-twice as much, "with sparsity") and with accumulation in float32, which training uses; GeForce cards
-do half as much then as with accumulation in FP16. A GPU that is not listed has no known peak, and
-none is guessed.
+The table, `assets/gpus.yaml`, holds memory, dense peak by precision, bandwidth and links. These are
+vendors' figures for dense matrices (datasheets like to print twice as much, "with sparsity") with
+accumulation in float32, which training uses; GeForce cards do half as much then as with
+accumulation in FP16. A GPU that is not listed has no known peak, and none is guessed.
 
 The *driver's* name of this machine's GPU is matched whole: `RTX 4090 D` and `RTX 4090 Laptop GPU`
 are other chips than `RTX 4090`. A name that a *user types* is matched without regard to case,
@@ -22,6 +22,7 @@ import fnmatch
 import functools
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +39,8 @@ from pydantic import (
 from finetune.config.paths import ASSETS
 from finetune.config.yaml import parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean, nearest
-from finetune.hardware.device import Device
+from finetune.hardware.device import Device, this_device
+from finetune.units import GIB
 
 TABLE = ASSETS / "gpus.yaml"
 OWN_VARIABLE = "FINETUNE_GPUS"
@@ -219,7 +221,75 @@ def named_gpu(text: str) -> Gpu:
     )
 
 
-def as_device(gpu: Gpu, count: int = 1) -> Device:
-    """The device that `count` such GPUs would be, to decide for a machine that is not here."""
+def as_device(gpu: Gpu) -> Device:
+    """The device that such a GPU would be, to decide for a machine that is not here."""
     name = gpu.names[0].replace("*", "") if gpu.names else gpu.name
-    return Device("cuda", name, gpu.capability, gpu.memory_gib, count, is_rocm=gpu.vendor == "amd")
+    return Device("cuda", name, gpu.capability, gpu.memory_gib, is_rocm=gpu.vendor == "amd")
+
+
+# ------------------------------------------------------------------------------------------- place
+
+UNNAMED = (9, 0)
+"""Compute capability assumed for a GPU known by its memory only."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place where a run would train.
+
+    Attributes:
+        device: one of the devices.
+        gpu: entry of the GPU table; None if its speed is unknown.
+        count: number of devices that train together.
+        here: True for this machine.
+    """
+
+    device: Device
+    gpu: Gpu | None
+    count: int = 1
+    here: bool = False
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.device.memory_gib * GIB)
+
+    def __str__(self) -> str:
+        name = self.gpu.name if self.gpu else self.device.name
+        return f"{f'{self.count} x ' if self.count > 1 else ''}{name}"
+
+
+def place_here(device: Device, processes: int = 1) -> Place:
+    """This machine, whose devices are like `device`."""
+    return Place(device, find_gpu(device), processes, here=True)
+
+
+def place_of(
+    gpu: str | Gpu | None = None, *, memory_gib: float | None = None, gpus: int = 1
+) -> Place:
+    """Find the place that a user specifies.
+
+    Args:
+        gpu: a name (`H100`, `4090`) or an entry of the table; default: this machine.
+        memory_gib: memory of a GPU otherwise unknown, or overriding the table's for `gpu`.
+
+    Raises:
+        ConfigError: an unknown GPU, a number below one.
+    """
+    if gpus < 1:
+        raise ConfigError(f"a run on {gpus} GPUs", where=f"--gpus {gpus}", fix="1 or more")
+    if memory_gib is not None and not 0 < memory_gib < float("inf"):
+        raise ConfigError(
+            f"a GPU with {memory_gib:g} GiB of memory",
+            where=f"--memory {memory_gib:g}",
+            fix="GiB of one GPU, such as 24",
+        )
+    if gpu is None and memory_gib is None:
+        return place_here(this_device(), gpus)
+    if gpu is None:
+        assert memory_gib is not None
+        name = f"a GPU of {memory_gib:g} GiB"
+        return Place(Device("cuda", name, UNNAMED, memory_gib), None, gpus)
+    line = named_gpu(gpu) if isinstance(gpu, str) else gpu
+    if memory_gib is not None:
+        line = line.model_copy(update={"memory_gib": memory_gib})
+    return Place(as_device(line), line, gpus)

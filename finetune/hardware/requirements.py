@@ -1,19 +1,314 @@
-"""Requirements of a run on this machine: optional libraries, and devices that an optimizer needs.
+"""Requirements of a run on a device: a backend for its precision, optional libraries, an optimizer.
 
-All are checked before anything is loaded. An optimizer that a library would quietly replace by
-another (a paged one on a CPU) is an error that names what to use instead.
+All are checked before anything is loaded. Nothing is replaced in silence: what cannot be had is an
+error that names what to use instead, also an optimizer that a library would quietly replace by
+another (a paged one on a CPU).
 """
 
 from __future__ import annotations
 
 import importlib.util
-from importlib import metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.optimizers import cannot_have, chosen
-from finetune.config.schema import RunConfig
-from finetune.errors import MissingExtraError
-from finetune.hardware.device import Device
+from finetune.config.schema import FP8_ONLY, PrecisionConfig, RunConfig
+from finetune.errors import MissingExtraError, PrecisionError
+from finetune.hardware.device import (
+    BLOCK_CAPABILITY,
+    FP8_CAPABILITY,
+    NO_ROWWISE,
+    Device,
+    Verdict,
+    has_transformer_engine,
+    has_triton,
+    shown_capability,
+    version,
+)
+from finetune.hardware.gpus import Place
+
+FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
+
+
+def backend_verdict(
+    name: str, precision: PrecisionConfig, device: Device, engine: Verdict | None = None
+) -> Verdict:
+    """True if backend `name` can run `precision` on `device`, and why.
+
+    `engine` says whether Transformer Engine is there; default: whether it imports here.
+    """
+    scaling = precision.scaling
+    if precision.compile_requested == "on" and scaling == "delayed" and name != "torchao":
+        # Its casts write into a history that every layer shares; TE refuses it in as many words.
+        instead = "use compile=off, or scaling=tensorwise"
+        return Verdict(False, f"{ENGINES[name]} cannot compile delayed scaling; {instead}")
+    if name == "emulated":
+        if precision.emulation != "forbid" or precision.backend == "emulated":  # named: permitted
+            return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
+        return Verdict(False, "emulation is exact but slow; precision.emulation=allow permits it")
+    offered = engine_verdict(name, precision)
+    if not offered:
+        return offered
+    if not device.has_fp8 or device.capability is None:
+        if name == "torchao" and precision.emulation != "forbid":
+            return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
+        return device.has_fp8
+    needed = least_capability(precision)
+    if device.capability < needed:
+        no = f"{scaling} needs compute capability {shown_capability(needed)}"
+        return Verdict(False, f"{no}; {device.name} has less; backend=emulated has it")
+    if name == "torchao" and device.capability[0] == NO_ROWWISE and scaling.startswith("rowwise"):
+        no = f"torch cannot multiply row-wise scales on {device.name} yet (torch 2.10, CUDA 13.0)"
+        return Verdict(False, f"{no}; use scaling=tensorwise")
+    if name == "torchao":
+        return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
+    if scaling == "mxfp8" and device.capability >= (12, 0):
+        no = f"Transformer Engine has no mxfp8 on {device.name} yet"
+        return Verdict(False, f"{no}; use scaling=nvfp4, or backend=emulated")
+    blackwell = device.capability >= BLOCK_CAPABILITY
+    if scaling == "blockwise" and blackwell and not precision.pow2_scales:
+        # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
+        no = f"Transformer Engine's block scales are powers of two on {device.name}"
+        instead = "leave power_of_two_scales out, or backend=emulated has it"
+        return Verdict(False, f"{no}; {instead}")
+    return engine or has_transformer_engine()
+
+
+def least_capability(precision: PrecisionConfig) -> tuple[int, int]:
+    """CUDA compute capability from which hardware multiplies under this scaling."""
+    return {"blockwise": (9, 0), "mxfp8": BLOCK_CAPABILITY, "nvfp4": BLOCK_CAPABILITY}.get(
+        precision.scaling, FP8_CAPABILITY
+    )
+
+
+def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
+    """True if an engine has this recipe at all, on whatever device; if not, what to use."""
+    if name == "emulated":
+        return Verdict(True, "every scaling and format")
+    no, _ = _lacks(name, precision)
+    if not no:
+        return Verdict(True, f"{ENGINES[name]} has it")
+    other = "torchao" if name == "te" else "te"
+    others = [] if _lacks(other, precision)[0] else [other]
+    return Verdict(False, f"{no}; backend={' or '.join([*others, 'emulated'])} has it")
+
+
+ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
+
+
+def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, dict[str, Any]]:
+    """Name what an engine lacks of a recipe, and settings under which it lacks it no longer."""
+    scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
+    delayed, rowwise = scaling == "delayed", scaling in ("rowwise", "rowwise_with_gw_hp")
+    te = "Transformer Engine"
+    limits: dict[str, list[tuple[bool, str, dict[str, Any]]]] = {
+        "te": [
+            (rowwise, f"{te} has no {scaling} scaling", {}),
+            (fmt == "e5m2", f"{te} has no pure E5M2", {"format": "hybrid"}),
+            (
+                delayed and precision.pow2_scales,
+                f"{te}'s delayed scales are not powers of two",
+                {"power_of_two_scales": None},
+            ),
+            (
+                delayed and bool(high),
+                f"{te} keeps no GEMM high under delayed scaling",
+                {"high_gemms": ()},
+            ),
+            (
+                bool(high) and set(high) != {"dgrad", "wgrad"},
+                f"{te} keeps dgrad and wgrad high together or not at all",
+                {"high_gemms": ("dgrad", "wgrad")},
+            ),
+            (
+                precision.fp8_params,
+                f"with {te} weights stay in model.dtype",
+                {"fp8_params": False},
+            ),
+        ],
+        "torchao": [
+            (
+                not rowwise and scaling != "tensorwise",
+                f"torchao has no {scaling} scaling in training",
+                {},
+            ),
+            (
+                rowwise and fmt != "e4m3",
+                "torchao's rowwise GEMMs take E4M3 operands only",
+                {"format": "e4m3"},
+            ),
+            (
+                fmt == "e5m2",
+                "torchao's GEMMs take no pair of E5M2 operands",
+                {"format": "hybrid"},
+            ),
+        ],
+    }
+    return next(((no, instead) for lacks, no, instead in limits[name] if lacks), ("", {}))
+
+
+LIMITED = ("te", "torchao")
+"""Engines that lack some scalings and formats."""
+AUTO_ORDER = (*LIMITED, "emulated")
+"""Backends that `auto` tries, best first.
+
+Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for that
+and comes second. The emulation never precedes hardware.
+"""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A precision that can be had here.
+
+    Attributes:
+        precision: concrete: backend named, or compute changed to bf16 after a fall-back.
+        asked: the recipe's precision.
+        reason: reason for this backend.
+        fallback: one line to be shown loudly, where FP8 was requested and BF16 will run.
+    """
+
+    precision: PrecisionConfig
+    asked: PrecisionConfig
+    reason: str
+    fallback: str = ""
+
+    @property
+    def label(self) -> str:
+        """Short name for a progress bar: `FP8 te/delayed`, `BF16`."""
+        p = self.precision
+        if p.compute != "fp8":
+            return p.compute.upper()
+        engine = "frozen" if p.frozen == "fp8" else p.backend
+        return f"{p.low.upper()} {engine}/{p.scaling}"
+
+
+def _in_bf16(precision: PrecisionConfig) -> PrecisionConfig:
+    """The same run without FP8: settings of FP8 alone go back to their defaults."""
+    update: dict[str, Any] = {"compute": "bf16", "backend": "auto"}
+    update["map"] = {k: "bf16" if v == "fp8" else v for k, v in precision.map.items()}
+    fields = PrecisionConfig.model_fields
+    return precision.model_copy(update=update | {k: fields[k].default for k in FP8_ONLY})
+
+
+def resolve(
+    precision: PrecisionConfig, device: Device, engine: Verdict | None = None
+) -> Resolution:
+    """Choose the backend, or explain why there is none.
+
+    Args:
+        engine: whether Transformer Engine is there; default: whether it imports here.
+
+    Raises:
+        MissingExtraError: the backend asked for by name is not installed.
+        PrecisionError: FP8 cannot be had and `on_unsupported` is `error`.
+    """
+    if precision.compute != "fp8":
+        return Resolution(precision, precision, f"{precision.compute} was asked")
+    names = AUTO_ORDER if precision.backend == "auto" else (precision.backend,)
+    refused: dict[str, list[str]] = {}  # reason -> engines
+    for name in names:
+        verdict = backend_verdict(name, precision, device, engine)
+        # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
+        hardware = bool(device.has_fp8) or name == "emulated" or precision.backend != "auto"
+        if verdict and hardware:
+            _check_kernels(precision, device, name)
+            chosen = precision.model_copy(update={"backend": name})
+            reason = verdict.reason
+            if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
+                reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
+            return Resolution(chosen, precision, reason)
+        reason = verdict.reason if hardware else device.has_fp8.reason
+        refused.setdefault(reason, []).append(name)
+    why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
+    if precision.on_unsupported == "bf16":
+        line = f"FP8 was requested, BF16 will run ({why})"
+        return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
+    if precision.backend == "te" and device.has_fp8 and "not installed" in why:
+        raise MissingExtraError(
+            "precision.backend=te needs Transformer Engine",
+            why=why,
+            fix="pip install 'fp8-finetune[te]' (builds against your CUDA and torch), or "
+            "precision.backend=torchao",
+        )
+    raise PrecisionError(
+        f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
+        where=f"precision.backend={precision.backend}",
+        why=why,
+        fix=", or ".join(_ways(precision, device)),
+    )
+
+
+def _check_kernels(precision: PrecisionConfig, device: Device, backend: str) -> None:
+    """Raise where `precision.kernels=triton` cannot be honored."""
+    can = device.has_fp8 and has_triton()
+    if can and backend == "emulated":
+        can = Verdict(False, "an emulated GEMM takes its codes as BF16 numbers")
+    if precision.kernels == "triton" and not can:
+        raise PrecisionError(
+            f"Triton kernels cannot be had on {device.name}",
+            where="precision.kernels=triton",
+            why=can.reason,
+            fix="~precision.kernels",
+        )
+
+
+def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
+    """Settings under which it runs here, each of them tried; then what has FP8 units."""
+    settings = _lacks(precision.backend, precision)[1] if precision.backend in LIMITED else {}
+    tried: list[dict[str, Any]] = [settings] if settings else []
+    if precision.scaling.startswith("rowwise") and precision.frozen != "bf16":
+        tried.append({"scaling": "tensorwise"})
+    if precision.backend != "emulated":
+        tried += [{"backend": x} for x in LIMITED if x != precision.backend and device.has_fp8]
+        tried += [{"backend": "emulated"}, {"backend": "emulated", "compile": "off"}]
+    for update in tried:
+        other = precision.model_copy(update=update)
+        engines = AUTO_ORDER if other.backend == "auto" else (other.backend,)
+        if any(backend_verdict(name, other, device) for name in engines):
+            emulated = " (exact FP8 rounding, slow)" if other.backend == "emulated" else ""
+            yield " ".join(_override(key, value) for key, value in update.items()) + emulated
+            if emulated:
+                break
+    half = device.capability is not None and device.capability < (8, 0)  # no BF16 either
+    compute = "precision.compute=fp16" if half else "precision.compute=bf16"
+    typed = [k for k in ("high_gemms", "fp8_params") if getattr(precision, k)]  # FP8's alone
+    yield " ".join([compute, *(f"~precision.{key}" for key in typed)])
+    if not device.has_fp8:
+        yield FP8_GPUS
+
+
+def _override(key: str, value: Any) -> str:
+    """A setting as it is typed: `precision.format=hybrid`, `~precision.high_gemms`."""
+    if value == PrecisionConfig.model_fields[key].default:
+        return f"~precision.{key}"
+    shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+    return f"precision.{key}={shown}"
+
+
+TAKEN = Verdict(True, "Transformer Engine, taken to be installed there")
+
+
+def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
+    """Precision executed at a place, whatever is installed here.
+
+    Transformer Engine is assumed installed there if a recipe names it or no other backend supports
+    the requested precision.
+
+    Raises:
+        PrecisionError: FP8 is unavailable there.
+    """
+    engine = TAKEN if precision.backend == "te" and not place.here else None
+    try:
+        return resolve(precision, place.device, engine)
+    except (PrecisionError, MissingExtraError):
+        if engine or precision.backend not in ("auto", "te"):
+            raise
+        return resolve(precision, place.device, TAKEN)
+
+
+# ---------------------------------------------------------------------------- libraries, optimizer
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
 EVAL_EXTRA = "pip install 'fp8-finetune[eval]'"
@@ -67,15 +362,15 @@ def check_optimizer_here(train: dict[str, Any], device: Device) -> None:
     if device.kind == "cpu":
         why, instead = facts.not_on_cpu, facts.instead
         if not why and facts.library == "bitsandbytes":
-            version, instead = metadata.version("bitsandbytes"), "adamw_torch_8bit"
-            if tuple(int(part) for part in version.split(".")[:2]) < BITSANDBYTES_ON_CPU:
+            found, instead = version("bitsandbytes") or "0.0", "adamw_torch_8bit"
+            if tuple(int(part) for part in found.split(".")[:2]) < BITSANDBYTES_ON_CPU:
                 why = (
-                    f"bitsandbytes {version} steps on GPUs only; from 0.50 on it steps on a CPU "
+                    f"bitsandbytes {found} steps on GPUs only; from 0.50 on it steps on a CPU "
                     "too (pip install -U 'fp8-finetune[bnb]')"
                 )
         if why:
             raise cannot_have(facts, f"on {device.name}", why, instead)
     elif device.capability is not None and device.capability < facts.capability:
-        needed, here = (".".join(map(str, x)) for x in (facts.capability, device.capability))
+        needed, here = map(shown_capability, (facts.capability, device.capability))
         why = f"its FP8 casts need compute capability {needed}; this GPU has {here}"
         raise cannot_have(facts, f"on {device.name}", why, facts.instead)

@@ -311,7 +311,7 @@ def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
     """The engine of the layers that keep their weights, None when none of them runs in FP8.
 
     Args:
-        plan: its `precision.backend` must be concrete (see `finetune.hardware.device.resolve`).
+        plan: its `precision.backend` must be concrete (`hardware.requirements.resolve`).
         hardware: True if the device multiplies FP8; if not, torchao emulates.
     """
     layers = sum(not layer.stored for layer in plan.fp8_layers)

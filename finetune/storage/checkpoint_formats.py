@@ -1,4 +1,8 @@
-"""Published FP8 checkpoints, in the terms of `finetune.precision.weights`.
+"""Checkpoint files as they are read: types and names of their tensors, and layouts of FP8 weights.
+
+File keys may differ from the parameter names in Transformers: prefixes are missing, keys were
+renamed, experts stored one by one become one parameter. Transformers' own table
+(`get_model_conversion_mapping`) translates them, as in `from_pretrained`.
 
 A published checkpoint is safetensors with `quantization_config` in its `config.json`. Two layouts
 hold E4M3 codes `X.weight` [N, K] and numbers that multiply them, which is what a stored layer is:
@@ -21,22 +25,29 @@ compressed-tensors `quantization/quant_args.py`, `compressors/`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from finetune.errors import StorageNotComputeError, did_you_mean
+from finetune.errors import ModelNotFoundError, StorageNotComputeError, did_you_mean
 from finetune.precision.formats import E4M3
 from finetune.precision.stored import Fp8Bits
 from finetune.precision.weights import BLOCK, Granularity, Tile, slab_rows, tile_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OWN = "fp8_storage"
 METHODS = (OWN, "fp8", "compressed-tensors")
 SCALE = ".weight_scale"
 KINDS: tuple[Granularity, ...] = ("row", "tensor", "block")
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""Types of weights in safetensors files that are no codes."""
 NAN = 0x7F  # E4M3 has two NaN codes, 0x7F and 0xFF, and no infinity
 
 
@@ -189,30 +200,80 @@ def tile_named(name: str, shape: tuple[int, int]) -> Tile:
     )
 
 
-def scale_shapes(files: list[str], suffix: str) -> dict[str, tuple[int, ...] | None]:
-    """Name of each E4M3 tensor in the files -> shape of its scales, None where there are none.
+def tensors_in(file: str | Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor of a safetensors file, by its key; only the header is read."""
+    from safetensors import safe_open
 
-    Only headers are read.
+    with safe_open(file, framework="pt") as opened:
+        parts = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118  not a dict
+        return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()}
+
+
+def is_code(key: str, kind: str) -> bool:
+    """True of a weight whose type is no float of 16 bits or more; masks and positions are none."""
+    return kind not in FLOATS and (kind.startswith("F") or "weight" in key.rpartition(".")[2])
+
+
+def refuse_codes(files: Iterable[str | Path]) -> None:
+    """Reject codes in the files of a plain checkpoint.
+
+    Transformers would cast them, whose scales it does not know of, in silence.
+
+    Raises:
+        ModelNotFoundError: names the first weight of another type.
+    """
+    for file in map(Path, files):
+        for key, (kind, _) in tensors_in(file).items() if file.suffix == ".safetensors" else ():
+            if is_code(key, kind):
+                raise ModelNotFoundError(
+                    f"{file.name} has weights of type {kind}",
+                    where=f"model.name: {key}",
+                    why="config.json has no quantization_config that would say how to read them",
+                    fix="download or copy config.json and the safetensors files again, together",
+                )
+
+
+def scale_shapes(files: Iterable[str], suffix: str) -> dict[str, tuple[int, ...] | None]:
+    """Name of each E4M3 tensor in the files -> shape of its scales, None where there are none.
 
     Args:
         files: paths of safetensors.
         suffix: end of the names of scales, in the place of `.weight`.
-    """
-    from safetensors import safe_open
 
+    Raises:
+        StorageNotComputeError: files or codes of another type.
+    """
     codes: list[str] = []
     scales: dict[str, tuple[int, ...]] = {}
     for file in files:
         if not file.endswith(".safetensors"):
             raise refuse_layout(file.rpartition("/")[2], "only safetensors are read")
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  not a dict
-                part = opened.get_slice(key)
-                if key.endswith(suffix):
-                    scales[key.removesuffix(suffix)] = tuple(part.get_shape())
-                elif part.get_dtype() == "F8_E4M3":
-                    codes.append(key)
+        for key, (kind, shape) in tensors_in(file).items():
+            if key.endswith(suffix):
+                scales[key.removesuffix(suffix)] = shape
+            elif kind == "F8_E4M3":
+                codes.append(key)
+            elif is_code(key, kind):
+                raise refuse_layout(f"{key} in {kind}", "stored weights are E4M3")
     return {key: scales.get(key.removesuffix(".weight")) for key in codes}
+
+
+def key_translation(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
+    """A function from a file's key to its parameter's name, and True if it is all of that."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters: Any = [rule for rule in rules if not isinstance(rule, WeightRenaming)]
+    prefix, known = model.base_model_prefix, model.state_dict()
+
+    def translate(key: str) -> tuple[str, bool]:
+        name, part = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:  # the rule is for another model
+            name, part = rename_source_key(key, [], [], prefix, known)
+        return name, part is None
+
+    return translate
 
 
 def check_scales(name: str, scale: Tensor) -> None:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -38,15 +39,15 @@ from transformers import initialization as init
 import finetune.storage.bdh  # noqa: F401  makes our own model types known
 from finetune.config.paths import user_path
 from finetune.config.schema import Storage
-from finetune.errors import ConfigError, ModelNotFoundError, PlanError
+from finetune.errors import ConfigError, PlanError
 from finetune.precision.experts import store_experts
 from finetune.precision.layers import leave_out, resolve, storable
 from finetune.precision.stored import iter_stored, release, requantize, store
 from finetune.precision.weights import Granularity
 from finetune.storage import nf4
-from finetune.storage.architecture import auto_class as auto_class_of
 from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of
-from finetune.storage.pretrained import no_model_in
+from finetune.storage.pretrained import auto_class as auto_class_of
+from finetune.storage.pretrained import load_whole, loading, no_model_in
 from finetune.storage.quantizer import (
     Fp8StorageConfig,
     Fp8StorageQuantizer,
@@ -91,7 +92,8 @@ def load_in_fp8(
 
     Raises:
         ConfigError: an unknown granularity, or a device map that offloads.
-        ModelNotFoundError: no such folder or hub model, or the hub cannot be reached.
+        ModelNotFoundError: no such folder or hub model, the hub cannot be reached, or the files are
+            broken or, without `auto_class`, lack weights.
         PlanError: no linear layer to store, or a pattern that matches none.
         StorageNotComputeError: the checkpoint is quantized in another way, or broken.
     """
@@ -178,10 +180,8 @@ def _load(
             )
     source = _source(name, kwargs.get("subfolder", ""))
     hub = {key: kwargs[key] for key in HUB if key in kwargs}
-    try:
+    with loading(source, (OSError, ValueError)):
         config = AutoConfig.from_pretrained(source, **hub)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(source, error) from error
     given = _quantization(config)
     if given is None:
         kwargs = {**kwargs, "quantization_config": storage}
@@ -189,11 +189,12 @@ def _load(
         layout_of(given)  # refuses what is not FP8 before anything is read
         # Transformers reads here that the weights are codes already.
         config.quantization_config = {"quant_method": OWN, "published": dict(given)}  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        load = given_class or auto_class_of(config)
-        model = load.from_pretrained(source, config=config, dtype=dtype, **kwargs)
-    except OSError as error:
-        raise _not_loaded(source, error) from error
+    with loading(source, (OSError, SafetensorError)):
+        if given_class is not None:  # which may have a new head
+            model = given_class.from_pretrained(source, config=config, dtype=dtype, **kwargs)
+        else:
+            load = auto_class_of(config).from_pretrained
+            model = load_whole(load, source, config=config, dtype=dtype, **kwargs)
     return model if given is None else _conform(model, published(model))
 
 
@@ -206,15 +207,6 @@ def _source(name: str | os.PathLike[str], subfolder: str) -> str:
     if not (path / subfolder / "config.json").is_file():
         raise no_model_in(source, path, str(path.resolve()))
     return str(path)
-
-
-def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"the model {source!r} could not be loaded",
-        where="load_in_fp8",
-        why=str(error).strip().splitlines()[0],
-        fix="check the name and your connection, and `hf auth login` for gated models",
-    )
 
 
 def _quantization(config: PretrainedConfig) -> Mapping[str, Any] | None:

@@ -1,9 +1,12 @@
 """A frozen base in four bits: QLoRA (Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes.
 
 NF4 has 16 levels at the quantiles of a normal distribution; 64 weights in a row share an absmax,
-itself quantized: 4.127 bits per weight (`finetune.storage.sizes`). Weights are dequantized to BF16
-before each matmul and get no gradient. Transformers chooses the layers: all linear ones but the
-output head, tied weights and the last module.
+itself stored in 8 bits, 256 of them under one float32 (double quantization):
+
+    bits per weight = 4 + 8 / 64 + 32 / (64 · 256) = 4.127
+
+Weights are dequantized to BF16 before each matmul and get no gradient. Transformers chooses the
+layers: all linear ones but the output head, tied weights and the last module.
 
 Two library behaviours are undone here. TRL casts adapters of a 4-bit base to BF16, where updates
 below 2^-8 of a weight are lost; `masters_kept` keeps them float32. On CPUs with AVX512-BF16
@@ -14,6 +17,7 @@ break later training; `prepare` disables it.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,11 +25,23 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import PlanError
 from finetune.hardware.device import this_device
 from finetune.precision.stored import stored_as
-from finetune.storage.architecture import auto_class
+from finetune.storage.pretrained import auto_class
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+
+BLOCK = 64
+"""Number of weights that share an absmax."""
+SUPERBLOCK = 256
+"""Number of absmaxes that share a float32 scale."""
+
+
+def nf4_bytes(numel: int) -> int:
+    """Bytes of one weight of `numel` elements with its scales, lookup tables left out."""
+    blocks = math.ceil(numel / BLOCK)
+    return math.ceil(numel / 2) + blocks + 4 * math.ceil(blocks / SUPERBLOCK)
 
 
 def quantization_config() -> BitsAndBytesConfig:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -53,7 +53,9 @@ from finetune.storage.checkpoint_formats import (
     check_codes,
     check_scales,
     granularity_name,
+    key_translation,
     layout_of,
+    refuse_codes,
     refuse_layout,
     scale_shapes,
     tile_named,
@@ -233,6 +235,7 @@ class Fp8StorageQuantizer(HfQuantizer):
             if name in tiles:
                 self.stacks[name] = _expect_stack(experts, name, tiles.pop(name))
         if not self.pre_quantized:
+            refuse_codes(checkpoint_files or ())
             _warn_of_experts(model, dtype)
         for name, tile in tiles.items():
             _expect_codes(model.get_submodule(name), tile, dtype)
@@ -257,17 +260,10 @@ class Fp8StorageQuantizer(HfQuantizer):
 
     def _found(self, model: Any, files: list[str]) -> dict[str, Tile]:
         """Tiles of the linear layers whose weights the files hold as E4M3 codes."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        conversions = get_model_conversion_mapping(model)
-        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-        converters: Any = [c for c in conversions if not isinstance(c, WeightRenaming)]
-        known, tiles, scales = model.state_dict(), {}, scale_shapes(files, self._layout.scale)
-        for key, companion in scales.items():
-            name, converter = rename_source_key(
-                key, renamings, converters, model.base_model_prefix, known
-            )
-            if converter is not None:
+        known, tiles, translate = model.state_dict(), {}, key_translation(model)
+        for key, companion in scale_shapes(files, self._layout.scale).items():
+            name, whole = translate(key)
+            if not whole:
                 raise refuse_layout(
                     f"{key}, one of several tensors of {name}",
                     "experts held in one parameter are no linear layers, and only those are stored",

@@ -13,8 +13,8 @@ from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ProofError
-from finetune.hardware.device import Device, Resolution, version
-from finetune.hardware.gemm_engine import cuda_of, gemm_engine
+from finetune.hardware.device import Device, cuda_of, gemm_engine, version
+from finetune.hardware.requirements import Resolution
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import Conversion
 from finetune.precision.formats import E4M3

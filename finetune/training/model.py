@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import ModelConfig, RunConfig
-from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, some
+from finetune.errors import ConfigError, FinetuneError
 from finetune.storage import nf4
-from finetune.storage.architecture import auto_class, fit_trl
-from finetune.storage.pretrained import load_shape, loading, locate
+from finetune.storage.pretrained import auto_class, fit_trl, load_shape, load_whole, loading, locate
 from finetune.training import scope
 from finetune.training.attention import AUTO, implementation_arguments
 
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune.precision.planner import LayerPlan
-
-FLOATS = ("F16", "BF16", "F32", "F64")
-"""Types of weights in safetensors files that are no codes."""
 
 
 def is_published_fp8(shape: PretrainedConfig) -> bool:
@@ -34,38 +30,6 @@ def is_published_fp8(shape: PretrainedConfig) -> bool:
     from finetune.storage.loading import holds_fp8
 
     return holds_fp8(shape)
-
-
-def _check_complete(source: str, missing: Iterable[str]) -> None:
-    """Reject weights that the files lack, which Transformers draws by chance with a warning."""
-    if names := sorted(missing):
-        raise ModelNotFoundError(
-            f"the model {source!r} lacks {len(names):,} of its weights",
-            where=f"model.name: {some(names, 3)}",
-            why="they would be drawn by chance, and trained as if they were the model's",
-            fix="download or copy its safetensors files again; model.weights=random draws all of "
-            "them",
-        )
-
-
-def _check_types(source: str) -> None:
-    """Reject weights of a plain checkpoint that are no floats of 16 bits or more.
-
-    Transformers would cast codes of eight bits, whose scales it does not know of, in silence.
-    """
-    from safetensors import safe_open
-
-    for file in sorted(Path(source).glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            kinds = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-        if others := {kind: name for name, kind in kinds.items() if kind not in FLOATS}:
-            kind, name = next(iter(others.items()))
-            raise ModelNotFoundError(
-                f"{file.name} has weights of type {kind}",
-                where=f"model.name: {name}",
-                why="config.json has no quantization_config that would say how to read them",
-                fix="download or copy config.json and the safetensors files again, together",
-            )
 
 
 def first_layers(shape: PretrainedConfig, layers: int) -> None:
@@ -177,6 +141,7 @@ def _load_pretrained(
     model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     from finetune.precision.stored import stored_weights
+    from finetune.storage.checkpoint_formats import refuse_codes
     from finetune.storage.loading import load_in_fp8, load_stored
 
     source, shape = locate(model), load_shape(model)
@@ -197,11 +162,9 @@ def _load_pretrained(
             return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
-        kwargs["output_loading_info"] = True
-        loaded, found = auto_class(shape).from_pretrained(source, **kwargs)
-        _check_complete(source, found["missing_keys"])
         if not hasattr(shape, "quantization_config"):
-            _check_types(source)
+            refuse_codes(sorted(Path(source).glob("*.safetensors")))
+        loaded = load_whole(auto_class(shape).from_pretrained, source, **kwargs)
     # A checkpoint may itself be in NF4.
     in_nf4 = model.storage == "nf4" or "nf4" in stored_weights(loaded)
     return nf4.prepare(loaded) if in_nf4 else loaded

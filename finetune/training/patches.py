@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import OrderError, PrecisionError
-from finetune.hardware.device import Resolution
+from finetune.hardware.requirements import Resolution
 from finetune.precision.layers import iter_weights
 from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
 from finetune.training import compute_types

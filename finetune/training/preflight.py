@@ -19,8 +19,8 @@ from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
-from finetune.hardware.device import Device, Resolution, resolve
-from finetune.hardware.requirements import check_extras, check_optimizer_here
+from finetune.hardware.device import Device
+from finetune.hardware.requirements import Resolution, check_extras, check_optimizer_here, resolve
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.training import lora_init
 from finetune.training.attention import Attention, resolve_attention

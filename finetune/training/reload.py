@@ -94,7 +94,8 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     device = this_device().kind
     with loading(str(run.weights)):
         model = _load(run)
-        tokenizer = AutoTokenizer.from_pretrained(run.weights)
+        trust = run.config.model.trust_remote_code  # `open_trained` asked whether it may
+        tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trust)
         align_special_tokens(model, tokenizer)  # as in the trainer: decides where an answer ends
     if model.device.type != device:
         model = model.to(device)

@@ -2,7 +2,7 @@
 
 Left out without anybody's asking, and said:
 
-* modules that text does not reach, such as the vision tower of Gemma 3 (`storage.architecture`);
+* modules that text does not reach, such as the vision tower of Gemma 3 (`storage.pretrained`);
 * linear layers with a forward of their own, on which PEFT's adapters break (Llama 4's router
   returns a tuple), and those whose weight Mamba's kernels read past the layer's forward, where an
   adapter would have no effect and no gradient.
@@ -33,7 +33,7 @@ from finetune.precision.layers import (
 )
 from finetune.precision.overrides import decoder_blocks
 from finetune.precision.stored import stored_as
-from finetune.storage.architecture import beside_text
+from finetune.storage.pretrained import beside_text
 
 if TYPE_CHECKING:
     from peft import LoraConfig

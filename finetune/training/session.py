@@ -29,7 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PlanError, PrecisionError
-from finetune.hardware.device import Device, Resolution, resolve, this_device
+from finetune.hardware.device import Device, this_device
+from finetune.hardware.requirements import Resolution, resolve
 from finetune.precision import convert
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import iter_linears, iter_parameters, iter_weights

@@ -32,8 +32,7 @@ from finetune.runs.checkpoints import Checkpoint, find_checkpoint
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
-from finetune.storage.architecture import fit_trl
-from finetune.storage.pretrained import load_tokenizer, vocabulary_of
+from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
 from finetune.training.evaluate import load_tasks, refuse_sharded, score

@@ -13,9 +13,8 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.estimator.measure import measure_fast
-from finetune.estimator.place import place_of
 from finetune.estimator.search import cheapest_gpu
-from finetune.hardware.gpus import gpu_table
+from finetune.hardware.gpus import gpu_table, place_of
 from finetune.units import GIB
 
 GPUS = ("A100-80GB", "RTX 4090", "L40S", "RTX 5090", "H100", "H200", "B200")

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
-from finetune.estimator.place import place_of, resolve_there
 from finetune.estimator.speed.kernels import launches
 from finetune.estimator.trace.compiled import compiled_trace
 from finetune.estimator.trace.fake_cuda import choose_attention, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.trace.stand_ins import store_base
 from finetune.estimator.trace.trace import layer_of
+from finetune.hardware.gpus import place_of
+from finetune.hardware.requirements import resolve_there
 from finetune.precision import convert, planner
 from finetune.precision.lora import active
 from finetune.precision.passes import feed

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import BackendName, PrecisionConfig, Scaling
-from finetune.hardware.device import engine_verdict
+from finetune.hardware.requirements import engine_verdict
 from finetune.precision import convert, planner
 
 BASELINE = "bf16"

@@ -33,7 +33,8 @@ from finetune.api import train
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.estimator.memory.footprint import Footprint, tensor_footprint
 from finetune.estimator.trace.rehearsal import rehearse
-from finetune.hardware.device import resolve, this_device
+from finetune.hardware.device import this_device
+from finetune.hardware.requirements import resolve
 
 MIB = 2**20
 GOAL = 0.02

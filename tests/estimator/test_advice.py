@@ -9,14 +9,14 @@ import json
 import pytest
 from rich.console import Console
 
-from finetune.config.recipe import load_recipe
+from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator import advice
 from finetune.estimator.advice import Advice, Advised, advise
-from finetune.estimator.knobs import DEFAULTS, RANKS, changes
+from finetune.estimator.knobs import DEFAULTS, RANKS, SHARDED, changes
 from finetune.estimator.measure import FirstLayers, Measured, measure
 from finetune.estimator.memory.footprint import Footprint
-from finetune.estimator.place import Place, place_of
+from finetune.hardware.gpus import Place, place_of
 from tests.conftest import A100, CPU, H100
 
 LAYERS = 2
@@ -138,6 +138,15 @@ def test_a_gpu_without_fp8_holds_a_base_in_fp8_by_storage(run):
     assert bases[A100.name][0] == ("model.storage=fp8",)
     for found in bases.values():
         assert found[1] == ("precision.compute=bf16", "model.storage=nf4")
+
+
+def test_gpus_with_a_copy_each_may_share_one(run):
+    config = run("tiny_full_bf16")
+    assert not [c for c in changes(config, H100, 1) if c.kind == "sharding"]
+    (shared,) = (c for c in changes(config, H100, 8) if c.kind == "sharding")
+    assert (shared.typed, shared.rank, shared.gpus) == (SHARDED, "same", None)
+    sharded = with_overrides(config, shared.overrides)
+    assert not [c for c in changes(sharded, H100, 8) if c.kind == "sharding"]
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(8, [4, 2, 1]), (6, [3, 1]), (1, []), (5, [1])])

@@ -19,12 +19,16 @@ from finetune.errors import (
     PrecisionError,
     RehearsalError,
 )
+from finetune.estimator.alternatives import in_bf16
+from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.measure import are_alike, changed, measure, measure_fast
 from finetune.estimator.memory.footprint import Footprint, footprint
-from finetune.estimator.place import place_of, resolve_there
 from finetune.estimator.trace.rehearsal import rehearse
-from finetune.hardware.gpus import named_gpu
+from finetune.hardware import requirements
+from finetune.hardware.device import Device, Verdict
+from finetune.hardware.gpus import named_gpu, place_here, place_of
+from finetune.hardware.requirements import resolve_there
 from finetune.training.memory_meter import Batch
 from finetune.units import GIB, MEMORY, duration, size
 
@@ -395,6 +399,24 @@ def test_transformer_engine_need_not_be_installed_to_be_estimated():
     with pytest.raises(FinetuneError):
         resolve_there(blocks, H100)
     assert resolve_there(blocks, place_of("B200")).precision.backend == "te"
+
+
+def test_transformer_engine_may_be_broken_here_and_run_there(monkeypatch):
+    broken = Verdict(False, "transformer-engine is installed but does not import: libcudnn")
+    monkeypatch.setattr(requirements, "has_transformer_engine", lambda: broken)
+    asked = PrecisionConfig(compute="fp8", backend="te", scaling="delayed")
+    assert resolve_there(asked, H100).reason == requirements.TAKEN.reason
+    by_need = PrecisionConfig(compute="fp8", scaling="delayed")  # torchao has none
+    assert resolve_there(by_need, H100).precision.backend == "te"
+
+
+def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, monkeypatch):
+    slice_of_one = Device("cuda", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0), 39.5)
+    plain = changed(config, precision=in_bf16(config))
+    measured = measure_fast(plain, place_here(slice_of_one))
+    said = " ".join(caveats(measured))
+    assert "not in the table of GPUs" in said
+    assert "taken to have FP8" not in said
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from finetune.config.sft import with_checkpointing
 from finetune.estimator import gate
 from finetune.estimator.gate import MemoryForecast, bound_of, most_bytes
 from finetune.estimator.measure import measure
-from finetune.estimator.place import place_here
 from finetune.hardware.device import this_device
+from finetune.hardware.gpus import place_here
 from finetune.training.model import sketch
 from finetune.training.preflight import check_settings, preflight
 from tests.conftest import H100, slow_but

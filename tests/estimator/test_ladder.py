@@ -9,7 +9,7 @@ import pytest
 from finetune.config.recipe import load_recipe
 from finetune.estimator.alternatives import ladder_of, twin_of
 from finetune.estimator.measure import measure_well
-from finetune.estimator.place import place_of
+from finetune.hardware.gpus import place_of
 
 
 @pytest.mark.slow

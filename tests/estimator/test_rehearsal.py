@@ -21,13 +21,13 @@ from finetune.estimator.caveats import caveats
 from finetune.estimator.gate import bound
 from finetune.estimator.measure import measure_fast
 from finetune.estimator.memory.footprint import tensor_footprint
-from finetune.estimator.place import place_of
 from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
 from finetune.estimator.trace.trace import layer_of
-from finetune.hardware.device import Resolution, engine_verdict
+from finetune.hardware.gpus import place_of
+from finetune.hardware.requirements import Resolution, engine_verdict
 from finetune.precision import head, weights
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import load_shape

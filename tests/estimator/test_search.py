@@ -15,7 +15,6 @@ from finetune.estimator import search as searching
 from finetune.estimator.knobs import SHARDED
 from finetune.estimator.measure import FirstLayers, Measured, measure_fast, rehearse_first_layers
 from finetune.estimator.memory.footprint import Footprint
-from finetune.estimator.place import place_of
 from finetune.estimator.search import (
     Choices,
     cheapest_gpu,
@@ -24,7 +23,7 @@ from finetune.estimator.search import (
     largest_rows,
     search,
 )
-from finetune.hardware.gpus import named_gpu
+from finetune.hardware.gpus import named_gpu, place_of
 
 GIB = 2**30
 MARGIN = 800_000_000

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig, Scaling
-from finetune.hardware.device import Device, backend_verdict, this_device
+from finetune.hardware.device import Device, this_device
+from finetune.hardware.requirements import backend_verdict
 from finetune.precision import convert, planner
 from finetune.precision.formats import snr_db
 

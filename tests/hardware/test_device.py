@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError
-from finetune.hardware.device import (
-    AUTO_ORDER,
-    FP8_GPUS,
-    Device,
-    backend_verdict,
-    resolve,
-    this_device,
-)
+from finetune.hardware.device import Device, available_gib, this_device
+from finetune.hardware.requirements import AUTO_ORDER, FP8_GPUS, backend_verdict, resolve
+from finetune.units import GIB
 from tests import te
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 
@@ -81,6 +77,37 @@ def test_a_device_without_fp8_has_no_block_formats_for_the_same_reason():
 def test_this_device_is_asked_once():
     assert this_device() is this_device()
     assert this_device().memory_gib > 0
+
+
+A, B = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine with an H100 and an A100."""
+    gpus = [
+        SimpleNamespace(name=A, major=9, minor=0, total_memory=79 * GIB),
+        SimpleNamespace(name=B, major=8, minor=0, total_memory=78 * GIB),
+    ]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
+    monkeypatch.setattr("torch.cuda.get_device_properties", gpus.__getitem__)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: ((index + 1) * GIB, 0))
+
+
+def test_processes_that_train_together_go_by_the_least_of_their_gpus(two_gpus, monkeypatch):
+    alone = this_device.__wrapped__()
+    assert (alone.name, alone.capability, alone.memory_gib, alone.count) == (A, (9, 0), 79, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    both = this_device.__wrapped__()
+    assert (both.name, both.capability, both.memory_gib) == (B, (8, 0), 78)
+    assert not both.has_fp8
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_free_memory_is_that_of_the_gpu_of_the_process(two_gpus, monkeypatch, rank):
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert available_gib(H100) == 1 + rank % 2
 
 
 # --------------------------------------------------------------------------------------- refused

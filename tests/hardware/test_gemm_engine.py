@@ -6,9 +6,9 @@ import pytest
 
 from finetune.config.schema import PrecisionConfig
 from finetune.estimator.speed.roofline import efficiency_of
-from finetune.hardware.device import Device, backend_verdict, resolve
-from finetune.hardware.gemm_engine import cuda_of, gemm_engine
+from finetune.hardware.device import Device, cuda_of, gemm_engine
 from finetune.hardware.gpus import named_gpu
+from finetune.hardware.requirements import backend_verdict, resolve
 
 RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
 

@@ -6,8 +6,7 @@ import pytest
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.hardware.device import Device, resolve
-from finetune.hardware.driver import installed_model
+from finetune.hardware.device import Device, installed_model
 from finetune.hardware.gpus import (
     TABLE,
     as_device,
@@ -16,6 +15,7 @@ from finetune.hardware.gpus import (
     gpus_with_own,
     named_gpu,
 )
+from finetune.hardware.requirements import resolve
 
 OWN = """\
 - name: H20
@@ -154,9 +154,9 @@ def test_peaks_are_units_times_clock() -> None:
 
 @pytest.mark.parametrize("gpu", gpu_table(), ids=lambda gpu: gpu.name)
 def test_as_device_comes_back(gpu) -> None:
-    device = as_device(gpu, 8)
+    device = as_device(gpu)
     assert find_gpu(device) is gpu
-    assert (device.count, device.memory_gib) == (8, gpu.memory_gib)
+    assert device.memory_gib == gpu.memory_gib
 
 
 def test_precision_is_resolved_for_a_gpu_that_is_not_here() -> None:

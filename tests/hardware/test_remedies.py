@@ -8,7 +8,7 @@ import pytest
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
-from finetune.hardware.device import FP8_GPUS, resolve
+from finetune.hardware.requirements import FP8_GPUS, resolve
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 from tests.hardware.test_gemm_engine import RTX5090
 

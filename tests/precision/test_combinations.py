@@ -18,7 +18,8 @@ import finetune.training.session
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import BackendName, Fp8Format, PrecisionConfig, Scaling
 from finetune.errors import ConfigError, PrecisionError
-from finetune.hardware.device import Device, resolve
+from finetune.hardware.device import Device
+from finetune.hardware.requirements import resolve
 from tests.conftest import B200, CPU, H100, batch, slow_but
 
 BACKENDS, SCALINGS, FORMATS = get_args(BackendName), get_args(Scaling), get_args(Fp8Format)

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
-from finetune.hardware.device import has_triton, resolve
+from finetune.hardware.device import has_triton
+from finetune.hardware.requirements import resolve
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.convert import store_operands_once
 from finetune.precision.formats import E4M3

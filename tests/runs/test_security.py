@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.config.paths import TINY_LLAMA
 from finetune.config.recipe import load_recipe
+from finetune.config.schema import ModelConfig
 from finetune.config.secrets import redacted
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, ModelNotFoundError
+from finetune.storage.pretrained import load_tokenizer
 from tests.forked import ended, start
 from tests.run_folders import sign
 
@@ -146,6 +151,26 @@ def test_code_of_a_runs_model_needs_permission(verb, cli, tmp_path) -> None:
     assert found.code == 2
     assert "brings code of its own" in found.err
     assert "--trust-remote-code" in found.err
+
+
+def test_code_of_a_tokenizer_runs_where_the_recipe_permits_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # Transformers would ask
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_LLAMA, folder)
+    code = "from transformers import PreTrainedTokenizerFast\n\n\n"
+    code += "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    (folder / "own_tokenizer.py").write_text(code)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "Own",
+        "auto_map": {"AutoTokenizer": [None, "own_tokenizer.Own"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    asked = ModelConfig(name=str(folder), trust_remote_code=True)
+    assert type(load_tokenizer(asked)[0]).__name__ == "Own"
+    with pytest.raises(ModelNotFoundError, match="could not be loaded"):
+        load_tokenizer(asked.model_copy(update={"trust_remote_code": False}))
 
 
 @pytest.mark.parametrize("line", [f"train.run_name=[{PLANTED}", f"{PLANTED}=1"])

@@ -6,10 +6,12 @@ import copy
 import io
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModel,
@@ -435,6 +437,43 @@ def test_a_model_that_lacks_layers(folder, tmp_path):
     with pytest.raises(StorageNotComputeError, match="no weights for 7 layers") as caught:
         load_in_fp8(tmp_path)
     assert "model.layers.2." in caught.value.where
+
+
+@pytest.mark.parametrize("lost", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_weights_that_are_not_stored_in_fp8_are_not_drawn_by_chance(folder, tmp_path, lost):
+    rewritten(folder, tmp_path, lambda tensors: tensors.pop(lost))
+    with pytest.raises(ModelNotFoundError, match="lacks 1 of its weights") as caught:
+        load_in_fp8(tmp_path)
+    assert lost in caught.value.where
+    with pytest.raises(ModelNotFoundError, match="lacks 1 of its weights"):
+        load_stored(tmp_path, ["model.layers.0.mlp.up_proj"])
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_codes_of_a_plain_checkpoint_are_no_weights(folder, tmp_path, kind):
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewritten(folder, tmp_path, lambda tensors: tensors.update({name: tensors[name].to(kind)}))
+    with pytest.raises(ModelNotFoundError, match="has weights of type") as caught:
+        load_in_fp8(tmp_path)
+    assert name in caught.value.where
+
+
+def test_a_truncated_file_is_no_model(folder, tmp_path):
+    rewritten(folder, tmp_path, dict)
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelNotFoundError, match="could not be loaded"):
+        load_in_fp8(tmp_path)
+
+
+def rewritten(folder, out, change) -> None:
+    """Copy a model with its tensors changed, in one file."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    shutil.copyfile(folder / "config.json", out / "config.json")
 
 
 def test_a_model_of_other_sizes(folder, tmp_path):

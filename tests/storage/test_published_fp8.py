@@ -54,6 +54,18 @@ def plain(kind: str = "llama", **more):
     return model.to(torch.bfloat16)
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e5m2])
+def test_codes_of_another_type_are_refused(kind, tmp_path):
+    publish(plain(), tmp_path, FINE_GRAINED, "block", scale="weight_scale_inv")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for file in tmp_path.glob("*.safetensors"):
+        if name in (tensors := load_file(file)):
+            tensors[name] = tensors[name].float().to(kind)
+            save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(StorageNotComputeError, match=r"up_proj\.weight in"):
+        load_in_fp8(tmp_path)
+
+
 LAYOUTS = {
     "blocks": (FINE_GRAINED, "block", {"scale": "weight_scale_inv"}),
     "blocks bf16": (

@@ -27,7 +27,7 @@ from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
 from finetune.precision.stored import stored_as, stored_weights
 from finetune.storage import nf4
-from finetune.storage.sizes import nf4_bytes
+from finetune.storage.nf4 import nf4_bytes
 from finetune.training.model import load_model, sketch
 from finetune.training.preflight import check_settings, preflight
 from finetune.training.scope import lora_config

@@ -9,9 +9,8 @@ from finetune.config.recipe import load_recipe
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing
 from finetune.errors import ConfigError
 from finetune.estimator.measure import decided, measure_well
-from finetune.estimator.place import place_of
 from finetune.estimator.search import cheapest_gpu
-from finetune.hardware.gpus import named_gpu
+from finetune.hardware.gpus import named_gpu, place_of
 from finetune.training.preflight import preflight
 from tests.conftest import CPU
 

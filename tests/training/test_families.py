@@ -11,7 +11,7 @@ from transformers import T5Config
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.precision.planner import plan
-from finetune.storage.architecture import auto_class, beside_text
+from finetune.storage.pretrained import auto_class, beside_text
 from finetune.training.model import sketch
 from finetune.training.scope import excluding, notes
 from tests.benchmarks.families import run

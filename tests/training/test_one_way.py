@@ -9,7 +9,7 @@ import finetune
 from finetune.config.recipe import load_recipe
 from finetune.estimator import place
 from finetune.estimator.trace import rehearsal
-from finetune.hardware.device import resolve
+from finetune.hardware.requirements import resolve
 from finetune.precision import planner
 from finetune.training import preflight, session
 

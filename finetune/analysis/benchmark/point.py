@@ -33,9 +33,8 @@ from finetune.data.dataset import random_rows
 from finetune.errors import ConfigError, FinetuneError, MemoryShortError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.measure import check_sizes, measure_well
-from finetune.estimator.place import place_here
 from finetune.hardware.device import Device, available_gib, this_device, version
-from finetune.hardware.gpus import find_gpu
+from finetune.hardware.gpus import find_gpu, place_here
 from finetune.logging import output, quiet_libraries
 from finetune.precision.planner import LayerPlan
 from finetune.runs.receipt import Receipt

@@ -27,9 +27,10 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.estimator.measure import decided
-from finetune.estimator.place import place_here
 from finetune.estimator.speed.timing import compiles
-from finetune.hardware.device import Device, resolve
+from finetune.hardware.device import Device
+from finetune.hardware.gpus import place_here
+from finetune.hardware.requirements import resolve
 
 
 @dataclass(frozen=True)

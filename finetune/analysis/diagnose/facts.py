@@ -32,13 +32,12 @@ from finetune.errors import FinetuneError
 from finetune.estimator.alternatives import twin_of
 from finetune.estimator.knobs import rows_of
 from finetune.estimator.measure import changed, measure_fast
-from finetune.estimator.place import place_here
 from finetune.estimator.speed.calibration import load_calibration
 from finetune.estimator.speed.roofline import efficiency_of, half_peak
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
 from finetune.hardware.device import Device
-from finetune.hardware.gpus import Gpu
+from finetune.hardware.gpus import Gpu, place_here
 
 FUSED_CAST_BYTES, EAGER_CAST_BYTES = 3.0, 5.0
 """Bytes moved per element cast: read and written once, or read once more for its amax."""

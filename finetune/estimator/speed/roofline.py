@@ -51,7 +51,7 @@ from finetune.estimator.speed.kernels import (
 )
 from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace.trace import Op
-from finetune.hardware.gemm_engine import cuda_of, gemm_engine
+from finetune.hardware.device import cuda_of, gemm_engine
 from finetune.hardware.gpus import Gpu
 
 TABLE = ASSETS / "efficiency.yaml"

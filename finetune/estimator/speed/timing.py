@@ -46,14 +46,13 @@ import torch
 
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
-from finetune.estimator.place import Place
 from finetune.estimator.speed.calibration import calibrated_roofline, load_calibration
 from finetune.estimator.speed.kernels import base_name
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
-from finetune.hardware.gpus import Gpu
+from finetune.hardware.gpus import Gpu, Place
 from finetune.units import MIB
 
 # Standard deviations to either side that hold 90% of a normal distribution.

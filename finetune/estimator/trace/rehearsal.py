@@ -67,7 +67,8 @@ from finetune.estimator.trace.stand_ins import (
     torchao_updates,
 )
 from finetune.estimator.trace.trace import Phase, Recorder, Trace
-from finetune.hardware.device import Device, Resolution
+from finetune.hardware.device import Device
+from finetune.hardware.requirements import Resolution
 from finetune.precision import convert, planner
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import PrecisionPlan

@@ -52,7 +52,7 @@ from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap
 from finetune.storage import nf4
-from finetune.storage.sizes import nf4_bytes
+from finetune.storage.nf4 import nf4_bytes
 
 # ------------------------------------------------------------------------------- Transformer Engine
 

@@ -17,8 +17,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.measure import measure, measure_well
 from finetune.estimator.memory.overheads import context_bytes, nccl_bytes
-from finetune.estimator.place import place_of
-from finetune.hardware.gpus import Gpu, named_gpu
+from finetune.hardware.gpus import Gpu, named_gpu, place_of
 from tests.benchmarks.score import litgpt
 from tests.benchmarks.score.jobs import Job, gpu_of
 from tests.benchmarks.score.published_stack import as_published
