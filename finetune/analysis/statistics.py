@@ -33,6 +33,8 @@ from collections.abc import Sequence
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
+from pydantic import FiniteFloat
+
 from finetune.analysis.compare.result import Interval, LossGap, Verdict
 
 MOST_SEEDS = 50
@@ -126,7 +128,7 @@ class Step(NamedTuple):
     """An optimizer step: its number, seconds on the device, tokens without padding."""
 
     step: int
-    seconds: float
+    seconds: FiniteFloat
     tokens: int
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
-from finetune.config.paths import user_path
+from finetune.config.paths import list_recipes, user_path
 from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
 
@@ -134,7 +134,8 @@ def compare(
             fix="python -m finetune compare tiny_full_fp8",
         )
     folder = user_path(names[0])
-    if folder.is_dir():  # of a comparison: a recipe is a file
+    again = folder.is_dir() and names[0] not in list_recipes()  # of a comparison, as no recipe is
+    if again:
         options = {"--seeds": seeds, "--jobs": jobs, "--force": force}
         idle = [*names[1:], *overrides, *(name for name, given in options.items() if given)]
         if idle:
@@ -168,9 +169,10 @@ def compare(
     report = write_report(found.folder)  # last: the verdict is out should its page fail
     if not as_json:
         console.print(whole(f"report: {report.html}"), crop=False)
-        if not folder.is_dir():
-            again = shlex.join([names[0], *(o for o in overrides if o[:2] not in ("a.", "b."))])
-            console.print(whole(f"next: python -m finetune diagnose {again}"), crop=False)
+        if not again:
+            shared = [item for item in overrides if item[:2] not in ("a.", "b.")]
+            looked_at = shlex.join([names[0], *shared])
+            console.print(whole(f"next: python -m finetune diagnose {looked_at}"), crop=False)
     code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
     if code:
         sys.exit(code)

@@ -154,10 +154,13 @@ class Receipt(JupyterMixin):
         """A receipt from its JSON, of any version: without keys and layers not known as such."""
         known = {f.name for f in fields(cls)} - {"layers"}
         receipt = cls(**{"status": "", "precision": {}} | {k: data[k] for k in known & data.keys()})
-        inside = [f.name for f in fields(LayerReceipt)]
+        kinds: dict[str, Any] = dict.fromkeys((f.name for f in fields(LayerReceipt)), str)
+        kinds |= {"shape": list | tuple, "calls": dict, "flops": int | float}
         for layer in data.get("layers") or []:
-            if all(name in layer for name in inside):
-                receipt.layers.append(LayerReceipt(**{name: layer[name] for name in inside}))
+            if isinstance(layer, dict) and all(
+                isinstance(layer.get(name), kind) for name, kind in kinds.items()
+            ):
+                receipt.layers.append(LayerReceipt(**{name: layer[name] for name in kinds}))
         return receipt
 
     @property

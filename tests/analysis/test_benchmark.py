@@ -218,6 +218,15 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(rounds) -> None:
     assert 0.92 < held / 600 < 0.98
 
 
+def test_a_row_is_proven_where_all_rounds_are_and_its_peak_is_the_highest() -> None:
+    row = Row("a", 1, 16, 16)
+    for proven, gib in (("proven", 1.0), ("not proven: no step", 3.0), ("proven", 2.0)):
+        row.add({"kind": "result", "seconds": [1.0], "proven": proven, "allocated_gib": gib})
+    assert (row.proven, row.state) == ("not proven: no step", "not proven")
+    assert (row.allocated_gib, row.reserved_gib) == (3.0, None)
+    assert len(row.rounds) == 3
+
+
 # ---------------------------------------------------------------------------------- order of points
 
 

@@ -613,6 +613,50 @@ def test_a_comparison_on_disk_that_is_not_whole_is_an_error(pretend, tmp_path):
     assert "when all runs of a comparison have ended" in pretend(str(folder), code=2)[1]
 
 
+def test_damaged_files_of_runs_are_an_error_and_damaged_samples_are_left_out(pretend, tmp_path):
+    pretend("tiny_full_fp8", code=0)
+    (folder,) = folders(tmp_path)
+    run = folder / json.loads((folder / "comparison.json").read_text())["runs"][0]["a"]
+    steps = run / "steps.jsonl"
+    first, *rest = steps.read_text().splitlines()
+    row = json.loads(first)
+    for damaged in (
+        {"step": 1},
+        row | {"seconds": []},
+        row | {"seconds": math.inf},
+        row | {"tokens": None},
+    ):
+        steps.write_text("\n".join([json.dumps(damaged), *rest]))
+        _, err = pretend(str(folder), code=2)
+        assert "a run of the comparison cannot be read" in err
+        assert "steps 0" in err
+        assert "compare again" in err
+    steps.write_text("\n".join([first, *rest]))
+    for name, damaged in (
+        ("metrics.jsonl", {"step": 99, "loss": "low"}),
+        ("metrics.jsonl", {"step": 99, "tasks": [3]}),
+    ):
+        whole = (run / name).read_text()
+        (run / name).write_text(whole + json.dumps(damaged) + "\n")
+        assert "a run of the comparison cannot be read" in pretend(str(folder), code=2)[1]
+        (run / name).write_text(whole)
+    report = json.loads((run / "report.json").read_text())
+    report["samples"] = [{"prompt": "Why?"}, {"prompt": "Who?", "answer": 3}, "x"]
+    (run / "report.json").write_text(json.dumps(report))
+    pretend(str(folder), code=0)
+    receipt = json.loads((run / "receipt.json").read_text())
+    receipt |= {"layers": [3], "environment": {}}
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    out, _ = pretend(str(folder), code=2)
+    assert out.startswith("refused")
+
+
+def test_a_folder_with_the_name_of_a_recipe_is_no_comparison(pretend, tmp_path):
+    """As `runs/` has one for each recipe that was trained."""
+    (tmp_path / "tiny_full_fp8").mkdir()
+    assert pretend("tiny_full_fp8", "--seeds", "1", code=3)[0].startswith("undecided")
+
+
 @pytest.mark.slow
 def test_a_run_that_is_not_proven_is_no_evidence(pretend):
     made = {"fp8": receipt("fp8") | {"status": "not proven: no step"}, "bf16": receipt("bf16")}
@@ -691,9 +735,12 @@ def test_a_result_reads_back_and_a_broken_one_is_told(tmp_path):
     made.save(tmp_path)
     assert read_comparison(tmp_path) == made
     Console(quiet=True).print(made)
-    (tmp_path / "comparison.json").write_text("{}")
-    with pytest.raises(FinetuneError, match="cannot be read"):
-        read_comparison(tmp_path)
+    gap = {"a": [1.0, 2.0], "b": [1.0], "gap": 0.0, "verdict": "undecided"}
+    uneven = json.loads(made.to_json()) | {"losses": {"train": gap}}
+    for text in ("{}", json.dumps(uneven)):
+        (tmp_path / "comparison.json").write_text(text)
+        with pytest.raises(FinetuneError, match="cannot be read"):
+            read_comparison(tmp_path)
     with pytest.raises(ConfigError, match="holds no comparison"):
         read_comparison(tmp_path / "none")
 

@@ -6,13 +6,16 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 import finetune
 from finetune import load_recipe
 from finetune.analysis.diagnose.facts import predict
+from finetune.analysis.diagnose.observer import Observer
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.config.recipe import with_overrides
 from finetune.data.dataset import random_rows
@@ -45,6 +48,22 @@ def check(found: Diagnosis) -> dict:
         changed = with_overrides(found.facts.config, cause.change)
         assert (changed != found.facts.config) == bool(cause.change)
     return json.loads(found.to_json())
+
+
+def test_every_step_sees_the_micro_batch_whose_tokens_are_counted() -> None:
+    """Rows differ in length: tokens of one and seconds of others would make no tokens/s."""
+    seen = []
+    trainer = SimpleNamespace(training_step=lambda _, inputs: seen.append(inputs))
+    observer = Observer(session=None, steps=1)
+    observer.attend(trainer)
+    for step, length in enumerate((5, 9, 2)):
+        observer.on_step_begin(None, SimpleNamespace(global_step=step), None)
+        for rows in (2, 3):  # micro-batches
+            ids = torch.ones(rows, length + rows, dtype=torch.long)
+            trainer.training_step(None, {"input_ids": ids, "attention_mask": ids.tril()})
+    assert observer.tokens == (14, 3)
+    assert {tuple(inputs["input_ids"].shape) for inputs in seen} == {(2, 7)}
+    assert len(seen) == 6
 
 
 @pytest.mark.long

@@ -218,6 +218,8 @@ def test_bf16_where_fp8_was_requested_is_said_loudly(tmp_path):
     assert report.verdict == "FP8 refused: BF16 executed"
     assert '<div class="verdict bad">' in report.html.read_text("utf-8")
     assert "no FP8 here: trains in BF16" in report.markdown.read_text("utf-8")
+    whole = make_run(tmp_path / "s", steps=8, groups=())
+    assert finetune.report([run, whole], to=tmp_path / "both").verdict == "Not all verified"
 
 
 @pytest.mark.slow
@@ -231,6 +233,8 @@ def test_a_run_that_goes_on_and_one_that_diverged_have_a_report(tmp_path):
     assert report.verdict == "Not verified yet"
     assert "loss is not finite at" in report.html.read_text("utf-8")
     (run / "metrics.jsonl").write_text("")
+    (run / "run.json").write_text('{"command": true}')
+    (run / "receipt.json").write_text('{"status": "proven", "layers": [3, {}, {"name": {}}]}')
     assert finetune.report(run).pictures == ()
 
 

@@ -95,6 +95,16 @@ def test_a_reader_that_leaves_early_is_no_error(words):
 # ------------------------------------------------------------------------------------------ look
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_an_error_and_no_traceback():
+    with open("/dev/full", "w") as full:
+        done = process("-m", "finetune", "ls", stdout=full, stderr=subprocess.PIPE,
+                       capture_output=False)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the disk that the output goes to is full")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("words", [[], ["--help"]])
 def test_no_argument_is_a_request_for_help(cli, words):
     done = cli(*words)

@@ -31,6 +31,7 @@ from finetune.estimator.speed.timing import compiles
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import place_here
 from finetune.hardware.requirements import resolve
+from finetune.runs.receipt import Receipt
 
 
 @dataclass(frozen=True)
@@ -50,24 +51,27 @@ class Condition:
         if self.receipt in _READERS:
             return _READERS[self.receipt](receipt)
         section, key = self.receipt.split(".")
-        return receipt[section][key]
+        return receipt[section].get(key)
 
 
 def _shapes(receipt: dict[str, Any]) -> dict[str, Any]:
-    layers = (layer for layer in receipt.get("layers", ()) if layer["role"] != "other")
-    return {layer["name"]: layer["shape"] for layer in layers}
+    layers = Receipt.read(receipt).layers
+    return {str(layer.name): layer.shape for layer in layers if layer.role != "other"}
 
 
 def _device(receipt: dict[str, Any]) -> dict[str, Any]:
-    device = receipt["environment"]["device"]
-    return {key: device.get(key) for key in ("kind", "name", "capability")}
+    device = receipt["environment"].get("device")
+    known = device if isinstance(device, dict) else {}
+    return {key: known.get(key) for key in ("kind", "name", "capability")}
 
 
 def _stored(receipt: dict[str, Any]) -> dict[str, int]:
     """Count layers in few bits for another reason than FP8 compute: NF4, or FP8 in a BF16 run."""
     precision = receipt["precision"]
-    stored = precision.get("storage", {})
-    return {k: n for k, n in stored.items() if not (k == "fp8" and precision["asked"] == "fp8")}
+    stored = precision.get("storage")
+    if not isinstance(stored, dict):
+        return {}
+    return {k: n for k, n in stored.items() if (k, precision.get("asked")) != ("fp8", "fp8")}
 
 
 _READERS = {"layers": _shapes, "environment.device": _device, "precision.storage": _stored}
@@ -114,10 +118,12 @@ def settle_checkpointing(
     if not open_ones:
         return list(configs), ""
     on = any(decided(config, place_here(device)).train[CHECKPOINTING] for config in open_ones)
+    setting = f"train.{CHECKPOINTING}={str(on).lower()}"
+    alike = " on all sides, so that memory is spent alike" if len(configs) > 1 else ""
     return [
         with_checkpointing(config, on) if decides_checkpointing(config) else config
         for config in configs
-    ], f"train.{CHECKPOINTING}={str(on).lower()} on all sides, so that memory is spent alike"
+    ], setting + (alike or ", as the recipe's own batch needs it here")
 
 
 def requested_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[Difference]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.table import Table
@@ -86,6 +86,12 @@ class LossGap(_Part):
     interval: Interval | None = None
     equivalence_interval: Interval | None = None
     verdict: Verdict
+
+    @model_validator(mode="after")
+    def _is_of_pairs(self) -> Self:
+        if len(self.a) != len(self.b):
+            raise ValueError("a and b have not as many losses")
+        return self
 
     @property
     def of_seeds(self) -> list[float]:
@@ -296,5 +302,5 @@ def as_text(value: object) -> str:
 
 
 def _answers(run: Run) -> dict[str, str]:
-    samples = run.report.get("samples") or []
+    _, samples = run.samples[-1] if run.samples else (0, [])
     return {s["prompt"]: s["answer"][:SHOWN_CHARACTERS] for s in samples}

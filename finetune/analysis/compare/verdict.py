@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
 
 from finetune.analysis import statistics
 from finetune.analysis.compare.fairness import executed_differences
@@ -46,22 +48,26 @@ RECEIPT = ("status", "precision", "trainable", "environment", "memory", "conditi
 """Keys of a receipt that this module and `finetune.analysis.compare.fairness` read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))
 class Outcome:
-    """Figures of one finished run.
+    """Figures of one finished run, checked, as its files may be damaged.
 
     Attributes:
-        train: mean training loss of the last `train_steps` steps, nats per token.
+        losses: training losses of the last steps, nats per token.
         eval: last eval loss; None without evaluation rows.
         tasks: metrics and their scores by task.
     """
 
     run: Run
-    train: float
-    train_steps: int
+    losses: list[float]
     eval: float | None
     steps: list[Step]
     tasks: dict[str, dict[str, Any]]
+
+    @property
+    def train(self) -> float:
+        """Mean of `losses`."""
+        return math.fsum(self.losses) / len(self.losses)
 
     @property
     def receipt(self) -> dict[str, Any]:
@@ -102,15 +108,24 @@ def read_outcome(folder: Path) -> Outcome:
             where=str(folder / "metrics.jsonl"),
             fix="compare with train.logging_steps=1",
         )
-    last = min(len(losses), max(LAST_LEAST, round(len(losses) * LAST_SHARE)))
-    return Outcome(
-        run=run,
-        train=math.fsum(losses[-last:]) / last,
-        train_steps=last,
-        eval=next((row["eval_loss"] for row in reversed(run.rows) if "eval_loss" in row), None),
-        steps=[Step(row["step"], row["seconds"], row["tokens"]) for row in run.steps],
-        tasks=next((row["tasks"] for row in reversed(run.rows) if "tasks" in row), {}),
-    )
+    last = max(LAST_LEAST, round(len(losses) * LAST_SHARE))
+    steps: list[Any] = [{k: row[k] for k in Step._fields if k in row} for row in run.steps]
+    try:
+        return Outcome(
+            run=run,
+            losses=losses[-last:],
+            eval=next((row["eval_loss"] for row in reversed(run.rows) if "eval_loss" in row), None),
+            steps=steps,
+            tasks=next((row["tasks"] for row in reversed(run.rows) if "tasks" in row), {}),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            "a run of the comparison cannot be read",
+            where=str(folder),
+            why=f"{' '.join(map(str, first['loc']))} of its logs: {first['msg']}",
+            fix=AGAIN,
+        ) from None
 
 
 def judge(found: Comparison, pairs: Pairs) -> Comparison:
@@ -142,7 +157,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         losses["eval"] = statistics.loss_gap(*ends, **kept)
     else:
         found.notes.append("there are no eval rows: the verdict is about the training loss alone")
-    found.notes.append(f"the training loss is the mean of the last {a[0].train_steps} steps")
+    found.notes.append(f"the training loss is the mean of the last {len(a[0].losses)} steps")
     found.losses = losses
     found.band = {k: statistics.band(g.b) for k, g in losses.items() if len(g.b) > 1}
     found.speed, found.memory = _speed(found, pairs), _memory(found, a, b)
@@ -216,7 +231,7 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
         f"speed: medians over steps, the first {warm_up} left out (witness, proof, compiling); "
         f"interval over {unit}"
     )
-    if any("emulation" in outcome.receipt["precision"]["reason"] for outcome in pairs[0]):
+    if any("emulation" in str(outcome.receipt["precision"].get("reason")) for outcome in pairs[0]):
         found.notes.append(EMULATED)
     return SpeedRatio(
         ratio=ratio.value,

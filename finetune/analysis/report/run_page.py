@@ -40,7 +40,7 @@ def run_page(s: RunSource) -> Page:
 
 def several_page(runs: Sequence[RunSource]) -> Page:
     """One table, shared plots, and differences of the configurations."""
-    proven = sum(s.run.proven for s in runs)
+    proven = sum(s.run.proven and not s.fell_back for s in runs)
     head = ("run", "precision", "verdict", "state", "steps", "loss", "eval loss", "tokens/s")
     unit, half = "nats per token", {"from_zero": True, "size": "half"}
     losses = (

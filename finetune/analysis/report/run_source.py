@@ -380,7 +380,7 @@ class RunSource(Source):
             yield library, str(version), RECEIPT, f"environment.versions.{library}"
         if e.get("patches"):
             yield "patched", ", ".join(map(str, e["patches"])), RECEIPT, "environment.patches"
-        if command := self.run.start.get("command"):
+        if isinstance(command := self.run.start.get("command"), list) and command:
             program, *words = map(str, command)
             program = "python -m finetune" if program.endswith("__main__.py") else program
             yield "command", without_paths(" ".join((program, *words))), "run.json", "command"
