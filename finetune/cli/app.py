@@ -7,6 +7,7 @@ with 2.
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import os
@@ -142,7 +143,7 @@ def main() -> None:
         _show_error(error)
         sys.exit(MISUSE)
     except OSError as error:
-        if error.filename is None:  # of no file: a fault of ours or of a library
+        if error.filename is None and error.errno != errno.ENOSPC:  # a fault of ours or a library's
             raise
         _show_error(_of_file(error))
         sys.exit(MISUSE)
@@ -202,6 +203,8 @@ def _as_setting(error: Any) -> ConfigError | None:
 
 def _of_file(error: OSError) -> ConfigError:
     """The error for a file or folder that the system does not let us use."""
+    if error.filename is None:
+        return ConfigError("the disk that the output goes to is full", fix="make room on it")
     return ConfigError(
         f"{os.path.basename(str(error.filename)) or error.filename}: {error.strerror}",
         where=str(error.filename),

@@ -12,7 +12,7 @@ import io
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,13 @@ class Row:
     Attributes:
         batch, length, tokens: rows of a micro-batch; tokens of a row, of an optimizer step.
         precision, backend, scaling, compile: as executed, from the receipt.
-        proven: status of the receipt; without one, an observation of the run.
+        proven: status of the receipts, that of the first round which is not proven if one is not;
+            without receipts, an observation of the run.
         rounds: seconds of each timed step, a list for each round (process).
         tflop: 10^12 matmul FLOPs of a step, recomputation not counted.
         peak_seconds: seconds of those FLOPs at the GPU's peaks; None for an unknown GPU.
-        memory: method of measuring `allocated_gib` and `reserved_gib`.
+        allocated_gib, reserved_gib: highest peaks of the rounds.
+        memory: method of measuring them.
         prediction: reason for a missing prediction.
         error: reason for a missing or incomplete measurement.
     """
@@ -122,13 +124,23 @@ class Row:
                 self.predicted_seconds = line.get("step_seconds")
                 self.prediction = line.get("why", "")
             case "result":
+                before = replace(self)
                 known = {f.name for f in fields(self)} - {"rounds"}
                 for name in known & line.keys():
                     setattr(self, name, line[name])
+                if before.rounds:  # proven is what all rounds are, a peak the highest of them
+                    if before.proven != "proven":
+                        self.proven = before.proven
+                    self.allocated_gib = _most(before.allocated_gib, self.allocated_gib)
+                    self.reserved_gib = _most(before.reserved_gib, self.reserved_gib)
                 self.rounds.append(list(line["seconds"]))
             case _:
                 self.error = line["error"]
                 self.out_of_memory = bool(line.get("out_of_memory"))
+
+
+def _most(*peaks: float | None) -> float | None:
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _over(measured: float | None, predicted: float | None) -> float | None:

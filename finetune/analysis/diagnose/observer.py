@@ -7,7 +7,8 @@
     operands    training health by layer: the effect of casts on this step's operands
 
 The order keeps the measurements apart: timed steps are not observed, and observing noise is slow.
-Clocks are read after a device synchronization.
+Clocks are read after a device synchronization. Every step sees the first micro-batch again, so that
+tokens, FLOPs and GEMM sizes, which the witness counts once, are those of the steps that are timed.
 
 *Ranges* name the running layer, in forward and in recomputation. Inside them every planned linear
 layer, decoder layer and PEFT layer opens a `record_function` range around its forward; `timeline`
@@ -171,6 +172,7 @@ class Observer(TrainerCallback):
     _began: float = 0.0
     _step: int = 0
     _first: bool = False
+    _inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -183,10 +185,12 @@ class Observer(TrainerCallback):
 
         def training_step(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             first, self._first = self._first, False
-            if first and self._step == 0:
+            if not self._inputs:
+                self._inputs = dict(inputs)
                 ids, mask = inputs["input_ids"], inputs.get("attention_mask")
                 real = int(mask.sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else None
                 self.tokens = ids.numel(), ids.numel() if real is None else real
+            inputs = dict(self._inputs)
             if not first or self._step < self.total - OPERANDS:
                 return plain(model, inputs, *args, **kwargs)
             watch = OperandWatch(self._conversion.model, self._conversion, each_layer)
