@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import html
 import io
-import itertools
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -27,7 +25,13 @@ import yaml
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+    StrMethodFormatter,
+)
 from PIL.Image import Image, frombytes
 
 from finetune.analysis.report.elements import Forest, Page, Plot, Series, signed
@@ -158,7 +162,7 @@ def draw_plot(axes: Axes, plot: Plot) -> None:
     low, high = axes.get_ylim()
     if plot.log and min(values) > 0 and max(values) > 4 * min(values):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator(log_ticks(*axes.get_ylim())))
+        axes.yaxis.set_major_locator(log_locator(*axes.get_ylim()))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         if high - low < plot.least:
@@ -175,9 +179,8 @@ def draw_plot(axes: Axes, plot: Plot) -> None:
 def set_ticks(axes: Axes, plot: Plot, ticks: int) -> None:
     """Put at most `ticks` figures on the horizontal axis."""
     if plot.over == "step":
-        points = sorted({x for s in plot.series for x in s.x})
-        axes.xaxis.set_major_locator(FixedLocator(step_ticks(points, ticks)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(_tick))
@@ -186,48 +189,18 @@ def set_ticks(axes: Axes, plot: Plot, ticks: int) -> None:
 def _perplexity(axes: Axes) -> None:
     """Axis on the right: exp of a loss in nats per token."""
     right, limits = axes.twinx(), axes.get_ylim()
-    right.set_ylim(limits)
     right.grid(visible=False)
-    right.yaxis.set_major_locator(FixedLocator(np.log(log_ticks(*np.exp(limits))).tolist()))
+    low, high = np.exp(limits)
+    right.set_yticks([math.log(x) for x in log_locator(low, high).tick_values(low, high)])
+    right.set_ylim(limits)
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(math.exp(value))))
 
 
-def step_ticks(points: Sequence[float], most: int) -> list[float]:
-    """Ticks at logged steps: every 1, 2, 5, 10, ... steps, else every so many logging intervals.
-
-    Points 0 25 50 ... 1000, at most 9 ticks: every 100 steps would make 11, every 200 makes 6.
-    Points 7 14 ... 49 lie at no such steps; each of the intervals makes 7 ticks.
-    """
-    whole = [round(x) for x in points]
-    interval = math.gcd(*(b - a for a, b in itertools.pairwise(whole)), whole[0]) or 1
-    sizes = [times * 10**power for power in range(10) for times in (1, 2, 5)]
-    round_steps = [size for size in sizes if size % interval == 0]
-    for step, least in [(s, 3) for s in round_steps] + [(interval * s, 1) for s in sizes]:
-        found = range(-(-whole[0] // step) * step, whole[-1] + 1, step)
-        if least <= len(found) <= most:
-            return [float(x) for x in found]
-    return [float(whole[0])]
-
-
-SUBDIVISIONS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
-"""Mantissas of ticks on a logarithmic axis, from sparse to dense."""
-
-
-def log_ticks(low: float, high: float, least: int = 4, most: int = 7) -> list[float]:
-    """The sparsest round values between two positive ones that are at least `least`.
-
-    1.2 to 5.6 holds one power of ten and (1, 3) one value; of (1, 2, 5) it holds 2 and 5, and of
-    the next 1.5, 2, 3 and 5: four ticks. Over many powers of ten every second or third is kept.
-    """
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found: list[float] = []
-    for mantissas in SUBDIVISIONS:
-        found = [float(f"{m}e{p}") for p in powers for m in mantissas]
-        found = [tick for tick in found if low <= tick <= high]
-        if len(found) >= least:
-            return found[:: -(-len(found) // most)]
-    linear = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-    return found if len(found) > 1 else [float(t) for t in linear if low <= t <= high]
+def log_locator(low: float, high: float) -> LogLocator:
+    """Round values on a logarithmic axis: 1.5, 2, 3 and 5 from 1.2 to 5.6, else 1, 10, 100, ..."""
+    within = high / low
+    mantissas = (1, 1.5, 2, 3, 5, 7) if within < 10 else (1, 2, 5) if within < 100 else (1,)
+    return LogLocator(subs=mantissas, numticks=8)
 
 
 def _tick(value: float, _: int = 0) -> str:
