@@ -5,8 +5,8 @@
 A mode is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights are plain
 parameters), `local` (DDP with reduce_amax off), or `frozen` and `frozen_fsdp` (adapters over a base
 held in FP8, under DDP and FSDP2), `frozen_experts` (the same of a mixture, under FSDP2), or
-`frozen_ram` (FSDP2 whose weights come from the first process: the other one's are made wrong
-before). In `frozen_head` and `frozen_head_fsdp` the output head is held so as well, and multiplied
+`frozen_ram` and `frozen_ram_experts` (FSDP2 whose weights come from the first process: the other
+one's are made wrong before). In `frozen_head` and `frozen_head_fsdp` the output head is held so as well, and multiplied
 inside the loss of TRL's trainer. They run one after the other, since starting two processes takes
 longer than what they do. Each process writes OUT/MODE/RANK.json.
 """
@@ -69,13 +69,13 @@ def main(out: Path, mode: str) -> None:
         model = LlamaForCausalLM(LlamaConfig(**shape, pad_token_id=0))
     frozen, fsdp = (
         mode.startswith("frozen"),
-        mode in ("experts", "frozen_experts", "frozen_ram") or mode.endswith("fsdp"),
+        mode.startswith("frozen_ram") or mode.endswith(("experts", "fsdp")),
     )
     if frozen:
         lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
     fsdp_config = {"version": 2, "reshard_after_forward": True}
-    if mode == "frozen_ram":
+    if mode.startswith("frozen_ram"):
         fsdp_config["cpu_ram_efficient_loading"] = True
         if rank:  # nothing of it may be used
             with torch.no_grad():

@@ -150,7 +150,7 @@ class Conversion:
                 facts: dict[str, Any] = {"fp8_name": name, "fp8_observers": []}
                 facts |= {"fp8_how": (how := stored.get(name, {}))}
                 facts |= {"fp8_tallies": {local: Tally() for local in how}}
-                self._swap(module, ConvertedExpertsMixin, fp8_backend=self.frozen, **facts)
+                self._swap(module, ConvertedExpertsMixin, fp8_frozen=self.frozen, **facts)
             elif isinstance(module, SplitMixin):
                 self._swap(module, ConvertedSplitMixin, fp8_name=name, fp8_observers=[])
 
@@ -223,7 +223,9 @@ class Conversion:
         models = self.model.modules()
         names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
         for module in self.model.modules():
-            if type(module).__name__ in names and not isinstance(module, ParameterMixin):
+            # By any class: FSDP2 puts one of its own in front, under another name.
+            is_decoder = not names.isdisjoint(cls.__name__ for cls in type(module).__mro__)
+            if is_decoder and not isinstance(module, ParameterMixin):
                 module.compile(options=options)
                 self.adapters.compiled(module)
                 for engine in self.engines:

@@ -32,8 +32,8 @@ from finetune.precision.contractions import group_sizes
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import are_served_experts, compute_dtype, declared_matmuls
 from finetune.precision.lora import Adapter
-from finetune.precision.stored import Fp8Bits, moving
-from finetune.precision.swap import Swapped, swap
+from finetune.precision.stored import SCALE, CodesMixin, Fp8Bits
+from finetune.precision.swap import swap
 from finetune.precision.weights import (
     Arithmetic,
     Granularity,
@@ -45,9 +45,6 @@ from finetune.precision.weights import (
     quantize_weight,
     tile_of,
 )
-
-SCALE = "_scale"
-"""Suffix of the buffer with the inverse scales of a stored parameter."""
 
 
 class Routing(NamedTuple):
@@ -165,17 +162,18 @@ def stored_names(module: nn.Module) -> list[str]:
     return [n for n in declared_matmuls(module) if getattr(own[n], "dtype", None) is torch.uint8]
 
 
-class ExpertsMixin(Swapped):
+class ExpertsMixin(CodesMixin):
     """Mixin of decorated experts: stored stacks are dequantized for use, adapters are split."""
 
-    in_copies = True
     keeps_name = True
     has_gate: bool
     has_bias: bool
     has_post_expert_norm: bool
     is_transposed: bool
     num_experts: int
-    stored_raw: bool = False
+
+    def code_names(self) -> list[str]:
+        return stored_names(self)
 
     def forward(
         self,
@@ -262,29 +260,6 @@ class ExpertsMixin(Swapped):
         """Parameters that multiply in FP8 without being stored so (`ParameterMixin`)."""
         return {each.local for each in self.__dict__.get("fp8_parameters", ())}
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        names = stored_names(self)
-        scales = {name: getattr(self, name + SCALE) for name in names}
-        with moving([self._parameters[name] for name in names]):
-            result = super()._apply(fn, recurse)
-        for name, before in scales.items():
-            after = getattr(self, name + SCALE)
-            if after.dtype is not torch.float32:  # model.to(dtype) is not about scales
-                setattr(self, name + SCALE, before.to(after.device))
-        return result
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in () if self.stored_raw else stored_names(self):
-            destination[prefix + name] = destination[prefix + name].detach().view(E4M3.dtype)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        for name in stored_names(self):
-            given = state_dict.get(prefix + name)
-            if given is not None and given.dtype is E4M3.dtype:
-                state_dict[prefix + name] = given.view(torch.uint8)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
 
 class CastExpertsMixin(ExpertsMixin):
     """The same for plain weights that follow autocast, which `grouped_mm` does not let them."""
@@ -334,27 +309,27 @@ class ConvertedExpertsMixin(ObservedMixin):
     """Mixin of experts in a converted model: named, observed, and in FP8 where stored."""
 
     fp8_name: str
-    fp8_backend: FrozenBackend | None
+    fp8_frozen: FrozenBackend | None
     fp8_how: dict[str, Arithmetic]
     fp8_tallies: dict[str, Tally]
     keeps_name = True
 
     def _project(self, name: str, x: Tensor, *args: Any) -> Tensor:
         y = super()._project(name, x, *args)  # pyright: ignore[reportAttributeAccessIssue]
-        if name in self.fp8_tallies and self.fp8_backend is not None and y.numel():
+        if name in self.fp8_tallies and self.fp8_frozen is not None and y.numel():
             tally = self.fp8_tallies[name]  # of rows [S, N]
-            tally.watch(y, y) if self.fp8_backend.is_high(self) else tally.count(y)
+            tally.watch(y, y) if self.fp8_frozen.is_high(self) else tally.count(y)
         return y
 
     def _arithmetic(self) -> dict[str, Arithmetic]:
-        backend = self.fp8_backend
+        backend = self.fp8_frozen
         if backend is None or backend.is_high(self):
             return super()._arithmetic()  # pyright: ignore[reportAttributeAccessIssue]
         return self.fp8_how
 
     def _cast(self, x: Tensor, how: Arithmetic) -> tuple[Tensor, Tensor]:
-        assert self.fp8_backend is not None
-        return self.fp8_backend.cast(x, how, x.dtype)
+        assert self.fp8_frozen is not None
+        return self.fp8_frozen.cast(x, how, x.dtype)
 
     def _owner(self, name: str) -> Owner:
         return Owner(f"{self.fp8_name}.{name}", self.fp8_observers)

@@ -15,9 +15,9 @@ or, for a third-party class, before the model is prepared:
 
     finetune.register_parameter_matmuls(TheirBlock, ["encoder", "decoder"])
 
-Expert weights of Transformers are known: 3-D parameters `gate_up_proj` (or `up_proj`) and
-`down_proj` of a class that is its own or decorated by its `use_experts_implementation`. The
-nearest declaration in the class's MRO counts, an empty one included.
+Expert weights of Transformers are known: 3-D parameters `gate_up_proj` (or `gate_proj`, `up_proj`)
+and `down_proj` of a class that is its own or decorated by its `use_experts_implementation`, and
+those of DBRX and JetMoE. The nearest declaration in the class's MRO counts, an empty one included.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
 IN_HEAD = "output head: errors here hit the loss directly"
 BESIDE_ADAPTERS = "trained in full next to the adapters (modules_to_save)"
 ATTRIBUTE = "fp8_matmuls"
-EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+OTHER_EXPERTS = {"DbrxExpertGLU": ("w1", "v1", "w2"), "JetMoeParallelExperts": ("weight",)}
+"""Classes of Transformers (5.23) whose experts are in parameters of other names or shapes."""
 
 _registered: dict[type[nn.Module], tuple[str, ...]] = {}
 
@@ -322,9 +324,12 @@ def declared_matmuls(module: nn.Module) -> tuple[str, ...]:
             return _registered[base]
         if ATTRIBUTE in vars(base):
             return tuple(vars(base)[ATTRIBUTE])
-    theirs = any(base.__module__.startswith("transformers.") for base in cls.__mro__)
+    theirs = [base for base in cls.__mro__ if base.__module__.startswith("transformers.")]
     if not theirs and not _is_decorated(cls):
         return ()
+    other = next((OTHER_EXPERTS[c.__name__] for c in theirs if c.__name__ in OTHER_EXPERTS), None)
+    if other is not None:
+        return other
     own = module._parameters
     return tuple(n for n in EXPERTS if (p := own.get(n)) is not None and p.dim() == 3)
 

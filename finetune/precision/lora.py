@@ -228,7 +228,7 @@ class AdaptedMixin(Swapped):
         w, (a, b, s, owners, low) = weight_matrix(self), adapter
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
-        if isinstance(self, FrozenMixin):
+        if isinstance(self, FrozenMixin) and input.numel():  # no tokens have no scale
             self.fp8_tally.count(input)
             how, transposed = self.fp8_how, self.fp8_backend.transposed(self)
             if "fprop" not in how.high:

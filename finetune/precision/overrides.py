@@ -34,6 +34,7 @@ from finetune.config.schema import Compute, PrecisionConfig
 from finetune.config.section import matches
 from finetune.errors import PlanError
 from finetune.precision.layers import matched
+from finetune.precision.stored import StoredMixin
 from finetune.precision.swap import Swapped, weight_matrix
 
 Part = Literal["embed", "attn", "mlp", "norm", "output", "router", ""]
@@ -240,7 +241,9 @@ class OverrideMixin(Swapped):
         kind = x.device.type
         around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         with torch.autocast(kind, enabled=False):
-            if isinstance(self, nn.Linear) or self.transposed_weight:
+            linear = isinstance(self, nn.Linear) or self.transposed_weight
+            # A stored layer dequantizes to the type of its input.
+            if linear and not isinstance(self, StoredMixin):
                 this: Any = self
                 weight, bias = weight_matrix(this).to(dtype), this.bias
                 bias = None if bias is None else bias.to(dtype)

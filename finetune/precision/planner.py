@@ -218,6 +218,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         cannot = _why_not_aligned(shape, precision) or own
         frozen = not module.weight.requires_grad
         row = _plan_layer(name, shape, frozen, roles[name], cannot, choices)
+        _check_override(row, own)
         layers.append(storing.row(row, module))
     for name, owner, parameter in parameters:
         n, k = parameter.shape[-2:]
@@ -227,6 +228,9 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             made_anew = "" if are_served_experts(owner) else why_made_anew(model, name, owner)
             cannot = made_anew or _why_not_parameter((n, k), precision)
         row = _plan_layer(name, (n, k), frozen, roles[name], cannot, choices)
+        _check_override(
+            row, "its module multiplies by it, and only linear layers have a forward to replace"
+        )
         layers.append(storing.parameter_row(_as_parameter(row), owner))
     chosen = {name: choice for name in lookups if (choice := choices.of(name)) is not None}
     casts = [CastPlan(name, choice.compute, choice.reason) for name, choice in chosen.items()]
@@ -390,15 +394,19 @@ def _plan_layer(
     return LayerPlan(name, shape, role, frozen, "fp8", reason or ALIGNED, tuple(gemms.items()))
 
 
+def _check_override(row: LayerPlan, cannot: str) -> None:
+    """Refuse a type of its own where the layer's forward cannot be replaced."""
+    if row.override and cannot:
+        raise PlanError(
+            f"{row.compute} was chosen for {row.name!r}, which cannot take it",
+            where=row.reason,
+            why=f"{cannot}: it cannot be made to compute in a type of its own",
+            fix="~precision.map, or for this weight what the rest of the model has",
+        )
+
+
 def _as_parameter(row: LayerPlan) -> LayerPlan:
     """The row of a parameter, planned by the rules of a linear layer."""
-    if row.override:
-        raise PlanError(
-            f"{row.compute} was chosen for {row.name!r}, a parameter that its module multiplies",
-            where=row.reason,
-            why="only linear layers can be made to compute in a type of their own",
-            fix="~precision.map, or for this parameter what the rest of the model has",
-        )
     reason = row.reason
     if row.compute == "fp8":
         reason = reason.replace(ALIGNED, "parameter that multiplies, aligned")

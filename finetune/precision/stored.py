@@ -119,7 +119,52 @@ def refuse_training() -> StorageNotComputeError:
     )
 
 
-class StoredMixin(Swapped):
+SCALE = "_scale"
+"""Suffix of the buffer with the inverse scales of a parameter of codes."""
+
+
+class CodesMixin(Swapped):
+    """Mixin of a module some of whose parameters are FP8 codes, each beside a buffer of scales.
+
+    Attributes:
+        stored_raw: True if state dicts hold bytes and no scales (see `before_sharding`).
+    """
+
+    stored_raw: bool = False
+    in_copies = True
+
+    def code_names(self) -> list[str]:
+        """Names of the parameters that are codes."""
+        raise AssertionError("each of these mixins knows its parameters")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        scales = {name + SCALE: getattr(self, name + SCALE) for name in self.code_names()}
+        with moving(self._parameters[name] for name in self.code_names()):
+            result = super()._apply(fn, recurse)
+        for name, before in scales.items():
+            after = getattr(self, name)
+            if after.dtype is not torch.float32:  # model.to(dtype) is not about scales
+                setattr(self, name, before.to(after.device))
+        return result
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if self.stored_raw else self.code_names():
+            destination[prefix + name] = destination[prefix + name].detach().view(E4M3.dtype)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for name in self.code_names():
+            given = state_dict.get(prefix + name)
+            if given is not None and given.dtype is E4M3.dtype:
+                state_dict[prefix + name] = given.view(torch.uint8)
+            elif given is not None and given.dtype is not torch.uint8:
+                errors = rest[-1]
+                errors.append(f"{prefix}{name} holds FP8 codes, and {given.dtype} was given")
+                return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class StoredMixin(CodesMixin):
     """Mixin before a linear layer's own class: the weight is FP8 codes, dequantized for use.
 
     Attributes:
@@ -127,7 +172,6 @@ class StoredMixin(Swapped):
         weight_scale: float32 buffer, one for each tile of the weight taken as [N, K].
         stored_tile: tile of the weight that shares a scale.
         compute_dtype: type of the model; PEFT gives it to new adapters.
-        stored_raw: True if state dicts hold bytes and no scales (see `before_sharding`).
     """
 
     weight: nn.Parameter
@@ -135,8 +179,9 @@ class StoredMixin(Swapped):
     weight_scale: Tensor
     stored_tile: Tile
     compute_dtype: torch.dtype
-    stored_raw: bool = False
-    in_copies = True
+
+    def code_names(self) -> list[str]:
+        return ["weight"]
 
     @property
     def bits(self) -> Tensor:
@@ -169,32 +214,6 @@ class StoredMixin(Swapped):
         return by_rows(
             input, self.bias, lambda rows: FrozenLinear.apply(rows, None, None, bits, scale, how)
         )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = self.weight_scale
-        with moving([self.weight]):
-            result = super()._apply(fn, recurse)
-        if self.weight_scale.dtype is not torch.float32:  # model.to(dtype) is not about scales
-            self.weight_scale = before.to(self.weight_scale.device)
-        return result
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        bits = destination[prefix + "weight"]
-        if not self.stored_raw:
-            destination[prefix + "weight"] = bits.detach().view(E4M3.dtype)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, meta: Any, strict: bool, missing: Any, *rest: Any
-    ) -> None:
-        given = state_dict.get(prefix + "weight")
-        if given is not None and given.dtype is E4M3.dtype:
-            state_dict[prefix + "weight"] = given.view(torch.uint8)
-        elif given is not None and given.dtype is not torch.uint8:
-            errors = rest[-1]
-            errors.append(f"{prefix}weight holds FP8 codes, and {given.dtype} was given")
-            return
-        super()._load_from_state_dict(state_dict, prefix, meta, strict, missing, *rest)
 
     def extra_repr(self) -> str:
         rows, columns = self.stored_tile
@@ -234,29 +253,20 @@ def store(module: nn.Module, granularity: Granularity = "row") -> None:
 
 @torch.no_grad()
 def requantize(module: nn.Module, granularity: Granularity) -> None:
-    """Change the granularity of a stored layer, at the cost of one rounding.
+    """Change the granularity of a stored layer, in float32, some rows at a time.
 
-    Codes are kept where the granularity is unchanged, and where one scale becomes one per row.
-    """
-    if not isinstance(module, StoredMixin):
-        raise TypeError(f"{type(module).__name__} holds no FP8 codes")
-    n, k = module.bits.shape
-    tile = tile_of(granularity, (n, k))
-    if module.stored_tile != tile:
-        recast(module, tile)
-
-
-def recast(module: StoredMixin, tile: Tile) -> None:
-    """Requantize a stored layer to another tile, in float32, some rows at a time.
-
-    From one scale to one per row nothing is cast. Else a second E4M3 rounding error is added,
-    nearly independent of the first, so together they are about √2 of one (measured by
-    `python -m tests.benchmarks.fp8_loading --errors`):
+    Nothing is cast where it is unchanged, and where one scale becomes one per row. Else a
+    second E4M3 rounding error is added, nearly independent of the first, so together they are about
+    √2 of one (measured by `python -m tests.benchmarks.fp8_loading --errors`):
 
         ‖W - row(block(W))‖ ≈ (‖W - block(W)‖² + ‖W - row(W)‖²)^½
     """
+    if not isinstance(module, StoredMixin):
+        raise TypeError(f"{type(module).__name__} holds no FP8 codes")
     (n, k), old, inverse = module.bits.shape, module.stored_tile, module.weight_scale
-    one = old == (n, k)
+    tile, one = tile_of(granularity, (n, k)), old == (n, k)
+    if old == tile:
+        return
     if one and tile == (1, k):
         module.weight_scale, module.stored_tile = inverse.repeat(n, 1), tile
         return
@@ -289,16 +299,17 @@ def release(module: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def before_sharding(model: nn.Module) -> None:
-    """Prepare stored layers for FSDP2 and accelerate: state dicts of bytes, scales apart.
+    """Prepare stored weights for FSDP2 and accelerate: state dicts of bytes, scales apart.
 
     Accelerate moves weights by a state dict in which everything is sharded. Scales are small and
     stay whole: as parameters, FSDP2's mixed precision would round them to BF16.
     """
-    for _, module in iter_stored(model):
+    for module, scales in iter_scales(model):
         module.__dict__["stored_raw"] = True
-        module._non_persistent_buffers_set.add("weight_scale")
-        if module.weight_scale.is_meta:  # another process has the weights
-            module.weight_scale = torch.empty_like(module.weight_scale, device="cpu")
+        module._non_persistent_buffers_set.update(scales)
+        for name, scale in scales.items():
+            if scale.is_meta:  # another process has the weights
+                setattr(module, name, torch.empty_like(scale, device="cpu"))
 
 
 def refuse_sharded_copies(precision: PrecisionConfig) -> None:
@@ -319,8 +330,16 @@ def refuse_sharded_copies(precision: PrecisionConfig) -> None:
 
 def share_scales(model: nn.Module) -> None:
     """Broadcast the scales of the first process, from which the codes came as well."""
-    for _, module in iter_stored(model):
-        dist.broadcast(module.weight_scale, src=0)
+    for _, scales in iter_scales(model):
+        for scale in scales.values():
+            dist.broadcast(scale, src=0)
+
+
+def iter_scales(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Each module that has parameters of FP8 codes, and its buffers of scales by name."""
+    for module in model.modules():
+        if isinstance(module, CodesMixin) and (names := module.code_names()):
+            yield module, {name + SCALE: getattr(module, name + SCALE) for name in names}
 
 
 def iter_stored(model: nn.Module) -> Iterator[tuple[str, Any]]:

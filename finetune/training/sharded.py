@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.errors import ConfigError
-from finetune.precision.stored import iter_stored
+from finetune.precision.stored import iter_scales
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
@@ -36,7 +36,7 @@ class WholeFiles:
     def __init__(self, trainer: Any) -> None:
         """Take the place of the trainer's own methods; rejects FP8 weights that would be saved."""
         self.trainer = trainer
-        if not self.has_adapters and next(iter_stored(trainer.model), None) is not None:
+        if not self.has_adapters and next(iter_scales(trainer.model), None) is not None:
             raise ConfigError(
                 "FSDP2 cannot save a model whose frozen weights are stored in FP8",
                 where="train.fsdp, precision.frozen=fp8, no section lora",

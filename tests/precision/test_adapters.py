@@ -247,6 +247,30 @@ def test_a_decoder_layer_compiles_without_a_graph_break(make_llama, precision):
     assert apart(compiled, eager) < 2e-2
 
 
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_an_expert_without_tokens_has_nothing_to_cast(scaling):
+    expert = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    model = get_peft_model(expert, LoraConfig(r=4, target_modules=["0", "1"])).train()
+    convert(model, **FP8 | {"scaling": scaling})
+    x = torch.randn(0, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.shape == (0, 32)
+    assert all(p.grad.eq(0).all() for p in model.parameters() if p.requires_grad)
+
+
+def test_decoder_layers_are_found_behind_the_class_that_fsdp2_puts_in_front(
+    make_llama, monkeypatch
+):
+    model = adapted(make_llama)
+    conversion = convert(model, **FP8)
+    for layer in model.get_base_model().model.layers:
+        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: compiled.append(module))
+    assert conversion.compile_layers() == 2
+    assert compiled == list(model.get_base_model().model.layers)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_all_decoder_layers_are_one_compiled_graph(make_llama, captured):

@@ -28,6 +28,7 @@ from finetune.precision.experts import (
 from finetune.precision.formats import E4M3, decode_bits
 from finetune.precision.layers import experts_in
 from finetune.precision.planner import plan
+from finetune.precision.stored import before_sharding
 from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
 from finetune.storage.loading import build_stored, load_stored
 from tests.families import config_of
@@ -287,6 +288,40 @@ def test_experts_are_codes_from_the_start(family, tmp_path) -> None:
         assert torch.isfinite(model(**tokens()).loss)
         plain_stacks = [p for p in model.parameters() if p.dim() == 3 and p.is_floating_point()]
         assert not plain_stacks
+
+
+def test_other_numbers_are_not_loaded_into_codes() -> None:
+    """They would be cut to bytes: mostly zeros."""
+    plain = AutoModelForCausalLM.from_config(config_of("qwen3_moe"), dtype=torch.bfloat16)
+    stored = build_stored(plain.config, list(experts_in(plain)))
+    weights = plain.state_dict()
+    with pytest.raises(RuntimeError, match="holds FP8 codes, and"):
+        stored.load_state_dict(weights, strict=False)
+
+
+def test_sharding_moves_bytes_and_leaves_scales_whole() -> None:
+    """FSDP2's state dicts have no place for buffers."""
+    plain = AutoModelForCausalLM.from_config(config_of("qwen3_moe"), dtype=torch.bfloat16)
+    stored = build_stored(plain.config, ["model.layers.0.self_attn.q_proj", *experts_in(plain)])
+    kinds = {v.dtype for n, v in stored.state_dict().items() if "experts" in n}
+    assert kinds == {E4M3.dtype, torch.float32}
+    before_sharding(stored)
+    found = stored.state_dict()
+    assert not [name for name in found if name.endswith("_scale")]
+    assert {v.dtype for n, v in found.items() if "experts" in n} == {torch.uint8}
+
+
+def test_one_stack_trains_in_fp8_beside_one_that_is_stored() -> None:
+    model = adapted("qwen3_moe", targets=["experts.gate_up_proj"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name.endswith("down_proj"))
+    made = plan(model, FROZEN)
+    stored = {x.name.rpartition(".")[2]: x.stored for x in made.layers if x.kind == "parameter"}
+    assert stored == {"gate_up_proj": "row", "down_proj": ""}
+    convert.apply(model, made)
+    _, found = step(model)
+    assert sum(name.endswith("down_proj") for name in found) == 1
+    assert all(torch.isfinite(g).all() and g.any() for g in found.values())
 
 
 def test_a_stack_s_codes_are_those_of_its_matrices() -> None:

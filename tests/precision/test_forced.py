@@ -14,6 +14,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, PlanError, ProofError
 from finetune.precision import convert, planner
 from finetune.precision.overrides import DTYPES, OverrideMixin
+from finetune.precision.stored import store
 from tests.conftest import batch
 
 
@@ -137,6 +138,21 @@ def test_a_forced_layer_is_exactly_that(compute) -> None:
             assert torch.equal(x.grad, z.grad)
             assert torch.equal(model[1].weight.grad, twin.weight.grad)
             assert x.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_a_layer_stored_in_fp8_multiplies_its_values_and_not_its_codes(compute) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+    store(model[0])
+    x, values = torch.randn(16, 64), model[0].dequantize().to(DTYPES[compute])
+    chosen = PrecisionConfig(compute="bf16", map={"0": compute})
+    convert.apply(model, planner.plan(model, chosen))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model[0](x)
+    kind, bias = DTYPES[compute], model[0].bias.to(DTYPES[compute])
+    expected = nn.functional.linear(x.to(kind), values) + bias
+    assert torch.equal(y, expected.to(y.dtype))
 
 
 def test_gpt2s_transposed_layers_too() -> None:

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from finetune import get_receipt, revert, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, PlanError, StorageNotComputeError
-from finetune.precision.backends.frozen import FrozenBackend, FrozenMixin
+from finetune.precision.backends.frozen import FrozenBackend, FrozenMixin, SharedCast
 from finetune.precision.convert import apply
 from finetune.precision.formats import E4M3
 from finetune.precision.planner import plan
@@ -44,6 +44,16 @@ def operands(granularity: str = "row"):
 
 def arithmetic(tile, granularity: str, **update) -> Arithmetic:
     return Arithmetic(tile, per_row=granularity == "row", **update)
+
+
+@torch.inference_mode()
+def test_an_overwritten_activation_is_cast_anew():
+    """One without a version counter, too: it looks unchanged."""
+    shared, how = SharedCast(), Arithmetic((1, K))
+    x = torch.randn(M, K)
+    before = shared(x, how, x.dtype)[0].clone()
+    x.neg_()
+    assert torch.equal(shared(x, how, x.dtype)[0], -before)
 
 
 @pytest.mark.parametrize("pow2", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -606,6 +607,49 @@ def test_implementations_of_experts_train_alike(setup_backend) -> None:
             step(*run, **batch())
         losses.append(float(run[1](**batch()).loss.detach()))
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-3)
+
+
+_SMALL = {"vocab_size": 272, "use_cache": False}
+OTHER_FAMILIES = {
+    "jetmoe": {
+        "hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16,
+        "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "dbrx": {
+        "d_model": 64, "n_heads": 4, "n_layers": 1, "max_seq_len": 64,
+        "ffn_config": {
+            "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64,
+        },
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "stacks"), [("jetmoe", 4), ("dbrx", 3)])
+def test_experts_under_other_names_run_in_fp8(setup_backend, family, stacks) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **OTHER_FAMILIES[family], **_SMALL)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    run = prepared(model.train(), setup_backend)
+    for _ in range(2):
+        step(*run, **batch())
+    receipt = get_receipt()
+    rows = [r for r in receipt.layers if r.name.rpartition(".")[2] in ("weight", "w1", "v1", "w2")]
+    assert len(rows) == stacks
+    assert {p for r in rows for p in (r.fprop, r.dgrad, r.wgrad)} == {"fp8"}
+
+
+def test_shared_experts_in_one_parameter_are_known() -> None:
+    from transformers.models.inkling.modeling_inkling import InklingSharedExperts
+
+    config = SimpleNamespace(
+        n_shared_experts=2, moe_intermediate_size=64, hidden_size=32, hidden_act="silu"
+    )
+    model = InklingSharedExperts(config)
+    names = {layer.name: layer.compute for layer in plan(model, precision()).layers}
+    assert names == dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "fp8")
 
 
 def test_experts_under_adapters_of_their_own_run_in_fp8(setup_backend) -> None:

@@ -99,6 +99,39 @@ def test_layer_with_a_forward_of_its_own_stays() -> None:
     assert layers[0].reason == "Odd has a forward of its own"
 
 
+class Doubled(nn.Linear):
+    """A layer whose forward is more than a product."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Attention(nn.Module):
+    """Multiplies by `inner.out_proj.weight` without a call of that layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(64, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "why"),
+    [
+        (
+            nn.Sequential(Doubled(64, 64), nn.Linear(64, 64)),
+            "0",
+            "Doubled has a forward of its own",
+        ),
+        (Attention(), "inner.out_proj", "multiplied by its parent"),
+    ],
+)
+def test_a_type_for_a_layer_whose_forward_cannot_be_replaced(model, name, why) -> None:
+    """Replaced all the same, the first would give half its output; the second is never called."""
+    with pytest.raises(PlanError, match=f"fp32 was chosen for '{name}'") as error:
+        plan(model, PrecisionConfig(compute="bf16", map={name: "fp32"}))
+    assert why in error.value.why
+
+
 def test_model_without_fp8_layers_is_an_error() -> None:
     with pytest.raises(PlanError, match="no layer of this model can take it"):
         plan(nn.Sequential(nn.Linear(10, 10)), FP8)

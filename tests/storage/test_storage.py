@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from finetune.errors import StorageNotComputeError
 from finetune.precision import weights
 from finetune.precision.formats import E4M3, decode_bits
-from finetune.precision.stored import Fp8Bits, StoredMixin, iter_stored, put, recast, store
+from finetune.precision.stored import Fp8Bits, StoredMixin, iter_stored, put, requantize, store
 from finetune.precision.weights import dequantize_weight, quantize_weight, tile_of
 
 GRANULARITIES = ("row", "tensor", "block")
@@ -112,7 +112,7 @@ def test_layers_on_the_meta_device_can_be_held(granularity):
 
 @pytest.mark.parametrize("old", [*GRANULARITIES, (64, 32), (1, 16)])
 @pytest.mark.parametrize("new", GRANULARITIES)
-def test_recast_is_the_cast_of_the_dequantised_weight(old, new, monkeypatch):
+def test_requantized_codes_are_the_cast_of_the_dequantised_weight(old, new, monkeypatch):
     layer = nn.Linear(272, 200, bias=False)
     layer.weight.data.copy_(weight())
     tile = tile_of(old, (200, 272)) if isinstance(old, str) else old
@@ -121,9 +121,9 @@ def test_recast_is_the_cast_of_the_dequantised_weight(old, new, monkeypatch):
     bits, inverse = quantize_weight(layer.weight_in(), wanted)
     w = layer.weight_in()
     monkeypatch.setitem(weights.SLAB, "cpu", 1000)
-    recast(layer, wanted)
+    requantize(layer, new)
     assert layer.stored_tile == wanted
-    if (old, new) == ("tensor", "row"):  # nothing has to be cast
+    if tile == wanted or (old, new) == ("tensor", "row"):  # nothing has to be cast
         assert torch.equal(layer.weight_in(), w)
     else:
         assert torch.equal(layer.weight, bits)

@@ -44,8 +44,8 @@ def launch(out: Path, modes: str, module: str = "tests.distributed_worker") -> d
 def facts(tmp_path_factory):
     """Mode -> what both processes wrote. One launch: it takes ten times as long as a mode."""
     modes = (
-        "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_experts,frozen_ram,frozen_head,"
-        "frozen_head_fsdp"
+        "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_experts,frozen_ram,frozen_ram_experts,"
+        "frozen_head,frozen_head_fsdp"
     )
     return launch(tmp_path_factory.mktemp("two"), modes)
 
@@ -99,7 +99,9 @@ def test_a_head_held_in_fp8_is_sharded_as_codes_and_multiplied_in_the_loss(facts
 
 @pytest.mark.long
 def test_experts_held_in_fp8_are_sharded_as_codes(facts) -> None:
-    for seen in facts["frozen_experts"]:
+    sharded, first = facts["frozen_experts"], facts["frozen_ram_experts"]
+    assert first[0]["loss"] == sharded[0]["loss"], "with the weights of the first process alone"
+    for seen in (*sharded, *first):
         assert seen["status"] == "proven"
         assert seen["stacks"] == ["torch.uint8"] * 4
         assert seen["stacks_local"] == [0.5] * 4

@@ -39,7 +39,8 @@ class SharedCast:
 
     def __call__(self, x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
         """Codes of `x` [..., K] as a matrix [M, K], cast from `dtype`."""
-        version = -1 if x.is_inference() else x._version
+        # An inference tensor has no version, so nothing tells when it was overwritten.
+        version = object() if x.is_inference() else x._version
         state = (version, dtype, how.per_row, how.pow2)
         known = self._of is not None and self._of() is x and self._state == state
         if not known or self._cast is None:
