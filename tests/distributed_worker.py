@@ -6,9 +6,9 @@ A mode is `ddp`, `fsdp`, `experts` (FSDP2 of a mixture of experts, whose weights
 parameters), `local` (DDP with reduce_amax off), or `frozen` and `frozen_fsdp` (adapters over a base
 held in FP8, under DDP and FSDP2), `frozen_experts` (the same of a mixture, under FSDP2), or
 `frozen_ram` and `frozen_ram_experts` (FSDP2 whose weights come from the first process: the other
-one's are made wrong before). In `frozen_head` and `frozen_head_fsdp` the output head is held so as well, and multiplied
-inside the loss of TRL's trainer. They run one after the other, since starting two processes takes
-longer than what they do. Each process writes OUT/MODE/RANK.json.
+one's are made wrong before). In `frozen_head` and `frozen_head_fsdp` the output head is held so as
+well, and multiplied inside the loss of TRL's trainer. They run one after the other, since starting
+two processes takes longer than what they do. Each process writes OUT/MODE/RANK.json.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from finetune.precision import triton_kernels
 from finetune.precision.formats import E4M3, matrix_hash
-from finetune.precision.kernels import triton_code
 from finetune.precision.scaling import cast_current
 
 TORCH = {
@@ -78,30 +78,30 @@ def casts() -> Iterator[tuple[str, int]]:
         for factors, pow2 in itertools.product((None, fold), (False, True)):
             wide = x if factors is None else x.float() * factors
             wanted = cast_current(wide, E4M3, 1, pow2=pow2, packed=True)
-            found = triton_code.cast_rows(x, factors, pow2)
+            found = triton_kernels.cast_rows(x, factors, pow2)
             name = f"cast {length} {dtype} fold={factors is not None} pow2={pow2}"
             yield name, different(found, wanted)
     strided = rows(96, torch.bfloat16).repeat(1, 2)[:, :96]
     wanted = cast_current(strided, E4M3, 1, packed=True)
-    yield "cast of a slice", different(triton_code.cast_rows(strided, None, False), wanted)
+    yield "cast of a slice", different(triton_kernels.cast_rows(strided, None, False), wanted)
     columns = rows(96, torch.bfloat16).t()
     wanted = cast_current(columns, E4M3, 1, packed=True)
-    yield "cast of a transpose", different(triton_code.cast_rows(columns, None, False), wanted)
+    yield "cast of a transpose", different(triton_kernels.cast_rows(columns, None, False), wanted)
     none = torch.empty(0, 64)
-    found = triton_code.cast_rows(none, None, False)
+    found = triton_kernels.cast_rows(none, None, False)
     yield "cast of no rows", different(found, (none.to(E4M3.dtype), torch.empty(0, 1)))
 
 
 def transposes() -> Iterator[tuple[str, int]]:
     for n, k in ((1, 1), (16, 16), (37, 200), (64, 128), (300, 129), (0, 16)):
         codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
-        found = triton_code.transpose_codes(codes)
+        found = triton_kernels.transpose_codes(codes)
         assert found.is_contiguous()
         yield f"transpose {n} x {k}", different((found,), (codes.t(),))
     typed = codes = torch.randint(0, 256, (48, 80), dtype=torch.uint8)
     typed = codes.view(E4M3.dtype)
-    yield "transpose E4M3", different((triton_code.transpose_codes(typed),), (typed.t(),))
-    back = triton_code.transpose_codes(codes.t())
+    yield "transpose E4M3", different((triton_kernels.transpose_codes(typed),), (typed.t(),))
+    back = triton_kernels.transpose_codes(codes.t())
     yield "transpose of a transpose", different((back,), (codes,))
 
 
@@ -109,10 +109,10 @@ def hashes() -> Iterator[tuple[str, int]]:
     for (n, k), dtype in itertools.product(((1, 1), (7, 37), (16, 4096), (3, 14336)), DTYPES):
         w = torch.randn(n, k).to(dtype)
         for each in (w, w.t(), w[:, : k // 2 + 1]):
-            same = torch.equal(triton_code.hash_weight(each), matrix_hash(each))
+            same = torch.equal(triton_kernels.hash_weight(each), matrix_hash(each))
             yield f"hash {tuple(each.shape)} {each.stride()} {dtype}", int(not same)
     codes = torch.randint(0, 256, (5, 33), dtype=torch.uint8)
-    same = torch.equal(triton_code.hash_weight(codes), matrix_hash(codes))
+    same = torch.equal(triton_kernels.hash_weight(codes), matrix_hash(codes))
     yield "hash of bytes", int(not same)
 
 

@@ -19,18 +19,21 @@ from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import Backend, Fp8Mixin, Tally, in_backward
-from finetune.precision.backends.frozen import FrozenBackend
-from finetune.precision.expert_adapters import (
-    ConvertedSplitMixin,
-    SplitMixin,
-    split_adapters,
+from finetune.precision.backends.base import (
+    Backend,
+    Fp8Mixin,
+    ObservedMixin,
+    Tally,
+    in_backward,
 )
+from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.experts import (
     CastExpertsMixin,
     ConvertedExpertsMixin,
     ExpertsMixin,
+    SplitMixin,
     cast_experts,
+    split_adapters,
     store_experts,
 )
 from finetune.precision.head import HeadMixin, in_fused_loss
@@ -152,7 +155,7 @@ class Conversion:
                 facts |= {"fp8_tallies": {local: Tally() for local in how}}
                 self._swap(module, ConvertedExpertsMixin, fp8_frozen=self.frozen, **facts)
             elif isinstance(module, SplitMixin):
-                self._swap(module, ConvertedSplitMixin, fp8_name=name, fp8_observers=[])
+                self._swap(module, ObservedMixin, fp8_name=name, fp8_observers=[])
 
     def _parameters(self) -> dict[str, tuple[int, bool]]:
         """Identity and trainability of every parameter that conversion must not touch."""

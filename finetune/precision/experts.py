@@ -14,26 +14,35 @@ without synchronization; elsewhere it is a loop over the experts, after one sync
 The forward is that of `transformers.integrations.moe.grouped_mm_experts_forward` (5.23), whose
 routing, gates, biases and norms it keeps; the weights follow autocast, which `grouped_mm` by itself
 does not. Not served: expert parallelism (FSDP2 shards the codes).
+
+Adapters on experts are PEFT's `ParamWrapper`, which computes W + s·BA for all experts, [E, N, K],
+in each forward, and its dense gradient in backward. Split, they are
+
+    t = x · A_eᵀ                  [S, r], grouped
+    y = base(x) + s · t · B_eᵀ    [S, N], grouped
+
+which is the same sum without a tensor of W's size, and leaves the base as it is stored. PEFT's
+modules, parameters and files do not change. Both classes stay in copies, like storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from finetune.precision.backends.base import ObservedMixin, Owner, Tally, multiplying
+from finetune.precision.backends.base import ObservedMixin, Observer, Owner, Tally, multiplying
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.contractions import group_sizes
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import are_served_experts, compute_dtype, declared_matmuls
 from finetune.precision.lora import Adapter
-from finetune.precision.stored import SCALE, CodesMixin, Fp8Bits
-from finetune.precision.swap import swap
+from finetune.precision.stored import SCALE, CodesMixin, Fp8Bits, refuse_merge
+from finetune.precision.swap import Swapped, swap
 from finetune.precision.weights import (
     Arithmetic,
     Granularity,
@@ -308,11 +317,9 @@ def _low_rank(x: Tensor, adapter: Adapter, route: Routing) -> Tensor:
 class ConvertedExpertsMixin(ObservedMixin):
     """Mixin of experts in a converted model: named, observed, and in FP8 where stored."""
 
-    fp8_name: str
     fp8_frozen: FrozenBackend | None
     fp8_how: dict[str, Arithmetic]
     fp8_tallies: dict[str, Tally]
-    keeps_name = True
 
     def _project(self, name: str, x: Tensor, *args: Any) -> Tensor:
         y = super()._project(name, x, *args)  # pyright: ignore[reportAttributeAccessIssue]
@@ -333,6 +340,65 @@ class ConvertedExpertsMixin(ObservedMixin):
 
     def _owner(self, name: str) -> Owner:
         return Owner(f"{self.fp8_name}.{name}", self.fp8_observers)
+
+
+# ---------------------------------------------------------------------------------- split adapters
+
+
+class SplitMixin(Swapped):
+    """Mixin of PEFT's `ParamWrapper` around served experts: hands its factors on to them."""
+
+    in_copies = True
+    keeps_name = True
+    base_layer: Any
+    parameter_name: str
+    fp8_name = ""
+    fp8_observers: ClassVar[list[Observer]] = []
+
+    def forward(self, x: Tensor, *args: Any, adapters: Any = None, **kwargs: Any) -> Tensor:
+        this: Any = self
+        if this.disable_adapters and this.merged:
+            this.unmerge()
+        own: tuple[Adapter, ...] = ()
+        if not this.disable_adapters and not this.merged:
+            own = tuple(self._adapter(n) for n in this.active_adapters if n in this.lora_A)
+        given = {**(adapters or {}), self.parameter_name: own}
+        return self.base_layer(x, *args, adapters=given, **kwargs)
+
+    def _adapter(self, name: str) -> Adapter:
+        this: Any = self
+        of_a, of_b = (self._owner(f"lora_{which}.{name}") for which in "AB")
+        a, b = this.lora_A[name].weight, this.lora_B[name].weight
+        return Adapter(a, b, float(this.scaling[name]), (of_a, of_b))
+
+    def _owner(self, name: str) -> Owner:
+        return Owner(f"{self.fp8_name}.{name}", self.fp8_observers)
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        this: Any = self
+        if self.parameter_name in stored_names(this.get_base_layer()):
+            raise refuse_merge(self.parameter_name)
+        super().merge(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def iter_adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of each of PEFT's wrappers around a stack of served experts."""
+    for name, module in model.named_modules():
+        wrapper: Any = module
+        if type(module).__name__ != "ParamWrapper":
+            continue
+        experts = wrapper.get_base_layer()
+        if are_served_experts(experts) and wrapper.parameter_name in declared_matmuls(experts):
+            yield name, wrapper
+
+
+def split_adapters(model: nn.Module) -> None:
+    """Let the adapters on experts be multiplied apart from the base, from now on."""
+    for _, wrapper in list(iter_adapted(model)):
+        if not isinstance(wrapper.get_base_layer(), ExpertsMixin):
+            swap(wrapper.get_base_layer(), ExpertsMixin)
+        if not isinstance(wrapper, SplitMixin):
+            swap(wrapper, SplitMixin)
 
 
 # --------------------------------------------------------------------------------------- storage

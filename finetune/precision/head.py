@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.precision.backends.base import ObservedMixin, Owner, multiplying
-from finetune.precision.kernels.operators import transpose_codes
+from finetune.precision.kernels import transpose_codes
 from finetune.precision.layers import compute_dtype
 from finetune.precision.weights import (
     Arithmetic,
@@ -51,7 +51,7 @@ of which `cast_rows` keeps in registers.
 class HeadMixin(ObservedMixin):
     """Mixin of a converted output head whose weight TRL's loss may take without calling it."""
 
-    fp8_name: str
+    keeps_name = False
 
 
 @contextlib.contextmanager

@@ -36,13 +36,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.backends.base import Fp8Mixin, ObservedMixin, Owner, multiplying
+from finetune.precision.backends.base import (
+    Fp8Mixin,
+    ObservedMixin,
+    Owner,
+    Passes,
+    feed,
+    multiplying,
+)
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
 from finetune.precision.gemm import mm
 from finetune.precision.layers import by_rows, compute_dtype, is_conv1d, linear_shape
 from finetune.precision.overrides import OverrideMixin
-from finetune.precision.passes import Passes, feed
 from finetune.precision.stored import StoredMixin, refuse_merge
 from finetune.precision.swap import Swapped, weight_matrix
 from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop
@@ -249,7 +255,7 @@ class AdaptedMixin(Swapped):
 class FusedMixin(ObservedMixin):
     """Mixin of PEFT's LoRA layer: in training its adapter is passed to the base."""
 
-    fp8_name: str
+    keeps_name = False
     fp8_together: LowAdapters
     fp8_low: tuple[Tensor, ...]
     base_layer: nn.Module

@@ -218,7 +218,6 @@ class ParameterMixin(ObservedMixin):
 
     fp8_backend: Backend
     fp8_parameters: list[PlannedParameter]
-    keeps_name = True
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -53,6 +53,7 @@ GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 ALIGNED = "linear layer, aligned"
 READS_WEIGHT = {"peft.tuners.glora": "GLoRA", "peft.tuners.shira": "SHiRA"}
 """Packages of PEFT 0.21 whose layers read `base_layer.weight` in their forward."""
+OF_ENGINE = "Transformer Engine's layers own their weights; precision.backend=torchao takes it"
 AS_CONFIGURED = "as configured"
 """Reason of a layer that runs in FP8 without anybody having named it."""
 
@@ -226,7 +227,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         cannot = _why_not_aligned((n, k), precision)
         if not storing.serves(owner, frozen=frozen):
             made_anew = "" if are_served_experts(owner) else why_made_anew(model, name, owner)
-            cannot = made_anew or _why_not_parameter((n, k), precision)
+            cannot = made_anew or (OF_ENGINE if precision.backend == "te" else cannot)
         row = _plan_layer(name, (n, k), frozen, roles[name], cannot, choices)
         _check_override(
             row, "its module multiplies by it, and only linear layers have a forward to replace"
@@ -315,11 +316,20 @@ class _Storing:
             if (kind := ".".join(type(m).__module__.split(".")[:3])) in READS_WEIGHT
         }
         self._typed = set(ids_giving_types(model))
+        self._granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:
         """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""
-        if id(module) in self._read and (self.precision.frozen == "fp8" or stored_as(module)):
-            raise self._refused(row.name, self._read[id(module)])
+        method = self._read.get(id(module))
+        if method is not None and (self.precision.frozen == "fp8" or stored_as(module)):
+            raise PlanError(
+                f"{method} cannot adapt weights that are stored in FP8",
+                where=row.name,
+                why=f"{method} multiplies by a weight that it makes of the layer's own, which is "
+                "codes without their scales there, and not by the layer",
+                fix="precision.frozen=bf16 over a base that is loaded plain; or LoRA, which adds "
+                "to what the layer gives",
+            )
         if row.compute != "fp8":
             kind = stored_as(module)
             reason = f"{row.reason}; weight stored in {kind}" if kind else row.reason
@@ -331,13 +341,12 @@ class _Storing:
         if id(module) in self._typed:
             why = "weight kept: its module casts activations to the weight's type"
             return replace(row, reason=f"{row.reason}; {why}")
-        granularity: Granularity = "row" if self.precision.scaling == "rowwise" else "tensor"
-        reason = f"frozen, stored in FP8 (per-{granularity} scale)"
+        reason = f"frozen, stored in FP8 (per-{self._granularity} scale)"
         stored = isinstance(module, StoredMixin)
-        if stored and not serves(module.stored_tile, row.shape, granularity):
+        if stored and not serves(module.stored_tile, row.shape, self._granularity):
             reason += ", cast again from what the checkpoint holds"
         requested = "" if row.reason == ALIGNED else f"{row.reason}; "
-        return replace(row, stored=granularity, reason=requested + reason)
+        return replace(row, stored=self._granularity, reason=requested + reason)
 
     def serves(self, owner: nn.Module, *, frozen: bool) -> bool:
         """True if a parameter of this module would be stored in FP8."""
@@ -347,19 +356,8 @@ class _Storing:
         """The row of a parameter: experts are stored like linear layers."""
         if row.compute != "fp8" or not self.serves(owner, frozen=row.frozen):
             return row
-        granularity: Granularity = "row" if self.precision.scaling == "rowwise" else "tensor"
-        reason = f"experts: frozen, stored in FP8 (per-{granularity} scale)"
-        return replace(row, stored=granularity, reason=reason)
-
-    def _refused(self, name: str, method: str) -> PlanError:
-        return PlanError(
-            f"{method} cannot adapt weights that are stored in FP8",
-            where=name,
-            why=f"{method} multiplies by a weight that it makes of the layer's own, which is codes "
-            "without their scales there, and not by the layer",
-            fix="precision.frozen=bf16 over a base that is loaded plain; or LoRA, which adds to "
-            "what the layer gives",
-        )
+        reason = f"experts: frozen, stored in FP8 (per-{self._granularity} scale)"
+        return replace(row, stored=self._granularity, reason=reason)
 
 
 def _plan_layer(
@@ -436,12 +434,6 @@ def _parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
     if "modules_to_save" in name.split("."):
         return "adapter", BESIDE_ADAPTERS
     return ("head", IN_HEAD) if in_head else ("base", "")
-
-
-def _why_not_parameter(shape: tuple[int, int], precision: PrecisionConfig) -> str:
-    if precision.backend == "te":
-        return "Transformer Engine's layers own their weights; precision.backend=torchao takes it"
-    return _why_not_aligned(shape, precision)
 
 
 def _why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:

@@ -48,7 +48,7 @@ from finetune.precision.formats import (
     widen,
 )
 from finetune.precision.gemm import Codes, scaled_mm
-from finetune.precision.kernels.operators import cast_rows, transpose_codes
+from finetune.precision.kernels import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current, scaled
 
 Granularity = Literal["row", "tensor", "block"]

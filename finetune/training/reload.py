@@ -131,7 +131,7 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
 def _load(run: TrainedRun) -> Any:
     from peft import PeftModel, get_peft_model
 
-    from finetune.precision.expert_adapters import split_adapters
+    from finetune.precision.experts import split_adapters
     from finetune.precision.planner import plan
     from finetune.training import lora_init, scope
     from finetune.training.model import load_model, sketch

@@ -35,8 +35,8 @@ from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.gpus import place_of
 from finetune.hardware.requirements import resolve_there
 from finetune.precision import convert, planner
+from finetune.precision.backends.base import feed
 from finetune.precision.lora import active
-from finetune.precision.passes import feed
 from finetune.training.model import sketch
 
 GPU = "H100"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.precision.kernels.operators import cast_rows, transpose_codes
+from finetune.precision.kernels import cast_rows, transpose_codes
 
 pytestmark = pytest.mark.gpu
 

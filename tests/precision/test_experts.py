@@ -16,12 +16,12 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import StorageNotComputeError
 from finetune.precision import convert
 from finetune.precision.backends.base import Owner
-from finetune.precision.expert_adapters import split_adapters
 from finetune.precision.experts import (
     ExpertsMixin,
     FrozenExperts,
     Routing,
     quantize_stack,
+    split_adapters,
     store_experts,
     stored_names,
 )

@@ -21,7 +21,7 @@ from finetune.hardware.requirements import resolve
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.convert import store_operands_once
 from finetune.precision.formats import E4M3
-from finetune.precision.kernels.operators import cast_rows, transpose_codes
+from finetune.precision.kernels import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current
 from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dgrad, fprop, quantize_weight
 from tests.conftest import CPU, H100
@@ -241,7 +241,7 @@ def build(kernel, types: dict[str, str], constants: dict, warps: int, capability
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 @pytest.mark.parametrize("length", [1024, 4096, 14336, 28672])
 def test_casts_compile_without_spills(capability, length) -> None:
-    from finetune.precision.kernels import triton_code
+    from finetune.precision import triton_kernels
 
     types = {
         "x": "*bf16",
@@ -250,9 +250,9 @@ def test_casts_compile_without_spills(capability, length) -> None:
         "inverse": "*fp32",
         "stride": "i32",
     }
-    block, warps = triton_code.row_block(length)
+    block, warps = triton_kernels.row_block(length)
     constants = {"length": length, "block": block, "folds": True, "pow2": False}
-    compiled = build(triton_code.cast_rows_kernel, types, constants, warps, capability)
+    compiled = build(triton_kernels.cast_rows_kernel, types, constants, warps, capability)
     used = resources(compiled)
     assert used["REG"] <= 128
     assert used["STACK"] == used["LOCAL"] == 0
@@ -266,13 +266,13 @@ def test_casts_compile_without_spills(capability, length) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_transposes_compile_without_spills(capability) -> None:
-    from finetune.precision.kernels import triton_code
+    from finetune.precision import triton_kernels
 
     types = {"codes": "*u8", "out": "*u8", "rows": "i32", "columns": "i32"}
-    tall, wide = triton_code.TILE
+    tall, wide = triton_kernels.TILE
     constants = {"tall": tall, "wide": wide}
     compiled = build(
-        triton_code.transpose_codes_kernel, types, constants, triton_code.WARPS, capability
+        triton_kernels.transpose_codes_kernel, types, constants, triton_kernels.WARPS, capability
     )
     used = resources(compiled)
     assert used["REG"] <= 128
@@ -287,11 +287,11 @@ def test_transposes_compile_without_spills(capability) -> None:
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 @pytest.mark.parametrize("length", [1024, 3584])
 def test_hashes_compile_without_spills(capability, length) -> None:
-    from finetune.precision.kernels import triton_code
+    from finetune.precision import triton_kernels
 
-    constants = {"length": length, "block": triton_code.HASHED}
+    constants = {"length": length, "block": triton_kernels.HASHED}
     types = {"bits": "*i64", "out": "*i64"}
-    compiled = build(triton_code.hash_rows_kernel, types, constants, 4, capability)
+    compiled = build(triton_kernels.hash_rows_kernel, types, constants, 4, capability)
     used = resources(compiled)
     assert used["REG"] <= 128
     assert used["STACK"] == used["LOCAL"] == 0

@@ -30,9 +30,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.config.schema import PrecisionConfig
-from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward
-from finetune.precision.kernels.operators import hash_weight
-from finetune.precision.passes import Passes, feed
+from finetune.precision.backends.base import Backend, Fp8Mixin, Passes, feed, in_backward
+from finetune.precision.kernels import hash_weight
 from finetune.precision.planner import LayerPlan
 from finetune.precision.swap import weight_matrix
 

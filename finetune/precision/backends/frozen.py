@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import has_triton, this_device
-from finetune.precision.backends.base import Backend, Fp8Mixin
+from finetune.precision.backends.base import Backend, Fp8Mixin, feed
 from finetune.precision.formats import E4M3
-from finetune.precision.kernels.operators import transpose_codes
+from finetune.precision.kernels import transpose_codes
 from finetune.precision.layers import by_rows, compute_dtype
-from finetune.precision.passes import feed
 from finetune.precision.planner import LayerPlan
 from finetune.precision.stored import StoredMixin
 from finetune.precision.weights import Arithmetic, FrozenLinear, Tile, cast

@@ -18,6 +18,7 @@ A proof lives as long as its conversion does, hence its model: hooks refer to it
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,7 +36,6 @@ from finetune.errors import ProofError
 from finetune.precision.backends.base import in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
-from finetune.precision.proof.backwards import unwatch_backwards, watch_backwards
 from finetune.precision.proof.movement import Movement
 from finetune.precision.proof.sentinel import Flops, Sentinel, remedy
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
@@ -325,3 +325,54 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return alive(*args) if alive is not None else None
 
     return hook
+
+
+# ------------------------------------------------------------------- backwards, whoever starts them
+#
+# Accelerate, Trainer and hand-written loops all go through `torch.autograd.backward` or `.grad`. A
+# dispatch mode must be entered on the thread that calls them: autograd's own threads inherit it.
+# Both functions are patched while somebody watches, once for all proofs, and restored afterwards.
+# Proofs are held weakly: one of a run that failed goes with its model.
+
+_watching: list[weakref.ref[Proof]] = []
+_plain: dict[str, Any] = {}
+
+
+def watch_backwards(proof: Proof) -> None:
+    """Let a proof see each backward from now on."""
+    _watching.append(weakref.ref(proof, lambda _: _restore_unwatched()))
+    if not _plain:
+        for name in ("backward", "grad"):
+            _plain[name] = getattr(torch.autograd, name)
+            setattr(torch.autograd, name, _watched(_plain[name]))
+
+
+def unwatch_backwards(proof: Proof) -> None:
+    """Undo `watch_backwards`; repeated calls have no effect."""
+    _watching[:] = [one for one in _watching if one() is not proof]
+    _restore_unwatched()
+
+
+def _restore_unwatched() -> None:
+    _watching[:] = [one for one in _watching if one() is not None]
+    if not _watching:
+        for name, plain in _plain.items():
+            setattr(torch.autograd, name, plain)
+        _plain.clear()
+
+
+def _watched(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        # A backward inside one (reentrant checkpointing) is a part of it: modes are entered
+        # already, and what has run so far is not all of it.
+        proofs = [] if in_backward() else [w for one in _watching if (w := one()) is not None]
+        with contextlib.ExitStack() as stack:
+            for proof in proofs:
+                stack.enter_context(proof.watch_backward())
+            result = plain(*args, **kwargs)
+        for proof in proofs:
+            proof.after_backward()
+        return result
+
+    return watched

@@ -11,6 +11,11 @@ declared parameter belongs to the call that multiplies (`attribution`). Within a
 [N, K] it is fprop in forward; in backward it is dgrad when it contracts N and wgrad when it
 contracts the tokens. GEMMs outside any layer (attention scores; the output head, which TRL fuses
 with the loss) are counted too, so that shares are of the whole step.
+
+Some operators multiply matrices inside. A fused LSTM or GRU multiplies each of its matrices by
+every token once, and twice more in backward. Of another library's operator nothing is known but
+shapes. Counted as nothing, it would raise the share of everything else, so it is taken for the
+product that makes its result: 2 · size of the result · longest inner dimension of an operand.
 """
 
 from __future__ import annotations
@@ -31,9 +36,9 @@ from torch.utils.flop_counter import flop_registry
 from finetune.precision.backends.base import ObservedMixin, in_backward
 from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.gemm import EMULATED
+from finetune.precision.parameters import tensors_of
 from finetune.precision.planner import Gemm, LayerPlan, PrecisionPlan
 from finetune.precision.proof.attribution import Attribution
-from finetune.precision.proof.opaque import estimated_flops, recurrent_flops
 
 aten = torch.ops.aten
 ATTENTION = "(attention)"
@@ -91,6 +96,20 @@ _VARLEN = {
     for direction in ("", "_backward")
 }
 """Attention over documents: `finetune.training.varlen`, and torch's kernel."""
+
+_RECURRENT = {
+    getattr(aten, f"{name}{direction}")
+    for name in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+    for direction in ("", "_backward")
+    if hasattr(aten, f"{name}{direction}")
+}
+_CONTRACTING = {"_trilinear", "_cdist_forward", "_euclidean_dist", "sspaddmm", "_int_mm", "addr"}
+"""Operators of `aten` without a formula in torch's own counter."""
+_SEEN_THROUGH = {
+    *("aten", "prim", "prims", "profiler", "c10d", "c10d_functional", "_c10d_functional"),
+    *("torchao", "finetune", "fsdp", "inductor", "_inductor", "rngprims", "autograd"),
+}
+"""Namespaces whose other operators multiply no matrices, or are counted by name."""
 
 
 @dataclass
@@ -399,3 +418,28 @@ class _Dispatch(TorchDispatchMode):
                 self.witness.add(UNKNOWN, "dgrad" if in_backward() else "fprop", "unknown", flops)
             return result
         return func(*args, **(kwargs or {}))
+
+
+def recurrent_flops(packet: Any, args: tuple[Any, ...]) -> int:
+    """FLOPs of a fused recurrent layer, 0 of any other operator.
+
+    An LSTM of 4 gates from 32 to 16, over 10 tokens: 2 · 10 · (64 · 32 + 64 · 16) = 61,440.
+    """
+    if packet not in _RECURRENT:
+        return 0
+    x, weights = args[0], args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
+    tokens = x.numel() // x.shape[-1]
+    inside = sum(w.numel() for w in weights if isinstance(w, Tensor) and w.dim() == 2)
+    return 2 * tokens * inside * (2 if packet.__name__.endswith("_backward") else 1)
+
+
+def estimated_flops(packet: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Estimated FLOPs of an operator that cannot be looked into, 0 of one that can."""
+    namespace, _, name = packet._qualified_op_name.partition("::")
+    if namespace in _SEEN_THROUGH and not (namespace == "aten" and name in _CONTRACTING):
+        return 0
+    operands = [x for x in tensors_of(args) if x.is_floating_point() and x.dim() > 1]
+    made = max((math.prod(y.shape) for y in tensors_of([result])), default=0)
+    if len(operands) < 2:  # elementwise
+        return 0
+    return 2 * made * max(x.shape[-1] for x in operands)

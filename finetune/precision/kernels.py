@@ -1,4 +1,4 @@
-"""Casts, transposes and hashes of FP8 operands as operators of torch.
+"""Casts, transposes and hashes of FP8 operands: operators of torch around its FP8 GEMMs.
 
     cast_rows(x, fold, pow2)     [M, K] -> E4M3 codes [M, K], inverse scales [M, 1]
     transpose_codes(codes, g)    [N, K] -> [K, N], contiguous
@@ -10,11 +10,16 @@ each. An operator is opaque to the compiler, so equal calls in a graph become on
 stored once, and without a compiler it is one kernel, too. Dispatch modes (the proof's witness, the
 estimator's trace) see it by name.
 
-Implementations: CUDA launches Triton kernels (`triton_code`); any other device runs the reference,
-from which the kernels differ in no bit; fake and meta tensors get shapes.
+Implementations: CUDA launches kernels of our own (`triton_kernels`, imported at the first launch:
+Triton comes with CUDA builds of torch); any other device runs the reference, from which the kernels
+differ in no bit; fake and meta tensors get shapes. The setting `precision.kernels` chooses
+(`finetune.hardware.requirements`), and `finetune.precision.weights` calls.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,12 +74,6 @@ def _cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tens
     return cast_current(wide.contiguous(), E4M3, 1, pow2=pow2, packed=True)
 
 
-def _cast_rows_on_gpu(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
-    from finetune.precision.kernels import triton_code
-
-    return triton_code.cast_rows(x, fold, pow2)
-
-
 def _empty_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(x.shape, dtype=E4M3.dtype)
     return codes, x.new_empty((x.shape[0], 1), dtype=torch.float32)
@@ -84,31 +83,25 @@ def _transpose(codes: Tensor, after: Tensor | None) -> Tensor:
     return codes.t().clone(memory_format=torch.contiguous_format)
 
 
-def _transpose_on_gpu(codes: Tensor, after: Tensor | None) -> Tensor:
-    from finetune.precision.kernels import triton_code
-
-    return triton_code.transpose_codes(codes)
-
-
 def _empty_transpose(codes: Tensor, after: Tensor | None) -> Tensor:
     return codes.new_empty(codes.shape[::-1])
-
-
-def _hash_on_gpu(w: Tensor) -> Tensor:
-    from finetune.precision.kernels import triton_code
-
-    return triton_code.hash_weight(w)
 
 
 def _empty_hash(w: Tensor) -> Tensor:
     return w.new_empty((), dtype=torch.int64)
 
 
-for _name, _reference, _on_gpu, _empty in (
-    ("cast_rows", _cast_rows, _cast_rows_on_gpu, _empty_rows),
-    ("transpose_codes", _transpose, _transpose_on_gpu, _empty_transpose),
-    ("hash_weight", matrix_hash, _hash_on_gpu, _empty_hash),
+def _launch(name: str, *args: Any) -> Any:
+    from finetune.precision import triton_kernels
+
+    return getattr(triton_kernels, name)(*args)
+
+
+for _name, _reference, _empty in (
+    ("cast_rows", _cast_rows, _empty_rows),
+    ("transpose_codes", _transpose, _empty_transpose),
+    ("hash_weight", matrix_hash, _empty_hash),
 ):
     _library.impl(_name, _reference, "CompositeExplicitAutograd")
-    _library.impl(_name, _on_gpu, "CUDA")
+    _library.impl(_name, partial(_launch, _name), "CUDA")
     _library.impl(_name, _empty, "Meta")

@@ -1,4 +1,4 @@
-"""Triton kernels of `operators`, and their launches. Importing this needs Triton.
+"""Triton kernels of `finetune.precision.kernels`, and their launches. Importing this needs Triton.
 
 All are bound by memory: each number is read from it, and written to it, once.
 
@@ -110,7 +110,7 @@ def row_block(length: int) -> tuple[int, int]:
 
 
 def cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Launch `cast_rows_kernel`; see `operators.cast_rows`."""
+    """Launch `cast_rows_kernel`; see `kernels.cast_rows`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, length = x.shape
     codes = x.new_empty(x.shape, dtype=E4M3.dtype)
@@ -127,8 +127,8 @@ def cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tenso
     return codes, inverse
 
 
-def transpose_codes(codes: Tensor) -> Tensor:
-    """Launch `transpose_codes_kernel`; see `operators.transpose_codes`."""
+def transpose_codes(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    """Launch `transpose_codes_kernel`; see `kernels.transpose_codes`."""
     out = codes.new_empty(codes.shape[::-1])
     source = codes.contiguous().view(torch.uint8)
     (rows, columns), (tall, wide) = codes.shape, TILE
@@ -144,7 +144,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
 
 
 def hash_weight(w: Tensor) -> Tensor:
-    """Launch `hash_rows_kernel`; see `operators.hash_weight`."""
+    """Launch `hash_rows_kernel`; see `kernels.hash_weight`."""
     bits = row_bits(w.t() if w.t().is_contiguous() else w.contiguous())
     out = torch.zeros((), dtype=torch.int64, device=w.device)
     rows, length = bits.shape
