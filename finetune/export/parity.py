@@ -21,6 +21,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +35,7 @@ from finetune.data.dataset import load_data
 from finetune.errors import DataError, ParityError
 from finetune.hardware.device import this_device
 from finetune.storage.loading import load_in_fp8
-from finetune.storage.pretrained import load_tokenizer
+from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole
 from finetune.training.attention import implementation_arguments
 from finetune.training.model import is_published_fp8
 
@@ -146,16 +147,18 @@ def load_stock(
         weights: folder of plain or compressed-tensors weights.
         config: the run's.
         adapter: folder of a PEFT adapter.
+
+    Raises:
+        ModelNotFoundError: weights are missing, which Transformers would draw by chance.
     """
     from peft import PeftModel
     from transformers import AutoConfig
 
     import finetune.storage.bdh  # noqa: F401  registers our own model types
-    from finetune.storage.pretrained import auto_class
 
     trust = config.model.trust_remote_code
     shape = AutoConfig.from_pretrained(weights, trust_remote_code=trust)
-    load: Any = auto_class(shape).from_pretrained
+    load: Any = partial(load_whole, auto_class(shape).from_pretrained)
     if adapter is not None and is_published_fp8(shape):
         load = load_in_fp8  # other loaders treat such a base differently by device
     model: Any = load(

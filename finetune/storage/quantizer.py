@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.errors import ConfigError, StorageNotComputeError, did_you_mean, some
 from finetune.precision.experts import SCALE as EXPERT_SCALE
-from finetune.precision.experts import put_experts, quantize_stack
+from finetune.precision.experts import put_experts, quantize_stack, stored_names
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import (
     experts_in,
@@ -172,6 +172,7 @@ class Fp8StorageQuantizer(HfQuantizer):
         super().__init__(Fp8StorageConfig(**quantization_config.to_dict()), **kwargs)
         self._names: set[str] = set()
         self.stacks: dict[str, Tile] = {}
+        self.experts: list[str] = []  # stacks that are codes
         published = self.quantization_config.published
         self._layout = layout_of(published) if published is not None else Layout(OWN)
 
@@ -188,6 +189,18 @@ class Fp8StorageQuantizer(HfQuantizer):
         return True
 
     def is_serializable(self) -> bool:
+        """True; asked before a model is saved.
+
+        Raises:
+            StorageNotComputeError: some experts are stored in FP8.
+        """
+        if self.experts:
+            raise StorageNotComputeError(
+                "a model with experts stored in FP8 cannot be saved whole",
+                where=some(self.experts, 3),
+                why="Transformers writes each expert alone, whose codes would be read as weights",
+                fix="save the adapters (PeftModel.save_pretrained); the base is as it was loaded",
+            )
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -229,14 +242,19 @@ class Fp8StorageQuantizer(HfQuantizer):
         **kwargs: Any,
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
-        published = self.pre_quantized and self.quantization_config.modules is None
-        tiles = self._found(model, checkpoint_files or []) if published else self._named(model)
+        files, published = checkpoint_files or [], self.quantization_config.modules is None
+        if self.pre_quantized and published:
+            tiles = self._found(model, files)
+        else:
+            tiles = self._named(model)
         for name, experts in experts_in(model).items():
             if name in tiles:
                 self.stacks[name] = _expect_stack(experts, name, tiles.pop(name))
         if not self.pre_quantized:
-            refuse_codes(checkpoint_files or ())
+            refuse_codes(files)
             _warn_of_experts(model, dtype)
+        elif not published:
+            _refuse_unnamed(model, files, tiles)
         for name, tile in tiles.items():
             _expect_codes(model.get_submodule(name), tile, dtype)
         self._names = set(tiles)
@@ -328,6 +346,8 @@ def adopt(model: Any, quantizer: Fp8StorageQuantizer) -> None:
     """Freeze a model with stored layers, and write into its configuration which those are."""
     model.requires_grad_(False)
     describe(model, quantizer.quantization_config)
+    stacks = experts_in(model).items()
+    quantizer.experts = [n for n, e in stacks if n.rpartition(".")[2] in stored_names(e)]
     model.hf_quantizer = quantizer
     model.is_quantized = True
     model.quantization_method = quantizer.quantization_config.quant_method
@@ -348,6 +368,15 @@ def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
         if config.modules.keys() == {kind}:
             config.granularity = check_granularity(kind)
     model.config.quantization_config = config
+
+
+def _refuse_unnamed(model: Any, files: list[str], tiles: Mapping[str, Tile]) -> None:
+    """Refuse codes of our own layout, as of experts, that its configuration does not name."""
+    translate = key_translation(model)
+    for key in scale_shapes(files, SCALE):
+        name, _ = translate(key)
+        if name.removesuffix(".weight") not in tiles:
+            raise refuse_layout(f"{key} in FP8", "its `modules` do not name that weight")
 
 
 def _shape_of(model: nn.Module, name: str) -> tuple[int, int]:

@@ -325,6 +325,15 @@ def test_parity_finds_a_broken_export(what, exported, lora_run, said, tmp_path):
     parity.check(intact, to, str(exported[to].folder))
 
 
+def test_a_weight_that_is_missing_is_not_drawn_by_chance(tmp_path):
+    """Where chance draws what is usual, as ones for a norm, figures would say nothing of it."""
+    folder = broken(
+        TINY_LLAMA, tmp_path / "broken", lambda tensors: tensors.pop("model.norm.weight")
+    )
+    with pytest.raises(ModelNotFoundError, match="lacks 1 of its weights"):
+        evaluation.load_stock(folder, load_recipe("tiny_lora_fp8").config)
+
+
 def test_original_weights_instead_of_merged_ones_are_found(lora_run, said):
     """An export that lost the adapter altogether is out of even the widest bounds."""
     stock = evaluation.load_stock(TINY_LLAMA, open_run(lora_run).config)

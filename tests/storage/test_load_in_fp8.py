@@ -449,6 +449,22 @@ def test_weights_that_are_not_stored_in_fp8_are_not_drawn_by_chance(folder, tmp_
         load_stored(tmp_path, ["model.layers.0.mlp.up_proj"])
 
 
+def test_a_model_with_stored_experts_is_not_saved_as_if_they_were_weights(tmp_path):
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    plain = Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **experts))
+    plain.save_pretrained(tmp_path / "plain")
+    stack = "model.layers.0.mlp.experts.down_proj"
+    stored = load_stored(tmp_path / "plain", [stack, "model.layers.0.self_attn.q_proj"])
+    with pytest.raises(StorageNotComputeError, match="experts stored in FP8") as caught:
+        stored.save_pretrained(tmp_path / "saved")
+    assert caught.value.where == stack
+    stored.hf_quantizer.experts = []  # as versions before wrote it
+    stored.save_pretrained(tmp_path / "saved")
+    with pytest.raises(StorageNotComputeError, match=r"experts\..*in FP8"):
+        load_in_fp8(tmp_path / "saved")
+
+
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
 def test_codes_of_a_plain_checkpoint_are_no_weights(folder, tmp_path, kind):
     name = "model.layers.0.mlp.up_proj.weight"
