@@ -24,6 +24,7 @@ from finetune.hardware.device import (
 from finetune.hardware.requirements import backend_verdict, resolve
 from finetune.logging import plain_table
 from finetune.training.evidence import LIBRARIES
+from finetune.units import size_of_gib
 
 COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
     *(("te", "delayed"), ("te", "tensorwise"), ("torchao", "tensorwise"), ("torchao", "rowwise")),
@@ -72,7 +73,7 @@ class Findings(JupyterMixin):
             shown_before.add(verdict.reason)
         return Group(
             Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),
-            Text(f"memory {d.memory_gib:.1f} GiB, {self.free_gib:.1f} GiB free"),
+            Text(f"memory {size_of_gib(d.memory_gib)}, {size_of_gib(self.free_gib)} free"),
             Text("  ".join(f"{k} {v}" for k, v in self.versions.items() if v), style="dim"),
             *(Text(), table, Text(), Text(f"auto: {self.auto}")),
             *(Text(f"! {line}", style="bold red") for line in self.known_bad),

@@ -151,7 +151,7 @@ def compare(
             names[0],
             names[1] if len(names) > 1 else None,
             overrides,
-            seeds=_seeds(seeds) if seeds is not None else comparing.SEEDS,
+            seeds=comparing.SEEDS if seeds is None else _seeds(seeds),
             margin=comparing.MARGIN if margin is None else margin,
             confidence=comparing.CONFIDENCE if confidence is None else confidence,
             allow=allow,

@@ -38,7 +38,7 @@ VERBS = {
         "schema": ("recipes", "Print the JSON schema of recipes, for editors."),
     },
     "Plan": {
-        "data": ("data", "Count rows and tokens, and show which ones are trained on."),
+        "data": ("recipes", "Count rows and tokens, and show which ones are trained on."),
         "validate": (
             "recipes",
             "Check a recipe and its rows, show each layer's precision; loads no weights.",

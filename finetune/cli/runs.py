@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
+from finetune.errors import ConfigError
 from finetune.logging import output, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
-from finetune.runs.folder import COMPARISON
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
 from finetune.units import size, size_of_gib
 
@@ -101,19 +101,21 @@ def _shown(value: float | None, form: str) -> str:
 
 def _comparison(folder: Path) -> dict[str, Any]:
     """A comparison in a line; one that cannot be read says so instead of a verdict."""
+    from finetune.analysis.compare.result import read_comparison
+
     try:
-        found = json.loads((folder / COMPARISON).read_text("utf-8"))
-    except (OSError, ValueError):
-        found = {}
-    gaps = {name: part.get("gap") for name, part in (found.get("losses") or {}).items()}
+        found = read_comparison(folder)
+    except ConfigError:
+        nothing = {"a": None, "b": None, "seeds": 0, "verdict": "cannot be read"}
+        return {"folder": str(folder), **nothing, "gap": {}, "speed": None}
     return {
         "folder": str(folder),
-        "a": (found.get("a") or {}).get("recipe"),
-        "b": (found.get("b") or {}).get("recipe"),
-        "seeds": len(found.get("seeds") or []),
-        "verdict": found.get("verdict", "cannot be read"),
-        "gap": gaps,
-        "speed": (found.get("speed") or {}).get("ratio"),
+        "a": found.a.recipe,
+        "b": found.b.recipe,
+        "seeds": len(found.seeds),
+        "verdict": found.verdict,
+        "gap": {name: loss.gap for name, loss in found.losses.items()},
+        "speed": found.speed and found.speed.ratio,
     }
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -398,14 +399,15 @@ def test_runs_alternate_and_share_the_machine_fairly(tmp_path):
     assert "".join(job.side for job in jobs) == "abbaab"
     assert [job.seed for job in jobs] == [42, 42, 43, 43, 44, 44]
     assert finetune.load_recipe(str(jobs[0].recipe)).config == pair.a.config
-    assert running.places(False, None, 2) == (2, 1)
-    assert running.places(False, None, 8) == (2, 4)
-    assert running.places(False, None, 1) == (1, None)
-    assert running.places(True, None, 8) == (1, None)
+    assert running.places(CPU, None, 2) == (2, 1)
+    assert running.places(CPU, None, 8) == (2, 4)
+    assert running.places(CPU, None, 1) == (1, None)
+    for gpu in (H100, replace(CPU, kind="mps")):
+        assert running.places(gpu, None, 8) == (1, None)
     with pytest.raises(ConfigError, match="on a GPU"):
-        running.places(True, 2, 8)
+        running.places(H100, 2, 8)
     with pytest.raises(ConfigError, match="2 cores"):
-        running.places(False, 3, 2)
+        running.places(CPU, 3, 2)
 
 
 # --------------------------------------------------------------------------------- runs, pretended

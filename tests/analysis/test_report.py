@@ -226,7 +226,8 @@ def test_bf16_where_fp8_was_requested_is_said_loudly(tmp_path):
 def test_a_run_that_goes_on_and_one_that_diverged_have_a_report(tmp_path):
     run = make_run(tmp_path / "r", steps=8, groups=())
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "loss": NaN}\n{"step": 10, "loss": Infinity}\n{"step": 1')
+        file.write('{"step": 9, "loss": NaN}\n{"step": 10, "loss": Infinity}\n')
+        file.write('{"step": 11, "seconds": [1], "loss": 2.0}\n{"step": 1')
     for name in ("receipt.json", "report.json", "steps.jsonl"):
         (run / name).unlink()
     report = finetune.report(run)

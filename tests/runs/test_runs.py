@@ -212,6 +212,17 @@ def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):
 def test_ls_runs_where_there_are_none(cli, tmp_path):
     assert "no runs in runs/ yet" in cli("ls", "--runs").out
     assert json.loads(cli("ls", "--runs", "--json").out) == {"runs": [], "comparisons": []}
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"losses": {"train": 3}}', '{"verdict": 3}', "{"])
+def test_ls_runs_says_which_comparison_cannot_be_read(text, tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "compare" / "a-vs-b" / "stamp"
+    folder.mkdir(parents=True)
+    (folder / "comparison.json").write_text(text)
+    done = cli("ls", "--runs")
+    assert done.code == 0
+    assert "cannot be read" in done.out
     missing = cli("ls", "--runs", "--out", "elsewhere")
     assert missing.code == 2
     assert "there is no folder of runs 'elsewhere'" in missing.err

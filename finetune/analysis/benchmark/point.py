@@ -48,7 +48,7 @@ from finetune.training.health.speed import mfu, work_of
 from finetune.training.memory_meter import MemoryMeter
 from finetune.training.preflight import preflight
 from finetune.training.trainer import make_trainer
-from finetune.units import GIB
+from finetune.units import GIB, size_of_gib
 
 FAR = 1.25
 """Largest predicted share of a GPU's memory that is tried, since predictions err. On a CPU it is 1:
@@ -108,13 +108,13 @@ def forecast(job: Job, device: Device) -> dict[str, Any]:
 def _too_large(expected: dict[str, Any], device: Device) -> str:
     needed = expected.get("needed_gib", 0.0)
     if device.kind == "cuda":
-        there, limit = f"{device.memory_gib:.1f} GiB", FAR * device.memory_gib
+        there, limit = size_of_gib(device.memory_gib), FAR * device.memory_gib
     else:
         limit = available_gib(device)
-        there = f"{limit:.1f} GiB free"
+        there = f"{size_of_gib(limit)} free"
     if needed <= limit:
         return ""
-    return f"predicted to hold {needed:.1f} GiB, and {device.name} has {there}"
+    return f"predicted to hold {size_of_gib(needed)}, and {device.name} has {there}"
 
 
 # ------------------------------------------------------------------------------------------- train

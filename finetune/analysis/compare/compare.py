@@ -96,7 +96,7 @@ def compare(
     device = this_device()
     console = console or output(stderr=True)
     _check_numbers(margin, confidence)
-    at_once, threads = places(device.kind == "cuda", jobs, cores())
+    at_once, threads = places(device, jobs, cores())
     pair = make_pair(a, b, overrides, seeds, device)
     differences = check_pair(pair, device, allow=allow, force=force)
     folder = new_folder(Path(out) / "compare" / f"{pair.a.name}-vs-{pair.b.name}", out)

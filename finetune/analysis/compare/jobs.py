@@ -31,7 +31,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 import finetune
 from finetune.config.recipe import Recipe
 from finetune.errors import ConfigError, RunFailedError
+from finetune.hardware.device import Device
 from finetune.runs.folder import Run
+from finetune.units import elapsed
 
 POLL = 0.2  # seconds
 INTERRUPTED = 130  # exit code, 128 + SIGINT
@@ -143,7 +145,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def places(on_gpu: bool, jobs: int | None, cores: int) -> tuple[int, int | None]:
+def places(device: Device, jobs: int | None, cores: int) -> tuple[int, int | None]:
     """Give the number of concurrent runs, and the threads of each (None: torch's default).
 
     On a CPU with 4 cores: two runs of 2 threads each. On a GPU: one run.
@@ -151,7 +153,7 @@ def places(on_gpu: bool, jobs: int | None, cores: int) -> tuple[int, int | None]
     Raises:
         ConfigError: more runs than the machine can run without slowing each other down.
     """
-    if on_gpu:
+    if device.kind != "cpu":
         if jobs not in (None, 1):
             raise ConfigError(
                 f"{jobs} runs at once were requested on a GPU",
@@ -294,7 +296,7 @@ class Watcher:
         facts = [f"loss {report['first_loss']:.3f} -> {report['final_loss']:.3f}"]
         if report["eval_loss"] is not None:
             facts.append(f"eval loss {report['eval_loss']:.4f}")
-        facts.append(f"{report['seconds']:.0f} s, {report['status']}")
+        facts.append(f"{elapsed(report['seconds'])}, {report['status']}")
         if job.name in self._tasks:
             self.bars.remove_task(self._tasks.pop(job.name))
         line = f"[{self.finished}/{self.total}] {job.name}: {', '.join(facts)}"

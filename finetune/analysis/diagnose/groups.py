@@ -17,13 +17,12 @@ dimension innermost). Limit: on a GPU, GEMMs below some ten microseconds include
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from finetune.analysis.diagnose.timeline import Slice, Timeline
 from finetune.estimator.speed.step_parts import StepPart
@@ -36,11 +35,8 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS: tuple[Operand, ...] = ("x", "w", "g")
 KERNELS, LEAST = 3, 0.02
 """Reported kernels of a group: the longest, each at least this share of the group's time."""
-REPEAT = 5
-QUEUED = 10
-"""GEMMs per clock read on a GPU, where a read costs as much as a small GEMM."""
-LONGEST_S = 0.2
-"""Seconds of one GEMM above which it is timed once."""
+MEASURED_S = 0.02
+"""Least seconds that the BF16 products of one size are timed for."""
 
 
 @dataclass(frozen=True)
@@ -222,19 +218,5 @@ def _bf16_seconds(gemm: str, m: int, n: int, k: int, device: torch.device) -> fl
             a, b = made(m, n), made(n, k)  # [M, N] @ [N, K]
         case _:
             a, b = made(m, n).t(), made(m, k)  # [N, M] @ [M, K]
-    on_gpu = device.type == "cuda"
-    times, calls = list[float](), QUEUED if on_gpu else 1
-    for repetition in range(REPEAT + 1):
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            torch.matmul(a, b)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        seconds = (time.perf_counter() - start) / calls
-        if repetition or seconds > LONGEST_S:  # the first run selects a kernel
-            times.append(seconds)
-        if seconds > LONGEST_S:
-            break
-    return median(times)
+    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=MEASURED_S).median

@@ -70,7 +70,8 @@ def curve(rows: Iterable[dict[str, Any]], key: str, over: str = "step") -> Curve
     pairs = [
         (row[over], row[key])
         for row in rows
-        if isinstance(row.get(key), (int, float)) and not isinstance(row[key], bool) and over in row
+        if isinstance(row.get(key), (int, float)) and not isinstance(row[key], bool)
+        if is_number(row.get(over))
     ]
     table = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
     x, y = table[:, 0], table[:, 1]

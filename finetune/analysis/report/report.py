@@ -12,14 +12,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import multiprocessing
 import re
-import sys
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +30,6 @@ from finetune.analysis.report.elements import (
     Line,
     Num,
     Page,
-    Plot,
     Source,
     escape_md,
     figure,
@@ -179,34 +173,13 @@ def _write(page: Page, base: Path) -> Report:
         (base / PLOTS).mkdir(exist_ok=True)
     summary = base / SUMMARY if page.facts else None
     html, markdown = base / "report.html", base / "report.md"
-    with ExitStack() as stack:
-        if _can_fork():
-            pool = stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("fork")))
-            saved = [pool.submit(_save, drawing.plot, file) for file, drawing in pictures.items()]
-        else:
-            saved = []
-            for file, drawing in pictures.items():
-                drawing.save(file)
-        if summary:
-            draw_summary(page, summary)
-        html.write_text(as_html(page, drawings), encoding="utf-8")
-        markdown.write_text(as_markdown(page), encoding="utf-8")
-        for picture in saved:
-            picture.result()
+    for file, drawing in pictures.items():
+        drawing.save(file)
+    if summary:
+        draw_summary(page, summary)
+    html.write_text(as_html(page, drawings), encoding="utf-8")
+    markdown.write_text(as_markdown(page), encoding="utf-8")
     return Report(base, html, markdown, summary, tuple(pictures), page.verdict.text)
-
-
-def _save(plot: Plot, file: Path) -> None:
-    Drawing(plot).save(file)
-
-
-def _can_fork() -> bool:
-    """True where a second process can draw the pictures, which take as long as the page.
-
-    A fork needs no second import of Matplotlib. It copies only the calling thread, so that a lock
-    held by another one stays closed for ever: not beside threads of Python's or of torch.
-    """
-    return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
 
 
 # --------------------------------------------------------------------------------------- rendering
