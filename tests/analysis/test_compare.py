@@ -425,6 +425,8 @@ if how == "fail" and fp8:
     sys.exit(2)
 if how == "crash" and fp8:
     raise SystemError("boom")
+if how == "stopped":
+    sys.exit(143)
 if how == "wait":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     (folder / "begun").touch()
@@ -684,6 +686,12 @@ def test_a_run_that_fails_tells_its_own_error(pretend, tmp_path):
     assert "boom" in err
 
 
+def test_runs_that_a_scheduler_ends_are_interrupted_and_have_not_failed(pretend):
+    """Each process of a job gets SIGTERM, and a run may have ended before this one hears of it."""
+    _, err = pretend("tiny_full_fp8", "--seeds", "1", code=130, PRETEND="stopped")
+    assert "0 of 2 runs are complete" in err
+
+
 def test_ctrl_c_stops_the_runs_and_keeps_what_they_saved(pretend, tmp_path):
     def interrupt_once_they_began() -> None:
         deadline = time.monotonic() + 60
@@ -767,7 +775,7 @@ def test_a_terminal_shows_each_run_as_far_as_it_wrote(tmp_path):
         watcher.finish(jobs[0])
     shown = terminal.file.getvalue()
     assert "step 8  loss 1.1250" in shown
-    assert "[1/2] FP8, seed 42: loss 5.000 -> 1.000, 3 s, proven" in shown
+    assert "[1/2] FP8, seed 42: loss 5.000 -> 1.000, 3.0 s, proven" in shown
 
 
 def test_on_a_gpu_steps_are_timed_by_events_that_nothing_waits_for(tmp_path, monkeypatch):

@@ -205,6 +205,12 @@ def test_speeds_of_an_emulation_say_so(tmp_path):
     assert "not the speed of FP8" not in b.html.read_text("utf-8")
 
 
+def test_a_run_that_is_named_twice_is_reported_once(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "r", steps=8, groups=())
+    monkeypatch.chdir(tmp_path)
+    assert finetune.report(["r", run, "r/../r"]).verdict == finetune.report(run).verdict
+
+
 def _spoil(run: Path, **precision: str) -> None:
     receipt = json.loads((run / "receipt.json").read_text())
     receipt["precision"] |= precision

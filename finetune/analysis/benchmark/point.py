@@ -39,7 +39,7 @@ from finetune.logging import output, quiet_libraries
 from finetune.precision.planner import LayerPlan
 from finetune.runs.receipt import Receipt
 from finetune.storage.pretrained import load_tokenizer
-from finetune.training import compute_types, session
+from finetune.training import compute_types
 from finetune.training.attention import OWN, Attention
 from finetune.training.callbacks import StepTimer
 from finetune.training.evidence import LIBRARIES
@@ -47,6 +47,7 @@ from finetune.training.health.monitor import HealthMonitor
 from finetune.training.health.speed import mfu, work_of
 from finetune.training.memory_meter import MemoryMeter
 from finetune.training.preflight import preflight
+from finetune.training.session import session_of
 from finetune.training.trainer import make_trainer
 from finetune.units import GIB, size_of_gib
 
@@ -127,8 +128,7 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
         FinetuneError: as the run itself.
     """
     ahead = preflight(job.config, device, forecast=MemoryForecast(), force=True)
-    running = session.install(ahead.resolution, ahead.plan)
-    try:
+    with session_of(ahead.resolution, ahead.plan, output(quiet=True)) as running:
         measured = train_steps(
             job,
             device,
@@ -138,8 +138,6 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
             monitored=True,
         )
         receipt, label = running.receipt(), running.resolution.label
-    finally:
-        session.uninstall()
     executed = {key: receipt.precision[key] for key in ("backend", "scaling", "compile")}
     facts = {"precision": label, "proven": receipt.status, "fp8_share": receipt.fp8_flop_share}
     return measured | executed | facts | _work(receipt, job, device)

@@ -36,7 +36,8 @@ from finetune.runs.folder import Run
 from finetune.units import elapsed
 
 POLL = 0.2  # seconds
-INTERRUPTED = 130  # exit code, 128 + SIGINT
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a run that was told to end, and saved."""
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Job:
 
     def check_end(self) -> None:
         """Raise if the ended process did not succeed."""
-        if self.process.returncode == INTERRUPTED:  # interrupted from outside, and saved
+        if self.process.returncode in INTERRUPTED:  # from outside, as a scheduler does
             raise KeyboardInterrupt
         if self.process.returncode:
             raise _failure(self)

@@ -112,7 +112,7 @@ def write_report(
         ConfigError: no run in a folder, or the output cannot be written.
     """
     given = [folders] if isinstance(folders, (str, Path)) else list(folders)
-    paths = list(dict.fromkeys(_meant(one) for one in given))
+    paths = list({path.resolve(): path for path in map(_meant, given)}.values())
     if not paths:
         raise ConfigError("a report needs a run", fix="python -m finetune report last")
     compared = [path for path in paths if (path / COMPARISON).is_file()]
