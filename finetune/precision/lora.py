@@ -262,7 +262,8 @@ class FusedMixin(ObservedMixin):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         this: Any = self
-        if args or kwargs or not this.training or why_not_fused(this):
+        # An expert without tokens has no scale.
+        if args or kwargs or not this.training or not x.numel() or why_not_fused(this):
             return self.plain_class.forward(this, x, *args, **kwargs)
         (name,) = active_names(this)
         # Without observers a compiled layer must not depend on its name: each decoder layer would

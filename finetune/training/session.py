@@ -71,6 +71,8 @@ class Session:
         self._newest: Proof | None = None
         self._stepped: Proof | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
+        self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
         self.has_prepared = False
         self._stateful: weakref.WeakSet[Any] = weakref.WeakSet()
         self.compiled = "off"
@@ -140,9 +142,12 @@ class Session:
         made = self.planned
         if made is None or made.precision != self.precision or not _is_of(made, model):
             made = plan(model, self.precision)
+        self._replaced.update((id(p), p) for p in model.parameters() if not p.requires_grad)
         conversion = convert.apply(model, made, hardware=bool(self.device.has_fp8))
         self.conversions.add(conversion)
         self.has_prepared = True
+        for p in model.parameters():
+            self._replaced.pop(id(p), None)
         if made.stored:
             _describe_storage(model)
         if before:
@@ -224,6 +229,8 @@ class Session:
         if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier train()
             optimizer = optimizer.optimizer
         self._optimizers.add(optimizer)
+        for group in optimizer.param_groups:  # or they would stay in memory beside their codes
+            group["params"] = [p for p in group["params"] if self._replaced.get(id(p)) is not p]
         for one in self._proofs:
             if (proof := one()) is not None:
                 self._note_owner(proof, optimizer)

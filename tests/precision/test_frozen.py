@@ -203,6 +203,19 @@ def test_no_high_precision_copy_of_a_held_weight_is_left(make_llama):
         assert [t.dtype for t in tensors if t.shape == shape] == [torch.uint8]
 
 
+def test_an_optimizer_over_all_parameters_keeps_no_copy_of_a_held_weight(
+    make_llama, setup_backend
+) -> None:
+    """`AdamW(model.parameters())` before `prepare`: it would keep the base in memory."""
+    model = get_peft_model(make_llama(), LoraConfig(r=4, target_modules="all-linear"))
+    accelerator = setup_backend("emulated", frozen="fp8")
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, _ = accelerator.prepare(model, plain)
+    held = {id(p) for group in plain.param_groups for p in group["params"]}
+    kept = {id(p) for name, p in model.named_parameters() if not name.endswith("base_layer.weight")}
+    assert held == kept
+
+
 def test_evaluation_runs_in_high_precision_from_the_same_codes(make_llama):
     model = adapted(make_llama)
     conversion = apply(model, plan(model, fp8()))

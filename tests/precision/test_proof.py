@@ -89,6 +89,38 @@ def test_weight_whose_gradient_is_zeros(make_llama, setup_backend) -> None:
     assert "no gradient reached" not in str(caught.value)
 
 
+class Experts(nn.Module):
+    """Two experts as linear layers; the first `few` tokens go to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+
+    def forward(self, x: torch.Tensor, few: int) -> torch.Tensor:
+        return self.experts[0](x[few:]).square().sum() + self.experts[1](x[:few]).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:no gradient has reached:UserWarning")
+@pytest.mark.parametrize("tokens", [(0, 0, 0, 3, 3), (3, 0, 0, 3, 3)])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_expert_that_is_called_without_tokens_rests(tokens, adapters, setup_backend) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: nn.Module = Experts()
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["0", "1"]))  # pyright: ignore
+    accelerator = setup_backend("emulated", **({"frozen": "fp8"} if adapters else {}))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(trainable, lr=1e-3))
+    for few in tokens:
+        accelerator.backward(model(torch.randn(16, 64), few))
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert set(receipt.held["resting"].values()) == {tokens.count(0)}
+
+
 def test_added_tokens_wait_for_a_batch_that_has_them(make_llama, setup_backend) -> None:
     from peft import LoraConfig, get_peft_model
 

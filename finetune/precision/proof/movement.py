@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -64,8 +64,16 @@ class Movement:
         self._state_bytes: dict[int, int] = {}
         self._said = False
 
-    def before_step(self, optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> None:
-        """Take fingerprints and look at gradients, before the weights change."""
+    def before_step(
+        self, optimizer: Optimizer, trainable: dict[str, nn.Parameter], idle: Set[int] = frozenset()
+    ) -> None:
+        """Take fingerprints and look at gradients, before the weights change.
+
+        Args:
+            optimizer: what will step.
+            trainable: name -> parameter of all that trains.
+            idle: ids of parameters whose layers had no tokens: zeros are no gradient of theirs.
+        """
         owned = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         self._owned |= owned.keys()
         off = {key for key, lr in owned.items() if not lr > 0}
@@ -74,7 +82,9 @@ class Movement:
             if name not in self._prints:
                 self._prints[name] = fingerprint(p)
         mine = {name: p for name, p in trainable.items() if id(p) in owned}
-        with_gradient = {name: p.grad for name, p in mine.items() if p.grad is not None}
+        with_gradient = {
+            name: p.grad for name, p in mine.items() if p.grad is not None and id(p) not in idle
+        }
         rising = len(off) < len(owned)
         if _maximum([rising and _any_nonzero(with_gradient.values())], self._device)[0]:
             self._steps[id(optimizer)] += 1

@@ -280,7 +280,7 @@ class Proof:
         if self.is_open:
             trainable = named_trainable(self.model)
             self.trainable["after"] = sum(p.numel() for p in trainable.values())
-            self._movement.before_step(optimizer, trainable)
+            self._movement.before_step(optimizer, trainable, self.sentinel.idle)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.is_open or not self.concerns(optimizer):

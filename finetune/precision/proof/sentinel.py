@@ -56,6 +56,7 @@ class Held:
         module: the module whose class was changed.
         tally: its calls.
         evidence: the trainable parameters whose gradients come from its calls alone.
+        own: ids of all that train in it, and in its adapters.
         first: its rows of the witnessed micro-step.
     """
 
@@ -63,6 +64,7 @@ class Held:
     module: nn.Module
     tally: Tally
     evidence: list[nn.Parameter]
+    own: set[int]
     first: int = 0
 
 
@@ -72,6 +74,7 @@ class Sentinel:
     Attributes:
         steps: optimizer steps compared.
         resting: layer -> steps in which it was not called.
+        idle: ids of trainable parameters whose layers rested in the step compared last.
         entered: layer -> steps in which gradients passed it in high precision.
     """
 
@@ -93,6 +96,7 @@ class Sentinel:
         self.conversion, self.model, self._fail = conversion, conversion.model, fail
         self._leave = leave
         self.steps, self.resting, self.entered = 0, Counter[str](), Counter[str]()
+        self.idle: set[int] = set()
         self._linears = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
         self._names = {name for name, _ in self.model.named_parameters()}
         self._trains = trains
@@ -128,11 +132,11 @@ class Sentinel:
             # A weight of two layers has gradients of either.
             alone = weight is not None and weight.requires_grad and id(weight) not in tied
             evidence = [weight] if weight is not None and alone else []
-            if not evidence and layer.name.endswith(".base_layer"):  # its adapter's
-                prefix = layer.name.removesuffix("base_layer")
-                own = {n: p for n, p in parameters.items() if n.startswith(prefix)}
-                evidence = [p for p in own.values() if p.requires_grad]
-            yield Held(layer, module, tally, evidence)
+            whole = modules.get(layer.name.removesuffix(".base_layer"))  # with its adapters
+            own = [p for p in whole.parameters() if p.requires_grad] if whole is not None else []
+            if not evidence and layer.name.endswith(".base_layer"):
+                evidence = own
+            yield Held(layer, module, tally, evidence, {id(p) for p in own})
 
     def _note(self) -> None:
         """Note the tree, the classes and the parameters, to compare lists of objects."""
@@ -238,6 +242,8 @@ class Sentinel:
     def _check_calls(self, concerned: list[Held]) -> None:
         past: list[str] = []
         high: list[str] = []
+        ran = set[int]()
+        self.idle = set()
         for held in concerned:
             tally = held.tally
             if tally.high:
@@ -245,10 +251,13 @@ class Sentinel:
                 high.append(held.layer.name)
             elif tally.ran:
                 tally.ran = False
+                ran |= held.own
             elif any(_has_gradient(p) for p in held.evidence):
                 past.append(held.layer.name)
             else:
                 self.resting[held.layer.name] += 1
+                self.idle |= held.own
+        self.idle -= ran  # a weight of two layers
         self.entered.update(high + past)
         if high or past:
             self._leave(

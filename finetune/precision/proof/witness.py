@@ -250,7 +250,8 @@ class Witness:
         """Attribute the GEMMs in a module's forward to `name`."""
 
         def before(module: nn.Module, args: Any) -> None:
-            if torch.is_grad_enabled():  # not in a generation
+            empty = any(isinstance(x, Tensor) and not x.numel() for x in args)  # no expert's tokens
+            if torch.is_grad_enabled() and not empty:  # not in a generation
                 self.called.add(name)
             self.enter(name, shape)
 
