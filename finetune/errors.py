@@ -164,6 +164,11 @@ def some(names: Sequence[str], shown: int = 6) -> str:
     return (", ".join(names[:shown]) or "none") + more
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message; the name of the error where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The closest known word as the end of a sentence, `"; did you mean 'x'?"`, or nothing."""
     close = nearest(word, known)

@@ -12,7 +12,7 @@ from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from finetune.config.schema import PrecisionConfig, Scaling
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, first_line
 from finetune.hardware.device import (
     BLOCK_CAPABILITY,
     Device,
@@ -160,7 +160,7 @@ def real_gemm() -> Verdict:
             "wgrad": (multiply(gq.t(), xq, gs, xs), g.t() @ x),  # [N, M] @ [M, K]
         }
     except RuntimeError as error:
-        return Verdict(False, f"torch._scaled_mm failed: {str(error).splitlines()[0]}")
+        return Verdict(False, f"torch._scaled_mm failed: {first_line(error)}")
     errors = {name: float((y - ref).norm() / ref.norm()) for name, (y, ref) in pairs.items()}
     shown = ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
     return Verdict(max(errors.values()) < GEMM_TOLERANCE, f"relative error {shown}")

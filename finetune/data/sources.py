@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.data import BUILTIN, DataConfig
 from finetune.config.paths import ASSETS, user_path
 from finetune.data.checks import LONGEST, check_document, check_lines
-from finetune.errors import DataError, DataNotFoundError, FinetuneError, did_you_mean, some
+from finetune.errors import (
+    DataError,
+    DataNotFoundError,
+    FinetuneError,
+    did_you_mean,
+    first_line,
+    some,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -367,7 +374,7 @@ def _not_on_the_hub(source: Source, error: BaseException) -> DataNotFoundError:
     return DataNotFoundError(
         f"the data set {name!r} could not be loaded",
         where=f"data.name ({part})",
-        why=str(error).strip().splitlines()[0],
+        why=first_line(error),
         fix="check the name, split and your connection, or use a file: data.path=mine.jsonl "
         "data.name=null",
     )

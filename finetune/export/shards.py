@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune.config.schema import ModelConfig
-from finetune.errors import ConfigError, ModelNotFoundError, ParityError, writing
+from finetune.errors import ConfigError, ModelNotFoundError, ParityError, first_line, writing
 from finetune.precision.formats import amax
 from finetune.storage.checkpoint_formats import is_code, key_translation, tensors_in
 from finetune.storage.pretrained import auto_class, locate, refuse_random_base
@@ -140,7 +140,7 @@ def weights_folder(model: ModelConfig) -> Path:
         raise ModelNotFoundError(
             f"the weights of {source!r} could not be had",
             where=f"model.name: {source}",
-            why=str(error).strip().splitlines()[0],
+            why=first_line(error),
             fix="check your connection; `hf auth login` for gated models",
         ) from error
     return Path(found)

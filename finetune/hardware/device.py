@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from finetune.errors import first_line
 from finetune.units import GIB
 
 FP8_CAPABILITY = (8, 9)
@@ -178,8 +179,8 @@ def has_transformer_engine() -> Verdict:
     try:
         import transformer_engine.pytorch as te
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return Verdict(False, f"transformer-engine is installed but does not import: {first}")
+        no = f"transformer-engine is installed but does not import: {first_line(error)}"
+        return Verdict(False, no)
     if not hasattr(te, "autocast"):
         return Verdict(False, "transformer-engine is older than 2.8, the first with te.autocast")
     return Verdict(True, f"transformer-engine {version('transformer-engine') or 'importable'}")

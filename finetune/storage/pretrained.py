@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS, TINY_LLAMA, shipped_shape, user_path
 from finetune.config.schema import BUILTIN, ModelConfig
-from finetune.errors import ConfigError, FinetuneError, ModelNotFoundError, did_you_mean, some
+from finetune.errors import (
+    ConfigError,
+    FinetuneError,
+    ModelNotFoundError,
+    did_you_mean,
+    first_line,
+    some,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -155,7 +162,7 @@ def loading(
 
 
 def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
-    said = next(iter(str(error).strip().splitlines()), "")
+    said = first_line(error)
     said = said if len(said) <= LONGEST else f"{said[:LONGEST]} ..."
     known = isinstance(error, OSError | ValueError | ImportError)
     local = os.path.isdir(source)
@@ -249,7 +256,7 @@ def _try_out(tokenizer: Any, source: str) -> None:
             fix += "text and of prompt and completion need none"
             tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
-        said = next(iter(str(error).strip().splitlines()), "")[:LONGEST]
+        said = first_line(error)[:LONGEST]
         raise ModelNotFoundError(
             f"the {part} of {source!r} cannot be used",
             where=f"model.name: {source}",

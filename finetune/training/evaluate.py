@@ -29,7 +29,7 @@ import yaml
 
 from finetune.config.paths import ASSETS, user_path
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
-from finetune.errors import ConfigError, DataError, DataNotFoundError, did_you_mean
+from finetune.errors import ConfigError, DataError, DataNotFoundError, did_you_mean, first_line
 from finetune.hardware.requirements import EVAL_EXTRA, require
 from finetune.runs.receipt import describe
 from finetune.training.samples import autocast, undisturbed
@@ -214,7 +214,7 @@ def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalCon
             fix="the published columns, for HellaSwag ctx_a, ctx_b, activity_label, endings, label",
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = first_line(error)
         if local:
             raise DataError(
                 f"the rows of {name} cannot be read",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import ModelConfig, RunConfig
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import ConfigError, FinetuneError, first_line
 from finetune.storage import nf4
 from finetune.storage.pretrained import auto_class, fit_trl, load_shape, load_whole, loading, locate
 from finetune.training import scope
@@ -109,7 +109,7 @@ def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrain
         raise ConfigError(
             f"{model.name} cannot be built like this",
             where=f"model.attention: {model.attention}",
-            why=str(error).strip().splitlines()[0],
+            why=first_line(error),
             fix="~model.attention takes the model's own",
         ) from error
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from finetune.config.schema import LoraSection, RunConfig
 from finetune.config.section import matches
-from finetune.errors import ConfigError, did_you_mean, some
+from finetune.errors import ConfigError, did_you_mean, first_line, some
 from finetune.precision.layers import (
     iter_linears,
     iter_parameters,
@@ -237,7 +237,7 @@ def _check_saved(names: Iterable[str], lora: LoraSection) -> None:
 
 def why_not_adapted(error: Exception, config: RunConfig) -> ConfigError:
     """The error of adapters that PEFT cannot put on a model."""
-    said = str(error).strip().splitlines()[0]
+    said = first_line(error)
     frozen = " ~precision.frozen" if config.precision.frozen == "fp8" else ""
     fix = f"other lora.target_modules, or ~lora{frozen} to train all weights (a BDH has no linear "
     fix += "layers to adapt)"

@@ -482,6 +482,16 @@ def test_a_truncated_file_is_no_model(folder, tmp_path):
         load_in_fp8(tmp_path)
 
 
+def test_an_error_without_a_word_has_its_name(folder, monkeypatch):
+    def silent(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr("finetune.storage.loading.AutoConfig.from_pretrained", silent)
+    with pytest.raises(ModelNotFoundError, match="could not be loaded") as caught:
+        load_in_fp8(folder)
+    assert caught.value.why == "PermissionError"
+
+
 def rewritten(folder, out, change) -> None:
     """Copy a model with its tensors changed, in one file."""
     tensors = {}

@@ -42,7 +42,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, sft_config, shortened
-from finetune.errors import FinetuneError, RehearsalError
+from finetune.errors import FinetuneError, RehearsalError, first_line
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
     choose_attention,
@@ -202,7 +202,7 @@ def _rehearsal_errors(config: RunConfig) -> Iterator[None]:
     except FinetuneError:
         raise
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = first_line(error)
         raise RehearsalError(
             f"{config.model.name} cannot be rehearsed: {said}",
             where="the rehearsal of a training step, on tensors without memory",
