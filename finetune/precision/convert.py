@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError
 from finetune.precision.backends.base import (
     Backend,
@@ -322,25 +320,20 @@ def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
     layers = sum(not layer.stored for layer in plan.fp8_layers)
     if not layers:
         return None
-    engine = _engine(plan.precision.backend, emulate=not hardware)
-    return engine(plan.precision, layers)
-
-
-def _engine(name: str, *, emulate: bool) -> Callable[[PrecisionConfig, int], Backend]:
-    """Constructor of an engine; its library is imported only here."""
-    match name:
+    precision = plan.precision
+    match precision.backend:  # a library is imported only where its engine is wanted
         case "emulated":
             from finetune.precision.backends.emulated import EmulatedBackend
 
-            return EmulatedBackend
+            return EmulatedBackend(precision, layers)
         case "torchao":
             from finetune.precision.backends.torchao import TorchaoBackend
 
-            return partial(TorchaoBackend, emulate=emulate)
+            return TorchaoBackend(precision, emulate=not hardware)
         case "te":
             from finetune.precision.backends.transformer_engine import TransformerEngineBackend
 
-            return TransformerEngineBackend
+            return TransformerEngineBackend(precision)
         case _:
             raise AssertionError("resolve() names the backend before a plan is made")
 

@@ -223,9 +223,6 @@ class ParameterMixin(ObservedMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, ParameterMixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, *args, **kwargs)
-        reverted = "fp8_parameters" not in self.__dict__  # and FSDP2's class has stayed in front
-        if reverted:
-            return self.plain_class.forward(self, *args, **kwargs)
         if self.fp8_backend.is_high(self):
             y = self.plain_class.forward(self, *args, **kwargs)
             for entry in self.fp8_parameters:

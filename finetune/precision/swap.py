@@ -76,15 +76,22 @@ def swap(module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
 def unswap(module: nn.Module, *, to: type[nn.Module] | None = None) -> None:
     """Restore a module's plain class, or the class `to`, and remove the facts of its swaps.
 
-    FSDP2's own class in front of ours stays; without facts it behaves like the plain one.
+    FSDP2's own class in front of ours stays in front of the plain one.
     """
     cls: Any = type(module)
     to = to or getattr(cls, "plain_class", cls)
     for swapped in cls.__mro__[: cls.__mro__.index(to)]:
         for name in vars(swapped).get("swapped_facts", ()):
             module.__dict__.pop(name, None)
-    if "swapped_from" in vars(cls):
-        module.__class__ = to  # pyright: ignore[reportAttributeAccessIssue]
+    plain: Any = to if "swapped_from" in vars(cls) else _in_front(cls, to)
+    module.__class__ = plain
+
+
+@functools.cache
+def _in_front(cls: type[nn.Module], to: type[nn.Module]) -> type[nn.Module]:
+    """A class of somebody else that was put in front of ours, in front of `to`."""
+    bases = tuple(to if issubclass(base, Swapped) else base for base in cls.__bases__)
+    return cls if bases == cls.__bases__ else type(cls.__name__, bases, {**vars(cls)})
 
 
 @functools.cache

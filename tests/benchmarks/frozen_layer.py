@@ -68,7 +68,7 @@ def ours(n: int, k: int, scaling: Any, emulation: Any, emulate: bool) -> nn.Modu
 def bf16_kept(n: int, k: int, scaling: Any, emulate: bool) -> nn.Module:
     """Our torchao layer: no weight gradient, but a weight in BF16 that is cast at each use."""
     precision = PrecisionConfig(compute="fp8", backend="torchao", scaling=scaling, frozen="bf16")
-    return _converted(plain(n, k), TorchaoBackend(precision, 1, emulate=emulate))
+    return _converted(plain(n, k), TorchaoBackend(precision, emulate=emulate))
 
 
 def _converted(layer: nn.Module, engine: Any) -> nn.Module:

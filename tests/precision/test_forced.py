@@ -168,6 +168,20 @@ def test_gpt2s_transposed_layers_too() -> None:
     assert precisions(receipt, "mlp.c_") == {"fp8"}
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_layer_norm_of_bf16_weights_in_float32(affine) -> None:
+    """Torch has no kernel of a float32 input and 16-bit weights."""
+    model = nn.Sequential(nn.LayerNorm(32, elementwise_affine=affine), nn.Linear(32, 32)).bfloat16()
+    chosen = PrecisionConfig(compute="bf16", map={"norm": "fp32"})
+    twin = copy.deepcopy(model[0]).float()
+    convert.apply(model, planner.plan(model, chosen))
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    y = model[0](x)
+    assert y.dtype is torch.float32
+    assert torch.equal(y, twin(x.float()))
+    assert all(p.dtype is torch.bfloat16 for p in model.parameters())
+
+
 def test_a_module_called_by_keyword_and_with_more_arguments() -> None:
     class GatedNorm(nn.Module):
         def __init__(self) -> None:

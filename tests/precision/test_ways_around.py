@@ -18,10 +18,14 @@ from finetune import (
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )
+from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PlanError, ProofError, UnknownArgumentError
+from finetune.precision import convert
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.convert import conversion_of
+from finetune.precision.planner import plan
 from finetune.precision.proof.movement import fingerprint
+from finetune.precision.stored import StoredMixin
 from tests.conftest import batch
 
 
@@ -289,6 +293,33 @@ def test_converted_layers_keep_their_interface(make_llama, setup_backend) -> Non
     assert conversion_of(average) is None
     average(**batch()).loss.backward()
     assert fp8_layers(model) == 14
+
+
+@pytest.mark.parametrize("chosen", [{}, {"map": {"0": "fp32"}}, {"frozen": "fp8"}])
+def test_a_layer_behind_fsdp2s_class_is_plain_after_a_revert(chosen) -> None:
+    """FSDP2 puts a class of its own in front of each module that it shards, and needs it there."""
+
+    class Sharded:
+        pass
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model.requires_grad_("frozen" not in chosen)
+    precision = PrecisionConfig(
+        compute="fp8", backend="emulated", emulation="allow", scaling="rowwise", **chosen
+    )
+    convert.apply(model, plan(model, precision))
+    model[0].__class__ = type("FSDPLinear", (Sharded, type(model[0])), {})
+    for _ in range(2):
+        convert.revert(model)
+        assert isinstance(model[0], Sharded)
+        stored = isinstance(model[0], StoredMixin)
+        assert stored == ("frozen" in chosen)
+        weight = model[0].dequantize() if stored else model[0].weight
+        x = torch.randn(4, 64)
+        expected = nn.functional.linear(x, weight, model[0].bias)
+        assert torch.allclose(model[0](x), expected, atol=1e-6)
+    convert.apply(model, plan(model, precision))
+    assert model.train()(torch.randn(4, 64)).shape == (4, 64)
 
 
 def test_root_that_is_a_linear_layer(setup_backend) -> None:

@@ -255,7 +255,7 @@ class TorchaoBackend(CachedBackend):
     name = "torchao"
     mixin = TorchaoMixin
 
-    def __init__(self, precision: PrecisionConfig, layers: int, *, emulate: bool) -> None:
+    def __init__(self, precision: PrecisionConfig, *, emulate: bool) -> None:
         super().__init__(precision)
         self.config = ao_config(precision, emulate=emulate)
 

@@ -120,7 +120,7 @@ class TransformerEngineBackend(Backend):
     mixin = TransformerEngineMixin
     wraps_checkpointing = True
 
-    def __init__(self, precision: PrecisionConfig, layers: int) -> None:
+    def __init__(self, precision: PrecisionConfig) -> None:
         super().__init__(precision)
         self.recipe = te_recipe(precision)
         if precision.scaling == "nvfp4":
