@@ -173,6 +173,7 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
         ConfigError: PEFT refuses the section, or it names what the model does not have.
     """
     from peft import LoraConfig
+    from transformers.pytorch_utils import Conv1D
 
     lora = config.lora
     if lora is None:
@@ -195,6 +196,8 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
             init_lora_weights=BY_PEFT_ALONE.get(lora.init_lora_weights, True),
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
+            # PEFT sets it too, with a warning for a user who could not have set it.
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
             bias=lora.bias,
         )
     except ValueError as error:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from finetune.cli.app import main
 from tests.docs.commands import check
 from tests.docs.test_findings import commands_of
 from tests.gpu.hour import __main__ as hour
@@ -162,7 +163,10 @@ def in_this_process(monkeypatch):
         monkeypatch.setattr(sys, "argv", command[2:])
         with (folder / "stdout.txt").open("w") as out, contextlib.redirect_stdout(out):
             try:
-                runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+                if command[2] == "finetune":  # ends its process, which is pytest's here
+                    main()
+                else:
+                    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
             except SystemExit as error:
                 return str(error.code or "")
         return ""
