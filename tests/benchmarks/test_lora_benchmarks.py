@@ -85,7 +85,11 @@ def one_layer(folder, monkeypatch) -> str:
     shape |= {"num_hidden_layers": 1, "layer_types": None}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in shape.items() if v}))
     plain = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda m, options: plain(m, backend="aot_eager"))
+
+    def compile(module: torch.nn.Module, **_: object) -> None:
+        plain(module, backend="aot_eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
     return f"model.name={folder}"
 
 
