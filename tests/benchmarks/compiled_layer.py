@@ -26,7 +26,7 @@ from torch import Tensor
 
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
-from finetune.estimator.speed.kernels import launches
+from finetune.estimator.speed.fusion import launches
 from finetune.estimator.trace.compiled import compiled_trace
 from finetune.estimator.trace.fake_cuda import choose_attention, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.rehearsal import rehearse
@@ -41,6 +41,7 @@ from finetune.training.model import sketch
 
 GPU = "H100"
 ALL = ("lora.r=8", "lora.target_modules=all-linear")
+RANK_32 = ("lora.r=32", "lora.target_modules=all-linear")
 CHECKPOINTED = "train.gradient_checkpointing=true"
 LAYERS = {
     "BF16 LoRA": ("llama_8b_lora_bf16", (*ALL, "precision.compile=on")),
@@ -53,8 +54,15 @@ LAYERS = {
     "FP8 full": ("llama_8b_full_fp8", ()),
     "BF16 full, checkpointed": ("llama_8b_full_bf16", ("precision.compile=on", CHECKPOINTED)),
     "FP8 full, checkpointed": ("llama_8b_full_fp8", (CHECKPOINTED,)),
+    "BF16 LoRA, rank 32": ("llama_8b_lora_bf16", (*RANK_32, "precision.compile=on")),
+    "FP8 LoRA, rank 32": ("llama_8b_lora_fp8", RANK_32),
+    "BF16 LoRA, checkpointed": (
+        "llama_8b_lora_bf16",
+        (*ALL, "precision.compile=on", CHECKPOINTED),
+    ),
+    "FP8 LoRA, checkpointed": ("llama_8b_lora_fp8", (*ALL, CHECKPOINTED)),
 }
-"""Layer -> recipe and overrides; adapters of rank 8 on all linear layers."""
+"""Layer -> recipe and overrides; adapters of rank 8 (or as named) on all linear layers."""
 
 
 class Graphs(NamedTuple):

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
+from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.kernels import (
-    Launch,
     Product,
     attention_flops,
     is_barrier,
     kind_of,
-    launches,
     product_of,
     traffic,
 )
@@ -131,6 +130,11 @@ def test_reductions_over_rows_are_no_barrier():
     assert not is_barrier(op("aten._log_softmax.default", [x], [operand(2, 64, 32)]))
     assert is_barrier(op("aten.max.default", [x], [operand(2)]))
     assert is_barrier(op("aten.sum.dim_IntList", [x], [operand(2, 1, 32)]))
+    short = operand(1, 1, 16, 32)  # fewer tokens than columns
+    assert is_barrier(op("aten.sum.dim_IntList", [short], [operand(2, 1, 1, 32)]))
+    assert not is_barrier(op("aten.sum.dim_IntList", [short], [operand(2, 1, 16)]))
+    square = operand(1, 16, 16)
+    assert not is_barrier(op("aten.amax.default", [square], [operand(2, 16)]))
 
 
 # ------------------------------------------------------------------------------------------- roofs
@@ -200,7 +204,7 @@ def test_moving_more_is_never_faster(read, written, more):
     x = operand(1, 8)
     one = op("aten.silu.default", [x], [x])
     times = [
-        roofline.kernel_time(one, Launch((0,), "pointwise", r, written, "straight"))
+        roofline.kernel_time(one, Launch((0,), "pointwise", r, written, "straight", frozenset()))
         for r in (read, read + more)
     ]
     assert times[1].seconds >= times[0].seconds
@@ -292,6 +296,49 @@ def test_a_maximum_over_all_costs_a_second_pass_and_one_over_rows_does_not():
     assert of_all[1].written == SIZE / 2
 
 
+@pytest.mark.parametrize(("operands", "stored"), [(4, False), (5, True)])
+def test_a_value_of_few_operands_is_computed_in_each_kernel_that_reads_it(operands, stored):
+    """y = a sum; s = max(y); y / s: two kernels, of which both sum, or the first one writes y."""
+    ops, y = [], operand(0, M, H)
+    for number in range(1, operands):
+        ops.append(op("aten.add.Tensor", [y, operand(number, M, H)], [operand(20 + number, M, H)]))
+        y = ops[-1].outputs[0]
+    most, result = operand(10, 1), operand(11, M, H)
+    ops.append(op("aten.max.default", [y], [most]))
+    ops.append(op("aten.div.Tensor", [y, most], [result]))
+    first, second = launches(ops, everything)
+    tiny = most.nbytes
+    assert (first.read, first.written) == (operands * SIZE, stored * SIZE + tiny)
+    assert (second.read, second.written) == ((1 if stored else operands) * SIZE + tiny, SIZE)
+    assert (y.storage in second.inputs) == stored
+    assert set(first.ops) & set(second.ops) == (set() if stored else set(range(operands - 1)))
+
+
+def test_a_sum_over_tokens_reads_for_itself_what_the_rows_around_it_read():
+    """Gradients of a norm: of its input, by rows, and of its weight, over tokens."""
+    d, x, dx, product = (operand(i, M, H) for i in range(4))
+    weight, rows = operand(5, 1, H), operand(6, M, 1)
+    ops = [
+        op("aten.mul.Tensor", [d, x], [product]),
+        op("aten.sum.dim_IntList", [product], [weight]),
+        op("aten.sum.dim_IntList", [product], [rows]),
+        op("aten.mul.Tensor", [product, rows], [dx]),
+    ]
+    by_pattern = {launch.pattern: launch for launch in launches(ops, everything)}
+    assert by_pattern["straight"].ops == (0, 2, 3)
+    assert by_pattern["columns"].ops == (0, 1)
+    assert by_pattern["columns"].read == by_pattern["straight"].read == 2 * SIZE
+
+
+def test_a_recomputation_and_the_backward_that_asks_for_it_are_one_region():
+    gate, d, act, dx = (operand(i, M, H) for i in range(4))
+    again = op("aten.silu.default", [gate], [act], phase="recompute")
+    ops = [again, op("aten.silu_backward.default", [d, gate], [dx], phase="backward")]
+    (joint,) = launches(ops, everything)
+    assert (joint.read, joint.written) == (2 * SIZE, 2 * SIZE)
+    assert len(list(launches([again._replace(phase="forward"), ops[1]], everything))) == 2
+
+
 def test_nothing_joins_across_phases_or_out_of_the_region():
     x, a, b = (operand(i, M, H) for i in range(3))
     ops = [
@@ -305,7 +352,7 @@ def test_nothing_joins_across_phases_or_out_of_the_region():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 3)), max_size=25))
-def test_fusion_never_moves_more_and_runs_each_operator_once(steps):
+def test_fusion_never_moves_more_and_runs_every_operator(steps):
     names = ("aten.neg.default", "aten.add.Tensor", "aten.mm.default", "aten.max.default")
     ops = []
     for index, (a, b, kind) in enumerate(steps):
@@ -313,7 +360,8 @@ def test_fusion_never_moves_more_and_runs_each_operator_once(steps):
         shape = (1,) if kind == 3 else (64, 64)
         ops.append(op(names[kind], taken, [operand(100 + index if kind == 3 else a, *shape)]))
     eager, fused = list(launches(ops)), list(launches(ops, everything))
-    assert sorted(i for launch in fused for i in launch.ops) == list(range(len(ops)))
+    assert {i for launch in fused for i in launch.ops} == set(range(len(ops)))
+    assert all(len(set(launch.ops)) == len(launch.ops) for launch in fused)
     assert sum(k.read + k.written for k in fused) <= sum(k.read + k.written for k in eager)
 
 

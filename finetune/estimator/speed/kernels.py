@@ -1,4 +1,4 @@
-"""Kernels of a trace: their kind, FLOPs and bytes, and the operators that share one (fusion).
+"""Kernels of a trace: the kind, FLOPs and bytes of one operator.
 
     gemm        matrix product: FLOPs, tiles, precision of its operands
     attention   fused attention kernel, forward or backward
@@ -12,33 +12,18 @@
     dequantize  packed 4-bit or 8-bit codes to 16-bit weights
     none        views, allocations, synchronizations: no kernel
 
-Eager PyTorch launches one kernel per operator, which reads each input and writes each output once.
-A multiply-add counts as two FLOPs. A compiled region (`torch.compile` over decoder layers) fuses
-pointwise operators, casts, gathers and row reductions: a value made outside is read once per
-kernel, and written only if something outside needs it.
-
-Operators fuse if no kernel has to end between them. Each value has a *generation*: zero for inputs
-of the region, that of its operator for results of fusable operators, and one more after a GEMM,
-attention, or a reduction over the whole tensor or columns (`is_barrier`). Operators of one
-generation that feed each other or read the same value form a kernel. So a residual stream is
-written before a GEMM and read again after it, and a tensorwise scale costs a second pass:
-
-    y = norm(x); s = amax(y); q = cast(y / s)    norm and amax: generation 0; the cast: 1
-
-Pointwise work whose result is read later only is done there, in the kernel that reads it. What
-backward computes again instead of reading it is decided before
-(`finetune.estimator.trace.compiled`).
+Eager PyTorch launches one kernel per operator, which reads each input and writes each output once;
+`finetune.estimator.speed.fusion` says which of them a compiler joins. A multiply-add counts as two
+FLOPs.
 
 Limits: unlisted operators count as pointwise, convolutions among them, so models with large
-convolutions are predicted too fast. No fusion across phases; Inductor's limits on the size of a
-kernel are not modeled.
+convolutions are predicted too fast.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -166,9 +151,16 @@ def is_barrier(op: Op) -> bool:
     """True for a reduction over more than the last dimension, as an amax of a tensor or columns."""
     if kind_of(op) != "reduction" or base_name(op) in _ROW_REDUCTIONS or not op.inputs:
         return False
-    whole = max(op.inputs, key=lambda operand: operand.nbytes).shape
-    rows = math.prod(whole[:-1])
-    return all(math.prod(output.shape) < rows for output in op.outputs)
+    *rows, width = max(op.inputs, key=lambda operand: operand.nbytes).shape or (1,)
+    return math.prod(rows) > 1 and all(
+        math.prod(out.shape) < math.prod(rows) or _is_one_row(out.shape, rows, width)
+        for out in op.outputs
+    )
+
+
+def _is_one_row(shape: tuple[int, ...], rows: list[int], width: int) -> bool:
+    """True for the shape of a sum over rows, as long as one of them: [width] or [1, width]."""
+    return [*shape[-1:]] == [width] and math.prod(shape) == width and [*shape] != rows
 
 
 def product_of(op: Op) -> Product | None:
@@ -243,6 +235,18 @@ def traffic(op: Op) -> tuple[float, float]:
     return read, written
 
 
+def pattern_of(op: Op) -> Pattern:
+    kind = kind_of(op)
+    if kind == "reduction":
+        columns = is_barrier(op) and any(math.prod(out.shape) > 1 for out in op.outputs)
+        return "columns" if columns else "straight"
+    if kind != "copy" or not op.inputs or not op.outputs:
+        return "straight"
+    before, after = op.inputs[-1].shape, op.outputs[0].shape
+    turned = len(before) == 2 and before != after and before == after[::-1]
+    return "transpose" if turned else "straight"
+
+
 def _updated_in_place(op: Op, name: str) -> float:
     """Bytes that an optimizer operator without outputs writes to its arguments.
 
@@ -267,184 +271,3 @@ def _precision(op: Op, a: Operand) -> Precision:
             return "fp8_rowwise"
         return "fp8"
     return "fp32" if kind in ("float32", "float64") else "bf16"
-
-
-# ------------------------------------------------------------------------------------------ fusion
-
-
-class Launch(NamedTuple):
-    """One kernel: indices of its operators in the trace, and bytes read and written."""
-
-    ops: tuple[int, ...]
-    kind: Kind
-    read: float
-    written: float
-    pattern: Pattern
-
-
-class _Value(NamedTuple):
-    generation: int
-    region: int
-    maker: int
-
-
-def launches(
-    ops: Sequence[Op], compiled: Callable[[Op], str | bool] | None = None
-) -> Iterator[Launch]:
-    """Yield a trace's kernels by first operator.
-
-    `compiled` tells apart the regions (layers) in which operators may fuse; empty: not in any.
-    """
-    kinds: list[Kind] = [kind_of(op) for op in ops]
-    groups: list[int | None] = [None] * len(ops)
-    uses: dict[tuple[int, int], list[int]] = {}
-    if compiled is not None:
-        groups, uses = _groups(ops, kinds, [compiled(op) for op in ops]), _uses(ops, kinds)
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
-        if group is not None:
-            members.setdefault(group, []).append(index)
-    before: Op | None = None
-    for index, (op, kind, group) in enumerate(zip(ops, kinds, groups, strict=True)):
-        if kind == "none":
-            continue
-        if group is None:
-            read, written = traffic(op)
-            if base_name(op) == "fp8_cast" and before and _same_cast(before, op):
-                read = 0.0  # Transformer Engine writes rowwise and columnwise codes in one pass
-            yield Launch((index,), kind, read, written, pattern_of(op))
-        elif members[group][0] == index:
-            yield _joined(ops, kinds, members[group], uses)
-        before = op
-
-
-def pattern_of(op: Op) -> Pattern:
-    kind = kind_of(op)
-    if kind == "reduction":
-        columns = is_barrier(op) and any(math.prod(out.shape) > 1 for out in op.outputs)
-        return "columns" if columns else "straight"
-    if kind != "copy" or not op.inputs or not op.outputs:
-        return "straight"
-    before, after = op.inputs[-1].shape, op.outputs[0].shape
-    turned = len(before) == 2 and before != after and before == after[::-1]
-    return "transpose" if turned else "straight"
-
-
-def _groups(
-    ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[str | bool]
-) -> list[int | None]:
-    """Fusion group of each operator (union-find), None for one that is not fused."""
-    generations, regions = _generations(ops, kinds, inside)
-    parent: dict[int, int] = {}
-
-    def find(index: int) -> int:
-        while parent[index] != index:
-            parent[index] = parent[parent[index]]
-            index = parent[index]
-        return index
-
-    makers: dict[int, int] = {}  # by storage: the operator that wrote its present content
-    readers: dict[tuple[int, int, int, int], int] = {}
-    for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
-        if kind == "none":
-            continue
-        if inside[index] and kind in FUSABLE:
-            parent[index] = index
-            here = (regions[index], generations[index])
-            for operand in op.inputs:
-                maker = makers.get(operand.storage, -1)
-                joins = maker in parent and not _ends_kernel(ops[maker], kinds[maker])
-                if joins and (regions[maker], generations[maker]) == here:
-                    parent[find(index)] = find(maker)
-                    continue
-                if operand.storage >= 0 and len(operand.shape) > 1:  # a shared vector fuses nothing
-                    other = readers.setdefault((operand.storage, maker, *here), index)
-                    parent[find(index)] = find(other)
-        for operand in op.outputs:
-            makers[operand.storage] = index
-    return [find(index) if index in parent else None for index in range(len(ops))]
-
-
-def _generations(
-    ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[str | bool]
-) -> tuple[list[int], list[int]]:
-    """Generation and region of each operator; a region ends with its phase or with `inside`."""
-    values: dict[int, _Value] = {}
-    generations, regions = [0] * len(ops), [0] * len(ops)
-    readers: dict[int, list[int]] = {}
-    region, last = 0, ("", "")
-    for index, (op, kind) in enumerate(zip(ops, kinds, strict=True)):
-        if kind == "none":
-            continue
-        if (op.phase, inside[index]) != last:
-            region, last = region + 1, (op.phase, inside[index])
-        made = [value for operand in op.inputs if (value := values.get(operand.storage))]
-        known = [value for value in made if value.region == region]
-        generation = max((value.generation for value in known), default=0)
-        for value in made:
-            readers.setdefault(value.maker, []).append(index)
-        ends = not inside[index] or _ends_kernel(op, kind)
-        for operand in op.outputs:
-            values[operand.storage] = _Value(generation + ends, region, index)
-        generations[index], regions[index] = generation, region
-    for index in range(len(ops) - 1, -1, -1):  # what is read only later is computed there
-        if inside[index] and kinds[index] in ("pointwise", "copy", "gather"):
-            places = [(regions[r], generations[r]) for r in readers.get(index, ())]
-            if places and all(region == regions[index] for region, _ in places):
-                generations[index] = max(generations[index], min(places)[1])
-    return generations, regions
-
-
-def _same_cast(before: Op, op: Op) -> bool:
-    return before.name == op.name and before.inputs[:1] == op.inputs[:1]
-
-
-def _ends_kernel(op: Op, kind: Kind) -> bool:
-    return kind not in FUSABLE or is_barrier(op)
-
-
-def _uses(ops: Sequence[Op], kinds: Sequence[Kind]) -> dict[tuple[int, int], list[int]]:
-    uses: dict[tuple[int, int], list[int]] = {}
-    maker: dict[int, int] = {}
-    for index, op in enumerate(ops):
-        if kinds[index] == "none":
-            continue
-        for operand in op.inputs:
-            if operand.storage in maker:
-                uses.setdefault((operand.storage, maker[operand.storage]), []).append(index)
-        for operand in op.outputs:
-            maker[operand.storage] = index
-    return uses
-
-
-def _joined(
-    ops: Sequence[Op],
-    kinds: Sequence[Kind],
-    members: list[int],
-    uses: dict[tuple[int, int], list[int]],
-) -> Launch:
-    """Kernel of a fusion group, with the bytes it exchanges with the outside."""
-    inside = set(members)
-    made: set[int] = set()
-    reads: dict[int, float] = {}
-    written = 0.0
-    for index in members:
-        op = ops[index]
-        operands = op.inputs[1:] if base_name(op) == "copy_" else op.inputs
-        whole = sum(operand.nbytes for operand in operands) or 1
-        share = traffic(op)[0] / whole if kinds[index] == "gather" else 1.0
-        for operand in operands:
-            if operand.storage not in made:
-                seen = reads.get(operand.storage, 0.0)
-                reads[operand.storage] = max(seen, share * operand.nbytes)
-        for operand in op.outputs:
-            made.add(operand.storage)
-            readers = uses.get((operand.storage, index), [])
-            if not readers or any(reader not in inside for reader in readers):
-                written += operand.nbytes
-    kind: Kind = "reduction" if "reduction" in {kinds[i] for i in members} else "pointwise"
-    patterns = {pattern_of(ops[index]) for index in members}
-    pattern: Pattern = "transpose" if "transpose" in patterns else "straight"
-    if "columns" in patterns:
-        pattern = "columns"
-    return Launch(tuple(members), kind, sum(reads.values()), written, pattern)

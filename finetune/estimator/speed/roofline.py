@@ -39,14 +39,13 @@ from finetune.config.paths import ASSETS
 from finetune.config.yaml import read_text
 from finetune.errors import ConfigError
 from finetune.estimator.memory.overheads import installed_torch, sdpa_kernel
+from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.kernels import (
-    Launch,
     Precision,
     Product,
     attention_flops,
     base_name,
     is_backward_attention,
-    launches,
     product_of,
 )
 from finetune.estimator.speed.step_parts import StepPart, classes_of

@@ -34,7 +34,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from finetune.estimator.speed.kernels import FUSABLE, base_name, kind_of, launches
+from finetune.estimator.speed.fusion import launches
+from finetune.estimator.speed.kernels import FUSABLE, base_name, kind_of
 from finetune.estimator.trace.siblings import join_siblings
 from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
 
@@ -417,23 +418,17 @@ class _Rewriter:
 
 
 def _in_kernels(ops: list[Op]) -> tuple[set[int], dict[int, int]]:
-    """Storages that only one fused kernel touches; of what it reads besides, the kernel's end."""
-    kernels = [k.ops for k in launches(ops, lambda op: layer_of(op.module)) if len(k.ops) > 1]
-    kernel_of = {index: number for number, members in enumerate(kernels) for index in members}
-    touched: dict[int, set[int]] = defaultdict(set)  # kernels, and -1 for any other operator
-    made, read = set[int](), set[int]()
-    for index, op in enumerate(ops):
-        if kind_of(op) != "none":
-            made |= {x.storage for x in op.outputs}
-            read |= {x.storage for x in op.inputs}
-            for x in (*op.inputs, *op.outputs):
-                touched[x.storage].add(kernel_of.get(index, -1))
-    fused = {s for s in made & read if len(touched[s]) == 1 and -1 not in touched[s]}
-    ends: dict[int, int] = {}
-    for members in kernels:
-        if any(x.storage in fused for index in members for x in ops[index].outputs):
-            for x in (x for index in members for x in ops[index].inputs):
-                ends[x.storage] = max(ends.get(x.storage, 0), members[-1] + 1)
+    """Storages that no kernel writes; of what a kernel with some of them reads, its end."""
+    kernels = list(launches(ops, lambda op: layer_of(op.module)))
+    stored = set[int]().union(*(kernel.inputs for kernel in kernels))
+    read = {x.storage for op in ops for x in op.inputs}
+    made = {x.storage for kernel in kernels for i in kernel.ops for x in ops[i].outputs}
+    fused, ends = (made & read) - stored, dict[int, int]()
+    for kernel in kernels:
+        if any(x.storage in fused for i in kernel.ops for x in ops[i].outputs):
+            end = max(kernel.ops) + 1
+            for x in (x for i in kernel.ops for x in ops[i].inputs):
+                ends[x.storage] = max(ends.get(x.storage, 0), end)
     return fused, ends
 
 

@@ -1,0 +1,261 @@
+"""Fusion: which operators of a trace share a kernel, and the bytes that the kernel moves.
+
+A compiled region (`torch.compile` over decoder layers) fuses pointwise operators, casts, gathers
+and reductions: a value made outside is read once per kernel, and written only if something outside
+needs it. A region is a layer's forward, or its backward with what that computes again.
+
+*Generations.* Operators fuse if no kernel has to end between them: zero for what reads inputs of
+the region alone, and one more after a GEMM, attention, or a reduction over the whole tensor or
+columns (`is_barrier`). Operators of one generation that feed each other or read the same value form
+a kernel. So a residual stream is written before a GEMM and read again after it, and a tensorwise
+scale costs a second pass:
+
+    y = norm(x); s = amax(y); q = cast(y / s)    norm and amax: generation 0; the cast: 1
+
+*Inlining.* A pointwise result is computed in each kernel that reads it, and not written: above,
+both kernels read x, and y is in no memory. What a GEMM or another region reads is stored, and so is
+a value with several readers that is made of more than `INLINED_READS` stored ones: the sum of the
+input gradients of q, k and v on its way through the norm is, and silu(gate) * up is not.
+
+*Columns.* A sum over tokens (gradients of norms and biases) goes through memory another way than
+the rows around it: its kernel is apart, and reads for itself what they read.
+
+Limits: the size of a kernel is not limited. Inductor reads a little less: it joins column sums of
+several norms, and puts casts for weight gradients off until a kernel reads their operand anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.estimator.speed.kernels import (
+    FUSABLE,
+    Kind,
+    Pattern,
+    base_name,
+    is_barrier,
+    kind_of,
+    pattern_of,
+    traffic,
+)
+
+if TYPE_CHECKING:
+    from finetune.estimator.trace.trace import Op, Operand
+
+INLINED_READS = 4
+"""Most stored values of which one with several readers is computed anew in each: Inductor's
+`realize_reads_threshold` (torch 2.13)."""
+
+
+class Launch(NamedTuple):
+    """One kernel: indices of its operators in the trace, and bytes read and written.
+
+    Attributes:
+        inputs: storages that it reads, made before it.
+    """
+
+    ops: tuple[int, ...]
+    kind: Kind
+    read: float
+    written: float
+    pattern: Pattern
+    inputs: frozenset[int]
+
+
+class Place(NamedTuple):
+    """A kernel that operators of one region may share."""
+
+    region: int
+    generation: int
+    columns: bool = False
+
+
+def launches(
+    ops: Sequence[Op], compiled: Callable[[Op], str | bool] | None = None
+) -> Iterator[Launch]:
+    """Yield a trace's kernels by first operator.
+
+    `compiled` tells apart the regions (layers) in which operators may fuse; empty: not in any.
+    """
+    starts: dict[int, list[Launch]] = {}
+    fused: Sequence[object] = [()] * len(ops)
+    if compiled is not None:
+        fusion = _Fusion(ops, [compiled(op) for op in ops])
+        fused = fusion.places
+        for kernel in fusion.kernels():
+            starts.setdefault(kernel.ops[0], []).append(kernel)
+    before: Op | None = None
+    for index, op in enumerate(ops):
+        if (kind := kind_of(op)) == "none":
+            continue
+        if not fused[index]:
+            read, written = traffic(op)
+            if base_name(op) == "fp8_cast" and before and _same_cast(before, op):
+                read = 0.0  # Transformer Engine writes rowwise and columnwise codes in one pass
+            inputs = frozenset(x.storage for x in op.inputs)
+            yield Launch((index,), kind, read, written, pattern_of(op), inputs)
+        yield from starts.get(index, ())
+        before = op
+
+
+def _same_cast(before: Op, op: Op) -> bool:
+    return before.name == op.name and before.inputs[:1] == op.inputs[:1]
+
+
+class _Fusion:
+    """Operators of compiled regions, and the kernels that compute each.
+
+    Attributes:
+        places: kernels of each fused operator; none of any other.
+    """
+
+    def __init__(self, ops: Sequence[Op], inside: Sequence[str | bool]) -> None:
+        self._ops = ops
+        self._kinds = [kind_of(op) for op in ops]
+        self._makers: list[list[int]] = []  # by operator: what made each operand, -1 if unknown
+        self._readers: list[list[int]] = [[] for _ in ops]
+        self._fused = [
+            bool(where) and kind in FUSABLE for where, kind in zip(inside, self._kinds, strict=True)
+        ]
+        self._regions = self._trace(inside)
+        self._generations = self._follow()
+        self.places = self._place()
+
+    def _trace(self, inside: Sequence[str | bool]) -> list[int]:
+        """Region of each operator; makers and readers of values."""
+        regions, last, now = [0] * len(self._ops), ("", False), dict[int, int]()
+        region = 0
+        for index, op in enumerate(self._ops):
+            self._makers.append([now.get(x.storage, -1) for x in op.inputs])
+            if self._kinds[index] == "none":
+                continue
+            if (here := (inside[index], op.phase == "forward")) != last:
+                region, last = region + 1, here
+            regions[index] = region
+            for maker in set(self._makers[index]) - {-1}:
+                self._readers[maker].append(index)
+            for x in _results(op):
+                now[x.storage] = index
+        return regions
+
+    def _follow(self) -> list[int]:
+        """Generation of each operator."""
+        generations = list[int]()
+        for index in range(len(self._ops)):
+            made = (m for m in self._makers[index] if self._near(m, index))
+            generations.append(max((generations[m] + self._ends(m) for m in made), default=0))
+        return generations
+
+    def _near(self, maker: int, index: int) -> bool:
+        """True for a known maker in the region of an operator."""
+        return maker >= 0 and self._regions[maker] == self._regions[index]
+
+    def _ends(self, index: int) -> bool:
+        return not self._fused[index] or is_barrier(self._ops[index])
+
+    def _place(self) -> list[set[Place]]:
+        """Kernels of each operator: those that read it, or the first of them if it is stored."""
+        stored = self._stored()
+        places: list[set[Place]] = [set() for _ in self._ops]
+        for index in range(len(self._ops) - 1, -1, -1):
+            if not self._fused[index]:
+                continue
+            here = Place(self._regions[index], self._generations[index])
+            wanted = {
+                place
+                for r in self._readers[index]
+                for place in places[r] or {Place(self._regions[r], self._generations[r])}
+                if place.region == here.region
+            }
+            if self._kinds[index] == "reduction" or not wanted:
+                places[index] = {here._replace(columns=pattern_of(self._ops[index]) == "columns")}
+            else:
+                places[index] = {max(here, min(wanted))} if stored[index] else wanted
+        return places
+
+    def _stored(self) -> list[bool]:
+        """True for values that are written rather than computed in each kernel that reads them."""
+        stored, loads = list[bool](), list[set[int]]()
+        for index, readers in enumerate(self._readers):
+            loads.append(set[int]())
+            for operand, maker in self._operands(index):
+                inlines = self._near(maker, index) and not stored[maker]
+                loads[index] |= loads[maker] if inlines else {operand.storage}
+            many = len(readers) > 1 and len(loads[index]) > INLINED_READS
+            leaves = not all(self._fused[r] and self._near(index, r) for r in readers)
+            inlined = self._fused[index] and self._kinds[index] != "reduction"
+            stored.append(not inlined or many or leaves)
+        return stored
+
+    def kernels(self) -> list[Launch]:
+        """Operators joined by what they hand on or read together (union-find)."""
+        parent: dict[tuple[int, Place], tuple[int, Place]] = {}
+
+        def find(node: tuple[int, Place]) -> tuple[int, Place]:
+            while parent[node] != node:
+                parent[node] = parent[parent[node]]
+                node = parent[node]
+            return node
+
+        readers: dict[tuple[int, int, Place], tuple[int, Place]] = {}
+        for index, places in enumerate(self.places):
+            for place in places:
+                node = parent[index, place] = (index, place)
+                for operand, maker in self._operands(index):
+                    if self._hands_on(maker, place):
+                        parent[find(node)] = find((maker, place))
+                    elif operand.storage >= 0 and len(operand.shape) > 1:  # not a shared vector
+                        other = readers.setdefault((operand.storage, maker, place), node)
+                        parent[find(node)] = find(other)
+        groups: dict[tuple[int, Place], list[int]] = {}
+        for node in parent:
+            groups.setdefault(find(node), []).append(node[0])
+        return [self._joined(members, place) for (_, place), members in groups.items()]
+
+    def _operands(self, index: int) -> Iterator[tuple[Operand, int]]:
+        return zip(self._ops[index].inputs, self._makers[index], strict=True)
+
+    def _hands_on(self, maker: int, place: Place) -> bool:
+        """True if an operator's result is at hand in a kernel."""
+        return maker >= 0 and place in self.places[maker] and not self._ends(maker)
+
+    def _joined(self, members: list[int], place: Place) -> Launch:
+        """Kernel with the bytes that it exchanges with the outside."""
+        reads: dict[tuple[int, int], float] = {}
+        written = 0.0
+        for index in members:
+            op = self._ops[index]
+            first = base_name(op) == "copy_"  # whose first operand is not read
+            whole = sum(operand.nbytes for operand in op.inputs[first:]) or 1
+            share = traffic(op)[0] / whole if self._kinds[index] == "gather" else 1.0
+            for operand, maker in list(self._operands(index))[first:]:
+                if not self._hands_on(maker, place):
+                    key = operand.storage, maker
+                    reads[key] = max(reads.get(key, 0.0), share * operand.nbytes)
+            if place == min(self.places[index]) and self._is_written(index):
+                written += sum(operand.nbytes for operand in _results(op))
+        reduces = any(self._kinds[index] == "reduction" for index in members)
+        patterns = {pattern_of(self._ops[index]) for index in members}
+        rest: Pattern = "transpose" if "transpose" in patterns else "straight"
+        return Launch(
+            ops=tuple(members),
+            kind="reduction" if reduces else "pointwise",
+            read=sum(reads.values()),
+            written=written,
+            pattern="columns" if place.columns else rest,
+            inputs=frozenset(storage for storage, _ in reads),
+        )
+
+    def _is_written(self, index: int) -> bool:
+        """True if a kernel reads a result that does not compute it."""
+        readers = self._readers[index]
+        return not readers or any(
+            not self.places[r] or not all(self._hands_on(index, place) for place in self.places[r])
+            for r in readers
+        )
+
+
+def _results(op: Op) -> tuple[Operand, ...]:
+    """Operands that an operator writes, in place without outputs."""
+    return op.outputs or op.inputs[:1]
