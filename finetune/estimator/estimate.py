@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -317,7 +318,7 @@ def estimate(
         run = load_recipe(run)
     name, config = (run.name, run.config) if isinstance(run, Recipe) else (run.model.name, run)
     for what, value in (("tokens", tokens), ("price", price), ("length", length)):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(
                 f"{what} cannot be {value:g}",
                 where=f"--{what} {value:g}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
@@ -383,7 +384,10 @@ def test_what_is_not_there_is_refused(config, tmp_path):
         estimate(changed(config, lora={"target_modules": ["nowhere"]}), gpu="H100")
     with pytest.raises(PrecisionError, match="cannot be had on NVIDIA A100"):
         estimate(config, gpu="A100-80GB")
-    for wrong in ({"gpus": 0}, {"memory_gib": 0}, {"memory_gib": -1}, {"tokens": 0}, {"price": -1}):
+    for wrong in (
+        *({"gpus": 0}, {"memory_gib": 0}, {"memory_gib": -1}, {"tokens": 0}),
+        *({"price": -1}, {"price": math.nan}, {"price": math.inf}),
+    ):
         with pytest.raises(ConfigError):
             estimate(config, **{"gpu": "H100", **wrong})
 

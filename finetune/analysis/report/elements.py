@@ -7,7 +7,6 @@ a link. Text of models and data sets is untrusted: it is `str`, which both escap
 from __future__ import annotations
 
 import html
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from urllib.parse import quote
 from finetune import units
 from finetune.analysis.compare.result import LossGap
 from finetune.runs.card import without_paths
-from finetune.runs.folder import Run
+from finetune.runs.folder import Run, finite
 
 METRICS, RECEIPT, REPORT, CONFIG = "metrics.jsonl", "receipt.json", "report.json", "config.yaml"
 MISSING = "–"
@@ -260,7 +259,7 @@ def _plots_in(parts: Iterable[Any]) -> Iterator[Plot]:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return finite(value) is not None
 
 
 def figure(value: Any, form: Callable[..., str], *options: Any) -> str:
