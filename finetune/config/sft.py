@@ -61,6 +61,24 @@ _OF_LONG_RUNS = (
 )
 
 
+def without_effect(train: Mapping[str, Any]) -> list[str]:
+    """Keys that Transformers passes over in silence: an interval whose strategy is another.
+
+    >>> without_effect({"save_strategy": "no", "save_steps": 50})
+    ['train.save_steps=50 has no effect, since train.save_strategy is no: no checkpoint is saved']
+    """
+    lines = []
+    for what, default in (("save", "steps"), ("eval", "no")):
+        strategy = str(train.get(f"{what}_strategy", default)).lower()
+        steps = train.get(f"{what}_steps")
+        if steps is None or strategy == "steps":
+            continue
+        line = f"train.{what}_steps={steps:g} has no effect, since train.{what}_strategy is "
+        off = {"save": "no: no checkpoint is saved", "eval": "no: no eval while it trains"}[what]
+        lines.append(line + (off if strategy in ("no", "false") else strategy))
+    return lines
+
+
 def shortened(
     train: Mapping[str, Any], steps: int, without: Collection[str] = ()
 ) -> dict[str, Any]:

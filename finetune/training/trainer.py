@@ -21,7 +21,12 @@ from finetune.config import sft
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
-from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config
+from finetune.config.sft import (
+    CHECKPOINTING,
+    decides_checkpointing,
+    sft_config,
+    without_effect,
+)
 from finetune.data.dataset import load_data
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device
@@ -160,7 +165,7 @@ class _Run:
         self._introduce(ahead)
         self.console.print(whole(f"run folder: {self.folder}"), crop=False)
         self.console.print(f"data: {self.rows.description}")
-        for line in self.rows.notes:
+        for line in (*without_effect(config.train), *self.rows.notes):
             self.console.print(f"[yellow]! {escape(line)}[/]")
         if note:
             self.console.print(f"[yellow]! {note}[/]")

@@ -18,6 +18,7 @@ from finetune.config.sft import (
     decides_checkpointing,
     sft_config,
     with_checkpointing,
+    without_effect,
 )
 from finetune.config.yaml import dump_yaml, parse_yaml
 from finetune.errors import ConfigError, RecipeNotFoundError
@@ -67,6 +68,17 @@ def load(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------ what ships
+
+
+def test_an_interval_without_its_strategy_is_said() -> None:
+    lines = without_effect(load_recipe("tiny_lora_fp8", ["train.save_steps=4"]).config.train)
+    assert lines == [
+        "train.save_steps=4 has no effect, since train.save_strategy is no: no checkpoint is saved"
+    ]
+    assert without_effect({"eval_steps": 4, "save_steps": 4})[0].startswith("train.eval_steps=4")
+    assert not without_effect({"save_steps": 4})
+    for name in RECIPES:
+        assert not without_effect(load_recipe(name).config.train)
 
 
 def test_the_required_pairs_ship():

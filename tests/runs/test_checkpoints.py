@@ -377,3 +377,9 @@ def test_a_write_that_is_cut_short_is_of_the_disk(tmp_path) -> None:
     with pytest.raises(SafetensorError) as seen:
         save_file({"a": torch.ones(10)}, tmp_path / "no folder" / "model.safetensors")
     assert run_folder.is_of_the_disk(seen.value)
+
+
+def test_a_run_that_saved_nothing_is_said_to_be_one(tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    with pytest.raises(ConfigError, match=r"has saved no checkpoint[\s\S]*save_strategy=steps"):
+        find_checkpoint(f"{tmp_path}/last")
