@@ -68,14 +68,16 @@ class MemoryForecast:
         if why_too_small(bound_of(run.config, run.sketch, run.plan), run.device):
             return True  # the check refuses it, unless it is overridden: no seconds for a rehearsal
         config, device = with_checkpointing(run.config, False), run.device
-        free = available_gib(device) if run.processes == 1 else device.memory_gib
-        if most_bytes(config, run.sketch, bound_of(config, run.sketch, run.plan)) <= free * GIB:
+        free = place_here(device, run.processes).memory_bytes
+        if run.processes == 1:
+            free = int(available_gib(device) * GIB)
+        if most_bytes(config, run.sketch, bound_of(config, run.sketch, run.plan)) <= free:
             return False
         try:
             held = _rehearsed(run, config).footprint
         except RehearsalError:
             return True
-        return held.fit(int(free * GIB)) != "fits"
+        return held.fit(free) != "fits"
 
     def check(self, run: Preflight) -> None:
         """Refuse a run that cannot fit into the free memory; accept one that cannot be rehearsed.

@@ -95,6 +95,11 @@ def shown_capability(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
+def _together() -> int:
+    """Processes of this run on this machine, as torchrun and accelerate launch set it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @functools.cache
 def this_device() -> Device:
     """The device that training on this machine would use.
@@ -106,8 +111,7 @@ def this_device() -> Device:
 
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        together = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), count)
-        gpus = map(torch.cuda.get_device_properties, range(together))
+        gpus = map(torch.cuda.get_device_properties, range(min(_together(), count)))
         least = min(gpus, key=lambda gpu: (gpu.major, gpu.minor, gpu.total_memory))
         return Device(
             "cuda",
@@ -151,7 +155,7 @@ def parallel_units(device: Device) -> int:
 
 
 def available_gib(device: Device) -> float:
-    """GiB that could be allocated now: free on this process' GPU, or available on the host."""
+    """GiB that this process could allocate now: free on its GPU, or its share of the host's."""
     if device.kind == "cuda":
         import torch
 
@@ -160,7 +164,7 @@ def available_gib(device: Device) -> float:
         return torch.cuda.mem_get_info(own)[0] / GIB
     import psutil
 
-    return psutil.virtual_memory().available / GIB
+    return psutil.virtual_memory().available / GIB / _together()
 
 
 def version(distribution: str) -> str | None:

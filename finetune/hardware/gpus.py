@@ -251,7 +251,8 @@ class Place:
 
     @property
     def memory_bytes(self) -> int:
-        return int(self.device.memory_gib * GIB)
+        """Memory of one device; on a CPU, of which all processes have one, an equal share."""
+        return int(self.device.memory_gib * GIB / (self.count if self.device.kind == "cpu" else 1))
 
     def __str__(self) -> str:
         name = self.gpu.name if self.gpu else self.device.name

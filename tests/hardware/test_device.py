@@ -13,6 +13,7 @@ from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError
 from finetune.hardware.device import Device, available_gib, this_device
+from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import AUTO_ORDER, FP8_GPUS, backend_verdict, resolve
 from finetune.units import GIB
 from tests import te
@@ -102,6 +103,15 @@ def test_processes_that_train_together_go_by_the_least_of_their_gpus(two_gpus, m
     both = this_device.__wrapped__()
     assert (both.name, both.capability, both.memory_gib) == (B, (8, 0), 78)
     assert not both.has_fp8
+
+
+def test_processes_on_a_cpu_share_its_memory(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12 * GIB))
+    assert available_gib(CPU) == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert available_gib(CPU) == 4
+    assert Place(CPU, None, 2).memory_bytes == 8 * GIB
+    assert Place(H100, None, 2).memory_bytes == int(H100.memory_gib * GIB)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
