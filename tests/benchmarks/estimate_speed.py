@@ -24,7 +24,7 @@ IMPORTS = "import gc, os; gc.disable(); import trl.trainer.sft_trainer; os._exit
 POINT = """
 import json, resource, sys, time
 from finetune.estimator.measure import measure_fast
-from finetune.estimator.place import place_of
+from finetune.hardware.gpus import place_of
 from finetune.config.recipe import load_recipe, with_overrides
 config, place = load_recipe(sys.argv[1]).config, place_of("H100")
 measure_fast(config, place)

@@ -7,8 +7,8 @@ from rich.console import Console
 
 import finetune
 from finetune.config.recipe import load_recipe
-from finetune.estimator import place
 from finetune.estimator.trace import rehearsal
+from finetune.hardware import requirements
 from finetune.hardware.requirements import resolve
 from finetune.precision import planner
 from finetune.training import preflight, session
@@ -30,7 +30,7 @@ def test_a_run_is_resolved_and_planned_once(recipe, tmp_path, monkeypatch) -> No
 
     for module in (planner, preflight, session):
         monkeypatch.setattr(module, "plan", counted(plain))
-    for module in (preflight, session, place):
+    for module in (preflight, session, requirements):
         monkeypatch.setattr(module, "resolve", counted(resolve))
     rehearsed = []
     monkeypatch.setattr(rehearsal, "sketch", lambda *a, **k: rehearsed.append(a) or sketch(*a, **k))
