@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from finetune import disabled, get_receipt, teardown_fp8_mixed_precision_training
 from finetune.errors import OrderError, ProofError
 from finetune.precision.backends.frozen import FrozenMixin
-from finetune.precision.proof import backwards
+from finetune.precision.proof import proof
 from finetune.precision.proof.proof import Proof
 from tests.conftest import batch
 
@@ -264,5 +264,5 @@ def test_a_failed_run_leaves_nothing_behind(make_llama, setup_backend, tmp_path,
     del trainer
     gc.collect()
     assert torch.autograd.backward is plain
-    assert not backwards._watching
+    assert not proof._watching
     assert sum(type(thing) is Proof for thing in gc.get_objects()) <= 2, "the receipt's"
