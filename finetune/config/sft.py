@@ -62,21 +62,18 @@ _OF_LONG_RUNS = (
 
 
 def without_effect(train: Mapping[str, Any]) -> list[str]:
-    """Keys that Transformers passes over in silence: an interval whose strategy is another.
+    """Keys that Transformers passes over in silence, where a checkpoint is lost by it.
+
+    An interval of evaluations is none: `train.eval_strategy=no` over a recipe switches them off.
 
     >>> without_effect({"save_strategy": "no", "save_steps": 50})
     ['train.save_steps=50 has no effect, since train.save_strategy is no: no checkpoint is saved']
     """
-    lines = []
-    for what, default in (("save", "steps"), ("eval", "no")):
-        strategy = str(train.get(f"{what}_strategy", default)).lower()
-        steps = train.get(f"{what}_steps")
-        if steps is None or strategy == "steps":
-            continue
-        line = f"train.{what}_steps={steps:g} has no effect, since train.{what}_strategy is "
-        off = {"save": "no: no checkpoint is saved", "eval": "no: no eval while it trains"}[what]
-        lines.append(line + (off if strategy in ("no", "false") else strategy))
-    return lines
+    strategy, steps = str(train.get("save_strategy", "steps")).lower(), train.get("save_steps")
+    if steps is None or strategy == "steps":
+        return []
+    outcome = "no: no checkpoint is saved" if strategy in ("no", "false") else strategy
+    return [f"train.save_steps={steps:g} has no effect, since train.save_strategy is {outcome}"]
 
 
 def shortened(
