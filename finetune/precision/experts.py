@@ -1,4 +1,4 @@
-"""Experts that Transformers holds in one parameter, frozen: stored as FP8 codes, adapters split.
+"""Experts that Transformers holds in one parameter: stored as FP8 codes, adapters split off.
 
 A mixture of experts keeps each of its two stacks of matrices, [experts, N, K], in one parameter
 ([experts, K, N] in gpt-oss). Frozen, it is stored like the weight of a linear layer
@@ -48,6 +48,7 @@ from finetune.precision.weights import (
     Granularity,
     Tile,
     cast,
+    dequantize_weight,
     dequantizing,
     dgrad,
     fprop,
@@ -367,12 +368,11 @@ class SplitMixin(Swapped):
 
     def _adapter(self, name: str) -> Adapter:
         this: Any = self
-        of_a, of_b = (self._owner(f"lora_{which}.{name}") for which in "AB")
+        of_a, of_b = (
+            Owner(f"{self.fp8_name}.lora_{which}.{name}", self.fp8_observers) for which in "AB"
+        )
         a, b = this.lora_A[name].weight, this.lora_B[name].weight
         return Adapter(a, b, float(this.scaling[name]), (of_a, of_b))
-
-    def _owner(self, name: str) -> Owner:
-        return Owner(f"{self.fp8_name}.{name}", self.fp8_observers)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         this: Any = self
@@ -432,3 +432,17 @@ def put_experts(module: Any, name: str, bits: Tensor, inverse: Tensor) -> None:
     module.register_buffer(name + SCALE, inverse)
     if not isinstance(module, ExpertsMixin):
         swap(module, ExpertsMixin)
+
+
+@torch.no_grad()
+def release_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turn all stored stacks of a model into plain parameters with the dequantized weights."""
+    stacks: list[Any] = [m for m in model.modules() if isinstance(m, ExpertsMixin)]
+    for module in stacks:
+        for name in stored_names(module):
+            bits, inverse = module.codes(name), getattr(module, name + SCALE)
+            pairs, tile = zip(bits, inverse, strict=True), (1, bits.shape[2])
+            w = torch.stack([dequantize_weight(q, scale, tile, dtype) for q, scale in pairs])
+            w = w.mT.contiguous() if module.is_transposed else w
+            delattr(module, name + SCALE)
+            module._parameters[name] = nn.Parameter(w, requires_grad=False)

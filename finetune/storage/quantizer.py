@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.errors import ConfigError, StorageNotComputeError, did_you_mean, some
 from finetune.precision.experts import SCALE as EXPERT_SCALE
-from finetune.precision.experts import put_experts, quantize_stack, stored_names
+from finetune.precision.experts import put_experts, quantize_stack, release_experts, stored_names
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import (
     experts_in,
@@ -339,6 +339,7 @@ class Fp8StorageQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         for _, module in list(iter_stored(model)):
             release(module, dtype)
+        release_experts(model, dtype or model.dtype)
         return model
 
 

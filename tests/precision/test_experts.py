@@ -290,6 +290,21 @@ def test_experts_are_codes_from_the_start(family, tmp_path) -> None:
         assert not plain_stacks
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_dequantized_model_has_plain_experts_and_can_be_saved(family, tmp_path) -> None:
+    """Codes in its files would be read back as weights, without their scales."""
+    plain = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    model = load_stored(tmp_path / "plain", list(experts_in(plain)))
+    stored = model(**tokens()).loss.item()
+    model.dequantize()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(**tokens()).loss.item() == pytest.approx(stored, rel=1e-3)
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again(**tokens()).loss.item() == pytest.approx(stored, rel=1e-3)
+
+
 def test_other_numbers_are_not_loaded_into_codes() -> None:
     """They would be cut to bytes: mostly zeros."""
     plain = AutoModelForCausalLM.from_config(config_of("qwen3_moe"), dtype=torch.bfloat16)
