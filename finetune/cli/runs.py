@@ -88,6 +88,8 @@ def _wide_row(run: dict[str, Any]) -> dict[str, RenderableType]:
 
 
 def _verified(run: dict[str, Any]) -> Text:
+    if run["fallback"]:  # BF16 is verified, and is not what was requested
+        return Text("fell back", style="bold yellow")
     return Text("yes", style="green") if run["proven"] else Text("no", style="bold red")
 
 
@@ -190,7 +192,7 @@ def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    run: RunName,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
     to: Annotated[str, typer.Option(help="adapter, merged, fp8 or nvfp4.")],
     force: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
@@ -201,7 +203,8 @@ def export(
     from finetune.export.export import export_run
 
     console = output(stderr=as_json)
+    folder = find_run(run)
     done = export_run(
-        run, to, out, force=force, trust_remote_code=trust_remote_code, console=console
+        folder, to, out, force=force, trust_remote_code=trust_remote_code, console=console
     )
     print((done.folder / "export.json").read_text("utf-8") if as_json else f"export: {done.folder}")

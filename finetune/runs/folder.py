@@ -251,7 +251,7 @@ class Run:
         """Summarize the run for a table; reads the end of `metrics.jsonl` only.
 
         Losses in nats per token, memory in GiB: the measured peak of a step where there is one,
-        else that of the process.
+        else that of the process. `fallback` is why BF16 ran where FP8 was requested, or empty.
         """
         report, memory = self.report, self.receipt.get("memory", {}).get("measured_gib")
         return {
@@ -262,6 +262,7 @@ class Run:
             "precision": self.precision,
             "state": self.state,
             "proven": self.proven,
+            "fallback": (self.receipt.get("precision") or {}).get("fallback") or "",
             "step": self.last_step,
             "steps": self.planned_steps,
             "loss": finite(report.get("final_loss") or _last(self.tail, "loss")),

@@ -470,9 +470,18 @@ def test_unknown_target(lora_run, tmp_path, cli):
 def test_not_a_run_folder(lora_run, tmp_path, cli):
     said = cli("export", tmp_path / "nowhere", "--to", "merged", tmp_path / "out")
     assert said.code == 2
-    assert "no such folder" in said.err
+    assert "there is no run" in said.err
     said = cli("export", lora_run.parent, "--to", "merged", tmp_path / "out")
-    assert f"the newest run in it is {lora_run}" in said.err
+    assert said.code == 2
+    assert f"the newest: {lora_run}" in said.err
+
+
+def test_the_last_run_is_exported_by_that_name(lora_run, tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    copy_of(lora_run, tmp_path / "runs" / lora_run.parent.name / lora_run.name)
+    said = cli("export", "last", "--to", "adapter", "out")
+    assert said.code == 0, said.err
+    assert (tmp_path / "out" / "export.json").is_file()
 
 
 def copy_of(run: Path, into: Path) -> Path:

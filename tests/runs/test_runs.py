@@ -209,6 +209,20 @@ def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):
     assert listed["comparisons"][0]["verdict"] == "not equivalent"
 
 
+def test_ls_runs_says_where_bf16_ran_for_fp8(tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = make_run(tmp_path / "runs" / "tiny_full_fp8" / "20261123-000000-0000")
+    receipt = json.loads((folder / "receipt.json").read_text())
+    receipt["precision"] |= {"ran": "bf16", "fallback": "FP8 was requested; this GPU has none"}
+    (folder / "receipt.json").write_text(json.dumps(receipt))
+    shown = cli("ls", "--runs").out
+    assert "fell back" in shown
+    assert "yes" not in shown
+    (listed,) = json.loads(cli("ls", "--runs", "--json").out)["runs"]
+    assert listed["proven"]
+    assert listed["fallback"].startswith("FP8 was requested")
+
+
 def test_ls_runs_where_there_are_none(cli, tmp_path):
     assert "no runs in runs/ yet" in cli("ls", "--runs").out
     assert json.loads(cli("ls", "--runs", "--json").out) == {"runs": [], "comparisons": []}
