@@ -35,7 +35,7 @@ from finetune.precision.experts import (
     store_experts,
 )
 from finetune.precision.head import HeadMixin, in_fused_loss
-from finetune.precision.layers import iter_weights
+from finetune.precision.layers import decoder_layers, iter_weights
 from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
@@ -221,12 +221,8 @@ class Conversion:
             options = {"post_grad_custom_pre_pass": PASS}
         store_operands_once()
         allow_counts_in_checkpoints()
-        models = self.model.modules()
-        names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
-        for module in self.model.modules():
-            # By any class: FSDP2 puts one of its own in front, under another name.
-            is_decoder = not names.isdisjoint(cls.__name__ for cls in type(module).__mro__)
-            if is_decoder and not isinstance(module, ParameterMixin):
+        for module in decoder_layers(self.model):
+            if not isinstance(module, ParameterMixin):
                 module.compile(options=options)
                 self.adapters.compiled(module)
                 for engine in self.engines:

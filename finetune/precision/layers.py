@@ -67,6 +67,16 @@ def is_conv1d(cls: type[nn.Module]) -> bool:
     )
 
 
+def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers that Transformers names in `_no_split_modules`, which are compiled and timed whole."""
+    models = model.modules()
+    names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
+    for module in model.modules():
+        # By any class: FSDP2 puts one of its own in front, under another name.
+        if not names.isdisjoint(cls.__name__ for cls in type(module).__mro__):
+            yield module
+
+
 def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
     """Name, module and (N, K) of each linear layer, shared modules once."""
     for name, module in model.named_modules():

@@ -35,6 +35,7 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.precision.backends.base import ObservedMixin, in_backward
 from finetune.precision.convert import Conversion
+from finetune.precision.layers import decoder_layers
 from finetune.precision.planner import PrecisionPlan
 from finetune.training.health.operands import GroupSums, OperandWatch
 from finetune.training.session import Session
@@ -64,9 +65,7 @@ class Ranges:
         model, plan = self.conversion.model, self.conversion.plan
         compiled = {id(module) for module in self.conversion.compiled}
         inside = {id(m) for c in self.conversion.compiled for m in c.modules()}
-        decoder = {
-            name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()
-        }
+        decoder = {id(module) for module in decoder_layers(model)}
         layers = {layer.owner for layer in plan.layers}
         layers |= {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
         for name, module in model.named_modules():
@@ -74,7 +73,7 @@ class Ranges:
                 self._replace(module, "_compiled_call_impl", _in_range(name))
             if id(module) in inside:
                 continue
-            if name in layers or type(module).__name__ in decoder:
+            if name in layers or id(module) in decoder:
                 self._around(name, module)
             if "_gradient_checkpointing_func" in vars(module):
                 # Transformers checkpoints inside a layer's forward: hooks miss the recomputation.
