@@ -202,6 +202,49 @@ def test_share_follows_the_calls(setup_backend) -> None:
     assert shares == pytest.approx([2 / 3, 2 / 3, 5 / 8, 6 / 10])
 
 
+def merge(model) -> None:
+    model.merge_adapter()
+
+
+def bypass(model) -> None:
+    """A forward that multiplies the plain weights of layers around which nothing trains."""
+    mlp = block(model).mlp
+    weights = [layer.weight.detach().clone() for layer in (mlp.gate_proj, mlp.down_proj)]
+    gate, down = (getattr(w, "_data", w) for w in weights)
+    linear = nn.functional.linear
+    mlp.forward = lambda x: linear(torch.relu(linear(x, gate.to(x.dtype))), down.to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (merge, r"2 adapters are merged into their base[\s\S]*0.self_attn.q_proj"),
+        (bypass, r"step 5: 3 layers[\s\S]*0.mlp.gate_proj[\s\S]*forward of a module around"),
+    ],
+)
+def test_adapters_that_something_goes_past(make_llama, setup_backend, damage, message) -> None:
+    """Checkpointing keeps the loss's gradient alive, so that nothing else fails."""
+    torch.manual_seed(3)
+    model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules=["q_proj"])).train()
+    model.enable_input_require_grads()
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    for seed in range(LATE):
+        step(accelerator, model, optimizer, seed)
+    damage(model)
+    with pytest.raises(ProofError, match=message):
+        step(accelerator, model, optimizer)
+    assert get_receipt().status.startswith("stopped")
+
+
+def test_adapters_merged_between_steps_are_no_damage(make_llama, setup_backend) -> None:
+    accelerator, model, optimizer = prepared(build(make_llama, "lora"), setup_backend)
+    for seed in range(LATE):
+        step(accelerator, model, optimizer, seed)
+        model.merge_adapter()
+        model.unmerge_adapter()
+    assert get_receipt().status == "proven"
+
+
 def test_prepared_again_after_a_change(make_llama, setup_backend) -> None:
     """The way to unfreeze in the middle of a run."""
     model = make_llama()

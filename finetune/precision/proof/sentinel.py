@@ -1,16 +1,18 @@
 """The sentinel: holds a proven run to its plan, at each optimizer step until the last.
 
 The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
-the optimizer uses the gradients, four things are compared, none of which needs the witness:
+the optimizer uses the gradients, five things are compared, none of which needs the witness:
 
     tree       every linear layer is the object that was prepared, and there is no other
     classes    every planned layer is still a converted one
     trainable  the parameters that train are those that trained at preparation
+    adapters   none that trains is merged into its base: the base would run alone
     calls      each converted layer counts its calls: one whose weight (or adapter) has a gradient
                was called in FP8, and no gradient has passed a call in high precision
 
-A layer that is not called at all rests, which is allowed at any step and counted. Prepare a model
-again to change its layers or what trains.
+A layer that is not called at all rests, which is allowed at any step and counted: unless the
+forward of a module around it was replaced since, which multiplies past it. Prepare a model again to
+change its layers, their forwards or what trains.
 
 The cost is a comparison of lists of objects, about 0.1 microseconds for each module and parameter,
 and as much for each call of a converted layer. What differs is looked at again slowly, since
@@ -102,6 +104,8 @@ class Sentinel:
         self._trains = trains
         self._held: list[Held] = []
         self._mine: weakref.WeakKeyDictionary[Optimizer, list[Held]] = weakref.WeakKeyDictionary()
+        self._forwards: dict[str, tuple[nn.Module, tuple[Any, Any]]] = {}
+        self._adapters: list[Any] = []
         self._is_begun = self._is_noted = False
         self._task = -1
 
@@ -111,6 +115,7 @@ class Sentinel:
         self._held = list(self._iter_held(parameters))
         for held in self._held:
             held.first = held.tally.rows
+        self._forwards = {n: (m, _forward_of(m)) for n, m in self.model.named_modules()}
         self._mine.clear()
         self._is_begun = True
 
@@ -143,6 +148,12 @@ class Sentinel:
         modules = list(self.model.modules())
         self._tree = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
         self._classes = [(held.module, type(held.module)) for held in self._held]
+        self._adapters = [
+            m
+            for m in modules
+            if "merged_adapters" in vars(m)  # PEFT's
+            and any(p.requires_grad for p in m.parameters())
+        ]
         self._parameters = [
             (m._parameters, name, p, p.requires_grad)
             for m in modules
@@ -161,6 +172,7 @@ class Sentinel:
             self._task = task
             self.steps += 1
             self._check_structure()
+            self._check_merged()
         if self._is_begun:
             self._check_calls(self._concerned(optimizer))
 
@@ -239,9 +251,22 @@ class Sentinel:
                 fix="prepare the model again, or leave its classes as they are",
             )
 
+    def _check_merged(self) -> None:
+        merged = [m for m in self._adapters if m.merged_adapters]
+        if merged:
+            names = {id(m): name for name, m in self.model.named_modules()}
+            self._fail(
+                f"{len(merged)} adapters are merged into their base weights and do not train",
+                where=some([names.get(id(m), "?") for m in merged]),
+                why="a merged adapter is not multiplied, so no gradient reaches it",
+                fix="model.unmerge_adapter() before the next forward of training; merge a copy, or "
+                "`python -m finetune export RUN` when the run has ended",
+            )
+
     def _check_calls(self, concerned: list[Held]) -> None:
         past: list[str] = []
         high: list[str] = []
+        around: list[str] = []
         ran = set[int]()
         self.idle = set()
         for held in concerned:
@@ -254,23 +279,40 @@ class Sentinel:
                 ran |= held.own
             elif any(_has_gradient(p) for p in held.evidence):
                 past.append(held.layer.name)
+            elif self._is_bypassed(held.layer.name):
+                around.append(held.layer.name)
             else:
                 self.resting[held.layer.name] += 1
                 self.idle |= held.own
         self.idle -= ran  # a weight of two layers
-        self.entered.update(high + past)
-        if high or past:
+        left = high + past + around
+        self.entered.update(left)
+        if left:
+            why = "their weights have gradients, and the layers were not called"
+            if high:
+                why = "they were called in evaluation mode, where layers multiply in high precision"
+            elif not past:
+                why = (
+                    "the forward of a module around them was replaced after the first step, and "
+                    "since then they are not called"
+                )
             self._leave(
-                f"BF16 entered at optimizer step {self.steps}: {len(high + past)} layers that were "
+                f"BF16 entered at optimizer step {self.steps}: {len(left)} layers that were "
                 "planned in FP8 did not run in FP8",
-                where=some(high + past),
-                why="they were called in evaluation mode, where layers multiply in high precision"
-                if high
-                else "their weights have gradients, and the layers were not called",
+                where=some(left),
+                why=why,
                 fix=remedy(
                     "fp8", training=not high, silent=True, roles={h.layer.role for h in self._held}
                 ),
             )
+
+    def _is_bypassed(self, name: str) -> bool:
+        """True if the forward of a layer, or of a module around it, is another than at first."""
+        parts = name.split(".")
+        # Not of the whole model, whose forward Accelerate wraps and unwraps.
+        paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        known = (self._forwards[path] for path in paths if path in self._forwards)
+        return any(_forward_of(module) != at_first for module, at_first in known)
 
     def _concerned(self, optimizer: Optimizer) -> list[Held]:
         """Layers of which an optimizer has the evidence, and those that have none."""
@@ -321,6 +363,11 @@ class Sentinel:
             "resting": dict(self.resting),
             "entered": dict(self.entered),
         }
+
+
+def _forward_of(module: nn.Module) -> tuple[Any, Any]:
+    """What a call of a module runs: a forward of its own, if it has one, and its class's."""
+    return vars(module).get("forward"), type(module).forward
 
 
 def _is_converted(module: nn.Module) -> bool:
