@@ -133,6 +133,18 @@ def this_device() -> Device:
     return Device("cpu", platform.processor() or platform.machine() or "CPU", None, host_gib)
 
 
+def synchronize(kind: str) -> None:
+    """Wait until a device has done what it was given; a CPU already has.
+
+    Args:
+        kind: as `Device.kind`.
+    """
+    import torch
+
+    if kind != "cpu":
+        torch.accelerator.synchronize()
+
+
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder in which NVIDIA's driver describes each GPU of a Linux machine."""
 

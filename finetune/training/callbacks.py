@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from finetune.hardware.device import synchronize
 from finetune.training.compute_types import refuse_vanished_scale
 from finetune.units import elapsed
 
@@ -172,8 +173,7 @@ def mark(device: str) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-    if device == "mps":  # its events cannot be read without a wait
-        torch.mps.synchronize()
+    synchronize(device)  # events of other accelerators cannot be read without a wait
     return time.perf_counter()
 
 
@@ -258,8 +258,7 @@ class StepTimer(TrainerCallback):
         finished, self._finished = self._finished, []
         if not finished:
             return
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         totals = torch.tensor([sum(int(n) for n in tokens) for *_, tokens in finished])
         if dist.is_initialized() and dist.get_world_size() > 1:
             totals = totals.cuda() if dist.get_backend() == "nccl" else totals

@@ -793,7 +793,7 @@ def test_on_a_gpu_steps_are_timed_by_events_that_nothing_waits_for(tmp_path, mon
             return end.at - self.at
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
 
     class Model(torch.nn.Module):
         def forward(self, **inputs):

@@ -27,12 +27,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerState
 
+from finetune.hardware.device import synchronize
 from finetune.precision.backends.base import ObservedMixin, in_backward
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import decoder_layers
@@ -238,8 +238,7 @@ class Observer(TrainerCallback):
         self._looking.close()
 
     def _now(self) -> float:
-        if self.session.device.kind == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.session.device.kind)
         return time.perf_counter()
 
 
