@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
@@ -82,15 +82,37 @@ def layer_groups(
     return list(groups.values())
 
 
-def group_layers(layers: list[LayerReceipt]) -> list[tuple[str, ...]]:
-    """Groups of layers as rows of text: count, names, three precisions, share of FLOPs, reason."""
+class LayerGroup(NamedTuple):
+    """Layers that ran alike, as a row of a table.
+
+    Attributes:
+        count: number of layers.
+        names: last parts of their names, each once.
+        gemms: precision of fprop, dgrad and wgrad; `-` where none ran.
+        share: of the FLOPs of all layers; 0 to 1.
+        reason: why this precision was planned.
+    """
+
+    count: int
+    names: str
+    gemms: tuple[str, str, str]
+    share: float
+    reason: str
+
+
+def group_layers(layers: list[LayerReceipt]) -> list[LayerGroup]:
+    """Groups of `layer_groups` with what a table shows of each."""
     total = sum(layer.flops for layer in layers) or 1
+
+    def shown(precision: str) -> str:
+        return precision if precision != "none" else "-"
+
     return [
-        (
-            str(len(rows)),
+        LayerGroup(
+            len(rows),
             " ".join(dict.fromkeys(name_parts(row.name)[-1] for row in rows)),
-            *(p if p != "none" else "-" for p in (rows[0].fprop, rows[0].dgrad, rows[0].wgrad)),
-            f"{sum(row.flops for row in rows) / total:.1%}",
+            (shown(rows[0].fprop), shown(rows[0].dgrad), shown(rows[0].wgrad)),
+            sum(row.flops for row in rows) / total,
             rows[0].reason,
         )
         for rows in layer_groups(layers)
@@ -219,8 +241,8 @@ class Receipt(JupyterMixin):
         whole_columns = ("layers", "fprop", "dgrad", "wgrad", "FLOPs")
         titles = ("layers", "", "fprop", "dgrad", "wgrad", "FLOPs", "reason")
         table = plain_table(*titles, whole=whole_columns)
-        for row in group_layers(self.layers):
-            table.add_row(*row)
+        for g in group_layers(self.layers):
+            table.add_row(str(g.count), g.names, *g.gemms, percent(g.share), g.reason)
         yield Text()
         yield table
 

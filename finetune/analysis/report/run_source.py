@@ -318,12 +318,16 @@ class RunSource(Source):
         layers = self._receipt.layers
         total = sum(layer.flops for layer in layers) or 1
         rows, shares = [], []
-        for number, names, *gemms, share, reason in group_layers(layers):
-            ran = [self.num(g.upper(), RECEIPT, "layers[]") if g != "-" else MISSING for g in gemms]
-            flops = self.num(share, RECEIPT, f"layers[].flops of {total:,}")
-            why = self.num(reason, RECEIPT, "layers[].reason")
-            rows.append((names, self.num(number, RECEIPT, "layers[].name"), *ran, flops, why))
-            shares.append(float(share.rstrip("%")) / 100)
+        for g in group_layers(layers):
+            ran = [
+                self.num(gemm.upper(), RECEIPT, "layers[]") if gemm != "-" else MISSING
+                for gemm in g.gemms
+            ]
+            flops = self.num(percent(g.share), RECEIPT, f"layers[].flops of {total:,}")
+            why = self.num(g.reason, RECEIPT, "layers[].reason")
+            number = self.num(str(g.count), RECEIPT, "layers[].name")
+            rows.append((g.names, number, *ran, flops, why))
+            shares.append(g.share)
         head = ("layers", "count", "fprop", "dgrad", "wgrad", "FLOPs", "reason")
         return Table(head, rows, numeric=(1, 5), shares={5: shares})
 
