@@ -43,6 +43,7 @@ LOADERS = {
 }  # fmt: skip
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ADD_ROWS = 'add rows, such as {"prompt": "Where?", "completion": "Here."}'
+DELIMITERS = ",;\t|"
 CHECKED = 10_000
 """Lines of a streamed CSV whose cells are counted before it is read."""
 BLOCK, BLOCKS = 1 << 20, 64
@@ -354,6 +355,17 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
                     why="only one of them would be read",
                     fix="rename one of them in the first line",
                 )
+            if len(header) == 1 and (found := _other_delimiter(header[0], separator)):
+                raise DataError(
+                    f"{path.name} separates its cells by {found!r}, not by {separator!r}",
+                    where=f"{path}:1",
+                    why=f"with {separator!r} its first line is one column: {header[0][:80]}",
+                    fix=f"save it with {separator!r} between the cells"
+                    + (", or, as it is, under a name that ends in .tsv" if found == "\t" else "")
+                    + "; in Python: pandas.read_csv(FILE, sep="
+                    f"{found!r}, dtype=str, keep_default_na=False).to_json('rows.jsonl', "
+                    "orient='records', lines=True)",
+                )
             columns = columns or header
             for cells in itertools.islice(lines, CHECKED if streaming else None):
                 if cells and len(cells) != len(header):
@@ -366,6 +378,12 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
     features = Features({column: Value("string") for column in columns})
     text = {"features": features, "keep_default_na": False} if columns else {}
     return {"sep": separator, **text}
+
+
+def _other_delimiter(header: str, separator: str) -> str:
+    """The usual delimiter that a first line has in place of `separator`; empty if none."""
+    found = Counter(c for c in header if c in DELIMITERS and c != separator)
+    return max(found, key=lambda c: found[c], default="")
 
 
 def _not_on_the_hub(source: Source, error: BaseException) -> DataNotFoundError:

@@ -149,6 +149,18 @@ def test_csv_cells_are_text_whatever_they_look_like(load, answer):
     assert list(rows.train) == [pair("2+2?", answer)]
 
 
+@pytest.mark.parametrize(
+    ("name", "there", "wanted"),
+    [("rows.csv", ";", ","), ("rows.csv", "\t", ","), ("rows.tsv", ",", "\t")],
+)
+def test_a_csv_with_another_delimiter_names_it(load, tmp_path, name, there, wanted):
+    (tmp_path / name).write_text(f"prompt{there}completion\nOne, two?{there}Three.\n")
+    with pytest.raises(DataError) as caught:
+        load(str(tmp_path / name))
+    assert caught.value.what == f"{name} separates its cells by {there!r}, not by {wanted!r}"
+    assert f"sep={there!r}" in caught.value.fix
+
+
 def test_without_a_chat_template_messages_are_refused(load):
     path = write("chat.jsonl", [MESSAGES] * 4)
     with pytest.raises(DataError, match="no chat template"):
