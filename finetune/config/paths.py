@@ -5,8 +5,10 @@ Without pydantic and YAML, so that `ls` and completion are quick.
 
 from __future__ import annotations
 
+import json
 import os.path
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import RecipeNotFoundError, did_you_mean
 
@@ -77,3 +79,21 @@ def find_recipe(name: str) -> Path:
         f"there is no recipe {name!r}" + did_you_mean(name, list_recipes()),
         fix="`python -m finetune ls` lists them; a path to a YAML file works too",
     )
+
+
+def recipe_of(folder: Path) -> str:
+    """Name of the recipe of a run folder, as it was written there, also where it was moved since.
+
+    Older runs that have no receipt either are named by the folder above.
+    """
+    for file, keys in (("run.json", ("recipe",)), ("receipt.json", ("run", "name"))):
+        try:
+            found: Any = json.loads((folder / file).read_text(encoding="utf-8"))
+            for key in keys:
+                found = found[key]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue
+        # A name and no path: new runs are written below a folder of this name.
+        if isinstance(found, str) and found and found == Path(found).name and found[0] != ".":
+            return found
+    return folder.resolve().parent.name

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
-from finetune.config.paths import find_recipe
+from finetune.config.paths import find_recipe, recipe_of
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.config.secrets import check_secrets
 from finetune.config.section import RefusedError
@@ -197,7 +197,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     train = convert_train(config.train, where) if check_train else config.train
     # `runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe.
     ran = any((source.parent / file).is_file() for file in ("receipt.json", "run.json"))
-    name = (source.resolve().parent.parent.name if ran else "") or source.stem
+    name = (recipe_of(source.parent) if ran else "") or source.stem
     return Recipe(name, source, config.model_copy(update={"train": train}))
 
 

@@ -32,6 +32,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from finetune.config.paths import recipe_of
 from finetune.config.secrets import redacted
 from finetune.config.yaml import parse_yaml, plain_data, read_text
 from finetune.errors import ConfigError, writing
@@ -52,8 +53,11 @@ _REPORT: dict[str, type] = {"samples": list, "tasks": dict, "receipt": dict}
 """Type of each part that is read, which a damaged file may not have."""
 
 
-def write_start(folder: Path) -> None:
-    """Write `run.json`: who runs here, so that a reader can tell a living run from a killed one."""
+def write_start(folder: Path, recipe: str = "") -> None:
+    """Write `run.json`: who runs here, so that a reader can tell a living run from a killed one.
+
+    The recipe's name stays with a folder that is moved before it has a receipt.
+    """
     from finetune import __version__
 
     facts = {
@@ -62,6 +66,7 @@ def write_start(folder: Path) -> None:
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "version": __version__,
+        **({"recipe": recipe} if recipe else {}),
     }
     (folder / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
@@ -139,9 +144,8 @@ class Run:
 
     @property
     def recipe(self) -> str:
-        """The recipe's name, which the folder above has too."""
-        named = self.receipt.get("run", {}).get("name")
-        return named if named and isinstance(named, str) else self.folder.resolve().parent.name
+        """The recipe's name, which the folder above has too unless the run was moved."""
+        return recipe_of(self.folder)
 
     @property
     def name(self) -> str:

@@ -89,12 +89,15 @@ def read_run(folder: Path | str) -> Run:
     if folder.is_dir():
         why = "a run folder holds config.yaml and metrics.jsonl or receipt.json"
     else:
+        why = "it is a file, and a run is a folder" if folder.is_file() else why
         inside = next((p for p in folder.parents if p.is_dir()), Path())
         inside = Path("runs") if inside in (Path(), inside.parent) else inside
     known = [str(run.folder) for run in (find_runs(inside) if inside.is_dir() else [])]
     fix = "give the folder that the run printed at its end, runs/<recipe>/<time>-<id>"
     close = None if folder.is_dir() else nearest(str(folder), known)
-    if close:
+    if folder.is_file() and is_run(folder.parent):
+        fix = f"it lies in the run {folder.parent}"
+    elif close:
         fix = f"the nearest run is {close}"
     elif known:
         fix = f"the newest run {'in it ' if folder.is_dir() else ''}is {known[0]}"

@@ -62,7 +62,7 @@ def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
     """Make a run folder, which locks it, and write what a run begins with; or a `ConfigError`."""
     try:
         folder.mkdir(parents=True)
-        write_start(folder)
+        write_start(folder, recipe.name)
         (folder / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     except FileExistsError:
         holder = Run(folder).holder

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from finetune import find_runs
+from finetune.config.paths import find_recipe
+from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.runs.folder import QUIET, Run, write_start
 from finetune.runs.lookup import find_comparisons, read_run
@@ -103,7 +105,22 @@ def test_what_a_start_says(tmp_path):
     start = Run(tmp_path).start
     assert (start["pid"], start["host"]) == (os.getpid(), socket.gethostname())
     assert set(start) == {"started", "command", "pid", "host", "version"}
+    write_start(tmp_path, "tiny_lora_fp8")
+    assert Run(tmp_path).start["recipe"] == Run(tmp_path).recipe == "tiny_lora_fp8"
     assert abs(Run(tmp_path).started - time.time()) < 60
+
+
+@pytest.mark.parametrize("name", ["tiny_lora_fp8", "../../elsewhere", "", 7])
+@pytest.mark.parametrize("file", ["run.json", "receipt.json"])
+def test_a_moved_run_keeps_the_name_of_its_recipe(tmp_path, file, name):
+    folder = tmp_path / "x" / "moved"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(find_recipe("tiny_lora_fp8").read_text())
+    facts = {"recipe": name} if file == "run.json" else {"run": {"name": name}}
+    (folder / file).write_text(json.dumps(facts))
+    expected = name if name == "tiny_lora_fp8" else "x"
+    assert load_recipe(str(folder / "config.yaml"), check_train=False).name == expected
+    assert Run(folder).recipe == expected
 
 
 # ---------------------------------------------------------------------------------- half-written
@@ -188,6 +205,12 @@ def test_a_folder_that_is_none_names_the_nearest_run(run, tmp_path, path, names)
 
 
 # -------------------------------------------------------------------------------------- ls --runs
+
+
+def test_a_file_is_called_a_file_and_its_run_named(run):
+    with pytest.raises(ConfigError, match="it is a file") as caught:
+        read_run(run / "receipt.json")
+    assert caught.value.fix == f"it lies in the run {run}"
 
 
 def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):
