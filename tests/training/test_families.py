@@ -218,6 +218,7 @@ def test_what_peft_leaves_out_is_said(tmp_path) -> None:
     lost, routers = notes(sketch(config), config)
     assert lost.startswith("no adapter on 6 linear layers (mlp.down_proj, mlp.gate_proj, ")
     assert "peft#3711" in lost
+    assert "lora.target_parameters=[NAME.weight, ...] with precision.keep=[NAME, ...]" in lost
     assert routers.startswith("adapter on 1 routers too (mlp.gate.weight)")
 
 
