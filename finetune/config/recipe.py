@@ -7,7 +7,7 @@ torch; checking the `train` section imports trl, and can be left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from finetune.config.paths import find_recipe, recipe_of
 from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
 from finetune.config.secrets import check_secrets
 from finetune.config.section import RefusedError
-from finetune.config.sft import convert_train
+from finetune.config.sft import convert_train, sft_arguments
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean
 
@@ -70,12 +70,15 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         section, (*parents, last) = data, path
         for parent in parents:
             child = section.get(parent)
+            if not equals and not isinstance(child, dict):
+                break  # nothing to take back: an empty `lora` would switch adapters on
             section[parent] = dict(child) if isinstance(child, dict) else {}
             section = section[parent]
-        if equals:
-            section[last] = _override_value(value, item)
         else:
-            section.pop(last, None)
+            if equals:
+                section[last] = _override_value(value, item)
+            else:
+                section.pop(last, None)
     _replace_data_source(data, overrides)
     _replace_precision(data, overrides)
     return data
@@ -179,7 +182,8 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
             "a recipe is a mapping of sections", where=file, fix=f"start from {', '.join(SECTIONS)}"
         )
     overridden = {tuple(_key(item).split(".")): item for item in overrides}
-    data = apply_overrides(data, overrides)
+    written, data = data, apply_overrides(data, overrides)
+    _check_unset(written, overrides, check_train=check_train)
     check_secrets(data)
 
     def where(at: KeyPath) -> str:
@@ -199,6 +203,29 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     ran = any((source.parent / file).is_file() for file in ("receipt.json", "run.json"))
     name = (recipe_of(source.parent) if ran else "") or source.stem
     return Recipe(name, source, config.model_copy(update={"train": train}))
+
+
+def _check_unset(
+    written: Mapping[str, Any], overrides: Sequence[str], *, check_train: bool
+) -> None:
+    """Reject `~section.key` that removes nothing because no such key exists: most likely misspelt.
+
+    A key that exists and is at its default may be unset; so may an unknown one that the recipe has.
+    """
+    for item in overrides:
+        section, _, key = _key(item).partition(".")
+        if not item.startswith("~") or not key or "." in key:
+            continue
+        if section == "train" and not check_train:  # its names need trl
+            continue
+        known = sft_arguments() if section == "train" else tuple(_fields_of(section))
+        if key not in known and key not in (written.get(section) or ()):
+            raise ConfigError(
+                f"there is no key {key!r} in section {section!r}" + did_you_mean(key, known),
+                where=f"override {item!r}",
+                why="it would take nothing back, and the recipe's value would stay silently",
+                fix="write the key as the recipe has it: `python -m finetune cat RECIPE` shows it",
+            )
 
 
 def _fields_of(section: str) -> dict[str, Any]:

@@ -104,6 +104,13 @@ def _import_config() -> type[SFTConfig]:
     return SFTConfig
 
 
+def sft_arguments() -> tuple[str, ...]:
+    """Names of the arguments that `trl.SFTConfig` takes; imports trl (seconds)."""
+    import dataclasses
+
+    return tuple(f.name for f in dataclasses.fields(_import_config()) if f.init)
+
+
 def convert_train(
     train: dict[str, Any], where: Callable[[KeyPath], str] = ".".join
 ) -> dict[str, Any]:

@@ -298,6 +298,29 @@ def test_a_wrong_override_is_quoted(load, override, said):
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("~data.max_row", "max_rows"),
+        ("~precision.frozn", "frozen"),
+        ("~train.max_stps", "max_steps"),
+        ("~lora.alpa", "alpha"),
+    ],
+)
+def test_unsetting_a_misspelt_key_is_refused(load, override, meant):
+    """The recipe's value stayed, without a word: `~data.max_row` trained on the first rows only."""
+    with pytest.raises(ConfigError, match=f"no key .*; did you mean '{meant}'") as caught:
+        load(BASE.replace("harbour", "harbour\n  max_rows: 9"), override)
+    assert override in str(caught.value)
+
+
+def test_what_is_at_its_default_or_unknown_to_us_can_be_unset(load):
+    unset = ("~train.fsdp", "~data.max_rows", "~lora", "~train.fsdp_config.version")
+    assert load(BASE, *unset) == load(BASE)
+    assert load(BASE, "~lora.alpha").method == "full", "no adapters: nothing was set"
+    assert load(BASE.replace("harbour", "harbour\n  max_row: 9"), "~data.max_row") == load(BASE)
+
+
 # -------------------------------------------------------------------------------------- mistakes
 
 
