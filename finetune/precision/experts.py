@@ -48,6 +48,7 @@ from finetune.precision.weights import (
     Granularity,
     Tile,
     cast,
+    check_stack,
     dequantize_weight,
     dequantizing,
     dgrad,
@@ -427,6 +428,7 @@ def quantize_stack(stack: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 
 def put_experts(module: Any, name: str, bits: Tensor, inverse: Tensor) -> None:
     """Replace a stack by codes [E, N, K] and inverse scales [E, N, 1], or [E, 1, 1]."""
+    check_stack(name, bits, inverse)
     # In the shape that the module had, from which PEFT reads the sizes of adapters.
     module._parameters[name] = Fp8Bits(bits.mT if module.is_transposed else bits)
     module.register_buffer(name + SCALE, inverse)

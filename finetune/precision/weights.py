@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.config.schema import Gemm
+from finetune.errors import ConfigError
 from finetune.precision.formats import (
     E4M3,
     amax,
@@ -65,6 +66,17 @@ def tile_of(granularity: Granularity, shape: tuple[int, int]) -> Tile:
     """The tile of a weight [N, K] that shares a scale."""
     n, k = shape
     return {"row": (1, k), "tensor": (n, k), "block": (BLOCK, BLOCK)}[granularity]
+
+
+def check_stack(name: str, bits: Tensor, inverse: Tensor) -> None:
+    """Raise `ConfigError` unless codes [E, N, K] have scales [E, N, 1] by row or [E, 1, 1]."""
+    if tuple(inverse.shape[1:]) not in ((bits.shape[1], 1), (1, 1)):
+        raise ConfigError(
+            "experts held in one parameter cannot be stored with a scale for each block",
+            where=name,
+            why="their products take a scale for each row or for each expert's matrix",
+            fix="granularity='row', or 'tensor'; blocks are for linear layers",
+        )
 
 
 def serves(tile: Tile, shape: tuple[int, int], granularity: Granularity) -> bool:

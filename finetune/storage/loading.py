@@ -124,7 +124,8 @@ def load_stored(
         granularity: scope of a scale.
 
     Raises:
-        ConfigError, ModelNotFoundError, StorageNotComputeError: as `load_in_fp8`.
+        ConfigError, ModelNotFoundError, StorageNotComputeError: as `load_in_fp8`; the first also
+            for blocks of a stack of experts, which takes a scale by row or by matrix.
         PlanError: a name that is no linear layer of the model.
     """
     storage = Fp8StorageConfig(granularity, modules={granularity: names})

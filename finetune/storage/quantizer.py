@@ -396,7 +396,7 @@ def _expect_stack(experts: Any, name: str, tile: Tile) -> Tile:
     count, n, k = (w.mT if experts.is_transposed else w).shape
     with torch.device("meta"):
         bits = torch.empty(count, n, k, dtype=torch.uint8)
-        scales = torch.empty(count, n // tile[0], 1, dtype=torch.float32)
+        scales = torch.empty(count, -(-n // tile[0]), -(-k // tile[1]), dtype=torch.float32)
     put_experts(experts, local, bits, scales)
     experts._is_hf_initialized = True  # a weight that is missing is an error, not a random one
     return tile

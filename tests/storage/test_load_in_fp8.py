@@ -451,10 +451,13 @@ def test_weights_that_are_not_stored_in_fp8_are_not_drawn_by_chance(folder, tmp_
 
 def test_a_model_with_stored_experts_is_not_saved_as_if_they_were_weights(tmp_path):
     torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160}
     plain = Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **experts))
     plain.save_pretrained(tmp_path / "plain")
     stack = "model.layers.0.mlp.experts.down_proj"
+    with pytest.raises(ConfigError, match="experts held in one parameter cannot") as refused:
+        load_stored(tmp_path / "plain", ["model.layers.0.mlp.experts.gate_up_proj"], "block")
+    assert "granularity='row'" in refused.value.fix
     stored = load_stored(tmp_path / "plain", [stack, "model.layers.0.self_attn.q_proj"])
     with pytest.raises(StorageNotComputeError, match="experts stored in FP8") as caught:
         stored.save_pretrained(tmp_path / "saved")
