@@ -8,6 +8,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.sft import fsdp_settings, padding_free
 from finetune.estimator.knobs import attends_by_mask
 from finetune.estimator.measure import Measured
+from finetune.hardware.device import shown_capability
 from finetune.hardware.requirements import TAKEN
 
 
@@ -34,6 +35,15 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         if place.here:
             known = "this GPU is not in the table of GPUs, whose peaks are known"
         notes.append(f"{known}, and no time is predicted")
+    capability = place.device.capability or (8, 0)
+    in_bf16 = measured.resolution.precision.compute == "bf16"
+    if on_gpu and not place.device.is_rocm and capability < (8, 0) and in_bf16:
+        name = place.gpu.name if place.gpu is not None else place.device.name
+        notes.append(
+            f"{name} has no BF16 (compute capability {shown_capability(capability)}; it takes "
+            "8.0): torch converts each operand, and steps take longer than predicted, which is for "
+            "FP16; precision.compute=fp16"
+        )
     if on_gpu and measured.compiled:
         notes.append(
             "compiled layers are rehearsed uncompiled, then fused and divided between forward and "

@@ -414,6 +414,13 @@ def test_transformer_engine_may_be_broken_here_and_run_there(monkeypatch):
     assert resolve_there(by_need, H100).precision.backend == "te"
 
 
+@pytest.mark.parametrize("gpu", ["T4", "A100-80GB"])
+def test_bf16_where_the_gpu_has_none_is_said(config, gpu):
+    plain = changed(config, precision=in_bf16(config))
+    said = " ".join(caveats(measure_fast(plain, place_of(gpu))))
+    assert ("has no BF16 (compute capability 7.5" in said) == (gpu == "T4")
+
+
 def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, monkeypatch):
     slice_of_one = Device("cuda", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0), 39.5)
     plain = changed(config, precision=in_bf16(config))
