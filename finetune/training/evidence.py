@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import ProofError
+from finetune.errors import ProofError, some
 from finetune.hardware.device import Device, cuda_of, gemm_engine, version
 from finetune.hardware.requirements import Resolution
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import Conversion
 from finetune.precision.formats import E4M3
 from finetune.precision.lora import fused_adapters
+from finetune.precision.proof.movement import local_part
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import recipe_name
@@ -73,8 +74,11 @@ def receipt_of(
     low = next((k for k in ("fp8", "fp4") if share.get(k)), "")
     ran = low or max(share, key=lambda k: share[k], default="nothing")
     fp8 = p.compute == "fp8"
+    status = proof.status if proof else "not proven: nothing was trained"
+    if status == "proven" and conversion and (broken := _not_finite(conversion.model)):
+        status = f"not proven: weights are not finite ({some(broken, 3)})"
     return Receipt(
-        status=proof.status if proof else "not proven: nothing was trained",
+        status=status,
         precision={
             "asked": r.asked.compute,
             "ran": ran,
@@ -101,6 +105,21 @@ def receipt_of(
         held=proof.sentinel.described() if proof else {},
         environment=_environment(device) | {"patches": patches},
     )
+
+
+@torch.no_grad()
+def _not_finite(model: nn.Module) -> list[str]:
+    """Names of plain trainable weights with NaN or infinity, which no optimizer step mends.
+
+    A loop of one's own has nobody else who looks; moments in FP16, say, divide by zero.
+    """
+    found = []
+    for name, p in named_trainable(model).items():
+        local = local_part(p.detach())
+        if type(local) is torch.Tensor and local.numel() and local.element_size() > 1:
+            low, high = torch.aminmax(local)
+            found += [] if torch.isfinite(low) and torch.isfinite(high) else [name]
+    return found
 
 
 def _gemm(p: PrecisionConfig, device: Device) -> str:

@@ -56,6 +56,14 @@ def test_training_in_evaluation_mode(make_llama, setup_backend) -> None:
     assert caught.value.fix.startswith("model.train()")
 
 
+def test_weights_that_became_nan_are_not_proven(make_llama, setup_backend) -> None:
+    """Adam's epsilon is zero in FP16."""
+    accelerator, model, optimizer = prepared(make_llama().half(), setup_backend)
+    for seed in range(4):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status.startswith("not proven: weights are not finite (model.embed")
+
+
 def test_calling_the_inner_model(make_llama, setup_backend) -> None:
     accelerator, model, _ = prepared(make_llama(), setup_backend)
     ids = batch()["input_ids"]
