@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,22 @@ def _refused(
     return DataError(f"{name} cannot be read as JSON", where=f"{file}:{number}", why=why, fix=fix)
 
 
+# --------------------------------------------------------------------- rows that are there twice
+
+
+def shared_rows(train: Any, held_out: Any) -> int:
+    """Number of evaluation rows that are also among the first `COMPARED` training rows."""
+    columns = sorted({*train.column_names} & {*held_out.column_names})
+
+    def hashes(rows: Any) -> Iterator[int]:
+        for table in rows.select_columns(columns).with_format("arrow").iter(BATCH):
+            yield from (hash(repr(row)) for row in table.to_pylist())
+
+    wanted = Counter(hashes(held_out))
+    there = {key for key in itertools.islice(hashes(train), COMPARED) if key in wanted}
+    return sum(wanted[key] for key in there)
+
+
 # ------------------------------------------------------------- rows that were tokenized before
 
 MASKED = -100
@@ -113,6 +130,8 @@ MASKED = -100
 UNKNOWN = 2**31
 """Tokens of a vocabulary that is not known."""
 BATCH = 4096
+COMPARED = 100_000
+"""Training rows that evaluation rows are looked for in: a second or two."""
 
 
 def check_columns(rows: Any, source: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data.chat import training_template, unused_parts
-from finetune.data.checks import UNKNOWN
+from finetune.data.checks import UNKNOWN, shared_rows
 from finetune.data.rows import TRAINED_TURNS, Form, formatted, formatted_stream
 from finetune.data.sources import Source, files_of, reading, sources_of
 from finetune.errors import DataError
@@ -50,6 +50,7 @@ class Rows:
         sample: the first training rows, where `train` is a stream.
         sampled: number of rows that were read, if that is not all.
         fingerprint: of a stream's sources, which is too long to be compared row by row.
+        shared: evaluation rows that are also among the first 100,000 training rows; 0 of a stream.
     """
 
     train: Dataset | IterableDataset
@@ -61,6 +62,7 @@ class Rows:
     sample: Dataset | None = None
     sampled: int | None = None
     fingerprint: str = ""
+    shared: int = 0
 
     def first(self, count: int) -> Dataset:
         """The first training rows."""
@@ -145,6 +147,7 @@ def load_data(
         sample=_concatenated([part.train for part in parts]) if streams else None,
         sampled=sum(cut) if cut else None,
         fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest() if streams else "",
+        shared=0 if held_out is None or streams else shared_rows(train, held_out),
     )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ class Ledger:
         chat: True if the rows are turns of a conversation.
         sampled: rows that were looked at, where these are not all.
         pad_is_stop: True if the padding token is the end-of-text token.
+        in_eval: evaluation rows that are also training rows (`Rows.shared`).
     """
 
     rows: int
@@ -69,6 +70,7 @@ class Ledger:
     chat: bool = False
     sampled: int | None = None
     pad_is_stop: bool = False
+    in_eval: int = 0
 
     @property
     def read(self) -> int:
@@ -103,6 +105,12 @@ class Ledger:
         yield False, ", ".join(facts)
         if self.refused:
             yield True, f"{self.refused:,} rows could not be read and are skipped"
+        if self.in_eval:
+            yield (
+                True,
+                f"{self.in_eval:,} eval rows are also training rows: the eval loss says less of "
+                "new text",
+            )
         if self.dropped:
             share = self.dropped / self.rows
             yield (
@@ -365,7 +373,9 @@ def count(rows: Rows, args: Any, tokenizer: Any) -> CountedRows:
     prepare = trainer._prepare_dataset
     prepared = prepare(held, tokenizer, args, args.packing, None, "train")
     sampled = rows.sampled if rows.sample is None else len(held) + rows.refused
-    ledger = replace(trainer.ledgers["train"], refused=rows.refused, sampled=sampled)
+    ledger = replace(
+        trainer.ledgers["train"], refused=rows.refused, sampled=sampled, in_eval=rows.shared
+    )
     if args.packing:
         prepared = prepare(held, tokenizer, args, False, None, "train")
     return CountedRows(rows, prepared, ledger, tokenizer)

@@ -261,7 +261,8 @@ class _Run:
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is None:
             found = self.ledgers["train"]
-            self.ledgers["train"] = replace(found, refused=self.rows.refused)
+            ours = {"refused": self.rows.refused, "in_eval": self.rows.shared}
+            self.ledgers["train"] = replace(found, **ours)
         else:
             self.ledgers["train"] = count(self.rows, self.args, self.tokenizer).ledger
         for warns, line in self.ledgers["train"].lines():

@@ -167,6 +167,16 @@ def test_without_a_chat_template_messages_are_refused(load):
         load(path, tokenizer=SimpleNamespace(chat_template=None))
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_eval_rows_that_are_training_rows_are_counted(load, separate):
+    rows = [{"text": f"row {i % 10}"} for i in range(20)]
+    if separate:
+        write("eval.jsonl", [*rows[:3], {"text": "new"}])
+    own = {"eval_path": "eval.jsonl"} if separate else {"eval_fraction": 0.05}
+    assert load(write("rows.jsonl", rows), **own).shared == (3 if separate else 1)
+    assert load(write("rows.jsonl", rows[:10]), eval_fraction=0.1).shared == 0
+
+
 def test_without_a_chat_template_a_pair_stays_text(load):
     path = write("rows.jsonl", [{"question": "a?", "answer": "b."}])
     rows = load(path, tokenizer=SimpleNamespace(chat_template=None))
