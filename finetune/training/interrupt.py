@@ -1,6 +1,7 @@
 """Signals during training: Ctrl-C, SIGTERM, SIGHUP (a closed terminal), SIGUSR1 (Slurm).
 
-    first       the step ends, a checkpoint is saved, training stops, on all processes
+    first       the step ends, a checkpoint is saved, training stops, on all processes; output that
+                nobody reads any more (`| head`, a `tee` that died) counts as SIGHUP
     second      training stops at once
     after training, in the last evaluation: it stops at once
 
@@ -11,7 +12,9 @@ finished, and the command exits with 128 + the signal's number (130 after Ctrl-C
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -42,6 +45,7 @@ class GracefulStop(TrainerCallback):
         if threading.current_thread() is threading.main_thread():  # only it can set handlers
             for number in self.SIGNALS:
                 self._previous[number] = signal.signal(number, self._on_signal)
+        self.console.on_broken_pipe = self._on_closed_output
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
@@ -54,6 +58,15 @@ class GracefulStop(TrainerCallback):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+        vars(self.console).pop("on_broken_pipe", None)
+
+    def _on_closed_output(self) -> None:
+        """Save and stop; rich would end the process where it stands."""
+        self.console.quiet = True
+        if self.console.file is sys.stdout:  # for what else prints
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not self.asked:
+            self._on_signal(getattr(signal, "SIGHUP", signal.SIGTERM), None)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.asked:

@@ -265,6 +265,27 @@ def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> Non
     assert first["step"] == int(checkpoint.name.rpartition("-")[2]) + 1
 
 
+class Unread(io.StringIO):
+    """Output whose reader is gone once it has seen the second step, as `| head` is."""
+
+    def write(self, text: str) -> int:
+        if "step 2/" in self.getvalue():
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_a_run_whose_output_nobody_reads_any_more_saves_and_stops(tmp_path) -> None:
+    overrides = ["train.max_steps=6", "train.logging_steps=1", "train.eval_strategy=no"]
+    console = Console(width=100, file=Unread())
+    recipe = load_recipe("tiny_full_fp8", [*overrides, *SMALL_BATCHES])
+    report = train(recipe, out=tmp_path, console=console)
+    assert report.interrupted
+    receipt = json.loads((report.folder / "receipt.json").read_text())
+    assert receipt["run"]["exit_code"] == 128 + signal.SIGHUP
+    assert len(list((report.folder / "checkpoints").glob("checkpoint-*"))) == 1
+    assert "on_broken_pipe" not in vars(console)
+
+
 def test_seconds_per_step_are_those_since_the_last_log_also_of_a_resumed_run(
     tmp_path, monkeypatch
 ) -> None:
