@@ -199,8 +199,8 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_of_another_process(error):
-            raise _process_lost(error, folder) from error
+        if lost := _connection_lost(error):
+            raise _process_lost(lost, folder) from error
         found = _explanation(error, folder, advice)
         if processes() > 1:
             with contextlib.suppress(OSError):  # the fault may be that of the folder
@@ -232,14 +232,18 @@ def _error_file(folder: Path, rank: str) -> Path:
     return folder / f"error-{rank}.txt"
 
 
-def _is_of_another_process(error: BaseException) -> bool:
-    """True for what a collective raises when a process that takes part in it is gone."""
+def _connection_lost(error: BaseException) -> BaseException | None:
+    """What a collective raised when a process that takes part in it was gone.
+
+    Also behind an error of ours: one in a library's preparation of rows looks like one of a row.
+    """
     from torch.distributed import DistError
 
+    if isinstance(error, FinetuneError) and error.__cause__ is not None:
+        error = error.__cause__
     of_backend = any(word in str(error) for word in ("gloo/transport", "NCCL error"))
-    return processes() > 1 and (
-        isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_backend)
-    )
+    lost = isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_backend)
+    return error if lost and processes() > 1 else None
 
 
 def _process_lost(error: BaseException, folder: Path) -> RunFailedError:

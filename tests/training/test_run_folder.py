@@ -1,4 +1,4 @@
-"""Names of run folders, and what a run will save against the room on its disk."""
+"""Names of run folders, what a run will save against the room on its disk, and lost processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.recipe import load_recipe
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, DataError, RunFailedError
 from finetune.training import run_folder
 from finetune.training.preflight import preflight
 from tests.conftest import CPU
@@ -97,3 +97,19 @@ def test_the_bytes_of_a_checkpoint_are_those_on_the_disk(tmp_path) -> None:
     run = preflight(recipe.config, CPU)
     expected = run_folder.bytes_of_checkpoint(run.sketch, recipe.config)
     assert expected < found < 1.1 * expected
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_lost_process_is_no_fault_of_a_row(wrapped, tmp_path, monkeypatch) -> None:
+    """TRL prepares rows between collectives, where a RuntimeError is taken for one of a row."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "error-0.txt").write_text("no such template")
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:554] Connection closed by peer")
+    with (
+        pytest.raises(RunFailedError, match="process 0: no such template"),
+        run_folder.explained(tmp_path, lambda: ""),
+    ):
+        if not wrapped:
+            raise lost
+        raise DataError("a row of the train set cannot be formatted") from lost
