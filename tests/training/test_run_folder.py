@@ -105,11 +105,12 @@ def test_a_lost_process_is_no_fault_of_a_row(wrapped, tmp_path, monkeypatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     (tmp_path / "error-0.txt").write_text("no such template")
-    lost = RuntimeError("[gloo/transport/tcp/pair.cc:554] Connection closed by peer")
+    error: Exception = RuntimeError("[gloo/transport/tcp/pair.cc:554] Connection closed by peer")
+    if wrapped:
+        row = DataError("a row of the train set cannot be formatted")
+        row.__cause__, error = error, row
     with (
         pytest.raises(RunFailedError, match="process 0: no such template"),
         run_folder.explained(tmp_path, lambda: ""),
     ):
-        if not wrapped:
-            raise lost
-        raise DataError("a row of the train set cannot be formatted") from lost
+        raise error
