@@ -111,7 +111,8 @@ def receipt_of(
 def _not_finite(model: nn.Module) -> list[str]:
     """Names of plain trainable weights with NaN or infinity, which no optimizer step mends.
 
-    A loop of one's own has nobody else who looks; moments in FP16, say, divide by zero.
+    No health monitor runs in a hand-written loop, where moments in FP16, say, divide by zero. Of
+    sharded weights this process's shard is read.
     """
     found = []
     for name, p in named_trainable(model).items():

@@ -217,7 +217,7 @@ class _Fusion:
         return zip(self._ops[index].inputs, self._makers[index], strict=True)
 
     def _hands_on(self, maker: int, place: Place) -> bool:
-        """True if an operator's result is at hand in a kernel."""
+        """True if a kernel computes an operator's result itself, and need not read it."""
         return maker >= 0 and place in self.places[maker] and not self._ends(maker)
 
     def _joined(self, members: list[int], place: Place) -> Launch:
