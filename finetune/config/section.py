@@ -1,8 +1,7 @@
-"""Base of the sections of a recipe: checks of any value, refusals, and patterns over names."""
+"""Base of the sections of a recipe: checks of any value, and refusals."""
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -93,20 +92,4 @@ class RefusedError(ValueError):
 def _in_words(way: str) -> str:
     return " and ".join(
         f"leave {word[1:]} out" if word.startswith("~") else f"set {word}" for word in way.split()
-    )
-
-
-def matches(pattern: str, name: str) -> bool:
-    """True if a pattern names this module: the whole name, or any run of its parts.
-
-    Such are those of `precision.keep`, `model.freeze` and `lora.exclude_modules`.
-    `layers.0` names `model.layers.0.mlp.up_proj`, and so do `mlp`, `*_proj` and `layers.0.mlp`.
-    """
-    if fnmatch.fnmatchcase(name, pattern):
-        return True
-    parts = name.split(".")
-    width = pattern.count(".") + 1
-    return any(
-        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
-        for i in range(len(parts) - width + 1)
     )

@@ -188,7 +188,7 @@ class Conversion:
     def is_current(self) -> bool:
         """True if the model is unchanged since conversion: same layers, same trainable set."""
         planned = {layer.name for layer in self.plan.layers}
-        names = {name for name, _, _ in iter_weights(self.model)}
+        names = {name for name, *_ in iter_weights(self.model)}
         now = {name for name, p in self.model.named_parameters() if p.requires_grad}
         return self.is_applied and planned == names and now == self.trainable
 

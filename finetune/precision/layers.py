@@ -22,7 +22,11 @@ those of DBRX and JetMoE. The nearest declaration in the class's MRO counts, an 
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import importlib.util
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -31,8 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from finetune.config.section import matches
-from finetune.errors import PlanError, did_you_mean, some
+from finetune.errors import PlanError, did_you_mean
 
 Role = Literal["base", "head", "adapter", "router"]
 HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
@@ -75,6 +78,31 @@ def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
         # By any class: FSDP2 puts one of its own in front, under another name.
         if not names.isdisjoint(cls.__name__ for cls in type(module).__mro__):
             yield module
+
+
+def decoder_blocks(model: nn.Module, names: list[str], where: str) -> tuple[str, int]:
+    """Name and length of the list of decoder blocks: the longest list that holds these weights.
+
+    Raises:
+        PlanError: there is none; `where` is the setting that counts them.
+    """
+    lists = [
+        (len(module), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(n.startswith(f"{name}.0.") for n in names)
+    ]
+    if not lists:
+        raise PlanError(
+            f"{where}: set for a model without a list of decoder blocks",
+            where=where,
+            why="its blocks share one set of weights, or are not held in an nn.ModuleList",
+            fix=f"{' '.join('~' + key for key in where.split(', '))}, and name modules instead "
+            "(precision.keep, lora.exclude_modules)",
+        )
+    # Experts are lists inside a block: the outermost list comes first, whatever its length.
+    depth = min(name.count(".") for _, name in lists)
+    count, name = max((c, n) for c, n in lists if n.count(".") == depth)
+    return name, count
 
 
 def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
@@ -153,6 +181,27 @@ def past_forward_here(model: nn.Module) -> dict[str, str]:
     return {n: why for n, why in found if fused or "dt_proj" in n.split(".")}
 
 
+def ids_giving_types(model: nn.Module) -> Iterator[int]:
+    """Ids of layers whose parent's code casts activations to the type of their weight.
+
+    T5's `wo` is one. Cast to the type of FP8 codes, activations would lose scale and gradient.
+    """
+    for parent in model.modules():
+        for name in _named_before_dtype(type(parent)):
+            child = getattr(parent, name, None)
+            yield id(getattr(child, "base_layer", child))
+
+
+@functools.cache
+def _named_before_dtype(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names `x` in each `self.x.weight.dtype` of a class's forward."""
+    try:
+        source = inspect.getsource(cls.forward)
+    except (OSError, TypeError):  # written in C, or in a notebook cell that is gone
+        return ()
+    return tuple(re.findall(r"self\.(\w+)\.weight\.dtype", source))
+
+
 # ------------------------------------------------------------------------------------------- roles
 
 
@@ -181,6 +230,11 @@ def is_low_rank(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
+def plain_name(name: str) -> str:
+    """The name of a module in the model without PEFT's wrapping."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
 def head_modules(model: Any) -> set[nn.Module]:
     """The module that computes logits and those inside it, where PEFT has wrapped it."""
     getter = getattr(model, "get_output_embeddings", None)
@@ -198,6 +252,22 @@ def _expert_count(model: Any) -> int | None:
 
 
 # --------------------------------------------------------------------------------- chosen by name
+
+
+def matches(pattern: str, name: str) -> bool:
+    """True if a pattern names this module: the whole name, or any run of its parts.
+
+    Such are those of `precision.keep`, `model.freeze` and `lora.exclude_modules`.
+    `layers.0` names `model.layers.0.mlp.up_proj`, and so do `mlp`, `*_proj` and `layers.0.mlp`.
+    """
+    if fnmatch.fnmatchcase(name, pattern):
+        return True
+    parts = name.split(".")
+    width = pattern.count(".") + 1
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
+        for i in range(len(parts) - width + 1)
+    )
 
 
 def matched(
@@ -235,72 +305,6 @@ def matched(
                 + f"layer names are made of: {', '.join(words)}",
             )
         found |= dict.fromkeys(hits, pattern)
-    return found
-
-
-def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
-    """Names of the linear layers that are stored in FP8 by default, but those that `keep` matches.
-
-    Raises:
-        PlanError: a pattern that matches no linear layer, or no layer is left.
-    """
-    past = read_by_parent(model)
-    names = [
-        name
-        for name, module, role, _ in iter_roles(model)
-        if role == "base" and not why_own_forward(module) and name not in past
-    ]
-    left = leave_out(model, names, keep)
-    if not left:
-        raise PlanError(
-            "there is no linear layer to store in FP8",
-            where=type(model).__name__,
-            why="besides head and routers it has no linear layers",
-            fix="load the model without FP8 storage",
-        )
-    return left
-
-
-def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> list[str]:
-    """Remove the names that a pattern keeps.
-
-    Raises:
-        PlanError: a pattern that matches no linear layer, or patterns that keep all names.
-    """
-    every = [name for name, _, _ in iter_linears(model)]
-    kept = matched(keep, every, where="keep", fate="be stored in FP8")
-    names = list(names)
-    left = [name for name in names if name not in kept]
-    if names and not left:
-        raise PlanError(
-            "there is no linear layer left to store in FP8",
-            where="keep",
-            why=f"its patterns keep all {len(names)}",
-            fix="keep fewer layers",
-        )
-    return left
-
-
-def resolve(model: Any, names: Iterable[str]) -> list[str]:
-    """Names of linear layers and experts in this model, given with or without a head's prefix.
-
-    Raises:
-        PlanError: a name that is no linear layer and no stack of experts of the model.
-    """
-    prefix = f"{model.base_model_prefix}."
-    known = {name for name, _, _ in iter_linears(model)} | experts_in(model).keys()
-    found = []
-    for name in names:
-        candidates = (name, name.removeprefix(prefix), prefix + name)
-        match = next((c for c in candidates if c in known), None)
-        if match is None:
-            raise PlanError(
-                f"{name!r} is no linear layer of this model{did_you_mean(name, known)}",
-                where=type(model).__name__,
-                why="it was named to be stored in FP8",
-                fix=f"its linear layers: {some(sorted(known))}",
-            )
-        found.append(match)
     return found
 
 
@@ -401,9 +405,9 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
     return ""
 
 
-def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
-    """Name, weight and (N, K) of all linear layers and declared parameters."""
+def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, Any, tuple[int, int]]]:
+    """Name, owner, weight and (N, K) of all linear layers and declared parameters."""
     for name, module, shape in iter_linears(model):
-        yield name, module.weight, shape
-    for name, _, parameter in iter_parameters(model):
-        yield name, parameter, (parameter.shape[-2], parameter.shape[-1])
+        yield name, module, module.weight, shape
+    for name, owner, parameter in iter_parameters(model):
+        yield name, owner, parameter, (parameter.shape[-2], parameter.shape[-1])

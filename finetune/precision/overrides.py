@@ -31,9 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.schema import Compute, PrecisionConfig
-from finetune.config.section import matches
 from finetune.errors import PlanError
-from finetune.precision.layers import matched
+from finetune.precision.layers import matched, matches
 from finetune.precision.stored import StoredMixin
 from finetune.precision.swap import Swapped, weight_matrix
 
@@ -73,15 +72,15 @@ class Choices:
     """The choices of a precision over a model whose modules are known by name and part."""
 
     def __init__(
-        self, model: nn.Module, precision: PrecisionConfig, parts: dict[str, Part]
+        self, precision: PrecisionConfig, parts: dict[str, Part], blocks: tuple[str, int] = ("", 0)
     ) -> None:
         """Check every choice against the model.
 
         Args:
-            model: on any device.
             precision: requested precision.
             parts: name -> part of everything that can be chosen: linear layers, parameters that
                 multiply, embeddings and norms.
+            blocks: name and length of the list of decoder blocks that `first_n` and `last_n` count.
 
         Raises:
             PlanError: a choice reaches nothing, or cannot be honoured.
@@ -91,7 +90,7 @@ class Choices:
         self._kept = matched(precision.keep, linears, where="precision.keep")
         patterns = [key for key in precision.map if key not in PARTS]
         self._patterns = matched(patterns, parts, where="precision.map", what="module", known=PARTS)
-        self._blocks = self._high_blocks(model)
+        self._blocks = self._high_blocks(*blocks)
         for key, compute in precision.map.items():
             self._check(key, compute)
         for pattern in precision.keep:
@@ -175,13 +174,11 @@ class Choices:
                 "precision.keep",
             )
 
-    def _high_blocks(self, model: nn.Module) -> dict[str, str]:
+    def _high_blocks(self, name: str, count: int) -> dict[str, str]:
         """Prefix of the names in each block that `first_n` or `last_n` keeps -> the reason."""
         first, last = self.precision.first_n, self.precision.last_n
         if not first and not last:
             return {}
-        names = [n for n, p in self.parts.items() if p]
-        name, count = decoder_blocks(model, names, "precision.first_n, precision.last_n")
         if first + last >= count:
             raise PlanError(
                 f"first_n={first} and last_n={last} keep all {count} decoder blocks high",
@@ -202,31 +199,6 @@ def without(key: str) -> str:
     if "." in key:  # a dot separates keys of an override
         return f"take {key!r} out of precision.map"
     return f"~precision.map.{key}"
-
-
-def decoder_blocks(model: nn.Module, names: list[str], where: str) -> tuple[str, int]:
-    """Name and length of the list of decoder blocks: the longest list that holds these weights.
-
-    Raises:
-        PlanError: there is none; `where` is the setting that counts them.
-    """
-    lists = [
-        (len(module), name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and any(n.startswith(f"{name}.0.") for n in names)
-    ]
-    if not lists:
-        raise PlanError(
-            f"{where}: set for a model without a list of decoder blocks",
-            where=where,
-            why="its blocks share one set of weights, or are not held in an nn.ModuleList",
-            fix=f"{' '.join('~' + key for key in where.split(', '))}, and name modules instead "
-            "(precision.keep, lora.exclude_modules)",
-        )
-    # Experts are lists inside a block: the outermost list comes first, whatever its length.
-    depth = min(name.count(".") for _, name in lists)
-    count, name = max((c, n) for c, n in lists if n.count(".") == depth)
-    return name, count
 
 
 class OverrideMixin(Swapped):

@@ -34,7 +34,9 @@ from finetune.precision.layers import (
     IN_HEAD,
     Role,
     are_served_experts,
+    decoder_blocks,
     head_modules,
+    ids_giving_types,
     is_low_rank,
     iter_linears,
     iter_parameters,
@@ -45,8 +47,8 @@ from finetune.precision.layers import (
     why_own_forward,
 )
 from finetune.precision.overrides import Choices, Part, part_of
-from finetune.precision.stored import Fp8Bits, StoredMixin, ids_giving_types, iter_stored, stored_as
-from finetune.precision.weights import Granularity, serves
+from finetune.precision.stored import Fp8Bits, StoredMixin, stored_as
+from finetune.precision.weights import Granularity
 
 ALIGNMENT = 16
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
@@ -89,11 +91,6 @@ class LayerPlan:
     def owner(self) -> str:
         """The module that multiplies: the layer itself, or the one that holds the parameter."""
         return self.name if self.kind == "linear" else self.name.rpartition(".")[0]
-
-    @property
-    def plain_name(self) -> str:
-        """The name of the module in the model without PEFT's wrapping."""
-        return self.name.removeprefix("base_model.model.").replace(".base_layer", "")
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
@@ -211,7 +208,12 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         for name, module, _ in (*linears, *parameters)
         if not is_low_rank(name)
     }
-    choices = Choices(model, precision, parts | lookups)
+    parts |= lookups
+    blocks = "", 0
+    if precision.first_n or precision.last_n:
+        names = [name for name, part in parts.items() if part]
+        blocks = decoder_blocks(model, names, "precision.first_n, precision.last_n")
+    choices = Choices(precision, parts, blocks)
     storing, past = _Storing(model, precision), past_forward_here(model)
     layers = []
     for name, module, shape in linears:
@@ -261,10 +263,9 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
     Storage (4-bit, 8-bit, `load_in_fp8`) saves memory and is dequantized before each matmul;
     compute multiplies in FP8. Frozen weights stored in FP8 can do both (`precision.frozen`).
     """
-    stored = dict(iter_stored(model))
     quantized = [
-        (name, name in stored or isinstance(weight, Fp8Bits))
-        for name, weight, _ in iter_weights(model)
+        (name, isinstance(owner, StoredMixin) or isinstance(weight, Fp8Bits))
+        for name, owner, weight, _ in iter_weights(model)
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
     ]
     flags = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized")
@@ -342,8 +343,7 @@ class _Storing:
             why = "weight kept: its module casts activations to the weight's type"
             return replace(row, reason=f"{row.reason}; {why}")
         reason = f"frozen, stored in FP8 (per-{self._granularity} scale)"
-        stored = isinstance(module, StoredMixin)
-        if stored and not serves(module.stored_tile, row.shape, self._granularity):
+        if isinstance(module, StoredMixin) and self._granularity not in module.granularities:
             reason += ", cast again from what the checkpoint holds"
         requested = "" if row.reason == ALIGNED else f"{row.reason}; "
         return replace(row, stored=self._granularity, reason=requested + reason)

@@ -17,21 +17,27 @@ not from the requested precision.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import PrecisionError, StorageNotComputeError
+from finetune.errors import PlanError, PrecisionError, StorageNotComputeError, did_you_mean, some
 from finetune.precision.formats import E4M3
-from finetune.precision.layers import by_rows, is_conv1d, iter_linears
+from finetune.precision.layers import (
+    by_rows,
+    experts_in,
+    is_conv1d,
+    iter_linears,
+    iter_roles,
+    matched,
+    read_by_parent,
+    why_own_forward,
+)
 from finetune.precision.swap import Swapped, swap, unswap, weight_matrix
 from finetune.precision.weights import (
     FrozenLinear,
@@ -41,7 +47,6 @@ from finetune.precision.weights import (
     dequantizing,
     quantize_slabs,
     quantize_weight,
-    serves,
     slab_rows,
     tile_of,
 )
@@ -193,6 +198,19 @@ class StoredMixin(CodesMixin):
         """The codes under HQQ's name, by which PEFT (DoRA) finds layers with `dequantize()`."""
         return self.bits
 
+    @property
+    def granularities(self) -> set[Granularity]:
+        """Granularities at which the codes can be used without a new cast.
+
+        One scale per tensor equals one per row, all the same; no other pair is compatible.
+        """
+        kinds: tuple[Granularity, ...] = get_args(Granularity)
+        n, k = self.bits.shape
+        found: set[Granularity] = {x for x in kinds if self.stored_tile == tile_of(x, (n, k))}
+        if "tensor" in found:
+            found.add("row")
+        return found
+
     def dequantize(self) -> Tensor:
         """The weight in the layout of the layer's class, in the dtype of the model."""
         w = self.weight_in()
@@ -246,8 +264,7 @@ def store(module: nn.Module, granularity: Granularity = "row") -> None:
         tile = tile_of(granularity, tuple(w.shape))
         put(module, *quantize_weight(w, tile), tile, weight.dtype)
         return
-    n, k = module.bits.shape
-    if not serves(module.stored_tile, (n, k), granularity):
+    if granularity not in module.granularities:
         requantize(module, granularity)
 
 
@@ -363,22 +380,70 @@ def stored_weights(model: nn.Module) -> dict[str, int]:
     return dict(Counter(kind for _, m, _ in iter_linears(model) if (kind := stored_as(m))))
 
 
-def ids_giving_types(model: nn.Module) -> Iterator[int]:
-    """Ids of layers whose parent's code casts activations to the type of their weight.
+# -------------------------------------------------------------------------- layers to be stored
 
-    T5's `wo` is one. Cast to the type of FP8 codes, activations would lose scale and gradient.
+
+def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
+    """Names of the linear layers that are stored in FP8 by default, but those that `keep` matches.
+
+    Raises:
+        PlanError: a pattern that matches no linear layer, or no layer is left.
     """
-    for parent in model.modules():
-        for name in _named_before_dtype(type(parent)):
-            child = getattr(parent, name, None)
-            yield id(getattr(child, "base_layer", child))
+    past = read_by_parent(model)
+    names = [
+        name
+        for name, module, role, _ in iter_roles(model)
+        if role == "base" and not why_own_forward(module) and name not in past
+    ]
+    left = leave_out(model, names, keep)
+    if not left:
+        raise PlanError(
+            "there is no linear layer to store in FP8",
+            where=type(model).__name__,
+            why="besides head and routers it has no linear layers",
+            fix="load the model without FP8 storage",
+        )
+    return left
 
 
-@functools.cache
-def _named_before_dtype(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Names `x` in each `self.x.weight.dtype` of a class's forward."""
-    try:
-        source = inspect.getsource(cls.forward)
-    except (OSError, TypeError):  # written in C, or in a notebook cell that is gone
-        return ()
-    return tuple(re.findall(r"self\.(\w+)\.weight\.dtype", source))
+def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> list[str]:
+    """Remove the names that a pattern keeps.
+
+    Raises:
+        PlanError: a pattern that matches no linear layer, or patterns that keep all names.
+    """
+    every = [name for name, _, _ in iter_linears(model)]
+    kept = matched(keep, every, where="keep", fate="be stored in FP8")
+    names = list(names)
+    left = [name for name in names if name not in kept]
+    if names and not left:
+        raise PlanError(
+            "there is no linear layer left to store in FP8",
+            where="keep",
+            why=f"its patterns keep all {len(names)}",
+            fix="keep fewer layers",
+        )
+    return left
+
+
+def resolve(model: Any, names: Iterable[str]) -> list[str]:
+    """Names of linear layers and experts in this model, given with or without a head's prefix.
+
+    Raises:
+        PlanError: a name that is no linear layer and no stack of experts of the model.
+    """
+    prefix = f"{model.base_model_prefix}."
+    known = {name for name, _, _ in iter_linears(model)} | experts_in(model).keys()
+    found = []
+    for name in names:
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        match = next((c for c in candidates if c in known), None)
+        if match is None:
+            raise PlanError(
+                f"{name!r} is no linear layer of this model{did_you_mean(name, known)}",
+                where=type(model).__name__,
+                why="it was named to be stored in FP8",
+                fix=f"its linear layers: {some(sorted(known))}",
+            )
+        found.append(match)
+    return found

@@ -79,15 +79,6 @@ def check_stack(name: str, bits: Tensor, inverse: Tensor) -> None:
         )
 
 
-def serves(tile: Tile, shape: tuple[int, int], granularity: Granularity) -> bool:
-    """True if codes stored with this tile can be used at a granularity without a new cast.
-
-    One scale per tensor equals one per row, all the same; no other pair is compatible.
-    """
-    wanted = tile_of(granularity, shape)
-    return tile == wanted or (granularity == "row" and tile == tile_of("tensor", shape))
-
-
 def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """E4M3 codes of a weight [N, K] under the largest scale that saturates nothing.
 

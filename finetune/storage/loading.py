@@ -41,8 +41,15 @@ from finetune.config.paths import user_path
 from finetune.config.schema import Storage
 from finetune.errors import ConfigError, PlanError
 from finetune.precision.experts import store_experts
-from finetune.precision.layers import leave_out, resolve, storable
-from finetune.precision.stored import iter_stored, release, requantize, store
+from finetune.precision.stored import (
+    iter_stored,
+    leave_out,
+    release,
+    requantize,
+    resolve,
+    storable,
+    store,
+)
 from finetune.precision.weights import Granularity
 from finetune.storage import nf4
 from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of

@@ -36,14 +36,16 @@ from finetune.errors import ConfigError, StorageNotComputeError, did_you_mean, s
 from finetune.precision.experts import SCALE as EXPERT_SCALE
 from finetune.precision.experts import put_experts, quantize_stack, release_experts, stored_names
 from finetune.precision.formats import E4M3
-from finetune.precision.layers import (
-    experts_in,
-    linear_shape,
+from finetune.precision.layers import experts_in, linear_shape, why_own_forward
+from finetune.precision.stored import (
+    Fp8Bits,
+    iter_stored,
+    put,
+    refuse_training,
+    release,
     resolve,
     storable,
-    why_own_forward,
 )
-from finetune.precision.stored import Fp8Bits, iter_stored, put, refuse_training, release
 from finetune.precision.weights import Granularity, Tile, quantize_weight
 from finetune.storage.checkpoint_formats import (
     KINDS,
@@ -243,10 +245,8 @@ class Fp8StorageQuantizer(HfQuantizer):
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
         files, published = checkpoint_files or [], self.quantization_config.modules is None
-        if self.pre_quantized and published:
-            tiles = self._found(model, files)
-        else:
-            tiles = self._named(model)
+        by_files = self.pre_quantized and published
+        tiles = self._found(model, files) if by_files else self._named(model)
         for name, experts in experts_in(model).items():
             if name in tiles:
                 self.stacks[name] = _expect_stack(experts, name, tiles.pop(name))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import ModelConfig, RunConfig
 from finetune.errors import ConfigError, FinetuneError, first_line
+from finetune.precision.layers import plain_name
 from finetune.storage import nf4
 from finetune.storage.pretrained import auto_class, fit_trl, load_shape, load_whole, loading, locate
 from finetune.training import scope
@@ -120,13 +121,13 @@ def _build_random(
     import torch
 
     from finetune.hardware.device import this_device
-    from finetune.precision.layers import storable
+    from finetune.precision.stored import storable
     from finetune.storage.loading import build_stored
 
     shape, device = load_shape(model), this_device().kind
     if model.storage == "nf4":
         return nf4.build_random(shape, **kwargs)
-    names = [row.plain_name for row in stored]
+    names = [plain_name(row.name) for row in stored]
     if not stored and model.storage == "fp8":
         with torch.device("meta"):
             names = storable(auto_class(shape).from_config(shape))
@@ -156,7 +157,7 @@ def _load_pretrained(
         )
     with loading(source):
         if stored and (granularity := stored[0].stored):
-            names = [row.plain_name for row in stored]
+            names = [plain_name(row.name) for row in stored]
             return load_stored(source, names, granularity, **kwargs)
         if published or model.storage == "fp8":
             return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)

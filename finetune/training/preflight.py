@@ -21,6 +21,7 @@ from finetune.config.sft import check_batch, decides_checkpointing, with_checkpo
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import Resolution, check_extras, check_optimizer_here, resolve
+from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.training import lora_init
 from finetune.training.attention import Attention, resolve_attention
@@ -253,10 +254,10 @@ def _check_head(made: PrecisionPlan) -> None:
             raise PlanError(
                 "adapters were requested on the output head, which SFTTrainer multiplies outside "
                 "of its layer",
-                where=f"lora.target_modules: {layer.plain_name}",
+                where=f"lora.target_modules: {plain_name(layer.name)}",
                 why="TRL fuses the head with the loss, past any adapter; it refuses this too",
                 fix="~lora.target_modules, or train the head in full: ~lora.target_modules "
-                f"lora.modules_to_save=[{layer.plain_name}]",
+                f"lora.modules_to_save=[{plain_name(layer.name)}]",
             )
         if layer.compute == "fp8" and not layer.stored:
             where, fix = f"{layer.reason}: {layer.name}", "~precision.map.output"

@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from finetune.config.schema import LoraSection, RunConfig
-from finetune.config.section import matches
 from finetune.errors import ConfigError, did_you_mean, first_line, some
 from finetune.precision.layers import (
+    decoder_blocks,
     iter_linears,
     iter_parameters,
+    matches,
     own_forward,
+    plain_name,
     read_by_parent,
 )
-from finetune.precision.overrides import decoder_blocks
 from finetune.precision.stored import stored_as
 from finetune.storage.pretrained import beside_text
 
@@ -93,11 +94,6 @@ def _names_nothing(where: str, pattern: str, names: Iterable[str]) -> ConfigErro
 
 
 # ---------------------------------------------------------------------------------------- adapters
-
-
-def plain_name(name: str) -> str:
-    """The name of a module in the model without PEFT's wrapping."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def kept_out(model: Any, config: RunConfig) -> dict[str, str]:

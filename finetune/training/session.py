@@ -33,12 +33,11 @@ from finetune.hardware.device import Device, this_device
 from finetune.hardware.requirements import Resolution, resolve
 from finetune.precision import convert
 from finetune.precision.convert import Conversion
-from finetune.precision.layers import iter_linears, iter_parameters, iter_weights
+from finetune.precision.layers import iter_parameters, iter_weights
 from finetune.precision.planner import PrecisionPlan, plan, refuse_quantized
 from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import StoredMixin, stored_as
-from finetune.precision.weights import serves
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
 from finetune.training.evidence import conditions_of, receipt_of
@@ -112,7 +111,6 @@ class Session:
         if self.precision.compute != "fp8" or convert.conversion_of(model) is not None:
             return  # autocast is all it takes
         try:
-            refuse_quantized(model, self.precision)
             hardware = bool(self.device.has_fp8)
             made = plan(model, self.references.precision_of(self.precision, hardware=hardware))
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
@@ -316,17 +314,14 @@ def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
     A base stored in NF4 or published in FP8, unlike its sketch, is planned again.
     """
     rows = {row.name: row for row in made.layers}
-    found = {name: (shape, not w.requires_grad) for name, w, shape in iter_weights(model)}
-    if found != {name: (row.shape, row.frozen) for name, row in rows.items()}:
-        return False
-    for name, module, shape in iter_linears(model):
-        if isinstance(module, StoredMixin):
-            stored = rows[name].stored
-            if not stored or not serves(module.stored_tile, shape, stored):
-                return False
-        elif stored_as(module):
-            return False
-    return True
+    weights = list(iter_weights(model))
+    found = {name: (shape, not weight.requires_grad) for name, _, weight, shape in weights}
+    return found == {name: (row.shape, row.frozen) for name, row in rows.items()} and all(
+        rows[name].stored in owner.granularities
+        if isinstance(owner, StoredMixin)
+        else not stored_as(owner)
+        for name, owner, *_ in weights
+    )
 
 
 def _describe_storage(model: nn.Module) -> None:

@@ -72,7 +72,7 @@ def load(folder: Path, source: str, granularity: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune import load_in_fp8
-    from finetune.precision.layers import storable
+    from finetune.precision.stored import storable
     from finetune.storage.loading import build_stored
 
     if source == "random":

@@ -36,9 +36,9 @@ from finetune.errors import (
     PlanError,
     StorageNotComputeError,
 )
-from finetune.precision.layers import iter_roles, storable
+from finetune.precision.layers import iter_roles
 from finetune.precision.planner import plan
-from finetune.precision.stored import Fp8Bits, iter_stored, store
+from finetune.precision.stored import Fp8Bits, iter_stored, storable, store
 from finetune.storage.loading import build_stored, load_stored
 from finetune.storage.quantizer import Fp8StorageConfig
 from finetune.training.memory_meter import LiveTensors

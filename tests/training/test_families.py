@@ -10,6 +10,7 @@ from transformers import T5Config
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
+from finetune.precision.layers import plain_name
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import auto_class, beside_text
 from finetune.training.model import sketch
@@ -187,7 +188,7 @@ def test_mamba_layers_read_past_their_forward_get_no_adapter(tmp_path) -> None:
     assert {name.rpartition(".")[2] for name in adapted(model)} == {"in_proj"}
     (note,) = notes(model, config)
     assert "6 linear layers (mixer.dt_proj, mixer.out_proj, mixer.x_proj)" in note
-    rows = {x.plain_name: x for x in plan(model, config.precision).layers}
+    rows = {plain_name(x.name): x for x in plan(model, config.precision).layers}
     assert "past the layer's forward" in rows["backbone.layers.0.mixer.dt_proj"].reason
 
 

@@ -47,9 +47,9 @@ from finetune.config.schema import PrecisionConfig
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
 from finetune.estimator.trace.trace import Recorder, plain_tensors
 from finetune.precision.backends.base import Backend, Fp8Mixin
-from finetune.precision.layers import by_rows, storable
+from finetune.precision.layers import by_rows
 from finetune.precision.planner import PrecisionPlan
-from finetune.precision.stored import store
+from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
