@@ -351,8 +351,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         from finetune.estimator.gate import bound_of, why_too_small
         from finetune.hardware.device import this_device
         from finetune.hardware.requirements import check_extras, check_optimizer_here, resolve
-        from finetune.training.attention import resolve_attention
-        from finetune.training.model import sketch
+        from finetune.training.model import resolve_attention, sketch
         from finetune.training.preflight import check_settings
 
         config, device = checked.config, this_device()

@@ -44,8 +44,7 @@ from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.requirements import resolve_there
 from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
-from finetune.training.attention import resolve_attention
-from finetune.training.model import sketch
+from finetune.training.model import resolve_attention, sketch
 from finetune.units import MEMORY, count, size
 
 # Fractions of a step below which a part is not named as a reason.

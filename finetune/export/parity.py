@@ -36,8 +36,7 @@ from finetune.errors import DataError, ParityError
 from finetune.hardware.device import this_device
 from finetune.storage.loading import load_in_fp8
 from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole
-from finetune.training.attention import implementation_arguments
-from finetune.training.model import is_published_fp8
+from finetune.training.model import implementation_arguments, is_published_fp8
 
 if TYPE_CHECKING:
     from datasets import Dataset

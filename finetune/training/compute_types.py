@@ -34,7 +34,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError, ProofError
@@ -73,21 +72,6 @@ def complete(accelerator: Any, precision: PrecisionConfig) -> None:
     if accelerator.device.type == "cpu":
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu", **scaler_arguments(precision))
-
-
-def refuse_half_weights(model: nn.Module) -> None:
-    """Raise `PrecisionError` unless all trainable weights are float32; also on the meta device."""
-    half = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4}
-    if half:
-        kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
-        raise PrecisionError(
-            f"FP16 was requested, and {len(half)} trainable weights are {kinds}",
-            where=", ".join(list(half)[:4]),
-            why="their gradients would be of that type too, and those of a scaled loss cannot be "
-            "unscaled in it: float16 loses what the scale saved, bfloat16 has no kernel on CUDA",
-            fix="model.dtype=float32 (matmuls run in float16 all the same), or adapters, which are "
-            "float32 over frozen weights of any type",
-        )
 
 
 def refuse_vanished_scale(scale: float, skipped: int) -> None:

@@ -25,17 +25,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetune.config.schema import LoraSection, RunConfig
-from finetune.errors import ConfigError, some
-from finetune.precision.layers import is_conv1d, linear_shape
+from finetune.errors import ConfigError
+from finetune.precision.layers import is_conv1d
 from finetune.precision.stored import StoredMixin, stored_as
 from finetune.precision.swap import Swapped, swap
 from finetune.precision.weights import quantize_weight
 from finetune.storage import nf4
-from finetune.storage.pretrained import load_shape
-from finetune.training.scope import ADAPTER, BY_PEFT_ALONE, plain_name
+from finetune.training.scope import ADAPTER, adapted_layers, has_original, reads_base
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -45,55 +44,6 @@ class Factors(NamedTuple):
 
     a: Tensor
     b: Tensor
-
-
-def reads_base(config: RunConfig) -> bool:
-    """True if the run's adapters begin from the values of the base."""
-    return config.lora is not None and config.lora.init_lora_weights not in BY_PEFT_ALONE
-
-
-def check(config: RunConfig, model: nn.Module) -> None:
-    """Reject what the initialization cannot be had with; `model` has adapters, also on meta."""
-    if not reads_base(config):
-        return
-    lora = config.lora or LoraSection()
-    kind = lora.init_lora_weights
-    where = f"lora.init_lora_weights={kind}"
-    fix = "~lora.init_lora_weights"
-    if config.train.get("fsdp"):
-        raise ConfigError(
-            f"{kind} was requested under FSDP",
-            where=f"{where}, train.fsdp={config.train['fsdp']}",
-            why="it decomposes whole weights, and only one process has them",
-            fix=f"{fix}, or ~train.fsdp ~train.fsdp_config: a copy on each GPU (DDP)",
-        )
-    is_stored = config.model.storage is not None or config.precision.frozen == "fp8"
-    if kind == "loftq" and not (is_stored and _has_original(config)):
-        raise ConfigError(
-            "LoftQ was requested of a base that has no rounding error",
-            where=where,
-            why="published codes and random weights are stored as they are"
-            if is_stored
-            else "it is stored as published, and the adapters would begin, and stay, at zero",
-            fix=fix if is_stored else f"model.storage=nf4, or precision.frozen=fp8; or {fix}",
-        )
-    layers = _adapted(model)
-    adapters = {plain_name(n) for n, module in model.named_modules() if hasattr(module, "lora_A")}
-    if others := sorted(adapters - set(layers)):
-        raise ConfigError(
-            f"{kind} was requested of {len(others)} adapters that are on no linear layer",
-            where=f"{where}: {some(others, 3)}",
-            why="it decomposes the one matrix of a layer; experts in one parameter are many",
-            fix=f"{fix}, or leave these out: lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",
-        )
-    for name, layer in layers.items():
-        most = min(linear_shape(layer.get_base_layer()) or (lora.r,))
-        if lora.r > most:
-            raise ConfigError(
-                f"{kind} was requested at rank {lora.r}, and {name} has {most}",
-                where=where,
-                fix=f"lora.r={most}, or {fix}",
-            )
 
 
 @torch.no_grad()
@@ -112,10 +62,10 @@ def begin(model: Any, config: RunConfig, folder: Path | None = None) -> None:
         return
     lora = config.lora or LoraSection()
     began = _began(folder, lora.r) if folder is not None else {}
-    layers = _adapted(model)
+    layers = adapted_layers(model)
     is_stored = any(stored_as(layer.get_base_layer()) for layer in layers.values())
     original = None
-    if is_stored and _has_original(config):
+    if is_stored and has_original(config):
         plain = config.model.model_copy(update={"storage": None, "attention": None})
         original = load_model(plain)
     initial = {}
@@ -167,24 +117,6 @@ def _factors(lora: LoraSection, w: Tensor, now: Tensor, s: float, seed: int) -> 
 
 
 # ------------------------------------------------------------------------------------------ layers
-
-
-def _adapted(model: nn.Module) -> dict[str, Any]:
-    """Name in the plain model -> each linear layer with an adapter."""
-    return {
-        plain_name(name): module
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and type(module).__name__ != "ParamWrapper"
-        if linear_shape(module.base_layer)  # pyright: ignore[reportArgumentType]
-    }
-
-
-def _has_original(config: RunConfig) -> bool:
-    """True if the checkpoint has the base's weights in 16 or 32 bits."""
-    if config.model.weights == "random":
-        return False
-    text = load_shape(config.model).get_text_config(decoder=True)
-    return getattr(text, "quantization_config", None) is None
 
 
 def matrix_of(layer: Any) -> Tensor:

@@ -1,23 +1,44 @@
-"""Loads a `ModelConfig`'s model: with weights, or as a sketch on the meta device."""
+"""A `ModelConfig`'s model: its sketch on the meta device, its attention, and the loaded model.
+
+`model.attention` is resolved to the implementation that a model is loaded with:
+
+    auto ─┬─ packed or padding-free rows, and nothing speaks against it ─> varlen
+          └─ other rows: padded, or whole ──────────────────────────────> the model's own (SDPA)
+    varlen ──── something speaks against it ────────────────────────────> ConfigError
+    any other name of Transformers ─────────────────────────────────────> as configured
+
+Resolved once, from the sketch of a model and the device it trains on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import ModelConfig, RunConfig
+from finetune.config.sft import padding_free
 from finetune.errors import ConfigError, FinetuneError, first_line
+from finetune.hardware.device import Device
 from finetune.precision.layers import plain_name
 from finetune.storage import nf4
 from finetune.storage.pretrained import auto_class, fit_trl, load_shape, load_whole, loading, locate
 from finetune.training import scope
-from finetune.training.attention import AUTO, implementation_arguments
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune.precision.planner import LayerPlan
+
+AUTO, VARLEN = "auto", "varlen"
+"""Our values of `model.attention`; the others are names of Transformers."""
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of the dropout of attention weights in Transformers' configurations."""
+HEAD_DIMS = ("head_dim", "qk_head_dim", "global_head_dim")
+NO_BACKWARD_ABOVE_192 = ((8, 6), (8, 9))
+"""Compute capabilities whose shared memory FlashAttention-2's backward of wide heads exceeds."""
 
 
 def is_published_fp8(shape: PretrainedConfig) -> bool:
@@ -31,6 +52,9 @@ def is_published_fp8(shape: PretrainedConfig) -> bool:
     from finetune.storage.loading import holds_fp8
 
     return holds_fp8(shape)
+
+
+# ------------------------------------------------------------------------------------------ sketch
 
 
 def first_layers(shape: PretrainedConfig, layers: int) -> None:
@@ -81,6 +105,110 @@ def sketch(
         except (ValueError, TypeError, RuntimeError) as error:
             raise scope.why_not_adapted(error, config) from error
     return model  # pyright: ignore[reportReturnType]
+
+
+# --------------------------------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of a run.
+
+    Attributes:
+        implementation: name for Transformers; None: the model's own, SDPA where it has that.
+        reason: why this one.
+    """
+
+    implementation: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation or 'the default of the model'} ({self.reason})"
+
+
+OWN = Attention(None, "as configured")
+
+
+def resolve_attention(config: RunConfig, model: nn.Module, device: Device) -> Attention:
+    """Resolve `model.attention` for a model, also on the meta device, with or without adapters.
+
+    Raises:
+        ConfigError: `varlen` was requested, and the model or the device cannot have it.
+    """
+    asked = config.model.attention or AUTO
+    if asked not in (AUTO, VARLEN):
+        return Attention(asked, "as configured")
+    obstacle = _obstacle(config, model, device)
+    if asked == VARLEN:
+        if obstacle:
+            raise ConfigError(
+                "varlen attention cannot be had here",
+                where=f"model.attention: {VARLEN}",
+                why=obstacle,
+                fix="~model.attention takes what the model and this device can",
+            )
+        return Attention(VARLEN, "as configured")
+    if not padding_free(config.train):
+        return Attention(None, "rows are not packed by document")
+    return Attention(None if obstacle else VARLEN, obstacle or "packed rows, no mask")
+
+
+def _obstacle(config: RunConfig, model: nn.Module, device: Device) -> str:
+    """The first reason against varlen attention, or an empty string."""
+    from peft import PeftModel
+
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    text = base.config.get_text_config(decoder=True)
+    name = type(base).__name__
+    # Models for FlashAttention pass windows on, and work without a mask.
+    if not base._supports_flash_attn or not base._can_set_attn_implementation():
+        return f"{name} computes attention in a way of its own"
+    if getattr(text, "attn_logit_softcapping", None):
+        return f"{name} caps attention scores (attn_logit_softcapping)"
+    if any(n.endswith(".sinks") for n, _ in base.named_parameters()):
+        return f"{name} has attention sinks"
+    if getattr(text, "attention_chunk_size", None):
+        return f"{name} attends within chunks (attention_chunk_size)"
+    if not getattr(text, "is_causal", True):
+        return f"{name} attends in both directions (is_causal)"
+    dropped = next((key for key in DROPOUTS if getattr(text, key, 0)), None)
+    if dropped is not None:
+        return f"{name} drops attention weights ({dropped})"
+    return _obstacle_on(device, text, config.precision.compute)
+
+
+def _obstacle_on(device: Device, text: Any, compute: str) -> str:
+    if device.kind == "cpu":
+        return ""
+    if device.kind != "cuda" or device.is_rocm:
+        return f"its kernel is not known to run on {device.name}"
+    capability = device.capability or (0, 0)
+    if capability < (8, 0):
+        return f"FlashAttention needs compute capability 8.0, {device.name} has " + ".".join(
+            map(str, capability)
+        )
+    if compute == "fp32":
+        return "FlashAttention multiplies 16-bit numbers, and precision.compute is fp32"
+    own = max((int(getattr(text, key, None) or 0) for key in HEAD_DIMS), default=0)
+    width = own or text.hidden_size // text.num_attention_heads
+    limit = 192 if capability in NO_BACKWARD_ABOVE_192 else 256
+    if width % 8 or width > limit:
+        return f"heads of {width}: FlashAttention takes multiples of 8 up to {limit} there"
+    return ""
+
+
+def implementation_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Keyword arguments of `from_pretrained` and `from_config`; none for the model's own."""
+    if model.attention in (None, AUTO):
+        return {}
+    if model.attention == VARLEN:
+        from finetune.training.varlen import register
+
+        register()
+    return {"attn_implementation": model.attention}
+
+
+# ----------------------------------------------------------------------------------------- loading
 
 
 def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrainedModel:

@@ -23,11 +23,8 @@ from finetune.hardware.device import Device
 from finetune.hardware.requirements import Resolution, check_extras, check_optimizer_here, resolve
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan
-from finetune.training import lora_init
-from finetune.training.attention import Attention, resolve_attention
-from finetune.training.compute_types import refuse_half_weights
-from finetune.training.model import sketch
-from finetune.training.scope import notes
+from finetune.training.model import Attention, resolve_attention, sketch
+from finetune.training.scope import check_init, notes, refuse_half_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -203,7 +200,7 @@ def check_settings(
     check_batch(config.train)
     _check_metric(config)
     check_storage(config, model)
-    lora_init.check(config, model)
+    check_init(config, model)
     made = plan(model, precision or config.precision)
     _check_head(made)
     _check_stored_layers(config.model.storage, made)

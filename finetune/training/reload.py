@@ -143,7 +143,7 @@ def _load(run: TrainedRun) -> Any:
         return load_model(ModelConfig(**full))
     refuse_random_base(config.model)
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
-    if lora_init.reads_base(config):
+    if scope.reads_base(config):
         model: Any = get_peft_model(base, scope.lora_config(base, config))  # pyright: ignore
         lora_init.begin(model, config, run.weights)
         model.load_adapter(run.weights, scope.ADAPTER)

@@ -33,8 +33,8 @@ from finetune.errors import (
 )
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint
 from finetune.runs.folder import Run, write_start
-from finetune.training import lora_init
 from finetune.training.preflight import Preflight, processes
+from finetune.training.scope import reads_base
 from finetune.units import size
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def discarded_unless_begun(folder: Path) -> Iterator[None]:
 def bytes_of_weights(model: nn.Module, config: RunConfig) -> float:
     """Bytes of the saved model: adapters alone, or all of its weights."""
     saved = {id(p): p for p in model.parameters() if p.requires_grad or config.lora is None}
-    ranks = 2 if lora_init.reads_base(config) else 1  # files of those have twice the rank
+    ranks = 2 if reads_base(config) else 1  # files of those have twice the rank
     return ranks * float(sum(p.numel() * p.element_size() for p in saved.values()))
 
 

@@ -1,4 +1,4 @@
-"""What of a model trains: modules that stay frozen, linear layers that get no adapter, and why.
+"""What of a model trains: weights, adapters, and linear layers that get none, with the reasons.
 
 Left out without anybody's asking, and said:
 
@@ -23,18 +23,19 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from finetune.config.schema import LoraSection, RunConfig
-from finetune.errors import ConfigError, did_you_mean, first_line, some
+from finetune.errors import ConfigError, PrecisionError, did_you_mean, first_line, some
 from finetune.precision.layers import (
     decoder_blocks,
     iter_linears,
     iter_parameters,
+    linear_shape,
     matches,
     own_forward,
     plain_name,
     read_by_parent,
 )
 from finetune.precision.stored import stored_as
-from finetune.storage.pretrained import beside_text
+from finetune.storage.pretrained import beside_text, load_shape
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -91,6 +92,21 @@ def _names_nothing(where: str, pattern: str, names: Iterable[str]) -> ConfigErro
         why="what was meant to be left out would train silently",
         fix=f"~{where}; names are made of: {', '.join(part for part in parts if part)}",
     )
+
+
+def refuse_half_weights(model: nn.Module) -> None:
+    """Raise `PrecisionError` unless all trainable weights are float32; also on the meta device."""
+    half = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4}
+    if half:
+        kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
+        raise PrecisionError(
+            f"FP16 was requested, and {len(half)} trainable weights are {kinds}",
+            where=", ".join(list(half)[:4]),
+            why="their gradients would be of that type too, and those of a scaled loss cannot be "
+            "unscaled in it: float16 loses what the scale saved, bfloat16 has no kernel on CUDA",
+            fix="model.dtype=float32 (matmuls run in float16 all the same), or adapters, which are "
+            "float32 over frozen weights of any type",
+        )
 
 
 # ---------------------------------------------------------------------------------------- adapters
@@ -262,6 +278,84 @@ def false_warnings_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
         yield
+
+
+# ------------------------------------------------------------- how adapters begin (`lora_init`)
+
+
+def reads_base(config: RunConfig) -> bool:
+    """True if the run's adapters begin from the values of the base."""
+    return config.lora is not None and config.lora.init_lora_weights not in BY_PEFT_ALONE
+
+
+def check_init(config: RunConfig, model: nn.Module) -> None:
+    """Reject what `lora.init_lora_weights` cannot be had with.
+
+    Args:
+        model: with adapters, also on the meta device.
+
+    Raises:
+        ConfigError: sharding, a base without a rounding error, adapters on what is no linear layer,
+            or a rank above that of a layer.
+    """
+    if not reads_base(config):
+        return
+    lora = config.lora or LoraSection()
+    kind = lora.init_lora_weights
+    where = f"lora.init_lora_weights={kind}"
+    fix = "~lora.init_lora_weights"
+    if config.train.get("fsdp"):
+        raise ConfigError(
+            f"{kind} was requested under FSDP",
+            where=f"{where}, train.fsdp={config.train['fsdp']}",
+            why="it decomposes whole weights, and only one process has them",
+            fix=f"{fix}, or ~train.fsdp ~train.fsdp_config: a copy on each GPU (DDP)",
+        )
+    is_stored = config.model.storage is not None or config.precision.frozen == "fp8"
+    if kind == "loftq" and not (is_stored and has_original(config)):
+        raise ConfigError(
+            "LoftQ was requested of a base that has no rounding error",
+            where=where,
+            why="published codes and random weights are stored as they are"
+            if is_stored
+            else "it is stored as published, and the adapters would begin, and stay, at zero",
+            fix=fix if is_stored else f"model.storage=nf4, or precision.frozen=fp8; or {fix}",
+        )
+    layers = adapted_layers(model)
+    adapters = {plain_name(n) for n, module in model.named_modules() if hasattr(module, "lora_A")}
+    if others := sorted(adapters - set(layers)):
+        raise ConfigError(
+            f"{kind} was requested of {len(others)} adapters that are on no linear layer",
+            where=f"{where}: {some(others, 3)}",
+            why="it decomposes the one matrix of a layer; experts in one parameter are many",
+            fix=f"{fix}, or leave these out: lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",
+        )
+    for name, layer in layers.items():
+        most = min(linear_shape(layer.get_base_layer()) or (lora.r,))
+        if lora.r > most:
+            raise ConfigError(
+                f"{kind} was requested at rank {lora.r}, and {name} has {most}",
+                where=where,
+                fix=f"lora.r={most}, or {fix}",
+            )
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Name in the plain model -> each linear layer with an adapter."""
+    return {
+        plain_name(name): module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and type(module).__name__ != "ParamWrapper"
+        if linear_shape(module.base_layer)  # pyright: ignore[reportArgumentType]
+    }
+
+
+def has_original(config: RunConfig) -> bool:
+    """True if the checkpoint has the base's weights in 16 or 32 bits."""
+    if config.model.weights == "random":
+        return False
+    text = load_shape(config.model).get_text_config(decoder=True)
+    return getattr(text, "quantization_config", None) is None
 
 
 # ------------------------------------------------------------------------------------------- notes

@@ -43,6 +43,7 @@ from finetune.training import compute_types, low_bit
 from finetune.training.evidence import conditions_of, receipt_of
 from finetune.training.patches import Patches, multiplies, patch_accelerator
 from finetune.training.references import References
+from finetune.training.scope import refuse_half_weights
 
 GUARD = "_finetune_guard"
 """Attribute of a model that a replaced session has reverted; see `_guard`."""
@@ -133,7 +134,7 @@ class Session:
         if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
             refuse_quantized(model, self.resolution.asked)
         if self.precision.compute == "fp16":
-            compute_types.refuse_half_weights(model)
+            refuse_half_weights(model)
         if self.precision.compute == "fp32":
             self._undo.callback(compute_types.make_exact())
         self._choose_engine_for(model)

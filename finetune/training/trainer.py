@@ -39,10 +39,10 @@ from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
-from finetune.training.attention import VARLEN, Attention, fix_documents, prefer_flash_3
+from finetune.training.attention import fix_documents, prefer_flash_3
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.evidence import refuse_disagreement
-from finetune.training.model import load_model
+from finetune.training.model import VARLEN, Attention, load_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
     check_disk,

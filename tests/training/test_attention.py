@@ -17,8 +17,8 @@ from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.storage.pretrained import load_shape
 from finetune.training import attention, varlen
-from finetune.training.attention import FixedDocuments, resolve_attention
-from finetune.training.model import sketch
+from finetune.training.attention import FixedDocuments
+from finetune.training.model import implementation_arguments, resolve_attention, sketch
 from finetune.training.varlen import UNLIMITED, varlen_attention
 from tests.conftest import A100, CPU, H100, RTX4090, V100
 
@@ -371,7 +371,7 @@ def test_sinks_are_seen(make_llama) -> None:
 def test_an_unresolved_setting_loads_the_models_own() -> None:
     config = load_recipe("tiny_full_bf16").config
     assert config.model.attention == "auto"
-    assert attention.implementation_arguments(config.model) == {}
+    assert implementation_arguments(config.model) == {}
     assert load_shape(config.model).model_type == "llama"
 
 

@@ -40,12 +40,12 @@ from finetune.precision.planner import LayerPlan
 from finetune.runs.receipt import Receipt
 from finetune.storage.pretrained import load_tokenizer
 from finetune.training import compute_types
-from finetune.training.attention import OWN, Attention
 from finetune.training.callbacks import StepTimer
 from finetune.training.evidence import LIBRARIES
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.health.speed import mfu, work_of
 from finetune.training.memory_meter import MemoryMeter
+from finetune.training.model import OWN, Attention
 from finetune.training.preflight import preflight
 from finetune.training.session import session_of
 from finetune.training.trainer import make_trainer

@@ -73,8 +73,7 @@ from finetune.precision import convert, planner
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
-from finetune.training.attention import resolve_attention
-from finetune.training.model import sketch
+from finetune.training.model import resolve_attention, sketch
 from finetune.training.preflight import check_storage
 
 GATHERED_AS = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
