@@ -11,19 +11,14 @@ than either time (`scatter_ratio` of the efficiency table).
     the run itself   its low precision, and then its output head in FP8
 
 Only settings that the run has make a rung. Each rung has all before it, so that gains multiply to
-the run's. A rung is rehearsed with two layers, once, so that an answer takes seconds. With t(n) the
-time of a micro-batch with n layers, where t(1) is t(2) without the kernels of the second,
-
-    t(32) = t(2) + 30 (t(2) - t(1))
-
-Optimizer and communication are those of the run.
+the run's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -31,19 +26,22 @@ from rich.table import Table
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, padding_free
 from finetune.errors import FinetuneError
-from finetune.estimator.knobs import rows_of, setting
-from finetune.estimator.measure import FEW, Measured, Option, changed, measure_fast
-from finetune.estimator.memory.sharding import shares_model
+from finetune.estimator.knobs import setting
+from finetune.estimator.measure import (
+    FirstLayers,
+    Measured,
+    Option,
+    changed,
+    measure_fast,
+    rehearse_first_layers,
+)
 from finetune.estimator.speed.roofline import shared
 from finetune.estimator.speed.step_parts import StepPart
-from finetune.estimator.speed.timing import Interval, Pace, compiles, roofline_at, spread
-from finetune.estimator.trace.compiled import as_compiled
+from finetune.estimator.speed.timing import Interval, Pace, spread
 from finetune.estimator.trace.fake_cuda import KERNELS
-from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
-from finetune.estimator.trace.trace import layer_of
+from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import resolve_there
 from finetune.logging import plain_table
-from finetune.storage.pretrained import load_shape
 from finetune.training.model import resolve_attention, sketch
 from finetune.units import MEMORY, count, size
 
@@ -261,7 +259,7 @@ def ladder_of(measured: Measured, twin: Alternative | None) -> tuple[Rung, ...]:
     if not settings or measured.tokens_per_s is None:
         return ()
     speeds: list[float] = []
-    seen: dict[str, Rehearsal] = {}
+    seen: dict[str, FirstLayers] = {}
     try:
         for number in range(len(settings)):
             is_twin = settings[number].typed == IN_LOW
@@ -271,7 +269,7 @@ def ladder_of(measured: Measured, twin: Alternative | None) -> tuple[Rung, ...]:
             config = measured.config
             for later in reversed(settings[number:]):
                 config = changed(config, **later.stock)
-            speeds.append(_tokens_per_s(config, measured, seen))
+            speeds.append(_tokens_per_s(config, measured.place, seen))
     except FinetuneError:  # a rung that cannot run leaves no ladder
         return ()
     speeds.append(measured.tokens_per_s)
@@ -323,30 +321,12 @@ def _settings(measured: Measured) -> Iterator[_Setting]:
             yield _Setting("FP8 output head", "precision.map.output=fp8", stock)
 
 
-def _tokens_per_s(config: RunConfig, run: Measured, seen: dict[str, Rehearsal]) -> float:
-    """Speed of a variant on all devices of the run's place; compiled ones share a rehearsal."""
-    place, few = run.place, FEW[0]
-    resolution = resolve_there(config.precision, place)
+def _tokens_per_s(config: RunConfig, place: Place, seen: dict[str, FirstLayers]) -> float:
+    """Speed of a variant on all devices; compiled and uncompiled ones share a rehearsal."""
     key = config.model_dump_json(exclude={"precision": {"compile"}})
     if key not in seen:
-        sharded = shares_model(config, place)
-        seen[key] = rehearse(config, place.device, resolution, layers=few, sharded=sharded)
-    rehearsal, compiled = seen[key], compiles(resolution.precision, place)
-    if compiled:
-        rehearsal = as_compiled(rehearsal)
-    roofline = roofline_at(place, compiled=compiled)
-    assert roofline is not None
-    assert run.pace is not None
-    step, update = rehearsal.trace.since("step"), rehearsal.trace.since("optimizer")
-    ops = step[: len(step) - len(update)]
-    last = max(layer_of(op.module) for op in ops)
-    inside = (lambda op: layer_of(op.module)) if compiled else None
-    both, first = (
-        roofline.step_time(each, compiled=inside).seconds
-        for each in (ops, [op for op in ops if layer_of(op.module) != last])
-    )
-    layers = int(load_shape(config.model).get_text_config(decoder=True).num_hidden_layers)
-    _, batches = rows_of(config)
-    rest = sum(run.pace.classes.get(x, 0.0) for x in (StepPart.OPTIMIZER, StepPart.COMMUNICATION))
-    seconds = batches * (both + (layers - few) * (both - first)) + rest
-    return rehearsal.tokens * batches * place.count / seconds
+        seen[key] = rehearse_first_layers(config, place)
+    resolution = resolve_there(config.precision, place)
+    found = replace(seen[key], config=config, resolution=resolution).at(place)
+    assert found.tokens_per_s is not None
+    return found.tokens_per_s

@@ -28,13 +28,16 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         notes.append(
             "attention is timed for documents that fill their rows: shorter ones take less of it"
         )
-    if place.gpu is None and on_gpu:
-        known = (
-            "only the memory of this GPU is known: it is taken to have FP8 (compute capability 9.0)"
+    if place.gpu is None and on_gpu and not place.here:
+        notes.append(
+            "only the memory of this GPU is known: it is taken to have FP8 (compute capability "
+            "9.0), and no time is predicted"
         )
-        if place.here:
-            known = "this GPU is not in the table of GPUs, whose peaks are known"
-        notes.append(f"{known}, and no time is predicted")
+    elif pace is None:
+        notes.append(
+            f"no time is predicted: {place.device.name} is not in the table of GPUs, and not "
+            "measured; python -m finetune estimate --calibrate measures it"
+        )
     capability = place.device.capability or (8, 0)
     in_bf16 = measured.resolution.precision.compute == "bf16"
     if on_gpu and not place.device.is_rocm and capability < (8, 0) and in_bf16:
@@ -48,6 +51,11 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         notes.append(
             "compiled layers are rehearsed uncompiled, then fused and divided between forward and "
             "backward by torch.compile's rules: no compiled step was run"
+        )
+    if measured.resolution.precision.compile_requested == "on" and not measured.compiled:
+        notes.append(
+            "precision.compile=on is predicted to change nothing: it leaves out layers that "
+            "multiply by parameters in FP8, and one layer called many times is not modelled"
         )
     if TAKEN.reason in measured.resolution.reason:
         notes.append(

@@ -324,9 +324,9 @@ def estimate(
                 where=f"--{what} {value:g}",
                 fix=f"--{what} with a number above 0, or leave it out",
             )
-    check_sizes(config)
     if length is not None:
         config = changed(config, train={"max_length": length})
+    check_sizes(config)
     measured = measure_well(config, place, whole=whole)
     if price is None and place.gpu is not None:
         price = place.gpu.price_usd_per_hour

@@ -156,7 +156,7 @@ def measure_fast(config: RunConfig, place: Place) -> Measured:
 def _measured(
     config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
 ) -> Measured:
-    compiled = compiles(resolution.precision, place)
+    compiled = rehearsal.compiles and compiles(resolution.precision, place)
     if compiled:
         rehearsal = _compiled(rehearsal)
     return Measured(

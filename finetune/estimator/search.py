@@ -93,7 +93,8 @@ class Found(Option):
     def __rich__(self) -> RenderableType:
         if self.measured is None:
             return Text(f"{self.setting}: not even the smallest fits", "bold red")
-        speed = f", {count(self.pace.tokens_per_s)} tokens/s" if self.pace else ""
+        tokens_per_s = self.measured.tokens_per_s
+        speed = "" if tokens_per_s is None else f", {count(tokens_per_s)} tokens/s"
         end = f"{self.next} does not fit" if self.next else "nothing larger was looked at"
         shown = f"{self.measured.footprint.shown / GIB:.1f} GiB"
         return Text.assemble((" ".join(self.change), "bold green"), f" ({shown}{speed}; {end})")

@@ -27,6 +27,7 @@ from torch import Tensor
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.estimator.speed.fusion import launches
+from finetune.estimator.speed.timing import micro_batch
 from finetune.estimator.trace.compiled import compiled_trace
 from finetune.estimator.trace.fake_cuda import choose_attention, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.rehearsal import rehearse
@@ -175,7 +176,7 @@ def modeled(config: RunConfig) -> dict[str, Any]:
             if trace.storages[number].phase == "forward"
         )
         moved = {"forward": 0.0, "backward": 0.0}  # which recomputes in its own graph
-        ops = trace.since("step")[: -len(trace.since("optimizer"))]
+        ops = micro_batch(trace)[0]
         done = max(i for i, op in enumerate(ops) if op.phase == "backward") + 1  # then clipping
         ops = ops[:done]
         for launch in launches(ops, lambda op: layer_of(op.module)):

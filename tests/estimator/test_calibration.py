@@ -13,11 +13,12 @@ from finetune.estimator.speed.calibration import (
     calibrated_roofline,
     calibration_path,
     load_calibration,
+    precisions_of,
     save_calibration,
 )
 from finetune.estimator.speed.kernels import Product
 from finetune.estimator.speed.roofline import Roofline, efficiency_of, host, shape_share
-from finetune.hardware.device import this_device
+from finetune.hardware.device import Device, this_device
 from finetune.hardware.gpus import find_gpu, named_gpu
 from tests.benchmarks.score.setting import Setting, Shape
 from tests.benchmarks.score.workload import write_step
@@ -86,6 +87,30 @@ def test_a_precision_that_was_not_measured_keeps_the_tables_share():
     shares = calibrated_roofline(only, gpu, "eager").efficiency
     assert shares.gemm["fp8"] == efficiency_of(gpu).gemm["fp8"]
     assert shares.shared.rowwise == efficiency_of(gpu).shared.rowwise
+
+
+def test_only_what_torch_multiplies_is_measured():
+    """An RTX 5090 has no kernel for row-wise scales, and AMD's FP8 is another format."""
+    found = {
+        name: [*precisions_of(Device("cuda", name, capability, 32, is_rocm=rocm))]
+        for name, capability, rocm in (
+            ("H100", (9, 0), False), ("RTX 5090", (12, 0), False), ("MI300X", (9, 4), True),
+        )
+    }  # fmt: skip
+    assert found["H100"] == ["bf16", "fp32", "fp8", "fp8_rowwise"]
+    assert found["RTX 5090"] == ["bf16", "fp32", "fp8"]
+    assert found["MI300X"] == ["bf16", "fp32"]
+
+
+def test_a_gpu_of_no_known_family_is_predicted_once_measured():
+    """As the error about its family says."""
+    odd = named_gpu("H100").model_copy(update={"name": "Z1", "capability": (99, 0)})
+    step = write_step(SHAPE, Setting(4, 1024)).micro
+    known, unknown = (
+        calibrated_roofline(H100, gpu, "eager").step_time(step).seconds
+        for gpu in (named_gpu("H100"), odd)
+    )
+    assert unknown == pytest.approx(known, rel=0.2)
 
 
 @pytest.mark.slow

@@ -20,11 +20,13 @@ from finetune.errors import (
     PrecisionError,
     RehearsalError,
 )
-from finetune.estimator.alternatives import in_bf16
+from finetune.estimator.alternatives import in_bf16, twin_of
 from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.measure import are_alike, changed, measure, measure_fast
 from finetune.estimator.memory.footprint import Footprint, footprint
+from finetune.estimator.speed.calibration import Calibration, save_calibration
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware import requirements
 from finetune.hardware.device import Device, Verdict
@@ -428,6 +430,68 @@ def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, mo
     said = " ".join(caveats(measured))
     assert "not in the table of GPUs" in said
     assert "taken to have FP8" not in said
+
+
+def test_a_gpu_that_was_measured_has_a_time(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    slice_of_one = Device("cuda", "NVIDIA H100 MIG 3g.40gb", (9, 0), 39.5)
+    tflops = {"bf16": 300.0, "fp32": 25.0, "fp8": 500.0, "fp8_rowwise": 500.0}
+    save_calibration(
+        Calibration(
+            device=slice_of_one.name, torch="2.13.0", units=60, memory_gib=39.5,
+            tflops=tflops, gb_s=1500, launch_us=5,
+        )
+    )  # fmt: skip
+    measured = measure_fast(config, place_here(slice_of_one))
+    assert measured.pace is not None
+    assert "no time is predicted" not in " ".join(caveats(measured))
+
+
+def test_a_cpu_that_was_not_measured_says_how_to(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = changed(config, precision=in_bf16(config))
+    said = " ".join(caveats(measure_fast(plain, place_of())))
+    assert "no time is predicted" in said
+    assert "--calibrate" in said
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit"])
+def test_the_update_counts_once_however_many_micro_batches(optim):
+    """Gradients are normed, clipped and used once a step: a 1B has 1.24e9 of them."""
+    given = [
+        f"train.optim={optim}", "train.gradient_checkpointing=true", "model.dtype=bfloat16",
+    ]  # fmt: skip
+    asked = load_recipe("llama_1b_full_bf16", given).config
+    seconds = [
+        measure_fast(changed(asked, train={"gradient_accumulation_steps": n}), H100)
+        .pace.classes[StepPart.OPTIMIZER]
+        for n in (1, 8)
+    ]  # fmt: skip
+    assert seconds[0] == pytest.approx(seconds[1])
+    # clipping reads them twice and writes them; AdamW reads four tensors and writes three of them.
+    # bitsandbytes keeps the embedding's moments (0.26e9) in float32
+    nbytes = 6 + 14 if optim != "adamw_8bit" else 6 + 10 + 12 * 0.26 / 1.24
+    assert seconds[0] == pytest.approx(1.24e9 * nbytes / (0.85 * 3.35e12), rel=0.03)
+
+
+def test_layers_that_are_left_out_of_compiling_are_predicted_so():
+    """BDH's only block multiplies by parameters: uncompiled, whatever `precision.compile` says."""
+    recipe = load_recipe("bdh_tiny_full_fp8", ["precision.compile=on"])
+    measured = measure_fast(recipe.config, H100)
+    assert not measured.compiled
+    assert "precision.compile=on is predicted to change nothing" in " ".join(caveats(measured))
+    twin = twin_of(measured)
+    assert twin is not None
+    assert twin.change == ("precision.compute=bf16",)
+
+
+def test_a_longer_row_is_checked_as_one_in_the_recipe(config):
+    with pytest.raises(ConfigError, match="longer than"):
+        estimate(config, gpu="H100", length=8192, twin=False)
+    endless = changed(config, train={"max_length": 64}).model_copy(
+        update={"train": {**config.train, "max_length": None}}
+    )
+    assert estimate(endless, gpu="H100", length=128, twin=False).measured.pace is not None
 
 
 @pytest.mark.slow

@@ -52,3 +52,16 @@ def test_a_rung_is_close_to_its_estimate() -> None:
 def test_a_cpu_has_no_ladder() -> None:
     run = measure_well(load_recipe("tiny_lora_bf16").config, place_of())
     assert ladder_of(run, None) == ()
+
+
+def test_rungs_of_layers_that_share_their_weights() -> None:
+    """A BDH calls one block again and again: its second layer is no other module."""
+    run = measure_well(load_recipe("bdh_tiny_full_fp8").config, place_of("H100"))
+    twin = twin_of(run)
+    assert twin is not None
+    assert twin.pace is not None
+    rungs = ladder_of(run, None)
+    assert [rung.typed for rung in rungs[1:]] == [
+        "train.gradient_checkpointing=false", "precision.compute=fp8",
+    ]  # fmt: skip
+    assert math.isclose(rungs[1].tokens_per_s, twin.pace.tokens_per_s)

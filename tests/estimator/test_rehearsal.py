@@ -321,3 +321,26 @@ def test_levels_of_a_bdh_are_cut() -> None:
     shape = load_shape(load_recipe("bdh_tiny_full_bf16").config.model)
     first_layers(shape, 1)
     assert shape.num_hidden_layers == 1
+
+
+def test_padded_rows_have_a_mask_under_varlen_too() -> None:
+    """As `training.varlen` runs them: it takes documents, not padding."""
+    given = ["train.packing=false", "model.attention=varlen"]
+    found = on_h100(load_recipe("llama_1b_lora_bf16", given).config)
+    forward = [op for op in found.trace.ops if op.name == "finetune_estimator.attention.default"]
+    assert all(len(op.inputs) == 4 for op in forward)
+    assert forward
+
+
+def test_a_sliding_window_is_in_the_trace(tmp_path) -> None:
+    """Packed rows run FlashAttention, which skips what a query does not see."""
+    from transformers import MistralConfig
+
+    MistralConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=64, head_dim=32,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    given = (f"model.name={tmp_path}", "model.weights=random", "train.max_length=512")
+    found = on_h100(load_recipe("llama_1b_full_bf16", given).config)
+    flash = [op for op in found.trace.ops if op.name.startswith("finetune_estimator.flash")]
+    assert {op.inputs[-1].shape for op in flash} == {(64,)}

@@ -24,6 +24,7 @@ from finetune.estimator.search import (
     search,
 )
 from finetune.hardware.gpus import named_gpu, place_of
+from finetune.units import count
 
 GIB = 2**30
 MARGIN = 800_000_000
@@ -269,6 +270,14 @@ def test_what_cannot_be_sharded_says_why(run):
     assert found.best is None
     assert "without the scales" in found.choices[0].why
     assert found.order == "none of these numbers fits"
+
+
+def test_a_speed_is_that_of_all_gpus(run):
+    place = place_of("H100", gpus=4)
+    found = searching._largest("train.max_length", run(), place, 64, 64, 64)
+    assert found.measured is not None
+    assert found.measured.tokens_per_s == pytest.approx(4 * found.pace.tokens_per_s)
+    assert f" {count(found.measured.tokens_per_s)} tokens/s" in _shown(found)
 
 
 def test_nothing_to_choose_from():

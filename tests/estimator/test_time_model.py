@@ -112,6 +112,26 @@ def test_flops_of_attention():
     assert attention_flops(other) == (whole * 100 / 64, False)
 
 
+def test_attention_of_heads_of_two_widths_and_in_a_window():
+    q, v, name = operand(1, 1, 4, 64, 24), operand(3, 1, 4, 64, 16), "finetune_estimator.attention"
+    inner = 2 * 4 * 64 * 64
+    assert attention_flops(op(f"{name}.default", [q, q, v], [v]))[0] == inner * (24 + 16) / 2
+    lse, window = operand(4, 4 * 64, dtype=F32), operand(2, 16)
+    backward = [v, q, q, v, v, lse]
+    whole = inner * (3 * 24 + 2 * 16) / 2
+    assert attention_flops(op(f"{name}_backward.default", backward, [q, q, v]))[0] == whole
+    some = op(f"{name}_backward.default", [*backward, window], [q, q, v])
+    # a quarter of the keys, less the triangle in which there are not so many yet
+    assert attention_flops(some) == (whole * 2 * (1 / 4 - 1 / 32), False)
+
+
+def test_an_update_writes_all_but_the_gradient():
+    weight, first, second = operand(1, 100), operand(2, 100, dtype=FP8), operand(3, 100, dtype=FP8)
+    for name in ("bitsandbytes.optimizer_update_8bit_blockwise", "finetune_estimator.update"):
+        update = op(f"{name}.default", [weight, weight, first, second], [], phase="optimizer")
+        assert traffic(update) == (600, 400)
+
+
 def test_bytes_that_kernels_move():
     table, ids, rows = operand(1, 1000, 8), operand(2, 4), operand(3, 4, 8)
     assert traffic(op("aten.embedding.default", [table, ids], [rows]))[0] < table.nbytes / 50
@@ -208,6 +228,32 @@ def test_moving_more_is_never_faster(read, written, more):
         for r in (read, read + more)
     ]
     assert times[1].seconds >= times[0].seconds
+
+
+def test_attention_in_float32_runs_no_16_bit_products():
+    name = "finetune_estimator.attention.default"
+    narrow, wide = (operand(1, 1, 8, 8192, 64, dtype=dtype) for dtype in (BF16, F32))
+    mask = operand(2, 1, 1, 8192, 8192)
+    for gpu, slower in (("H100", 6), ("T4", 7)):  # 989 / (495 / 3) and 65 / 8.1
+        times = [
+            roofline_of(named_gpu(gpu)).step_time([op(name, [x, x, x, mask], [x])]).seconds
+            for x in (narrow, wide)
+        ]
+        assert times[1] > 0.9 * slower * times[0]
+
+
+def test_block_formats_multiply_as_many_numbers_and_slower():
+    k, y = 4096, operand(6, 8192, 4096)
+    seconds = {}
+    for form, size in (("fp8", 1), ("mxfp8", 33 / 32), ("nvfp4", 9 / 16), ("blockwise", 33 / 32)):
+        codes = [operand(i, round(n * k * size), dtype=FP8) for i, n in ((1, 8192), (2, 4096))]
+        one = op(f"finetune_estimator.{form}_mm.default", codes, [y])
+        product = product_of(one)
+        assert product is not None
+        assert product[:4] == (1, 8192, 4096, k)
+        seconds[form] = roofline_of(named_gpu("B200")).product_seconds(product)
+    assert seconds["mxfp8"] == seconds["blockwise"] == pytest.approx(seconds["fp8"] / 0.82)
+    assert seconds["nvfp4"] == pytest.approx(seconds["mxfp8"] / 2)
 
 
 def test_fp8_is_refused_where_there_is_none():

@@ -17,10 +17,11 @@ not in the GPU table: its measured rates serve as peaks, with efficiencies of 1.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -44,7 +45,7 @@ from finetune.estimator.speed.roofline import (
     shared,
 )
 from finetune.estimator.trace.trace import Recorder
-from finetune.hardware.device import Device, parallel_units
+from finetune.hardware.device import NO_ROWWISE, Device, parallel_units, synchronize
 from finetune.hardware.gpus import Gpu, find_gpu
 
 # Host microseconds of one small eager operator on the reference machines of `hosts` in the table.
@@ -149,14 +150,13 @@ def _measured_line(measured: Calibration) -> Gpu:
 
 def _shares(measured: Calibration, gpu: Gpu | None, line: Gpu) -> Efficiency:
     pace = 1 / min(_MOST_FACTOR, max(_LEAST_FACTOR, measured.layer))
-    if gpu is None:  # its peaks are its measured rates
-        same = _UNKNOWN_ATTENTION
-        gemm = {"bf16": 1.0, "fp32": 1.0}
-        base = Efficiency(
-            gemm=gemm, attention=same, flash=same, masked=same, shared=shared(), origin=""
-        )
-    else:
-        base = efficiency_of(gpu)
+    same, gemm = _UNKNOWN_ATTENTION, {"bf16": 1.0, "fp32": 1.0}
+    base = Efficiency(
+        gemm=gemm, attention=same, flash=same, masked=same, shared=shared(), origin=""
+    )
+    if gpu is not None:
+        with contextlib.suppress(ConfigError):  # of no family in the table
+            base = efficiency_of(gpu)
     gemm = dict(base.gemm)
     for precision, peak in line.tflops.items():
         if precision in measured.tflops:
@@ -166,7 +166,7 @@ def _shares(measured: Calibration, gpu: Gpu | None, line: Gpu) -> Efficiency:
         numbers["rowwise"] = measured.tflops["fp8_rowwise"] / measured.tflops["fp8"]
     if gpu is None:
         numbers |= {"l2": 1.0, "kernel_us": measured.launch_us}
-    scale = gemm["bf16"] / base.gemm["bf16"] if gpu is not None else pace
+    scale = gemm["bf16"] / base.gemm["bf16"]
 
     def scaled(shares: dict[Direction, float]) -> dict[Direction, float]:
         return {direction: share * scale for direction, share in shares.items()}
@@ -205,30 +205,35 @@ class _Bench(NamedTuple):
         return median(times)
 
     def _finish(self) -> None:
-        if self.on.type == "cuda":
-            torch.cuda.synchronize(self.on)
+        synchronize(self.on.type)
 
 
 def calibrate(device: Device, *, seconds: float = _LONGEST_S) -> Calibration:
-    """Measure this device, a CUDA GPU or a CPU; each of at most eight figures takes `seconds`."""
+    """Measure this device; each of at most eight figures takes `seconds`."""
     began = time.perf_counter()
-    on_cuda, units = device.kind == "cuda", parallel_units(device)
-    bench = _Bench(torch.device("cuda" if on_cuda else "cpu"), seconds)
-    names: tuple[Precision, ...] = ("bf16", "fp32")
-    if on_cuda and device.capability and device.capability >= (8, 9):
-        names = ("bf16", "fp32", "fp8", "fp8_rowwise")
+    units = parallel_units(device)
+    bench = _Bench(torch.device(device.kind), seconds)
     measured = Calibration(
         device=device.name,
         torch=torch.__version__,
         units=units,
         memory_gib=device.memory_gib,
-        tflops={name: _sustained(name, bench, units) for name in names},
+        tflops={name: _sustained(name, bench, units) for name in precisions_of(device)},
         gb_s=_bandwidth(bench),
         launch_us=_launch_us(bench),
     )
     layer = _layer(measured, find_gpu(device), bench)
     spent = time.perf_counter() - began
     return measured.model_copy(update={"layer": layer, "seconds": spent})
+
+
+def precisions_of(device: Device) -> Iterator[Precision]:
+    """Precisions whose GEMMs torch runs in a device's matrix units."""
+    yield from ("bf16", "fp32")
+    if device.has_fp8 and device.capability is not None:
+        yield "fp8"
+        if device.capability[0] != NO_ROWWISE:
+            yield "fp8_rowwise"
 
 
 def _bandwidth(bench: _Bench) -> float:

@@ -33,7 +33,7 @@ Kind = Literal[
     "gemm", "attention", "pointwise", "reduction", "copy", "gather", "optimizer", "cast",
     "dequantize", "none",
 ]  # fmt: skip
-Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks"]
+Precision = Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blocks", "fp4"]
 Pattern = Literal["straight", "columns", "transpose"]
 """Memory access pattern; column reductions and transposed writes waste bandwidth."""
 
@@ -46,8 +46,8 @@ def words(text: str) -> frozenset[str]:
 
 
 _GEMMS = words(
-    "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul fp8_mm _scaled_mm scaled_mm _int_mm "
-    "_grouped_mm _scaled_grouped_mm"
+    "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul _scaled_mm scaled_mm _int_mm "
+    "_grouped_mm _scaled_grouped_mm fp8_mm mxfp8_mm nvfp4_mm blockwise_mm"
 )
 _REDUCTIONS = words(
     "sum mean amax amin max min norm linalg_vector_norm var var_mean _softmax _log_softmax "
@@ -82,6 +82,14 @@ _NONE = words(
     "_assert_async"
 )
 _IN_PLACE_READS = {"addcmul": 3, "addcdiv": 3, "lerp": 2}
+
+ENGINE: dict[str, tuple[float, Precision]] = {
+    "fp8": (1, "fp8"),
+    "mxfp8": (1 + 1 / 32, "fp8_blocks"),
+    "nvfp4": (1 / 2 + 1 / 16, "fp4"),
+    "blockwise": (1 + 4 / 128, "fp8_blocks"),
+}
+"""Transformer Engine's operands by format: bytes per element with its share of the scales."""
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
@@ -167,9 +175,9 @@ def product_of(op: Op) -> Product | None:
     """GEMM of an operator; None for other kinds or unknown operands."""
     matrices = [operand for operand in op.inputs if len(operand.shape) >= 2]
     name = base_name(op)
-    if name == "fp8_mm":  # operands are flat code buffers without a shape
-        m, n = op.outputs[0].shape
-        return Product(1, m, n, max(1, op.inputs[0].nbytes // m), "fp8")
+    if (form := name.removesuffix("_mm")) in ENGINE:  # of flat buffers without a shape
+        (m, n), (size, precision) = op.outputs[0].shape, ENGINE[form]
+        return Product(1, m, n, max(1, round(op.inputs[0].nbytes / (m * size))), precision)
     if kind_of(op) != "gemm" or len(matrices) < 2:
         return None
     output = (op.outputs or op.inputs)[0].shape
@@ -190,20 +198,24 @@ def attention_flops(op: Op) -> tuple[float, bool]:
     """(FLOPs, masked) of a fused attention operator.
 
     4-D operands: forward q, k, v, optional mask; backward gradient, q, k, v, output, optional mask;
-    q is `[B, H, L, D]`, k and v `[B, Hkv, S, D]`. Forward is two GEMMs, `4 B H L S D`; backward
-    five, since scores are recomputed. Causal attention (L = S) counts half, unless masked
-    explicitly, where no tile is skipped.
+    q is `[B, H, L, D]`, k `[B, Hkv, S, D]`, v `[B, Hkv, S, Dv]`. Forward is two GEMMs, `2 B H L S
+    (D + Dv)`; backward five, since scores are recomputed: `2 B H L S (3 D + 2 Dv)`. Causal
+    attention (L = S) counts half, unless masked explicitly, where no tile is skipped. In place of a
+    mask, an operand `[W]` says that a query sees W tokens.
     """
-    quads = [operand.shape for operand in op.inputs if len(operand.shape) == 4]
     backward = is_backward_attention(op)
     first, usual = (1, 5) if backward else (0, 3)
+    quads = [operand.shape for operand in op.inputs if len(operand.shape) == 4]
     if len(quads) < usual:
         return 0.0, False
-    b, h, length, d = quads[first]
-    keys = quads[first + 1][-2]
-    masked = len(quads) > usual
-    flops = (10.0 if backward else 4.0) * b * h * length * keys * d
-    return (flops if masked or keys != length else flops / 2), masked
+    (b, h, length, d), keys, dv = quads[first], quads[first + 1][-2], quads[first + 2][-1]
+    flops = 2.0 * b * h * length * keys * (3 * d + 2 * dv if backward else d + dv)
+    if len(quads) > usual or keys != length:
+        return flops, len(quads) > usual
+    window = min(
+        [length, *(x.shape[0] for x in op.inputs[usual + backward :] if len(x.shape) == 1)]
+    )
+    return flops * (window / length - (window / length) ** 2 / 2), False
 
 
 def is_backward_attention(op: Op) -> bool:
@@ -250,12 +262,12 @@ def pattern_of(op: Op) -> Pattern:
 def _updated_in_place(op: Op, name: str) -> float:
     """Bytes that an optimizer operator without outputs writes to its arguments.
 
-    Fused AdamW reads parameters, gradients and two moments and writes all but the gradients; a
-    foreach operator writes its first list.
+    Fused AdamW reads parameters, gradients and two moments and writes all but the gradients, which
+    in bitsandbytes and torchao are the first operand; a foreach operator writes its first list.
     """
     read = float(sum(operand.nbytes for operand in op.inputs))
     if not name.endswith("_"):
-        return 0.0
+        return read - op.inputs[0].nbytes if op.inputs else 0.0
     if name.startswith("_fused_"):
         return 0.75 * read
     bare = name.removeprefix("_foreach_").rstrip("_")

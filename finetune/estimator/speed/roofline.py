@@ -45,13 +45,14 @@ from finetune.estimator.speed.kernels import (
     Product,
     attention_flops,
     base_name,
+    dtype_name,
     is_backward_attention,
     product_of,
 )
 from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace.trace import Op
 from finetune.hardware.device import cuda_of, gemm_engine
-from finetune.hardware.gpus import Gpu
+from finetune.hardware.gpus import Gpu, Peak
 
 TABLE = ASSETS / "efficiency.yaml"
 
@@ -283,9 +284,11 @@ class Roofline:
             flops, masked = attention_flops(op)
             shares = self.efficiency
             plain = shares.flash if base_name(op).startswith("flash") else shares.attention
-            reached = shares.masked if masked else plain
+            wide = dtype_name(op.inputs[0]) == "float32"  # the kernel of masks takes it alone
+            reached = shares.masked if masked or wide else plain
             direction = "backward" if is_backward_attention(op) else "forward"
-            compute = flops / (half_peak(self.gpu) * reached[direction])
+            peak = wide_peak(self.gpu) if wide else half_peak(self.gpu)
+            compute = flops / (peak * reached[direction])
         body = max(compute, memory)
         if body < start:
             return Kernel(body + start, flops, "launch")
@@ -301,15 +304,16 @@ class Roofline:
         gemm, shared = self.efficiency.gemm, self.efficiency.shared
         if precision == "bf16":
             return half_peak(self.gpu) * gemm["bf16"]
-        peak: Literal["fp32", "fp8"] = "fp32" if precision == "fp32" else "fp8"
-        if peak not in self.gpu.tflops or peak not in gemm:
+        peak: Peak = precision if precision in ("fp32", "fp4") else "fp8"
+        share = gemm.get("fp8" if peak == "fp4" else peak)  # FP4's own is not known
+        if peak not in self.gpu.tflops or share is None:
             raise ConfigError(
                 f"{self.gpu.name} has no matrix units for {peak}",
                 why="the step holds matrix products in that precision",
                 fix="precision.compute=bf16, or --gpu with another GPU",
             )
-        factor = {"fp8_rowwise": shared.rowwise, "fp8_blocks": shared.blocks}.get(precision, 1.0)
-        return self.gpu.tflops[peak] * 1e12 * gemm[peak] * factor
+        factor = {"fp8_rowwise": shared.rowwise, "fp8_blocks": shared.blocks, "fp4": shared.blocks}
+        return self.gpu.tflops[peak] * 1e12 * share * factor.get(precision, 1.0)
 
     def _bandwidth(self, launch: Launch) -> float:
         shared = self.efficiency.shared
@@ -340,6 +344,14 @@ def roofline_of(
 def half_peak(gpu: Gpu) -> float:
     """Dense peak FLOP/s in BF16, or in FP16 without BF16 units."""
     return gpu.tflops.get("bf16", gpu.tflops.get("fp16", 0.0)) * 1e12
+
+
+def wide_peak(gpu: Gpu) -> float:
+    """Dense peak FLOP/s of attention in float32: three TF32 products for each, where there are any.
+
+    Source: CUTLASS' `OpMultiplyAddFastF32`, which memory-efficient attention uses from Ampere on.
+    """
+    return (gpu.tflops["tf32"] / 3 if "tf32" in gpu.tflops else gpu.tflops["fp32"]) * 1e12
 
 
 def shape_share(product: Product, units: int, pipeline_k: float) -> float:

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from finetune.estimator.speed.kernels import base_name, dtype_name, kind_of, product_of, words
+from finetune.estimator.speed.kernels import (
+    ENGINE,
+    base_name,
+    dtype_name,
+    kind_of,
+    product_of,
+    words,
+)
 
 if TYPE_CHECKING:
     from finetune.estimator.trace.trace import Op
@@ -144,7 +151,7 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
         op = ops[index]
         name = base_name(op)
         read = [reader for operand in op.outputs for reader in readers.pop(operand.storage, ())]
-        multiplies = name.endswith(("scaled_mm", "fp8_mm"))
+        multiplies = name.endswith("scaled_mm") or name.removesuffix("_mm") in ENGINE
         found[index] = name == "cast_rows"  # also where its scales are for something else
         if name in _CASTING and read and all(read):
             out = op.outputs[0]

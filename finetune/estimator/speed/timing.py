@@ -40,6 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -143,16 +144,13 @@ def pace_of_one(
         inside = (lambda op: layer_of(op.module)) if compiled else None
         return roofline.step_time(ops, compiled=inside)
 
-    step, update = trace.since("step"), trace.since("optimizer")
-    micro = step[: len(step) - len(update)]
-    kept = [op for op in micro if base_name(op) == "cast_weight"]  # until the next update
-    micro = [op for op in micro if base_name(op) != "cast_weight"]
-    batch, once = timed(micro), timed([*update, *kept])
+    micro, update = micro_batch(trace)
+    batch, once = timed(micro), timed(update)
     classes = {name: value * batches for name, value in batch.by_class.items()}
     for name, value in once.by_class.items():
         classes[name] = classes.get(name, 0.0) + value
     if gpu is not None:
-        forward_s = timed([op for op in step if op.phase == "forward"]).seconds
+        forward_s = timed([op for op in micro if op.phase == "forward"]).seconds
         backward_s, gb_s = batch.seconds - forward_s, collective_gb_s(gpu.link, gpu.link_gb_s)
         if model is None:
             sent = rehearsal.groups.trainable_bytes
@@ -170,6 +168,13 @@ def pace_of_one(
         scatter=roofline.efficiency.shared.scatter_time,
         calibrated=roofline.calibrated,
     )
+
+
+def micro_batch(trace: Trace) -> tuple[list[Op], list[Op]]:
+    """Operators of a micro-batch, and those that run once per optimizer step."""
+    step = trace.since("step")
+    once = [op.phase == "optimizer" or base_name(op) == "cast_weight" for op in step]
+    return [*compress(step, (not x for x in once))], [*compress(step, once)]
 
 
 def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
@@ -217,7 +222,6 @@ def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
 
 def _update_of_shards(trace: Trace, model: Fsdp2) -> Trace:
     """Trace with the update of one GPU's shards, along the first dimension."""
-    first = len(trace.ops) - len(trace.since("optimizer"))
     wider = model.stored != model.compute
 
     def part(operand: Operand) -> Operand:
@@ -232,7 +236,8 @@ def _update_of_shards(trace: Trace, model: Fsdp2) -> Trace:
     def sharded(op: Op) -> Op:
         return op._replace(inputs=tuple(map(part, op.inputs)), outputs=tuple(map(part, op.outputs)))
 
-    return replace(trace, ops=[*trace.ops[:first], *map(sharded, trace.ops[first:])])
+    ops = [sharded(op) if op.phase == "optimizer" else op for op in trace.ops]
+    return replace(trace, ops=ops)
 
 
 # ------------------------------------------------------------------------------------ communication

@@ -232,13 +232,16 @@ def _register_flash(kernel: Kernel) -> None:
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-        attention_mask: Tensor | None, max_length_q: int | None = None, **kwargs: Any,
+        attention_mask: Tensor | None, max_length_q: int | None = None,
+        sliding_window: int | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         length = query.shape[2]
         documents = length // (max_length_q or length)
         if documents > 1 and length % documents == 0:
             query, key, value = (_split(x, documents) for x in (query, key, value))
-        out = fused(query, key, value, None, True, kernel).transpose(1, 2)
+        # A trace sees operands alone: one with an element for each token that a query sees.
+        seen = None if sliding_window is None else key[0, 0, :sliding_window, 0]
+        out = fused(query, key, value, seen, True, kernel).transpose(1, 2)
         return out.reshape(-1, length, *out.shape[2:]), None
 
     ALL_ATTENTION_FUNCTIONS.register(FLASH, attend)
@@ -323,6 +326,7 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         (optimizers, "_get_foreach_kernels_supported_devices", also_cpu),
         (_foreach_utils, "_get_foreach_kernels_supported_devices", also_cpu),
         (optimizers, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
+        (_foreach_utils, "_foreach_supported_types", [Tensor, FakeTensor]),
         (trl_utils, "_use_triton", always),
         (chunked_logprob, "_use_triton", always),
         (chunked_logprob, "triton", SimpleNamespace(cdiv=lambda n, by: -(-n // by))),

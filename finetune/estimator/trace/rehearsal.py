@@ -41,7 +41,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
-from finetune.config.sft import fsdp_settings, sft_config, shortened
+from finetune.config.sft import fsdp_settings, padding_free, sft_config, shortened
 from finetune.errors import FinetuneError, RehearsalError, first_line
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
@@ -66,13 +66,16 @@ from finetune.estimator.trace.stand_ins import (
     store_base,
     torchao_updates,
 )
-from finetune.estimator.trace.trace import Phase, Recorder, Trace
+from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import Resolution
 from finetune.precision import convert, planner
 from finetune.precision.backends.frozen import FrozenMixin
+from finetune.precision.layers import decoder_layers
+from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
+from finetune.training.attention import VARLEN
 from finetune.training.model import resolve_attention, sketch
 from finetune.training.preflight import check_storage
 
@@ -97,6 +100,7 @@ class Rehearsal:
         groups: groups of parameters that FSDP2 would gather together.
         visits: when each group computes; `step` begins with the first.
         accumulates: gradients of several micro-batches are summed.
+        compiles: `torch.compile` takes its decoder layers, which have numbers of their own.
     """
 
     trace: Trace
@@ -107,6 +111,7 @@ class Rehearsal:
     groups: ModelGroups
     visits: list[GroupVisit]
     accumulates: bool
+    compiles: bool = True
 
 
 def rehearse(
@@ -148,7 +153,9 @@ def rehearse(
         to_fake(model)
         if on_cuda:
             stack.enter_context(on_gpu(device.capability or (9, 0)))
-        choose_attention(model, attention.implementation)
+        name = attention.implementation
+        masked = name == VARLEN and not padding_free(config.train)  # as padded rows run
+        choose_attention(model, "sdpa" if masked else name)
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         store_base(model, config.model.storage)
         if resolution.precision.backend == "te":
@@ -159,12 +166,13 @@ def rehearse(
         conversion.adapters.sharded = sharded
         frozen = [m for m in model.modules() if isinstance(m, FrozenMixin)]
         copies = [copy for m in frozen if (copy := m.fp8_backend.transposed(m)) is not None]
+        whole = {m for m in decoder_layers(model) if not isinstance(m, ParameterMixin)}
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.library == "torchao":
             stack.enter_context(torchao_updates(compiled=on_cuda))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        documents = 1 if attention.implementation in KERNELS else DOCUMENTS
+        documents = 1 if name in KERNELS else DOCUMENTS
         trainer = _trainer(model, config, Path(folder), padded=padded, documents=documents)
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
@@ -190,6 +198,7 @@ def rehearse(
         groups=groups,
         visits=trainer.visits.visits,
         accumulates=trainer.micro_batches > 1,
+        compiles=any(m in whole and layer_of(name) for name, m in model.named_modules()),
     )
 
 
@@ -349,11 +358,15 @@ def _rehearsal_trainer() -> type[Any]:
                 if self.micro_batches == 1:
                     optimizer.zero_grad()
             recorder.mark("step")
-            done = functools.partial(self.visits.move, "optimizer")
-            _record(self.accelerator, "backward", recorder, "backward", then=done)
+            _record(self.accelerator, "backward", recorder, "backward", then=self._begin_update)
             _record(self.optimizer, "step", recorder, "optimizer")
             self.visits.begin()
             return super().training_step(*args, **kwargs)
+
+        def _begin_update(self) -> None:
+            """Count what follows, from the norm of gradients on, once per optimizer step."""
+            self.visits.move("optimizer")
+            self.recorder.phase = "optimizer"
 
     return RehearsalTrainer
 

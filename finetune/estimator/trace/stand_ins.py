@@ -44,6 +44,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from finetune.config.schema import PrecisionConfig
+from finetune.estimator.speed.kernels import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
 from finetune.estimator.trace.trace import Recorder, plain_tensors
 from finetune.precision.backends.base import Backend, Fp8Mixin
@@ -56,29 +57,28 @@ from finetune.storage.nf4 import nf4_bytes
 
 # ------------------------------------------------------------------------------- Transformer Engine
 
-BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16, "blockwise": 1 + 4 / 128}
-"""Bytes per cast element with its share of the scales, by block format; others have 1."""
-
 define(
     "fp8_cast(Tensor x, float bytes) -> Tensor",
     lambda x, size: x.new_empty(round(x.numel() * size), dtype=torch.float8_e4m3fn),
 )
-define(
-    "fp8_mm(Tensor a, Tensor b, int[] shape, ScalarType dtype) -> Tensor",
-    lambda a, _, shape, dtype: a.new_empty(shape, dtype=dtype),
-)
+for _format in ENGINE:
+    define(
+        f"{_format}_mm(Tensor a, Tensor b, int[] shape, ScalarType dtype) -> Tensor",
+        lambda a, _, shape, dtype: a.new_empty(shape, dtype=dtype),
+    )
 
 
 class _EngineLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, size: float, copies: int) -> Tensor:
-        (m, k), (n, _) = x.shape, w.shape
+    def forward(ctx: Any, x: Tensor, w: Tensor, name: str, copies: int) -> Tensor:
+        (m, k), (n, _), size = x.shape, w.shape, ENGINE[name][0]
         ctx.shapes, ctx.cast, ctx.dtype = (m, n, k), (size, copies), w.dtype
+        ctx.multiply = multiply = getattr(OPS, f"{name}_mm")
         x_needed, w_needed = ctx.needs_input_grad[:2]
         xq = _cast(x, size, copies if w_needed else 1)
         wq = _cast(w, size, copies if x_needed else 1)
         # [M, K] @ [K, N]
-        y = OPS.fp8_mm(xq[0], wq[0], [m, n], x.dtype)
+        y = multiply(xq[0], wq[0], [m, n], x.dtype)
         ctx.needed = w_needed, x_needed
         ctx.save_for_backward(*xq[-1:] if w_needed else (), *wq if x_needed else ())
         return y
@@ -91,8 +91,8 @@ class _EngineLinear(torch.autograd.Function):
         xq = saved.pop(0) if w_needed else None
         gq = _cast(g, size, copies if w_needed and x_needed else 1)
         # dgrad [M, N] @ [N, K], wgrad [N, M] @ [M, K]
-        dx = OPS.fp8_mm(gq[0], saved[-1], [m, k], g.dtype) if x_needed else None
-        dw = OPS.fp8_mm(gq[-1], xq, [n, k], ctx.dtype) if w_needed else None
+        dx = ctx.multiply(gq[0], saved[-1], [m, k], g.dtype) if x_needed else None
+        dw = ctx.multiply(gq[-1], xq, [n, k], ctx.dtype) if w_needed else None
         return dx, dw, None, None
 
 
@@ -105,9 +105,9 @@ class EngineMixin(Fp8Mixin):
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         backend: Any = self.fp8_backend
-        size, copies = backend.size, backend.copies
+        name, copies = backend.format, backend.copies
         return by_rows(
-            x, bias, lambda rows: _EngineLinear.apply(rows, w.to(rows.dtype), size, copies)
+            x, bias, lambda rows: _EngineLinear.apply(rows, w.to(rows.dtype), name, copies)
         )
 
 
@@ -115,7 +115,7 @@ class EngineBackend(Backend):
     """Stand-in for Transformer Engine.
 
     Attributes:
-        size: bytes per cast element, scales included.
+        format: of casts and GEMMs, a key of `ENGINE`.
         copies: copies that a cast makes if two GEMMs follow.
     """
 
@@ -124,8 +124,8 @@ class EngineBackend(Backend):
 
     def __init__(self, precision: PrecisionConfig, capability: tuple[int, int]) -> None:
         super().__init__(precision)
-        self.size = BYTES.get(precision.scaling, 1.0)
-        self.copies = 1 if capability >= (10, 0) and precision.scaling not in BYTES else 2
+        self.format = precision.scaling if precision.scaling in ENGINE else "fp8"
+        self.copies = 1 if capability >= (10, 0) and self.format == "fp8" else 2
 
 
 def engine_maker(capability: tuple[int, int]) -> Any:
@@ -216,7 +216,7 @@ SCALE = 2.0**16
 PAGED_FROM = 100_000
 """Elements from which bitsandbytes pages a state (`Optimizer8bit.get_state_buffer`)."""
 
-define("update(Tensor(a!)[] states, Tensor grad) -> ()", lambda *_: None)
+define("update(Tensor grad, Tensor(a!)[] states) -> ()", lambda *_: None)
 
 
 class SteadyScale:
@@ -252,7 +252,7 @@ class SteadyScale:
 def _update_in_place(p: Tensor, grad: Tensor, *values: Any) -> None:
     """`torchao.optim.adam.single_param_adam` as one kernel."""
     states = [x for value in values if isinstance(value, Tensor) for x in plain_tensors(value)]
-    OPS.update([*plain_tensors(p), *states], grad)
+    OPS.update(grad, [*plain_tensors(p), *states])
 
 
 @contextlib.contextmanager

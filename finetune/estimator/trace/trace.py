@@ -214,6 +214,7 @@ class Recorder(TorchDispatchMode):
     def during(self, phase: Phase) -> Iterator[None]:
         """Record the block under `phase`."""
         before, self.phase = self.phase, phase
+        first = len(self.trace.storages)
         if phase == "backward":
             for number in self._numbers.values():
                 self.trace.storages[number].saved = True
@@ -223,7 +224,7 @@ class Recorder(TorchDispatchMode):
             self.phase = before
             for number in self._numbers.values() if phase == "optimizer" else ():
                 storage = self.trace.storages[number]
-                if storage.phase == "optimizer" and storage.kind == "temporary":
+                if number >= first and storage.kind == "temporary":
                     storage.kind = "optimizer"
 
     def mark(self, name: str) -> None:
