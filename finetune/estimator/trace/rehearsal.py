@@ -75,8 +75,7 @@ from finetune.precision.layers import decoder_layers
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
-from finetune.training.attention import VARLEN
-from finetune.training.model import resolve_attention, sketch
+from finetune.training.model import VARLEN, resolve_attention, sketch
 from finetune.training.preflight import check_storage
 
 GATHERED_AS = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
