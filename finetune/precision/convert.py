@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError
 from finetune.precision.backends.base import (
     Backend,
@@ -306,17 +307,14 @@ class RootMixin(Swapped):
             return super().__call__(*args, **kwargs)
 
 
-def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
-    """The engine of the layers that keep their weights, None when none of them runs in FP8.
+def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> Backend:
+    """The engine of layers that keep their weights.
 
     Args:
-        plan: its `precision.backend` must be concrete (`hardware.requirements.resolve`).
+        precision: its backend must be concrete (`hardware.requirements.resolve`).
+        layers: number of layers that it will multiply.
         hardware: True if the device multiplies FP8; if not, torchao emulates.
     """
-    layers = sum(not layer.stored for layer in plan.fp8_layers)
-    if not layers:
-        return None
-    precision = plan.precision
     match precision.backend:  # a library is imported only where its engine is wanted
         case "emulated":
             from finetune.precision.backends.emulated import EmulatedBackend
@@ -341,9 +339,11 @@ def apply(model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False) -> C
         ConversionError: the model does not equal the plan afterwards.
     """
     revert(model)
-    emulate = not hardware or plan.precision.backend == "emulated"
-    frozen = FrozenBackend(plan.precision, emulate=emulate) if plan.stored else None
-    conversion = Conversion(model, plan, make_backend(plan, hardware=hardware), frozen)
+    precision, plain = plan.precision, sum(not layer.stored for layer in plan.fp8_layers)
+    backend = make_backend(precision, plain, hardware=hardware) if plain else None
+    emulate = not hardware or precision.backend == "emulated"
+    frozen = FrozenBackend(precision, emulate=emulate) if plan.stored else None
+    conversion = Conversion(model, plan, backend, frozen)
     try:
         conversion.apply()
     except BaseException:

@@ -49,7 +49,6 @@ from finetune.estimator.trace.fake_cuda import OPS, define, replaced
 from finetune.estimator.trace.trace import Recorder, plain_tensors
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.layers import by_rows
-from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap
 from finetune.storage import nf4
@@ -129,12 +128,10 @@ class EngineBackend(Backend):
 
 
 def engine_maker(capability: tuple[int, int]) -> Any:
-    """Replacement of `convert.make_backend` for a plan of Transformer Engine."""
+    """Replacement of `convert.make_backend` for Transformer Engine."""
 
-    def make_backend(plan: PrecisionPlan, *, hardware: bool) -> Backend | None:
-        if all(layer.stored for layer in plan.fp8_layers):
-            return None
-        return EngineBackend(plan.precision, capability)
+    def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> Backend:
+        return EngineBackend(precision, capability)
 
     return make_backend
 
