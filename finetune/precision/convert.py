@@ -18,13 +18,7 @@ from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import (
-    Backend,
-    Fp8Mixin,
-    ObservedMixin,
-    Tally,
-    in_backward,
-)
+from finetune.precision.backends.base import Backend, Fp8Mixin, ObservedMixin, Tally, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.experts import (
     CastExpertsMixin,

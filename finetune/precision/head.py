@@ -33,14 +33,7 @@ from torch.autograd.function import once_differentiable
 from finetune.precision.backends.base import ObservedMixin, Owner, multiplying
 from finetune.precision.kernels import transpose_codes
 from finetune.precision.layers import compute_dtype
-from finetune.precision.weights import (
-    Arithmetic,
-    cast,
-    dequantizing,
-    dgrad,
-    fprop,
-    multiply,
-)
+from finetune.precision.weights import Arithmetic, cast, dequantizing, dgrad, fprop, multiply
 
 TOKENS, WORDS = 4096, 16384
 """Largest tile of logits, 128 MiB in BF16: as many tokens as in TRL, and half of its words, a row

@@ -21,12 +21,7 @@ from finetune.config import sft
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
-from finetune.config.sft import (
-    CHECKPOINTING,
-    decides_checkpointing,
-    sft_config,
-    without_effect,
-)
+from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config, without_effect
 from finetune.data.dataset import load_data
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device
@@ -39,7 +34,6 @@ from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
-from finetune.training.attention import fix_documents, prefer_flash_3
 from finetune.training.evaluate import load_tasks, refuse_sharded, score
 from finetune.training.evidence import refuse_disagreement
 from finetune.training.model import VARLEN, Attention, load_model
@@ -445,6 +439,8 @@ def make_trainer(
         raise sft.refused("trl.SFTTrainer", error, config.train) from error
     lora_init.begin(trainer.model, config, resume)
     if attention.implementation == VARLEN:
-        prefer_flash_3(this_device())
-        fix_documents(trainer)
+        from finetune.training import varlen  # seconds, for its operators
+
+        varlen.prefer_flash_3(this_device())
+        varlen.fix_documents(trainer)
     return trainer

@@ -15,15 +15,17 @@ Calls without boundaries stay right, too. Rows without padding are documents of 
 without a mask, or this operator under a sliding window. Packed `position_ids` alone give
 boundaries, at the cost of one synchronization per layer. Padded rows and steps with a cache run
 SDPA under Transformers' mask. Forward and mask are registered in Transformers by `register`.
+`FixedDocuments` gives compiled layers one shape for all batches.
 
 Shapes: q [T, H, D]; k [T, Hkv, D]; v [T, Hkv, Dv]; H is a multiple of Hkv.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import register_flop_formula
 
 from finetune.errors import ConfigError
+from finetune.hardware.device import Device
 
 NAME = "varlen"
 UNLIMITED = -1
@@ -323,3 +326,97 @@ def register() -> None:
 
     AttentionInterface.register(NAME, varlen_attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, varlen_mask)
+
+
+# ------------------------------------------------------------------------------------------ kernel
+
+
+def prefer_flash_3(device: Device) -> None:
+    """Make FlashAttention-3 torch's implementation on Hopper, where its package is installed."""
+    from torch.nn import attention
+
+    missing = importlib.util.find_spec("flash_attn_interface") is None
+    if missing or device.capability is None or device.capability[0] != 9 or _flash_in_use():
+        return
+    activate: Any = getattr(attention, "activate_flash_attention_impl", None)
+    if activate is not None:
+        activate("FA3")
+
+
+def _flash_in_use() -> str | None:
+    from torch.nn import attention
+
+    current: Any = getattr(attention, "current_flash_attention_impl", lambda: None)
+    return current()
+
+
+def kernel_on(device: Device) -> str:
+    """Name of what computes on this kind of device."""
+    if device.kind != "cuda":
+        return "a loop over documents"
+    used = _flash_in_use() or "FA2"
+    return used.replace("FA", "FlashAttention-") if used in ("FA2", "FA3", "FA4") else used
+
+
+# ----------------------------------------------------------------------------------------- batches
+
+
+class FixedDocuments:
+    """TRL's collator with boundaries of one shape, so that compiled layers keep one graph.
+
+    With at most 4 documents, of at most 9 tokens, [0 3 7 9] and [0 5 9] become [0 3 7 9 9] and
+    [0 5 9 9 9], and the longest has 9 tokens in both. Documents without tokens cost nothing.
+
+    Args:
+        collate: `torch_call` of the collator.
+        documents, longest: bounds of a batch; None where the rows are not known beforehand: the
+            next power of two of each batch.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
+        documents: int | None,
+        longest: int | None,
+    ) -> None:
+        self.collate, self.documents, self.longest = collate, documents, longest
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collate(rows)
+        if "cu_seq_lens_q" in batch:
+            ends, longest = batch["cu_seq_lens_q"], int(batch["max_length_q"])
+            size = max(self.documents or 0, len(ends) - 1)
+            size = size if self.documents else _power_of_two(size)
+            padded = F.pad(ends, (0, size + 1 - len(ends)), value=int(ends[-1]))
+            longest = max(longest, self.longest) if self.longest else _power_of_two(longest)
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = padded
+            batch["max_length_q"] = batch["max_length_k"] = longest
+        return batch
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def fix_documents(trainer: Any) -> None:
+    """Give the batches of a padding-free trainer boundaries of one shape."""
+    args, collator = trainer.args, trainer.data_collator
+    if not trainer.padding_free or not hasattr(collator, "torch_call"):
+        return
+    sets = [data for data in (trainer.train_dataset, trainer.eval_dataset) if data is not None]
+    lengths = [row for data in sets for row in _lengths(data)]
+    rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    # Each token of padding is a document of its own.
+    spare = (args.pad_to_multiple_of or 1) - 1
+    documents = max(map(len, lengths), default=0) * rows
+    longest = max((length for row in lengths for length in row), default=0)
+    fixed = FixedDocuments(
+        collator.torch_call, documents + spare if documents else None, longest or None
+    )
+    collator.torch_call = fixed  # an attribute of this collator, whose type TRL asks for
+
+
+def _lengths(data: Any) -> Iterable[list[int]]:
+    """Lengths of the documents of each row; none of a stream, or of rows that are documents."""
+    columns = getattr(data, "column_names", None) or ()
+    return data["seq_lengths"][:] if "seq_lengths" in columns and hasattr(data, "__len__") else ()

@@ -16,10 +16,9 @@ import finetune
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.storage.pretrained import load_shape
-from finetune.training import attention, varlen
-from finetune.training.attention import FixedDocuments
+from finetune.training import varlen
 from finetune.training.model import implementation_arguments, resolve_attention, sketch
-from finetune.training.varlen import UNLIMITED, varlen_attention
+from finetune.training.varlen import UNLIMITED, FixedDocuments, varlen_attention
 from tests.conftest import A100, CPU, H100, RTX4090, V100
 
 LENGTHS = (31, 64, 1, 32)
@@ -413,7 +412,7 @@ def test_bounds_come_from_the_rows_of_a_trainer() -> None:
         args=args, data_collator=collator, padding_free=True,
         train_dataset=Rows(rows), eval_dataset=None,
     )  # fmt: skip
-    attention.fix_documents(trainer)
+    varlen.fix_documents(trainer)
     assert (collator.torch_call.documents, collator.torch_call.longest) == (2 * 3 + 3, 5)
 
 
