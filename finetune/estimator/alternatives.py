@@ -8,7 +8,8 @@ than either time (`scatter_ratio` of the efficiency table).
     stock            BF16, attention under a mask, adapters as PEFT has them, nothing compiled,
                      gradient checkpointing
     a rung each      documents without a mask, fused adapters, compiled layers, no checkpointing
-    the run itself   its low precision, and then its output head in FP8
+    the run itself   its low precision, and then its output head in FP8; no checkpointing only then
+                     if BF16 does not fit without
 
 Only settings that the run has make a rung. Each rung has all before it, so that gains multiply to
 the run's.
@@ -74,6 +75,7 @@ class Alternative(Option):
             "label": self.label,
             "change": list(self.change),
             "possible": self.measured is not None,
+            "fit": self.fit,
             "allocated": self.allocated,
             "step_seconds": self.pace.seconds if self.pace else None,
             "speed": list(self.speed) if self.speed else None,
@@ -94,6 +96,7 @@ def table_of(alternatives: Sequence[Alternative]) -> Table:
             speed = f"{other.speed.value:.2f}x"
             within = f"{other.speed.low:.2f} to {other.speed.high:.2f}"
         memory = size(other.allocated, MEMORY)
+        memory += "" if other.fit != "does not fit" else " (too much)"
         table.add_row(other.label, memory, speed, within, " ".join(other.change))
     return table
 
@@ -107,16 +110,40 @@ def twin_of(measured: Measured) -> Alternative | None:
     typed: tuple[str, ...] = ()
     match config.precision.compute:
         case "fp8":
-            label, precision = "BF16", in_bf16(config)
-            if measured.compiled:
-                label, typed = "BF16, compiled", ("precision.compile=on",)
-                precision["compile"] = "on"
+            return _in_bf16(measured)
         case "bf16" if config.model.storage is None:
             label, precision = "FP8", _fp8(config, "rowwise" if config.lora else "tensorwise")
         case _:
             return None
     typed = ("precision.compute=" + precision["compute"], *typed)
     return _alternative(measured, label, *typed, precision=precision)
+
+
+def _in_bf16(measured: Measured, **sections: dict[str, Any]) -> Alternative:
+    """The BF16 twin of an FP8 run, with other settings as well."""
+    label, typed, precision = "BF16", ("precision.compute=bf16",), in_bf16(measured.config)
+    if measured.compiled:
+        label, typed = "BF16, compiled", (*typed, "precision.compile=on")
+        precision["compile"] = "on"
+    if sections:
+        label += ", checkpointed"
+        typed = (*typed, *(f"train.{key}=true" for key in sections["train"]))
+    return _alternative(measured, label, *typed, precision=precision, **sections)
+
+
+def fitting_twin_of(measured: Measured, twin: Alternative | None) -> Alternative | None:
+    """The BF16 twin with gradient checkpointing, if without it an FP8 run fits and BF16 does not.
+
+    FP8 saves about a third less for backward, so there is a range of GPUs and batches in which
+    only BF16 has to compute forward twice.
+    """
+    low = measured.config.precision.compute == "fp8" and measured.fit != "does not fit"
+    if not low or twin is None or twin.measured is None or twin.fit != "does not fit":
+        return None
+    if setting(measured.config, CHECKPOINTING):
+        return None
+    other = _in_bf16(measured, train={CHECKPOINTING: True})
+    return None if other.fit == "does not fit" else other
 
 
 def alternatives_of(measured: Measured) -> Iterator[Alternative]:
@@ -172,10 +199,11 @@ def _alternative(
         return Alternative(typed, other, label, memory=memory)
     ratio = asked.pace.seconds / other.pace.seconds
     # `scatter_ratio` comes from published pairs that differ in precision only.
-    scatter = shared().scatter_ratio if set(sections) == {"precision"} else shared().scatter_time
+    same = set(sections) == {"precision"}
+    scatter = shared().scatter_ratio if same else shared().scatter_time
     speed = spread(ratio, scatter) if not math.isclose(ratio, 1) else None
     fp8_first, why = asked.config.precision.compute == "fp8", ()
-    if (other.config.precision.compute == "fp8") != fp8_first:
+    if same and (other.config.precision.compute == "fp8") != fp8_first:
         why = explain(*((asked.pace, other.pace) if fp8_first else (other.pace, asked.pace)))
         if asked.compiled != other.compiled:
             why += (
@@ -249,13 +277,19 @@ class Rung:
         }
 
 
-def ladder_of(measured: Measured, twin: Alternative | None) -> tuple[Rung, ...]:
+def ladder_of(
+    measured: Measured, twin: Alternative | None, fitting: Alternative | None = None
+) -> tuple[Rung, ...]:
     """Rungs from the stock stack to the run; none where a speed is unknown.
 
     Args:
         twin: the run in the other precision, already measured.
+        fitting: the same with checkpoints, if it needs them: then they are left out last.
     """
     settings = list(_settings(measured)) if measured.place.device.kind == "cuda" else []
+    if fitting is not None:
+        twin = fitting
+        settings.sort(key=lambda s: CHECKPOINTING in s.stock.get("train", {}))
     if not settings or measured.tokens_per_s is None:
         return ()
     speeds: list[float] = []

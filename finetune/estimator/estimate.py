@@ -23,6 +23,7 @@ from finetune.estimator.alternatives import (
     Alternative,
     Rung,
     alternatives_of,
+    fitting_twin_of,
     ladder_of,
     ladder_table,
     table_of,
@@ -59,6 +60,7 @@ class Estimate(JupyterMixin):
         name: Recipe or model name.
         measured: Memory and time at a place.
         twin: The same run in BF16 or FP8, whichever it does not use.
+        fitting: The twin with gradient checkpointing, if without it only the FP8 run fits.
         others: Alternatives, if requested.
         advised: Changes that make it fit or faster, if it does not fit or if requested.
         notes: Limits of the estimate and the direction of their error.
@@ -70,6 +72,7 @@ class Estimate(JupyterMixin):
     name: str
     measured: Measured
     twin: Alternative | None = None
+    fitting: Alternative | None = None
     others: tuple[Alternative, ...] = ()
     advised: Advised | None = None
     notes: tuple[str, ...] = ()
@@ -80,7 +83,7 @@ class Estimate(JupyterMixin):
     @cached_property
     def ladder(self) -> tuple[Rung, ...]:
         """What each setting of the run brings in speed, from stock settings on; takes seconds."""
-        return ladder_of(self.measured, self.twin) if self.compares else ()
+        return ladder_of(self.measured, self.twin, self.fitting) if self.compares else ()
 
     @property
     def place(self) -> Place:
@@ -126,6 +129,7 @@ class Estimate(JupyterMixin):
                 "cost": self.cost,
             },
             "twin": None if self.twin is None else self.twin.facts(),
+            "fitting_twin": None if self.fitting is None else self.fitting.facts(),
             "alternatives": [other.facts() for other in self.others],
             "ladder": [rung.facts() for rung in self.ladder],
             "advice": None if self.advised is None else self.advised.facts(),
@@ -154,7 +158,7 @@ class Estimate(JupyterMixin):
         if measured.pace is not None:
             yield Text()
             yield from self._time(measured.pace)
-        twin = [self.twin] if self.twin else []
+        twin = [each for each in (self.twin, self.fitting) if each]
         beside = twin + [x for x in self.others if x.change not in {t.change for t in twin}]
         if beside:
             yield Text()
@@ -236,6 +240,11 @@ class Estimate(JupyterMixin):
         gain = 1 / self.twin.speed.value if is_fp8 else self.twin.speed.value
         pays = f"FP8 runs at {gain:.2f}x the speed of BF16 here"
         lost = f"FP8 does not pay here: {gain:.2f}x the speed of BF16"
+        if self.fitting is not None and self.fitting.speed is not None:
+            pays = (
+                f"FP8 runs at {1 / self.fitting.speed.value:.2f}x the speed of BF16 here, which "
+                f"does not fit without gradient checkpointing ({gain:.2f}x if it did)"
+            )
         yield Text(pays if gain > 1.02 else lost, "bold")
         for reason in self.twin.why:
             yield Text(f"  {reason}")
@@ -338,6 +347,7 @@ def estimate(
         name,
         measured,
         other,
+        fitting_twin_of(measured, other),
         tuple(alternatives_of(measured)) if alternatives else (),
         advise(measured) if advice or (advice is None and measured.fit != "fits") else None,
         caveats(measured),

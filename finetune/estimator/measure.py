@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -44,7 +44,7 @@ class Measured:
 
     Attributes:
         resolution: precision executed there.
-        footprint: memory of one device.
+        footprint: memory of one device, at the higher of its peaks in the first and later steps.
         pace: time of a step; None if the device's speed is unknown.
         parameters, trainable: element counts.
         compiled: decoder layers are compiled.
@@ -156,10 +156,24 @@ def measure_fast(config: RunConfig, place: Place) -> Measured:
 def _measured(
     config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
 ) -> Measured:
-    compiled = rehearsal.compiles and compiles(resolution.precision, place)
+    steps, first = _steps_and_first(config, place, resolution, rehearsal)
+    return _with_first(steps, first)
+
+
+def _steps_and_first(
+    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
+) -> tuple[Measured, Footprint | None]:
+    """A run's steps; and memory of the first micro-step, which the proof observes uncompiled.
+
+    None where its layers are not compiled later. Nor without gradient checkpointing: the first
+    micro-step alone has it (`finetune.precision.convert.recomputed`) and holds less than the others.
+    """
+    compiled, first = rehearsal.compiles and compiles(resolution.precision, place), None
     if compiled:
+        if any(op.phase == "recompute" for op in rehearsal.trace.ops):
+            first = device_footprint(rehearsal, config, place)
         rehearsal = _compiled(rehearsal)
-    return Measured(
+    steps = Measured(
         config,
         place,
         resolution,
@@ -169,6 +183,13 @@ def _measured(
         rehearsal.trainable,
         compiled,
     )
+    return steps, first
+
+
+def _with_first(steps: Measured, first: Footprint | None) -> Measured:
+    if first is None:
+        return steps
+    return replace(steps, footprint=sizes.with_first(steps.footprint, first))
 
 
 _compiled = functools.lru_cache(maxsize=2 * len(FEW))(as_compiled)
@@ -191,15 +212,15 @@ class FirstLayers:
 
     def at(self, place: Place) -> Measured:
         """Memory and time of all layers at a place with the same kind of GPU."""
-        few, *rest = (_measured(self.config, place, self.resolution, r) for r in self.rehearsals)
-        if not rest:
-            return few
-        (more,) = rest
+        seen = [_steps_and_first(self.config, place, self.resolution, r) for r in self.rehearsals]
+        if len(seen) == 1:
+            return _with_first(*seen[0])
+        (few, few_first), (more, more_first) = seen
         times = (self.layers - FEW[0]) / (FEW[1] - FEW[0])
         pace = None
         if few.pace is not None and more.pace is not None:
             pace = timing.extrapolated(few.pace, more.pace, times)
-        return Measured(
+        steps = Measured(
             self.config,
             place,
             self.resolution,
@@ -209,6 +230,9 @@ class FirstLayers:
             round(few.trainable + times * (more.trainable - few.trainable)),
             more.compiled,
         )
+        if few_first is None or more_first is None:
+            return steps
+        return _with_first(steps, sizes.extrapolated(few_first, more_first, times))
 
 
 def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:

@@ -157,7 +157,8 @@ class Session:
         return conversion
 
     def _begin_proof(self, conversion: Conversion, before: dict[str, int]) -> None:
-        proof = Proof(conversion, before, lambda: self._after_gemms(conversion))
+        compiles = not self._why_uncompiled(conversion)
+        proof = Proof(conversion, before, lambda: self._after_gemms(conversion), compiles=compiles)
         self._proofs = [one for one in self._proofs if one() is not None] + [weakref.ref(proof)]
         self._newest = proof
         for optimizer in self._optimizers:
@@ -175,22 +176,27 @@ class Session:
 
     def _compile(self, conversion: Conversion) -> None:
         """Compile the decoder layers of a converted model as configured; `compiled` says why."""
+        self.compiled = self._why_uncompiled(conversion)
+        if not self.compiled:
+            left = conversion.plan.fp8_parameters
+            left_out = "; forwards that multiply by parameters are left out" if left else ""
+            count = conversion.compile_layers()
+            self.compiled = f"on: {count} decoder layers, after the witnessed step{left_out}"
+
+    def _why_uncompiled(self, conversion: Conversion) -> str:
+        """The reason why decoder layers are not compiled, empty if they are."""
         p, requested = self.precision, self.precision.compile_requested
         eager_casts = p.backend == "torchao" or conversion.frozen is not None
         unfused = p.compute == "fp8" and eager_casts and self.device.kind == "cuda"
-        by_parameters = conversion.plan.fp8_parameters
         if requested == "off":
-            why = "; casts are not fused, slower than BF16" if unfused else ""
-            self.compiled = f"off, as configured{why}"
-        elif requested == "auto" and not unfused:
-            self.compiled = f"off (not needed on {self.device.kind.upper()})"
-        elif count := conversion.compile_layers():
-            left = "; forwards that multiply by parameters are left out" if by_parameters else ""
-            self.compiled = f"on: {count} decoder layers, after the witnessed step{left}"
-        elif by_parameters:
-            self.compiled = "off: the decoder layers multiply by parameters, and are left out"
-        else:
-            self.compiled = "off: no decoder layers found to compile"
+            return "off, as configured" + "; casts are not fused, slower than BF16" * unfused
+        if requested == "auto" and not unfused:
+            return f"off (not needed on {self.device.kind.upper()})"
+        if conversion.compilable:
+            return ""
+        if conversion.plan.fp8_parameters:
+            return "off: the decoder layers multiply by parameters, and are left out"
+        return "off: no decoder layers found to compile"
 
     def _choose_engine_for(self, model: nn.Module) -> None:
         """Replace Transformer Engine, which `auto` prefers, for weights outside of layers."""

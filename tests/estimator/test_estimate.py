@@ -23,10 +23,22 @@ from finetune.errors import (
 from finetune.estimator.alternatives import in_bf16, twin_of
 from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import Estimate, estimate
-from finetune.estimator.measure import are_alike, changed, measure, measure_fast
-from finetune.estimator.memory.footprint import Footprint, footprint
+from finetune.estimator.measure import (
+    are_alike,
+    changed,
+    measure,
+    measure_fast,
+    rehearse_first_layers,
+)
+from finetune.estimator.memory.footprint import (
+    Footprint,
+    extrapolated,
+    footprint,
+    with_first,
+)
 from finetune.estimator.speed.calibration import Calibration, save_calibration
 from finetune.estimator.speed.step_parts import StepPart
+from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware import requirements
 from finetune.hardware.device import Device, Verdict
@@ -340,6 +352,63 @@ def test_the_same_question_has_the_same_answer(config):
 def test_fit_is_decided_by_what_cannot_be_given_back(memory_gib, fit):
     held = Footprint({"backward": {"weights": 10 * GIB}}, fragments=GIB // 4, outside=GIB // 2)
     assert held.fit(int(memory_gib * GIB)) == fit
+
+
+def test_the_first_step_may_need_the_most():
+    """It runs uncompiled and is over before there are optimizer states."""
+    update = {"weights": 5, "optimizer": 3}
+    steps = Footprint(
+        {"forward": update, "backward": update, "optimizer": update}, owner="head", fragments=2
+    )
+    kept = {**update, "saved": 4}
+    first = Footprint(
+        {"forward": kept, "backward": update, "optimizer": {"weights": 99}},
+        owner="mlp",
+        fragments=6,
+    )
+    both = with_first(steps, first)
+    assert both.tensors == 9, "5 of weights and 4 saved"
+    assert both.phases["backward"] == both.phases["optimizer"] == update
+    assert (both.owner, both.reserved) == ("mlp", 15)
+    assert with_first(steps, steps) == steps
+
+
+@pytest.mark.slow
+def test_the_first_step_is_counted_uncompiled(config):
+    """Where layers are checkpointed; else the first step alone is, and holds less than others."""
+    config = changed(config, train={"gradient_checkpointing": True})
+    rehearsal = rehearse(config, H100.device, resolve_there(config.precision, H100))
+    steps, first = (footprint(r.trace, H100.device) for r in (as_compiled(rehearsal), rehearsal))
+    run, few = measure(config, H100).footprint, measure_fast(config, H100).footprint
+    for phase, kinds in run.phases.items():
+        expected = sum(steps.phases[phase].values())
+        if phase in ("forward", "backward"):
+            early = first.phases[phase]
+            expected = max(expected, sum(early.values()) - early["optimizer"])
+        assert sum(kinds.values()) == expected
+    assert few.tensors == pytest.approx(run.tensors, rel=1e-3)
+    large = load_recipe("llama_8b_lora_fp8", ("train.gradient_checkpointing=true",)).config
+    seen = rehearse_first_layers(large, H100)
+    early = extrapolated(*(footprint(r.trace, H100.device) for r in seen.rehearsals), times=30)
+    found = seen.at(H100).footprint
+    assert found.allocated == early.allocated - early.kinds["optimizer"], "where it is the peak"
+
+
+@pytest.mark.slow
+def test_a_twin_that_does_not_fit_is_compared_with_its_checkpoints():
+    """48 GB hold rank 32 without checkpointing in FP8 alone: BF16 computes its forward twice."""
+    found = estimate(load_recipe("llama_8b_lora32_fp8"), gpu="L40S")
+    assert (found.fit, found.twin.fit, found.fitting.fit) == ("fits", "does not fit", "fits")
+    assert found.fitting.measured.config.train["gradient_checkpointing"] is True
+    assert found.fitting.speed.value < found.twin.speed.value
+    said = text_of(found)
+    assert "which does not fit without gradient checkpointing" in said
+    assert f"{1 / found.fitting.speed.value:.2f}x the speed of BF16" in said
+    assert [rung.typed.partition("=")[0] for rung in found.ladder][-2:] == [
+        "precision.compute", "train.gradient_checkpointing",
+    ]  # fmt: skip
+    assert found.ladder[-3].tokens_per_s == found.fitting.measured.tokens_per_s
+    assert estimate(load_recipe("llama_8b_lora32_fp8"), gpu="H200").fitting is None
 
 
 @pytest.mark.slow

@@ -51,6 +51,49 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_witnessed_step_saves_no_more_than_compiled_steps_do(
+    make_llama, setup_backend, monkeypatch, frozen
+) -> None:
+    """It runs uncompiled, so its layers recompute: same loss, gradients, receipt; fewer bytes."""
+
+    def step(compile: str) -> tuple[int, float, list[torch.Tensor], list[object]]:
+        torch.manual_seed(1)
+        model = make_llama()
+        if frozen:
+            model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+        accelerator = setup_backend(
+            "torchao", compile=compile, frozen="fp8" if frozen else "bf16", scaling="rowwise"
+        )
+        model.train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        saved: dict[int, int] = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(**batch(rows=2)).loss
+        held = sum(saved.values())
+        accelerator.backward(loss)
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        assert not any(m.gradient_checkpointing for m in layers), "later steps are not checkpointed"
+        optimizer.step()
+        receipt = get_receipt()
+        return held, loss.item(), gradients, [receipt.flop_share, receipt.layers]
+
+    monkeypatch.setattr(convert.Conversion, "compile_layers", lambda self: len(self.compilable))
+    eager, loss, gradients, proof = step("off")
+    held, *same = step("on")
+    assert held < 0.6 * eager, (held, eager)
+    assert same[0] == loss
+    assert all(torch.equal(a, b) for a, b in zip(same[1], gradients, strict=True))
+    assert same[2] == proof, "what is recomputed for the witness is not counted"
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None:

@@ -145,6 +145,28 @@ def footprint(trace: Trace, device: Device) -> Footprint:
     )
 
 
+def with_first(steps: Footprint, first: Footprint) -> Footprint:
+    """The higher peaks of a run whose first micro-step differs from the others.
+
+    Args:
+        steps: each of the others.
+        first: the first one, counted with optimizer states and update, which come after it.
+    """
+    early = {p: first.phases[p] | {"optimizer": 0} for p in ("forward", "backward")}
+    alone = replace(first, phases=early)
+    pairs = ((steps.phases[phase], early.get(phase, {})) for phase in steps.phases)
+    higher = [max(pair, key=lambda kinds: sum(kinds.values())) for pair in pairs]
+    peaks = replace(steps, phases=dict(zip(steps.phases, higher, strict=True)))
+    if alone.tensors > steps.tensors:
+        peaks = replace(peaks, owner=first.owner, owned=first.owned)
+    fragments = max(steps.reserved, alone.reserved) - peaks.allocated
+    peaks = replace(peaks, fragments=max(0, fragments))
+    if steps.expandable is None or first.expandable is None:
+        return peaks
+    unused = first.expandable - first.allocated
+    return replace(peaks, expandable=max(steps.expandable, alone.allocated + unused))
+
+
 def extrapolated(few: Footprint, more: Footprint, times: float) -> Footprint:
     """Extrapolate linearly, kind by kind, by `times` the difference of two smaller models.
 

@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 
 from finetune.errors import ProofError
 from finetune.precision.backends.base import in_backward
-from finetune.precision.convert import Conversion
+from finetune.precision.convert import Conversion, recomputed
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.movement import Movement
 from finetune.precision.proof.sentinel import Flops, Sentinel, remedy
@@ -65,6 +65,8 @@ class Proof:
         conversion: Conversion,
         trainable_before: dict[str, int],
         after_gemms: Callable[[], None] = lambda: None,
+        *,
+        compiles: bool = False,
     ) -> None:
         """Start observing.
 
@@ -73,8 +75,10 @@ class Proof:
             trainable_before: name -> elements of what trained before preparation.
             after_gemms: called once the GEMMs are proven. A dispatch mode keeps `torch.compile`
                 away, for good where it was met compiling, so compiling must wait until then.
+            compiles: decoder layers are compiled then. What the witnessed micro-step saves for
+                backward is not more than what those after it do: these layers are checkpointed.
         """
-        self.conversion, self._after_gemms = conversion, after_gemms
+        self.conversion, self._after_gemms, self._compiles = conversion, after_gemms, compiles
         self.model = conversion.model
         self.status = "not proven: no training step yet"
         self.layers: list[LayerReceipt] = []
@@ -135,12 +139,25 @@ class Proof:
             witness.reset()
             self._mode = self.model.training
         self.sentinel.check_layers()
+        layers = self.conversion.compilable if self._compiles else []
         try:
-            with witness.watching():
+            with witness.watching(), recomputed(layers, self._uncounted):
                 yield
         except BaseException:
             witness.reset()  # half a forward is none either
             raise
+
+    @contextlib.contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Context of a recomputation that the steps after the witnessed one do not have."""
+        witness = self._witness
+        if witness is not None:
+            witness.is_paused = True
+        try:
+            yield
+        finally:
+            if witness is not None:
+                witness.is_paused = False
 
     @contextlib.contextmanager
     def watch_backward(self) -> Iterator[None]:

@@ -153,6 +153,7 @@ class Witness:
             names in parentheses.
         unknown: names of operators whose FLOPs are estimates.
         saw_backward: True if a gradient of one of the model's layers has run.
+        is_paused: True while GEMMs are not counted.
         count, last: number of GEMMs seen, and (m, n, k) of the last one.
     """
 
@@ -160,7 +161,7 @@ class Witness:
         self.seen: dict[tuple[str, Gemm, str], Seen] = defaultdict(Seen)
         self.called: set[str] = set()
         self.unknown: set[str] = set()
-        self.saw_backward = False
+        self.saw_backward = self.is_paused = False
         self.count, self.last = 0, (0, 0, 0)
         self._plan = {layer.name: layer for layer in plan.layers}
         self._head = next((layer for layer in plan.layers if layer.role == "head"), None)
@@ -309,6 +310,8 @@ class Witness:
 
     def add(self, name: str, gemm: Gemm, precision: str, flops: int) -> None:
         """Add one GEMM to what was seen."""
+        if self.is_paused:
+            return
         entry = self.seen[(name, gemm, precision)]
         entry.calls += 1
         entry.flops += flops

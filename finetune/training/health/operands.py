@@ -43,10 +43,16 @@ from torch import Tensor, nn
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.precision.backends.base import in_backward
-from finetune.precision.convert import Conversion
+from finetune.precision.convert import Conversion, recomputed
 from finetune.precision.formats import amax, scale_from_amax, snr_db
 from finetune.precision.gemm import Codes
-from finetune.precision.layers import HEADS, Role, compute_dtype, declared_matmuls, is_conv1d
+from finetune.precision.layers import (
+    HEADS,
+    Role,
+    compute_dtype,
+    declared_matmuls,
+    is_conv1d,
+)
 from finetune.precision.overrides import part_of
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan, PrecisionPlan
@@ -305,12 +311,17 @@ class OperandWatch:
         self._fetch_amaxes()
 
     def _uncompile_some(self, undo: contextlib.ExitStack) -> None:
-        """Run every fourth compiled layer eagerly: compiled layers do not call inner hooks."""
+        """Run every fourth compiled layer eagerly: compiled layers do not call inner hooks.
+
+        These are checkpointed, to save no more for backward than the others.
+        """
         compiled = list(self.conversion.compiled) if self.conversion is not None else []
         share = min(COMPILED_SHARE, len(compiled)) or 1
-        for module in compiled[self._turn % share :: share]:
+        observed = compiled[self._turn % share :: share]
+        for module in observed:
             undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
             module._compiled_call_impl = None
+        undo.enter_context(recomputed(observed))
         self._turn += 1
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
