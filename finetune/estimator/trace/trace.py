@@ -79,7 +79,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Storage:
-    """Phase, module and operator that created a storage, and the dtype of its first tensor.
+    """Phase, module (as of an `Op`) and operator that created a storage, dtype of its first tensor.
 
     `saved` is True if it was alive when a backward began.
     """
@@ -262,6 +262,11 @@ class Recorder(TorchDispatchMode):
         self._hooks = []
         self.sort_gradients()
         self._alive.clear()  # what dies from now on is no event
+        storages = self.trace.storages
+        for op in self.trace.ops:  # no module runs in backward: that of the operator's operands
+            for made in (storages[x.storage] for x in op.outputs if op.phase == "backward"):
+                if made.phase == "backward" and not made.module:
+                    made.module = op.module
         for storage in self.trace.storages.values():
             if storage.kind == "temporary":
                 storage.kind = self._kind(storage)
