@@ -165,8 +165,8 @@ def _steps_and_first(
 ) -> tuple[Measured, Footprint | None]:
     """A run's steps; and memory of the first micro-step, which the proof observes uncompiled.
 
-    None where its layers are not compiled later. Nor without gradient checkpointing: the first
-    micro-step alone has it (`finetune.precision.convert.recomputed`) and holds less than the others.
+    None where its layers are not compiled later, and without gradient checkpointing: then it alone
+    has that (`finetune.precision.convert.recomputed`), and holds less than the others.
     """
     compiled, first = rehearsal.compiles and compiles(resolution.precision, place), None
     if compiled:

@@ -120,6 +120,14 @@ def test_what_is_saved_and_what_belongs_to_the_logits() -> None:
     assert around_decoder(Net()) == {"", "head"}
 
 
+def test_what_backward_makes_belongs_to_the_layer_that_it_is_for() -> None:
+    """No module runs then: what ReLU's gradient holds is no part of the head and the loss."""
+    made = [b for b in rehearse().storages.values() if b.phase == "backward"]
+    relu = [b for b in made if b.op == "threshold_backward.default"]
+    assert [b.module for b in relu] == ["layers.1", "layers.0"]
+    assert {b.kind for b in relu} == {"temporary"}
+
+
 def test_a_tensor_in_eight_bits_is_an_fp8_copy() -> None:
     recorder = Recorder()
     with without_memory(), recorder:
