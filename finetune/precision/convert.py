@@ -279,9 +279,9 @@ def recomputed(
 ) -> Iterator[None]:
     """Checkpoint those of Transformers' decoder layers that are called in this block in training.
 
-    For layers that are compiled else: uncompiled, one of an 8B model saves 1.2 to 1.6 GB of 8,192 tokens
-    for backward, compiled 0.7 (`tests/benchmarks/compiled_layer.py`). What fits in memory compiled
-    would not fit in the few micro-steps that run uncompiled, to be observed.
+    For layers that are compiled else: of 8,192 tokens one of an 8B model saves 0.7 GB for backward,
+    uncompiled 1.2 to 1.6 (`docs/notes/35-compiled-fp8-saves-activations.md`). What fits in memory
+    compiled would not fit in the few micro-steps that run uncompiled, to be observed.
 
     Args:
         layers: decoder layers; those that are checkpointed already, or cannot be, stay as they are.
