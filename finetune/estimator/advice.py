@@ -86,14 +86,15 @@ class Advice(Option):
 
     @property
     def speed(self) -> str:
-        """`12% slower`."""
+        """`12% slower`, each of the GPUs where their number changes."""
         if self.slower is None:
             return "?"
+        each = ", each GPU" if self.rank == "devices" else ""
         if abs(self.slower) < FREE:
-            return "as fast"
+            return f"as fast{each}"
         if self.slower > 0:
-            return f"{percent(self.slower, 0)} slower"
-        return f"{percent(1 / (1 + self.slower) - 1, 0)} faster"
+            return f"{percent(self.slower, 0)} slower{each}"
+        return f"{percent(1 / (1 + self.slower) - 1, 0)} faster{each}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class Advised:
 
     def __rich__(self) -> RenderableType:
         if self.fit == "fits":
-            return _table("to make it faster", self.faster) if self.faster else Text()
+            nothing = f"none of the changes measured makes it {percent(GAIN, 0)} faster"
+            return _table("to make it faster", self.faster) if self.faster else Text(nothing)
         parts: list[RenderableType] = [_table("what to change", self.each)] if self.each else []
         if (found := self.together) is None:
             nothing = (

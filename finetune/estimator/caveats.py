@@ -11,6 +11,11 @@ from finetune.estimator.measure import Measured
 from finetune.hardware.device import shown_capability
 from finetune.hardware.requirements import TAKEN
 
+ONE_MACHINE = (
+    "all GPUs are taken to be in one machine: over a network communication takes longer than "
+    "predicted here"
+)
+
 
 def caveats(measured: Measured) -> tuple[str, ...]:
     """Caveats that apply to one configuration at one place."""
@@ -98,10 +103,7 @@ def _of_several(measured: Measured) -> Iterator[str]:
     if place.device.kind == "cuda" and place.gpu is None:
         yield "how these GPUs are linked is not known: NCCL's buffers are taken as over NVLink"
     if place.count > 8:
-        yield (
-            "all GPUs are taken to be in one machine: over a network communication takes longer "
-            "than predicted here"
-        )
+        yield ONE_MACHINE
     if not train.get("fsdp"):
         yield (
             "each GPU holds a copy of the model and its gradients a second time, to be sent (DDP); "

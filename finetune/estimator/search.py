@@ -34,6 +34,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.errors import FinetuneError
+from finetune.estimator.caveats import ONE_MACHINE
 from finetune.estimator.knobs import SHARDED, rows_of, setting
 from finetune.estimator.measure import (
     FirstLayers,
@@ -292,7 +293,12 @@ class Choices:
                 *([f"{cost:.3f}" if cost is not None else ""] if priced else []),
                 style=None if choice.fit == "fits" else "dim",
             )
-        return table
+        lines: list[RenderableType] = [table]
+        if self.best is not None and self.best.change:
+            lines.append(Text(f"settings: {' '.join(self.best.change)}"))
+        if any(choice.place.count > 8 for choice in self.choices):
+            lines.append(Text(f"! {ONE_MACHINE}", "yellow"))
+        return Group(*lines)
 
 
 def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> Choices:
@@ -356,8 +362,10 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     """
     check_sizes(config)
     config, place = _saving(config), place_of(gpu)
-    layers, typed = rehearse_first_layers(config, place), ()
-    change = () if config.train.get("fsdp") else SHARDED
+    layers = rehearse_first_layers(config, place)
+    change, typed = SHARDED, ()
+    if config.train.get("fsdp"):  # refused on one GPU
+        change, typed = (), tuple(f"~train.{key}" for key in config.train if "fsdp" in key)
     tried: list[Choice] = []
     while place.count <= MOST_GPUS and not (tried and tried[-1].fit == "fits"):
         try:

@@ -176,9 +176,7 @@ def modeled(config: RunConfig) -> dict[str, Any]:
             if trace.storages[number].phase == "forward"
         )
         moved = {"forward": 0.0, "backward": 0.0}  # which recomputes in its own graph
-        ops = micro_batch(trace)[0]
-        done = max(i for i, op in enumerate(ops) if op.phase == "backward") + 1  # then clipping
-        ops = ops[:done]
+        ops, _ = micro_batch(trace)
         for launch in launches(ops, lambda op: layer_of(op.module)):
             op = ops[launch.ops[0]]
             phase = "forward" if op.phase == "forward" else "backward"

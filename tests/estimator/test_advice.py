@@ -331,6 +331,17 @@ def test_advice_in_words_and_as_data(run):
     assert [fact["change"] for fact in facts["each"]] == [list(one.change) for one in found.each]
 
 
+def test_a_change_of_gpus_is_priced_by_the_gpu():
+    """Four GPUs at half the speed each are twice as fast together."""
+    four = Advice(("--gpus 4",), None, 0, 1.0, "", "devices")
+    assert four.speed == "100% slower, each GPU"
+    assert dataclasses.replace(four, rank="same").speed == "100% slower"
+
+
+def test_advice_that_finds_nothing_says_so():
+    assert "none of the changes measured" in str(Advised("fits").__rich__())
+
+
 def test_a_set_that_fits_is_shown_with_what_it_costs():
     one = Advice(("train.optim=adamw_8bit",), None, 3 * 2**30, 0.02, "why", "otherwise")
     assert "fits with train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, changes training)" in (

@@ -16,6 +16,7 @@ from finetune.estimator.knobs import SHARDED
 from finetune.estimator.measure import FirstLayers, Measured, measure_fast, rehearse_first_layers
 from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.search import (
+    Choice,
     Choices,
     cheapest_gpu,
     fewest_gpus,
@@ -252,6 +253,7 @@ def test_the_fewest_gpus_come_from_two_rehearsals(run, rehearsals, monkeypatch):
     assert best is not None
     assert best.place.count == asked[-1][0] > 1
     assert best.change == (f"--gpus {best.place.count}", *SHARDED)
+    assert "train.fsdp=true" in _shown(found)  # else each GPU would have a copy of the model
     assert all(c.fit != "fits" for c in found.choices[1:])
 
 
@@ -260,6 +262,20 @@ def test_one_gpu_that_is_enough_needs_no_sharding(run, rehearsals):
     assert [c.place.count for c in found.choices] == [1]
     assert found.best is not None
     assert found.best.change == ()
+
+
+def test_a_sharded_run_on_one_gpu_is_no_longer_sharded(run, rehearsals):
+    """As training on one GPU refuses `train.fsdp`."""
+    found = fewest_gpus(run("tiny_full_bf16", *SHARDED), "4090")
+    assert found.best is not None
+    assert found.best.change == ("~train.fsdp", "~train.fsdp_config")
+    assert "~train.fsdp" in _shown(found)
+
+
+def test_many_gpus_are_taken_to_be_in_one_machine():
+    few, many = (Choices((Choice((), None, place_of("H100", gpus=n)),), "") for n in (8, 16))
+    assert "one machine" not in _shown(few)
+    assert "one machine" in _shown(many)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ several norms, and puts casts for weight gradients off until a kernel reads thei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.estimator.speed.kernels import (
     FUSABLE,
@@ -189,29 +189,22 @@ class _Fusion:
         return stored
 
     def kernels(self) -> list[Launch]:
-        """Operators joined by what they hand on or read together (union-find)."""
-        parent: dict[tuple[int, Place], tuple[int, Place]] = {}
+        """Operators joined by what they hand on or read together."""
+        from networkx.utils import UnionFind
 
-        def find(node: tuple[int, Place]) -> tuple[int, Place]:
-            while parent[node] != node:
-                parent[node] = parent[parent[node]]
-                node = parent[node]
-            return node
-
+        joined: Any = UnionFind()
         readers: dict[tuple[int, int, Place], tuple[int, Place]] = {}
         for index, places in enumerate(self.places):
             for place in places:
-                node = parent[index, place] = (index, place)
+                node = joined[index, place]
                 for operand, maker in self._operands(index):
                     if self._hands_on(maker, place):
-                        parent[find(node)] = find((maker, place))
+                        joined.union(node, (maker, place))
                     elif operand.storage >= 0 and len(operand.shape) > 1:  # not a shared vector
                         other = readers.setdefault((operand.storage, maker, place), node)
-                        parent[find(node)] = find(other)
-        groups: dict[tuple[int, Place], list[int]] = {}
-        for node in parent:
-            groups.setdefault(find(node), []).append(node[0])
-        return [self._joined(members, place) for (_, place), members in groups.items()]
+                        joined.union(node, other)
+        groups = (sorted(group) for group in joined.to_sets())
+        return [self._joined([index for index, _ in group], group[0][1]) for group in groups]
 
     def _operands(self, index: int) -> Iterator[tuple[Operand, int]]:
         return zip(self._ops[index].inputs, self._makers[index], strict=True)
