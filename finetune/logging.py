@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
+import json
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Collection, Iterator
@@ -26,10 +30,38 @@ def output(*, stderr: bool = False, quiet: bool = False) -> Console:
     """A console that wraps lines between words in a terminal, and nowhere in a pipe or file."""
     from rich.console import Console
 
+    fit_streams()
     console = Console(stderr=stderr, quiet=quiet, highlight=False)
     if not console.is_terminal and not console.is_jupyter and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """JSON's escapes of letters that an output's encoding lacks: a document of JSON stays one."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error("finetune.escaped", _escaped)
+
+
+def fit_streams() -> None:
+    """Let standard output and error take any text: a letter must not end a run.
+
+    Outside UTF-8 (`LANG=C` in a job, `PYTHONIOENCODING`) Python raises at the first letter that the
+    encoding lacks, such as one of a sample answer. A closed stream (`>&-`) is None.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors in (
+            "strict",
+            "surrogateescape",
+        ):
+            stream.reconfigure(errors="finetune.escaped")
 
 
 def busy(console: Console, what: str) -> AbstractContextManager[Status | None]:

@@ -21,7 +21,7 @@ from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE
 from finetune.config.paths import is_path, is_text, list_recipes
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean
-from finetune.logging import output, quiet_libraries
+from finetune.logging import fit_streams, output, quiet_libraries
 
 # Click's own errors of usage; newer typers carry a click of their own inside.
 _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -112,7 +112,8 @@ class _RecipeOrVerb(_KeepsNone, TyperGroup):
         first = next((i for i, arg in enumerate(args) if not arg.startswith("-")), None)
         if first is not None and args[first] not in MODULES:
             word = args[first]
-            if first == 0 and not is_path(word) and word not in list_recipes():
+            is_a_file = is_path(word) or os.path.isdir(word)
+            if first == 0 and not is_a_file and word not in list_recipes():
                 raise RecipeNotFoundError(
                     f"there is no recipe or verb {word!r}"
                     + did_you_mean(word, [*MODULES, *list_recipes()]),
@@ -135,6 +136,7 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of `python -m finetune` and of the console script."""
     quiet_libraries()
+    fit_streams()
     code = None
     try:
         _check_words(sys.argv[1:])
@@ -166,12 +168,12 @@ def _check_words(words: list[str]) -> None:
     """
     for word in words:
         if not is_text(word):
-            raise ConfigError(
-                "an argument is not UTF-8 text",
-                where=ascii(word),
-                why="it has a NUL, or bytes of another encoding",
-                fix="type it again; a file whose name is not UTF-8 has to be renamed",
-            )
+            why = "it has a NUL, or bytes of another encoding"
+            fix = "type it again; a file whose name is not UTF-8 has to be renamed"
+            if (encoding := sys.getfilesystemencoding()) != "utf-8":
+                why = f"Python reads arguments as {encoding} here"
+                fix = "PYTHONUTF8=1 python -m finetune ..., or a locale of UTF-8 (LC_ALL=C.UTF-8)"
+            raise ConfigError("an argument is not UTF-8 text", where=ascii(word), why=why, fix=fix)
 
 
 def _without_context(error: Any) -> ConfigError | None:

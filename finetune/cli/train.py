@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ from finetune.cli import (
     RunsFolder,
     TrustCode,
 )
+from finetune.config.paths import is_text
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.logging import busy, output, whole
@@ -209,6 +211,8 @@ def _lines(notes: Console) -> Iterator[str]:
     if sys.stdin is None:  # closed: nobody asks
         return
     typed = _is_typed()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are said below
     if typed:
         notes.print("One prompt per line. Ctrl-D to quit.", style="dim")
     while True:
@@ -217,6 +221,13 @@ def _lines(notes: Console) -> Iterator[str]:
         line = sys.stdin.readline()
         if not line:
             return
+        if not is_text(line):
+            raise ConfigError(
+                "a prompt is not UTF-8 text",
+                where=f"standard input: {line.strip()!a}",
+                why=f"it has a NUL, or bytes that are no {sys.stdin.encoding}",
+                fix="convert it (iconv -t utf-8), or PYTHONUTF8=1 where the locale is another",
+            )
         if line.strip():
             yield line.strip()
 

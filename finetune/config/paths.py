@@ -67,6 +67,7 @@ def find_recipe(name: str) -> Path:
     if is_path(name):
         if os.path.isfile(path):  # False of a name that no file can have
             return path
+        _refuse_folder(path)
         raise RecipeNotFoundError(
             f"there is no recipe file {name!r}",
             where=str(path.absolute()),
@@ -75,10 +76,24 @@ def find_recipe(name: str) -> Path:
     shipped = recipes_folder() / f"{name}.yaml"
     if os.path.isfile(shipped):
         return shipped
+    _refuse_folder(path)
     raise RecipeNotFoundError(
         f"there is no recipe {name!r}" + did_you_mean(name, list_recipes()),
         fix="`python -m finetune ls` lists them; a path to a YAML file works too",
     )
+
+
+def _refuse_folder(path: Path) -> None:
+    """Raise `RecipeNotFoundError` for a folder where a recipe is asked for: a run's has one."""
+    if os.path.isdir(path):
+        own = path / "config.yaml"
+        raise RecipeNotFoundError(
+            f"{str(path)!r} is a folder, and a recipe is a file",
+            where=str(path.absolute()),
+            fix=f"its recipe: {own}; python -m finetune resume {path} goes on with the run"
+            if own.is_file()
+            else "give the YAML file itself; `python -m finetune ls` lists the shipped recipes",
+        )
 
 
 def recipe_of(folder: Path) -> str:

@@ -12,8 +12,10 @@ run has none, and nothing to export.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial as bind
 from pathlib import Path
@@ -25,7 +27,7 @@ from finetune import __version__
 from finetune.config.paths import user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
-from finetune.errors import ConfigError, did_you_mean
+from finetune.errors import ConfigError, DataNotFoundError, did_you_mean
 from finetune.export import compressed_tensors, parity
 from finetune.export.merge import Merger
 from finetune.export.parity import Batches, Observation, Parity, batches_of, load_stock
@@ -273,7 +275,8 @@ def _observe_reference(
 ) -> tuple[Batches, Observation, dict[str, float]]:
     """Run the reference once: its outputs, and the largest inputs of `calibrate` layers."""
     model = load_stock(source, run.config, adapter=run.model if run.has_adapter else None)
-    batches = batches_of(run.config, model)
+    with _naming_the_rows(run):
+        batches = batches_of(run.config, model)
     outputs = parity.observe(model.eval(), batches.evaluation)
     parity.check_reference(outputs.loss, run.eval_loss)
     largest = {}
@@ -282,6 +285,21 @@ def _observe_reference(
     del model
     gc.collect()  # the trainer behind the batches refers to the model in cycles
     return batches, outputs, largest
+
+
+@contextlib.contextmanager
+def _naming_the_rows(run: FinishedRun) -> Iterator[None]:
+    """Say of rows that are gone why an export needs them, and where their path stands."""
+    try:
+        yield
+    except DataNotFoundError as error:
+        raise DataNotFoundError(
+            error.what,
+            where=error.where,
+            why="an export is compared with the run's model on the run's own rows",
+            fix="export in the folder that the run was started in, or write the path of its rows "
+            f"into {run.folder / 'config.yaml'} (data)",
+        ) from None
 
 
 def _encoders(

@@ -130,6 +130,15 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
     inside = newest_runs(folder.parent, folder.name) if folder.is_dir() else []
     recipes = sorted({run.parent.name for run in newest_runs(out)})
     newest = ", ".join(map(str, (inside or newest_runs(out))[:SHOWN]))
+    around = next((p for p in folder.parents if is_run(p)), None)
+    if around is not None and folder.exists():
+        step = folder.name.partition("checkpoint-")[2]
+        option = f"; --checkpoint {step} of resume, generate and evaluate takes that one"
+        raise ConfigError(
+            f"{name!r} is a part of a run, and no run",
+            where=str(folder.absolute()),
+            fix=f"the run is {around}" + option * step.isdigit(),
+        )
     what = f"there is no run {name!r}{did_you_mean(name, [LAST, *recipes])}"
     raise ConfigError(
         "there is no run yet" if name == LAST else what,

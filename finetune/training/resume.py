@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
@@ -154,17 +155,71 @@ def check_resume(
     refused = [key for key in differing if not _matches(key, (*FREE, *allowed))]
     if fixed or refused:
         shown = fixed or refused
+        why = [f"{key}: {_say(*differing[key])}" for key in shown]
+        if {*refused} & {*BATCH}:
+            why += moved_rows(checkpoint, config, processes)
+        kept = _keeping_batch(began, config, processes) if "processes" in refused else {}
+        named = ", ".join(dict.fromkeys((*allowed, *refused, *kept)))
+        typed = "".join(f" {key}={value}" for key, value in kept.items())
         raise ConfigError(
             f"resuming would change {', '.join(shown)}",
             where=f"train.resume_from_checkpoint: {checkpoint.folder}",
-            why="; ".join(f"{key}: {_say(*differing[key])}" for key in shown),
+            why="; ".join(why),
             fix="the checkpoint's tensors do not fit: take the values back, or start anew without "
             "train.resume_from_checkpoint"
             if fixed
-            else f"take the values back, or 'resume.allow=[{', '.join((*allowed, *refused))}]'",
+            else f"take the values back, or 'resume.allow=[{named}]'{typed}",
         )
     own = RULES["resuming itself"]
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}
+
+
+BATCH = {
+    "train.per_device_train_batch_size": 8,
+    "train.gradient_accumulation_steps": 1,
+    "processes": 1,
+}
+"""What a step's rows are the product of, and the defaults of Transformers."""
+_SIZE, _STEPS, _ = BATCH
+
+
+def _batch(train: dict[str, Any], processes: Any) -> dict[str, int]:
+    given = {f"train.{key}": value for key, value in train.items()} | {"processes": processes}
+    return {key: int(given.get(key) or default) for key, default in BATCH.items()}
+
+
+def moved_rows(checkpoint: Checkpoint, config: RunConfig, processes: int) -> list[str]:
+    """What happens to rows where a step has more or fewer of them than before; empty if as many.
+
+    The trainer passes over the steps of a checkpoint in batches of today: 4 steps of 8 rows, gone
+    on with 16 rows a step, begin behind row 64, and rows 33 to 64 are never seen.
+    """
+    began = checkpoint.manifest.get("config", {}).get("train", {})
+    if config.train.get("ignore_data_skip"):
+        return []
+    before, now = (
+        math.prod(_batch(*one).values())
+        for one in ((began, checkpoint.manifest.get("processes")), (config.train, processes))
+    )
+    if before == now:
+        return []
+    step = checkpoint.step
+    ends = "rows are trained again" if now < before else "the rows between are left out"
+    return [
+        f"global batch: {before} rows in the checkpoint, {now} now; its {step} steps were "
+        f"{step * before:,} rows and are passed over as {step * now:,}: {ends}"
+    ]
+
+
+def _keeping_batch(began: dict[str, Any], config: RunConfig, processes: int) -> dict[str, int]:
+    """The micro-batch with which other processes have the rows of a step that were; none if none.
+
+    Of 2 processes with 4 rows each one process has 8.
+    """
+    before, now = _batch(began["config"]["train"], began.get("processes")), config.train
+    rows, others = math.prod(before.values()), processes * _batch(now, 1)[_STEPS]
+    size = {_SIZE: rows // others} if rows % others == 0 else {}
+    return {} if _batch(now, processes)[_SIZE] == size.get(_SIZE) else size
 
 
 READERS = ("torch.serialization", "safetensors.torch")

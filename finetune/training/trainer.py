@@ -159,10 +159,8 @@ class _Run:
         self._introduce(ahead)
         self.console.print(whole(f"run folder: {self.folder}"), crop=False)
         self.console.print(f"data: {self.rows.description}")
-        for line in (*without_effect(config.train), *self.rows.notes):
+        for line in filter(None, (*without_effect(config.train), *self.rows.notes, note)):
             self.console.print(f"[yellow]! {escape(line)}[/]")
-        if note:
-            self.console.print(f"[yellow]! {note}[/]")
 
     def _choose_checkpoint(self, out: Path, processes: int) -> None:
         """Set the checkpoint to go on from, if any, and what its manifest says of this run."""
@@ -177,6 +175,7 @@ class _Run:
             checkpoint, broken = find_checkpoint(name, out)
             self.changed = resume.check_resume(checkpoint, self.config, rows, processes)
         self.resume = checkpoint.folder
+        self.notes = [*self.notes, *resume.moved_rows(checkpoint, self.config, processes)]
         for path, problem in broken.items():
             self.console.print(f"[yellow]! {path.name} is passed over: {problem}[/]")
         self.console.print(whole(f"going on from {checkpoint.folder}"), crop=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -103,6 +104,60 @@ def test_a_full_disk_is_an_error_and_no_traceback():
     assert done.returncode == 2
     assert done.stderr.startswith("error: the disk that the output goes to is full")
     assert "Traceback" not in done.stderr
+
+
+ANY_TEXT = """
+import json
+from finetune.cli import app
+from finetune.logging import output
+def say(**_):
+    output().print("It is 3 \\N{GRINNING FACE}")
+    print(json.dumps("caf\xe9 \u65e5", ensure_ascii=False))
+app.app = say
+app.main()
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_letter_that_the_output_lacks_ends_nothing_and_spoils_no_json(encoding):
+    """A sample answer with an emoji ended a run under LANG=C."""
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    done = process("-c", ANY_TEXT, env=env, text=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    line, document = done.stdout.decode(encoding).splitlines()
+    assert line.startswith("It is 3 ")
+    assert json.loads(document) == "caf\xe9 \u65e5"
+
+
+@pytest.mark.parametrize("words", [["ls"], ["cat", "tiny_lora_fp8"]], ids=lambda words: words[0])
+def test_a_closed_output_is_no_error(words):
+    """As a job is started that logs to its own files: `>&-`."""
+    command = [sys.executable, "-m", "finetune", *words]
+    code = "import os, sys; os.close(1); os.execv(sys.argv[1], sys.argv[1:])"
+    done = process("-c", code, *command, capture_output=False, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_argument_under_another_encoding_names_the_setting():
+    env = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = process("-m", "finetune", "generate", "last", "\u65e5", env=env)
+    assert done.returncode == 2
+    assert "reads arguments as ascii" in done.stderr
+    assert "PYTHONUTF8=1" in done.stderr
+    mended = process("-m", "finetune", "cat", "\u65e5", env=env | {"PYTHONUTF8": "1"})
+    assert "there is no recipe" in mended.stderr
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "mine", "runs/mine"])
+def test_a_folder_is_no_recipe_and_that_of_a_run_is_named(cli, name, tmp_path):
+    (tmp_path / name).mkdir(parents=True)
+    for words in ((name,), ("validate", name), ("cp", name, "x.yaml")):
+        done = cli(*words)
+        assert done.code == 2
+        assert f"{name!r} is a folder, and a recipe is a file" in done.err
+    shutil.copy(find_recipe("tiny_lora_fp8"), tmp_path / name / "config.yaml")
+    assert f"its recipe: {name}/config.yaml" in cli(name).err
+    assert cli("cat", f"{name}/config.yaml").code == 0
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])

@@ -19,6 +19,7 @@ from finetune.config.paths import TINY_LLAMA
 from finetune.errors import (
     ConfigError,
     DataError,
+    DataNotFoundError,
     MissingExtraError,
     ModelNotFoundError,
     ParityError,
@@ -254,6 +255,14 @@ def test_model_of_the_hub_that_is_out_of_reach(lora_run, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------- parity
+
+
+def test_rows_that_are_gone_are_said_with_where_their_path_stands(lora_run, tmp_path):
+    here = edited(lora_run, tmp_path / "run", "  path: null", "  path: gone.jsonl")
+    run = edited(here, tmp_path / "moved", "name: builtin:harbour", "name: null")
+    with pytest.raises(DataNotFoundError, match="there is no data file") as caught:
+        export_run(run, "adapter", tmp_path / "out", console=QUIET)
+    assert str(run / "config.yaml") in caught.value.fix
 
 
 def broken(folder: Path, into: Path, change) -> Path:

@@ -39,6 +39,7 @@ from finetune.training.resume import (
     RULES,
     check_resume,
     facts_of,
+    moved_rows,
     reading,
     rows_hash,
 )
@@ -231,6 +232,33 @@ def test_rows_and_processes_are_compared(tmp_path) -> None:
     for rows, processes, key in (("others", 1, "data.rows"), ("rows", 2, "processes")):
         with pytest.raises(ConfigError, match=f"would change {key}"):
             check_resume(checkpoint, BEGAN, rows, processes)
+
+
+@pytest.mark.parametrize(
+    ("processes", "override", "says", "types"),
+    [
+        (2, "train.gradient_accumulation_steps=1", "left out", "per_device_train_batch_size=2"),
+        (1, "train.gradient_accumulation_steps=2", "left out", ""),
+        (1, "train.per_device_train_batch_size=2", "trained again", ""),
+        (2, "train.per_device_train_batch_size=2", "", ""),
+    ],
+)
+def test_rows_that_another_batch_loses_or_repeats_are_said(
+    processes, override, says, types, tmp_path
+) -> None:
+    """The trainer passes over a checkpoint's steps in batches of today; the fix keeps the batch."""
+    checkpoint, config = at(tmp_path), load_recipe_like([override])
+    with pytest.raises(ConfigError) as caught:
+        check_resume(checkpoint, config, "rows", processes)
+    moved = moved_rows(checkpoint, config, processes)
+    assert [says in line for line in moved] == [True] * bool(says)
+    assert all(line in caught.value.why for line in moved)
+    assert caught.value.fix.endswith(types or "]'")
+    if types:
+        keys = "processes,train.per_device_train_batch_size"
+        mended = load_recipe_like([f"train.{types}", f"resume.allow=[{keys}]"])
+        assert check_resume(checkpoint, mended, "rows", processes)
+        assert moved_rows(checkpoint, mended, processes) == []
 
 
 def test_precision_may_change_and_is_told(tmp_path) -> None:

@@ -16,7 +16,7 @@ from finetune.config.paths import find_recipe
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.runs.folder import QUIET, Run, write_start
-from finetune.runs.lookup import find_comparisons, read_run
+from finetune.runs.lookup import find_comparisons, find_run, read_run
 from tests.run_folders import make_comparison, make_run
 
 
@@ -211,6 +211,16 @@ def test_a_file_is_called_a_file_and_its_run_named(run):
     with pytest.raises(ConfigError, match="it is a file") as caught:
         read_run(run / "receipt.json")
     assert caught.value.fix == f"it lies in the run {run}"
+
+
+def test_a_part_of_a_run_names_the_run_and_its_checkpoint(run):
+    checkpoint = run / "checkpoints" / "checkpoint-20"
+    checkpoint.mkdir(parents=True)
+    for part, says in ((run / "config.yaml", ""), (checkpoint, "; --checkpoint 20 ")):
+        with pytest.raises(ConfigError, match="a part of a run") as caught:
+            find_run(str(part))
+        assert caught.value.fix.startswith(f"the run is {run}{says}")
+    assert find_run(str(run)) == run
 
 
 def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):

@@ -316,6 +316,16 @@ def test_generate_reads_lines_and_a_checkpoint_and_draws_by_seed(run, cli, monke
     assert said[0] == said[1] != said[2]
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_prompt_that_is_no_text_is_refused(errors, run, cli, monkeypatch) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors)
+    monkeypatch.setattr("sys.stdin", typed)
+    done = cli("generate", run[0].folder)
+    assert done.code == 2
+    assert "a prompt is not UTF-8 text" in done.err
+    assert "iconv" in done.err
+
+
 def test_generate_refuses_with_a_way_out(run, cli, tmp_path) -> None:
     import shutil
 
