@@ -350,7 +350,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     with busy(output(stderr=True), f"checking {checked.name}"):
         from finetune.estimator.gate import bound_of, why_too_small
         from finetune.hardware.device import this_device
-        from finetune.hardware.requirements import check_extras, check_optimizer_here, resolve
+        from finetune.hardware.requirements import check_here, resolve
         from finetune.training.model import resolve_attention, sketch
         from finetune.training.preflight import check_settings
 
@@ -360,8 +360,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         need = bound_of(config, model, the_plan)
         attention = resolve_attention(config, model, device)
     try:
-        check_extras(config)
-        check_optimizer_here(config.train, device)
+        check_here(config, device)
         resolution = resolve(config.precision, device)
         here = resolution.fallback or f"{resolution.label}: {resolution.reason}"
     except FinetuneError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.config.optimizers import cannot_have, chosen
 from finetune.config.schema import FP8_ONLY, PrecisionConfig, RunConfig
-from finetune.errors import MissingExtraError, PrecisionError
+from finetune.errors import ConfigError, MissingExtraError, PrecisionError
 from finetune.hardware.device import (
     BLOCK_CAPABILITY,
     FP8_CAPABILITY,
@@ -314,31 +314,35 @@ TRACKERS = ("wandb", "trackio", "tensorboard")
 EVAL_EXTRA = "pip install 'fp8-finetune[eval]'"
 
 
-def needed(config: RunConfig) -> list[tuple[str, str, str]]:
-    """(setting, module, how to install it) of every optional library that a run uses."""
+def check_here(config: RunConfig, device: Device) -> None:
+    """Refuse settings whose library is not installed, or cannot run on this device.
+
+    Raises:
+        MissingExtraError: an optional library is not installed.
+        ConfigError: an optimizer, or Liger's kernels, cannot run here.
+    """
     train: dict[str, Any] = config.train
     reports, pip = train.get("report_to") or [], "pip install 'fp8-finetune[{}]'".format
-    found = [
-        (f"train.report_to={name}", name, pip("tracking"))
-        for name in ([reports] if isinstance(reports, str) else reports)
-        if name in TRACKERS
-    ]
+    for name in [reports] if isinstance(reports, str) else reports:
+        if name in TRACKERS:
+            require(f"train.report_to={name}", name, pip("tracking"))
     if config.model.storage == "nf4":
-        found.append(("model.storage=nf4", "bitsandbytes", pip("bnb")))
-    optimizer = chosen(train)
+        require("model.storage=nf4", "bitsandbytes", pip("bnb"))
+    optimizer, liger = chosen(train), train.get("use_liger_kernel")
     if optimizer.install:
-        found.append((f"train.optim={optimizer.name}", optimizer.library, optimizer.install))
-    if train.get("use_liger_kernel"):
-        found.append(("train.use_liger_kernel", "liger_kernel", pip("liger")))
+        require(f"train.optim={optimizer.name}", optimizer.library, optimizer.install)
+    if liger:
+        require("train.use_liger_kernel", "liger_kernel", pip("liger"))
     if config.eval.tasks:
-        found.append(("eval.tasks", "lm_eval", EVAL_EXTRA))
-    return found
-
-
-def check_extras(config: RunConfig) -> None:
-    """Raise `MissingExtraError` for a setting whose library is not installed."""
-    for extra in needed(config):
-        require(*extra)
+        require("eval.tasks", "lm_eval", EVAL_EXTRA)
+    check_optimizer_here(train, device)
+    if liger and device.kind == "cpu":
+        raise ConfigError(
+            "Liger's kernels were requested on a CPU",
+            where="train.use_liger_kernel",
+            why="they are written in Triton, which compiles for GPUs",
+            fix="~train.use_liger_kernel, or run on a GPU",
+        )
 
 
 def require(setting: str, module: str, install: str) -> None:

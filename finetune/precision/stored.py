@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from finetune.precision.layers import (
 )
 from finetune.precision.swap import Swapped, swap, unswap, weight_matrix
 from finetune.precision.weights import (
+    GRANULARITIES,
     FrozenLinear,
     Granularity,
     Tile,
@@ -204,12 +205,12 @@ class StoredMixin(CodesMixin):
 
         One scale per tensor equals one per row, all the same; no other pair is compatible.
         """
-        kinds: tuple[Granularity, ...] = get_args(Granularity)
-        n, k = self.bits.shape
-        found: set[Granularity] = {x for x in kinds if self.stored_tile == tile_of(x, (n, k))}
-        if "tensor" in found:
-            found.add("row")
-        return found
+        tile, (n, k) = self.stored_tile, self.bits.shape
+        return {
+            kind
+            for kind in GRANULARITIES
+            if tile == tile_of(kind, (n, k)) or (kind == "row" and tile == (n, k))
+        }
 
     def dequantize(self) -> Tensor:
         """The weight in the layout of the layer's class, in the dtype of the model."""

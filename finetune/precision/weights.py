@@ -53,6 +53,7 @@ from finetune.precision.kernels import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current, scaled
 
 Granularity = Literal["row", "tensor", "block"]
+GRANULARITIES: tuple[Granularity, ...] = ("row", "tensor", "block")
 Tile = tuple[int, int]
 BLOCK = 128
 SLAB = {"cpu": 2**16}

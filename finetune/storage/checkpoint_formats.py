@@ -37,7 +37,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from finetune.errors import ModelNotFoundError, StorageNotComputeError, did_you_mean
 from finetune.precision.formats import E4M3
 from finetune.precision.stored import Fp8Bits
-from finetune.precision.weights import BLOCK, Granularity, Tile, slab_rows, tile_of
+from finetune.precision.weights import BLOCK, GRANULARITIES, Tile, slab_rows, tile_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 OWN = "fp8_storage"
 METHODS = (OWN, "fp8", "compressed-tensors")
 SCALE = ".weight_scale"
-KINDS: tuple[Granularity, ...] = ("row", "tensor", "block")
 FLOATS = ("F16", "BF16", "F32", "F64")
 """Types of weights in safetensors files that are no codes."""
 NAN = 0x7F  # E4M3 has two NaN codes, 0x7F and 0xFF, and no infinity
@@ -187,16 +186,16 @@ def granularity_name(tile: Tile, shape: tuple[int, int]) -> str:
 
 def tile_named(name: str, shape: tuple[int, int]) -> Tile:
     """The tile of a weight (N, K) under the name of a granularity, as in our own checkpoints."""
-    for kind in KINDS:
+    for kind in GRANULARITIES:
         if name == kind:
             return tile_of(kind, shape)
     rows, x, columns = name.partition("x")
     if x and rows.isdigit() and columns.isdigit():
         return int(rows), int(columns)
     raise StorageNotComputeError(
-        f"there is no granularity {name!r}{did_you_mean(name, KINDS)}",
+        f"there is no granularity {name!r}{did_you_mean(name, GRANULARITIES)}",
         where="config.json: quantization_config.modules",
-        fix=f"one of {', '.join(KINDS)}, or ROWSxCOLUMNS such as 128x128",
+        fix=f"one of {', '.join(GRANULARITIES)}, or ROWSxCOLUMNS such as 128x128",
     )
 
 

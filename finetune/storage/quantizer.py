@@ -46,9 +46,8 @@ from finetune.precision.stored import (
     resolve,
     storable,
 )
-from finetune.precision.weights import Granularity, Tile, quantize_weight
+from finetune.precision.weights import GRANULARITIES, Granularity, Tile, quantize_weight
 from finetune.storage.checkpoint_formats import (
-    KINDS,
     OWN,
     SCALE,
     Layout,
@@ -98,11 +97,11 @@ class Fp8StorageConfig(QuantizationConfigMixin):
 
 def check_granularity(granularity: str) -> Granularity:
     """A granularity by its name. Raises `ConfigError` for an unknown one."""
-    for kind in KINDS:
+    for kind in GRANULARITIES:
         if granularity == kind:
             return kind
     raise ConfigError(
-        f"there is no granularity {granularity!r}" + did_you_mean(str(granularity), KINDS),
+        f"there is no granularity {granularity!r}" + did_you_mean(str(granularity), GRANULARITIES),
         where="granularity",
         fix="row (a scale for each output channel), tensor (one) or block (128 x 128)",
     )
@@ -365,7 +364,7 @@ def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
     for name, module in iter_stored(model):
         kind = granularity_name(module.stored_tile, tuple(module.bits.shape))
         config.modules.setdefault(kind, []).append(name.removesuffix(".base_layer"))
-    for kind in KINDS:
+    for kind in GRANULARITIES:
         if config.modules.keys() == {kind}:
             config.granularity = check_granularity(kind)
     model.config.quantization_config = config

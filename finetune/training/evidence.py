@@ -25,7 +25,7 @@ from finetune.precision.stored import stored_weights
 from finetune.runs.card import recipe_name
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types
-from finetune.training.model import VARLEN
+from finetune.training.varlen import executed_attention
 
 LIBRARIES = (
     *("torch", "transformers", "trl", "peft", "accelerate", "datasets", "torchao"),
@@ -254,16 +254,6 @@ def _model(model: Any) -> dict[str, Any]:
         "vocabulary": getattr(config, "vocab_size", None),
         "embeddings": str(base.get_input_embeddings().weight.dtype).removeprefix("torch."),
     }
-
-
-def executed_attention(model: Any, device: Device) -> str:
-    """Implementation of a loaded model, and with `varlen` its kernel."""
-    name = str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
-    if name != VARLEN:
-        return name
-    from finetune.training.varlen import kernel_on
-
-    return f"{VARLEN}, {kernel_on(device)}"
 
 
 def _checkpointing(args: Any, model: nn.Module) -> dict[str, Any]:

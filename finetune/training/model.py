@@ -54,9 +54,6 @@ def is_published_fp8(shape: PretrainedConfig) -> bool:
     return holds_fp8(shape)
 
 
-# ------------------------------------------------------------------------------------------ sketch
-
-
 def first_layers(shape: PretrainedConfig, layers: int) -> None:
     """Reduce an architecture to its first decoder layers, in place, `layer_types` alike."""
     text = shape.get_text_config(decoder=True)

@@ -20,7 +20,7 @@ from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device
-from finetune.hardware.requirements import Resolution, check_extras, check_optimizer_here, resolve
+from finetune.hardware.requirements import Resolution, check_here, resolve
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.training.model import Attention, resolve_attention, sketch
@@ -105,15 +105,7 @@ def preflight(
     """
     _refuse_deepspeed(config)
     _refuse_launch(config)
-    check_extras(config)
-    check_optimizer_here(config.train, device)
-    if config.train.get("use_liger_kernel") and device.kind == "cpu":
-        raise ConfigError(
-            "Liger's kernels were requested on a CPU",
-            where="train.use_liger_kernel",
-            why="they are written in Triton, which compiles for GPUs",
-            fix="~train.use_liger_kernel, or run on a GPU",
-        )
+    check_here(config, device)
     model = sketch(config)
     try:
         resolution = resolve(config.precision, device)

@@ -49,6 +49,7 @@ from finetune.training.run_folder import (
 )
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of
+from finetune.training.varlen import fix_documents, prefer_flash_3
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -438,8 +439,6 @@ def make_trainer(
         raise sft.refused("trl.SFTTrainer", error, config.train) from error
     lora_init.begin(trainer.model, config, resume)
     if attention.implementation == VARLEN:
-        from finetune.training import varlen  # seconds, for its operators
-
-        varlen.prefer_flash_3(this_device())
-        varlen.fix_documents(trainer)
+        prefer_flash_3(this_device())
+        fix_documents(trainer)
     return trainer

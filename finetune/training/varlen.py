@@ -350,12 +350,14 @@ def _flash_in_use() -> str | None:
     return current()
 
 
-def kernel_on(device: Device) -> str:
-    """Name of what computes on this kind of device."""
-    if device.kind != "cuda":
-        return "a loop over documents"
-    used = _flash_in_use() or "FA2"
-    return used.replace("FA", "FlashAttention-") if used in ("FA2", "FA3", "FA4") else used
+def executed_attention(model: Any, device: Device) -> str:
+    """Implementation of a loaded model, and with `varlen` its kernel, for receipts."""
+    name = str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
+    if name != NAME:
+        return name
+    kernels = {None: "FlashAttention-2", "FA3": "FlashAttention-3", "FA4": "FlashAttention-4"}
+    kernel = kernels.get(_flash_in_use(), _flash_in_use())
+    return f"{NAME}, {kernel if device.kind == 'cuda' else 'a loop over documents'}"
 
 
 # ----------------------------------------------------------------------------------------- batches

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 
 import pytest
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
-from finetune.hardware.requirements import FP8_GPUS, resolve
+from finetune.hardware.requirements import FP8_GPUS, check_here, resolve
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 from tests.hardware.test_gemm_engine import RTX5090
 
@@ -65,3 +66,14 @@ def test_a_backend_named_emulated_is_permission_enough() -> None:
         "tiny_full_fp8", ["precision.backend=emulated", "precision.emulation=forbid"]
     ).config
     assert resolve(config.precision, CPU).label == "FP8 emulated/delayed"
+
+
+def test_ligers_kernels_are_asked_for_and_then_refused_on_a_cpu(monkeypatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.append(name) or name)
+    overrides = ["train.use_liger_kernel=true", "train.optim=adamw_8bit"]
+    config = load_recipe("tiny_full_fp8", overrides, check_train=False).config
+    check_here(config, H100)
+    assert "liger_kernel" in found
+    with pytest.raises(ConfigError, match="Liger's kernels were requested on a CPU"):
+        check_here(load_recipe("tiny_full_fp8", overrides[:1], check_train=False).config, CPU)
