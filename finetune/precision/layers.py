@@ -113,6 +113,17 @@ def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]
             yield name, module, shape
 
 
+def elementwise(model: nn.Module) -> dict[str, Literal["embed", "norm"]]:
+    """Name -> part of embeddings and norms: modules with weights and no matmul."""
+    found: dict[str, Literal["embed", "norm"]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            found[name] = "embed"
+        elif "norm" in type(module).__name__.lower() and not list(module.children()):
+            found[name] = "norm"
+    return found
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Output type of matmuls here: autocast's if it is on, else that of `x`."""
     kind = x.device.type
@@ -223,6 +234,13 @@ def iter_roles(model: nn.Module) -> Iterator[tuple[str, Any, Role, str]]:
         elif "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
             role = "router", "router: rounding would change which expert is chosen"
         yield name, module, role[0], role[1]
+
+
+def parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
+    """Role of a declared parameter and the reason, as of `iter_roles`."""
+    if "modules_to_save" in name.split("."):
+        return "adapter", BESIDE_ADAPTERS
+    return ("head", IN_HEAD) if in_head else ("base", "")
 
 
 def is_low_rank(name: str) -> bool:

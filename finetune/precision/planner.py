@@ -27,14 +27,13 @@ from rich.text import Text
 from torch import nn
 
 from finetune.config.schema import Compute, Gemm, PrecisionConfig
-from finetune.errors import PlanError, StorageNotComputeError
+from finetune.errors import PlanError, PrecisionError, StorageNotComputeError
 from finetune.logging import plain_table
 from finetune.precision.layers import (
-    BESIDE_ADAPTERS,
-    IN_HEAD,
     Role,
     are_served_experts,
     decoder_blocks,
+    elementwise,
     head_modules,
     ids_giving_types,
     is_low_rank,
@@ -42,6 +41,7 @@ from finetune.precision.layers import (
     iter_parameters,
     iter_roles,
     iter_weights,
+    parameter_role,
     past_forward_here,
     why_made_anew,
     why_own_forward,
@@ -198,11 +198,11 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     """
     if precision.compute == "fp8":
         refuse_quantized(model, precision)
-    in_head, lookups = head_modules(model), _elementwise(model)
+    in_head, lookups = head_modules(model), elementwise(model)
     roles: dict[str, tuple[Role, str]] = {n: (role, why) for n, _, role, why in iter_roles(model)}
     linears, parameters = list(iter_linears(model)), list(iter_parameters(model))
     for name, owner, _ in parameters:
-        roles[name] = _parameter_role(name, owner in in_head)
+        roles[name] = parameter_role(name, owner in in_head)
     parts: dict[str, Part] = {
         name: _part(name, roles[name][0], module in in_head)
         for name, module, _ in (*linears, *parameters)
@@ -297,6 +297,21 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
         "holds a base under adapters in one byte a number), or keep it quantized and train without "
         "setup_fp8_mixed_precision_training (QLoRA in BF16)",
     )
+
+
+def refuse_half_weights(model: nn.Module) -> None:
+    """Raise `PrecisionError` unless all trainable weights are float32; also on the meta device."""
+    half = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4}
+    if half:
+        kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
+        raise PrecisionError(
+            f"FP16 was requested, and {len(half)} trainable weights are {kinds}",
+            where=", ".join(list(half)[:4]),
+            why="their gradients would be of that type too, and those of a scaled loss cannot be "
+            "unscaled in it: float16 loses what the scale saved, bfloat16 has no kernel on CUDA",
+            fix="model.dtype=float32 (matmuls run in float16 all the same), or adapters, which are "
+            "float32 over frozen weights of any type",
+        )
 
 
 class _Storing:
@@ -417,23 +432,6 @@ def _part(name: str, role: Role, in_head: bool) -> Part:
     if role == "head" or in_head:  # a copy of the head beside adapters is one too
         return "output"
     return "router" if role == "router" else part_of(name)
-
-
-def _elementwise(model: nn.Module) -> dict[str, Part]:
-    """Name -> part of embeddings and norms: modules with weights and no matmul."""
-    found: dict[str, Part] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            found[name] = "embed"
-        elif "norm" in type(module).__name__.lower() and not list(module.children()):
-            found[name] = "norm"
-    return found
-
-
-def _parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
-    if "modules_to_save" in name.split("."):
-        return "adapter", BESIDE_ADAPTERS
-    return ("head", IN_HEAD) if in_head else ("base", "")
 
 
 def _why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:

@@ -22,9 +22,9 @@ from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionErro
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import Resolution, check_here, resolve
 from finetune.precision.layers import plain_name
-from finetune.precision.planner import PrecisionPlan, plan
+from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
 from finetune.training.model import Attention, resolve_attention, sketch
-from finetune.training.scope import check_init, notes, refuse_half_weights
+from finetune.training.scope import check_init, notes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from finetune.config.schema import LoraSection, RunConfig
-from finetune.errors import ConfigError, PrecisionError, did_you_mean, first_line, some
+from finetune.errors import ConfigError, did_you_mean, first_line, some
 from finetune.precision.layers import (
     decoder_blocks,
     iter_linears,
@@ -92,21 +92,6 @@ def _names_nothing(where: str, pattern: str, names: Iterable[str]) -> ConfigErro
         why="what was meant to be left out would train silently",
         fix=f"~{where}; names are made of: {', '.join(part for part in parts if part)}",
     )
-
-
-def refuse_half_weights(model: nn.Module) -> None:
-    """Raise `PrecisionError` unless all trainable weights are float32; also on the meta device."""
-    half = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4}
-    if half:
-        kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
-        raise PrecisionError(
-            f"FP16 was requested, and {len(half)} trainable weights are {kinds}",
-            where=", ".join(list(half)[:4]),
-            why="their gradients would be of that type too, and those of a scaled loss cannot be "
-            "unscaled in it: float16 loses what the scale saved, bfloat16 has no kernel on CUDA",
-            fix="model.dtype=float32 (matmuls run in float16 all the same), or adapters, which are "
-            "float32 over frozen weights of any type",
-        )
 
 
 # ---------------------------------------------------------------------------------------- adapters

@@ -34,7 +34,7 @@ from finetune.hardware.requirements import Resolution, resolve
 from finetune.precision import convert
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import iter_parameters, iter_weights
-from finetune.precision.planner import PrecisionPlan, plan, refuse_quantized
+from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import StoredMixin, stored_as
@@ -43,7 +43,6 @@ from finetune.training import compute_types, low_bit
 from finetune.training.evidence import conditions_of, receipt_of
 from finetune.training.patches import Patches, multiplies, patch_accelerator
 from finetune.training.references import References
-from finetune.training.scope import refuse_half_weights
 
 GUARD = "_finetune_guard"
 """Attribute of a model that a replaced session has reverted; see `_guard`."""

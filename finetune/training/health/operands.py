@@ -46,13 +46,7 @@ from finetune.precision.backends.base import in_backward
 from finetune.precision.convert import Conversion, recomputed
 from finetune.precision.formats import amax, scale_from_amax, snr_db
 from finetune.precision.gemm import Codes
-from finetune.precision.layers import (
-    HEADS,
-    Role,
-    compute_dtype,
-    declared_matmuls,
-    is_conv1d,
-)
+from finetune.precision.layers import HEADS, Role, compute_dtype, declared_matmuls, is_conv1d
 from finetune.precision.overrides import part_of
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan, PrecisionPlan
