@@ -16,7 +16,7 @@ from finetune.estimator.speed.calibration import (
     precisions_of,
     save_calibration,
 )
-from finetune.estimator.speed.kernels import Product
+from finetune.estimator.speed.operators import Product
 from finetune.estimator.speed.roofline import Roofline, efficiency_of, host, shape_share
 from finetune.hardware.device import Device, this_device
 from finetune.hardware.gpus import find_gpu, named_gpu

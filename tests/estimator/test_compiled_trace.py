@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from finetune.estimator.speed.fusion import launches
-from finetune.estimator.speed.kernels import product_of
+from finetune.estimator.speed.operators import product_of
 from finetune.estimator.trace.compiled import compiled_trace
 from finetune.estimator.trace.fake_cuda import to_fake, without_memory
 from finetune.estimator.trace.trace import Recorder, Trace, layer_of

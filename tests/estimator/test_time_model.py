@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
 from finetune.estimator.speed.fusion import Launch, launches
-from finetune.estimator.speed.kernels import (
+from finetune.estimator.speed.operators import (
     Product,
     attention_flops,
     is_barrier,

@@ -33,7 +33,7 @@ from typing import Any
 from torch.autograd import DeviceType
 
 from finetune.analysis.diagnose.observer import PREFIX, WINDOW
-from finetune.estimator.speed.kernels import words
+from finetune.estimator.speed.operators import words
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 
 BACKWARD_NODE = "autograd::engine::evaluate_function"

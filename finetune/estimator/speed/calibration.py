@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from finetune.errors import ConfigError
-from finetune.estimator.speed.kernels import Precision, Product
+from finetune.estimator.speed.operators import Precision, Product
 from finetune.estimator.speed.roofline import (
     Direction,
     Efficiency,

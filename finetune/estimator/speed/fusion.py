@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.estimator.speed.kernels import (
+from finetune.estimator.speed.operators import (
     FUSABLE,
     Kind,
     Pattern,

@@ -40,7 +40,7 @@ from finetune.config.yaml import read_text
 from finetune.errors import ConfigError
 from finetune.estimator.memory.overheads import installed_torch, sdpa_kernel
 from finetune.estimator.speed.fusion import Launch, launches
-from finetune.estimator.speed.kernels import (
+from finetune.estimator.speed.operators import (
     Precision,
     Product,
     attention_flops,

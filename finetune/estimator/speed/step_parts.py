@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from finetune.estimator.speed.kernels import (
+from finetune.estimator.speed.operators import (
     ENGINE,
     base_name,
     dtype_name,

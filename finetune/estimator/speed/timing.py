@@ -48,7 +48,7 @@ import torch
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
 from finetune.estimator.speed.calibration import calibrated_roofline, load_calibration
-from finetune.estimator.speed.kernels import base_name
+from finetune.estimator.speed.operators import base_name
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal

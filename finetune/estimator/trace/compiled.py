@@ -35,7 +35,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from finetune.estimator.speed.fusion import launches
-from finetune.estimator.speed.kernels import FUSABLE, base_name, kind_of
+from finetune.estimator.speed.operators import FUSABLE, base_name, kind_of
 from finetune.estimator.trace.siblings import join_siblings
 from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
 

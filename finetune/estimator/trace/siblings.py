@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from finetune.estimator.speed.kernels import FUSABLE, base_name, kind_of
+from finetune.estimator.speed.operators import FUSABLE, base_name, kind_of
 from finetune.estimator.speed.step_parts import SIBLINGS
 from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
 

@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from finetune.config.schema import PrecisionConfig
-from finetune.estimator.speed.kernels import ENGINE
+from finetune.estimator.speed.operators import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
 from finetune.estimator.trace.trace import Recorder, plain_tensors
 from finetune.precision.backends.base import Backend, Fp8Mixin

@@ -2,7 +2,7 @@
 
 What a trace would show for a decoder's norm, linear, rotary embedding, gated unit and adapter, as
 eager Transformers and PyTorch launch them. Which of these operators share a kernel is for
-`speed.kernels` to say; so the same list serves eager and compiled layers.
+`speed.operators` to say; so the same list serves eager and compiled layers.
 
 Shapes: M tokens, K inputs, N outputs of a linear.
 Sources: transformers 4.4x-5.x `models/llama/modeling_llama.py`, peft `tuners/lora/layer.py`.

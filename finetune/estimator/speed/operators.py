@@ -1,4 +1,4 @@
-"""Kernels of a trace: the kind, FLOPs and bytes of one operator.
+"""Operators of a trace by kind, with the FLOPs and bytes of each.
 
     gemm        matrix product: FLOPs, tiles, precision of its operands
     attention   fused attention kernel, forward or backward
