@@ -10,6 +10,7 @@ that: the high-precision weight is gone, and the layer dequantizes its codes.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -42,6 +43,8 @@ from finetune.precision.swap import Swapped, swap, unswap
 from finetune.precision.weights import Arithmetic, tile_of
 
 ATTRIBUTE = "_finetune_conversion"
+GRAPHS = 64
+"""Graphs that Dynamo makes of one decoder layer at most."""
 
 
 class Conversion:
@@ -73,6 +76,7 @@ class Conversion:
         self.fused: list[nn.Module] = []
         self.adapters = LowAdapters(self.fused)
         self.compiled: list[nn.Module] = []
+        self._breaks_before, self._has_warned = 0, False
         self.head: nn.Module | None = None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
@@ -221,6 +225,8 @@ class Conversion:
             options = {"post_grad_custom_pre_pass": PASS}
         store_operands_once()
         allow_counts_in_checkpoints()
+        allow_graphs()
+        self._breaks_before = sum(counters()["graph_break"].values())
         for module in self.compilable:
             module.compile(options=options)
             self.adapters.compiled(module)
@@ -228,6 +234,16 @@ class Conversion:
                 engine.compiled(module)
             self.compiled.append(module)
         return len(self.compiled)
+
+    @property
+    def why_uncompiled(self) -> str:
+        """What torch's counters say of parts of compiled layers that run uncompiled, or ""."""
+        if not self.compiled:
+            return ""
+        if any("recompile limit" in reason.lower() for reason in counters()["unimplemented"]):
+            return "torch's recompile_limit is reached: some layers run uncompiled"
+        breaks = sum(counters()["graph_break"].values()) - self._breaks_before
+        return f"{breaks} graph breaks: parts of layers run uncompiled" if breaks > 0 else ""
 
     # -------------------------------------------------------------------------- a call of the model
 
@@ -257,6 +273,9 @@ class Conversion:
             for enter in list(self.around):
                 stack.enter_context(enter())
             yield
+        if not self._has_warned and (why := self.why_uncompiled):
+            self._has_warned = True
+            warnings.warn(f"! {why}; TORCH_LOGS=recompiles,graph_breaks says why", stacklevel=2)
 
     def _wrap_checkpointing(self) -> None:
         # Trainers enable checkpointing at moments of their own, so this looks again each step.
@@ -314,6 +333,25 @@ def store_operands_once() -> None:
     from torch._inductor.lowering import add_needs_realized_inputs
 
     add_needs_realized_inputs(torch.ops.aten._scaled_mm)
+
+
+def allow_graphs() -> None:
+    """Let Dynamo make as many graphs of a decoder layer as a run of rows of all lengths needs.
+
+    Beyond `recompile_limit` (8 in torch 2.13) layers run uncompiled, with a line in torch's log. It
+    is reached by two lengths, each with padding and without, in training and evaluation; the first
+    layer's input needs no gradient under LoRA, which takes graphs of its own.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, GRAPHS)
+
+
+def counters() -> Any:
+    """Dynamo's counters of this process: kind -> reason -> number."""
+    from torch._dynamo.utils import counters
+
+    return counters
 
 
 def allow_counts_in_checkpoints() -> None:

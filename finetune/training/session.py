@@ -304,8 +304,11 @@ class Session:
 
     def receipt(self) -> Receipt:
         """Receipt of the model that trains."""
+        proof, conversion = self.training
+        lost = conversion.why_uncompiled if conversion is not None else ""
+        compiled = "; ".join(filter(None, (self.compiled, lost)))
         return receipt_of(
-            self.resolution, self.device, self.training[0], compiled=self.compiled,
+            self.resolution, self.device, proof, compiled=compiled,
             references=self.references.described(), patches=self.patches.names,
         )  # fmt: skip
 

@@ -51,6 +51,64 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
 
 
+@pytest.fixture
+def traced(monkeypatch):
+    """Layers are compiled as far as AOTAutograd, without a code generator."""
+    compile = torch.nn.Module.compile
+
+    def only_traced(self: nn.Module, *args: object, options: object = None) -> None:
+        compile(self, *args, backend="aot_eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", only_traced)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def lengths_of(make_llama, setup_backend) -> str:
+    """Train LoRA over rows of two lengths, each padded and not, and evaluate; what is compiled."""
+    model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+    accelerator = setup_backend("torchao", compile="on", frozen="fp8", scaling="rowwise")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for length in (16, 24, 32):
+        mask = torch.ones(2, length, dtype=torch.long)
+        for padding in (0, 3):
+            mask[0, length - padding :] = 0
+            rows = batch(length=length) | {"attention_mask": mask.clone(), "use_cache": False}
+            accelerator.backward(model.train()(**rows).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.eval()(**rows)
+    return get_receipt().precision["compile"]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+def test_rows_of_all_lengths_stay_compiled(make_llama, setup_backend, traced) -> None:
+    """More graphs than the eight that torch allows one function, after which layers ran eagerly."""
+    said = lengths_of(make_llama, setup_backend)
+    assert said == "on: 2 decoder layers, after the witnessed step"
+    assert counters["frames"]["ok"] == counters["frames"]["total"] > 8
+
+
+@pytest.mark.filterwarnings("ignore:(?!! torch's recompile_limit)")
+def test_layers_that_run_uncompiled_nevertheless_are_said(
+    make_llama, setup_backend, traced, monkeypatch
+) -> None:
+    monkeypatch.setattr(convert, "GRAPHS", 0)
+    with (
+        torch._dynamo.config.patch(recompile_limit=1),
+        pytest.warns(UserWarning, match="some layers run uncompiled") as told,
+    ):
+        said = lengths_of(make_llama, setup_backend)
+    assert sum("recompile_limit" in str(each.message) for each in told) == 1
+    assert "after the witnessed step; torch's recompile_limit is reached" in said
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_witnessed_step_saves_no_more_than_compiled_steps_do(
     make_llama, setup_backend, monkeypatch, frozen
