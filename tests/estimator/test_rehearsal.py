@@ -332,6 +332,15 @@ def test_padded_rows_have_a_mask_under_varlen_too() -> None:
     assert forward
 
 
+def test_attention_of_packed_rows_is_cast_as_autocast_would() -> None:
+    """Weights in float32 make rotated queries in float32; the kernel takes, and saves, 16 bits."""
+    found = on_h100(load_recipe("llama_1b_full_bf16").config)
+    flash = [
+        op for op in found.trace.ops if op.name == "finetune_estimator.flash_attention.default"
+    ]
+    assert {x.dtype for op in flash for x in op.inputs} == {torch.bfloat16}
+
+
 def test_a_sliding_window_is_in_the_trace(tmp_path) -> None:
     """Packed rows run FlashAttention, which skips what a query does not see."""
     from transformers import MistralConfig

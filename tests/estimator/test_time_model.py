@@ -98,6 +98,12 @@ def test_products_are_read_off_their_operands():
     bias = op("aten.addmm.default", [operand(4, 10), operand(1, 6, 4), operand(2, 4, 10)], [y])
     assert product_of(bias) == Product(1, 6, 10, 4, "bf16")
     assert product_of(op("aten.silu.default", [a], [a])) is None
+    # 6 rows in 3 groups: results by row, and gradients of the groups' weights
+    x, weights, y = operand(1, 6, 4), operand(2, 3, 4, 10), operand(3, 6, 10)
+    grouped = op("aten._grouped_mm.default", [x, weights], [y])
+    assert product_of(grouped) == Product(3, 2, 10, 4, "bf16")
+    gradients = op("aten._grouped_mm.default", [operand(1, 4, 6), y], [weights])
+    assert product_of(gradients) == Product(3, 4, 10, 2, "bf16")
 
 
 def test_flops_of_attention():

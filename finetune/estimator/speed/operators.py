@@ -186,6 +186,9 @@ def product_of(op: Op) -> Product | None:
     a, b = matrices[0], matrices[1]
     k, n = a.shape[-1], output[-1]
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        if len(a.shape) < len(output):  # [M, rows] @ [rows, N] of each expert -> [experts, M, N]
+            experts, m, _ = output
+            return Product(experts, m, n, max(1, k // experts), _precision(op, a))
         # grouped [rows, K] @ [experts, K, N]: each row meets the weight of one expert
         experts = b.shape[0] if len(b.shape) == 3 else 1
         return Product(experts, max(1, math.prod(output[:-1]) // experts), n, k, _precision(op, a))

@@ -181,17 +181,23 @@ def fused(
     return _Attention.apply(q, k, v, mask, causal, kernel)  # pyright: ignore[reportReturnType]
 
 
+def _as_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Operands cast as by autocast, or by the callers of kernels that autocast does not know."""
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return operands
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in operands)
+
+
 def attention_on(capability: tuple[int, int]) -> Callable[..., Tensor]:
-    """`F.scaled_dot_product_attention` of a GPU, which casts operands as autocast would."""
+    """`F.scaled_dot_product_attention` of a GPU."""
 
     def fused_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        if torch.is_autocast_enabled(query.device.type):
-            wanted = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(wanted), key.to(wanted), value.to(wanted)
+        query, key, value = _as_autocast(query, key, value)
         if attn_mask is not None and attn_mask.dtype != query.dtype:
             attn_mask = attn_mask.to(query.dtype)
         kernel = sdpa_kernel(
@@ -235,6 +241,7 @@ def _register_flash(kernel: Kernel) -> None:
         attention_mask: Tensor | None, max_length_q: int | None = None,
         sliding_window: int | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
+        query, key, value = _as_autocast(query, key, value)
         length = query.shape[2]
         documents = length // (max_length_q or length)
         if documents > 1 and length % documents == 0:
