@@ -139,6 +139,8 @@ def quiet_libraries() -> None:
     )
     for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # It logs the error that it raises, which stands in ours.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 

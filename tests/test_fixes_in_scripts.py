@@ -150,6 +150,19 @@ def compiled_whole(given: Given) -> None:
     train(accelerator, *accelerator.prepare(given.model, adamw(given.model)))
 
 
+def compiled_by_hand(given: Given) -> None:
+    accelerator = set_up()
+    model = given.model if given.obey else torch.compile(given.model)
+    train(accelerator, *accelerator.prepare(model, adamw(model)))
+
+
+def layers_compiled_by_hand(given: Given) -> None:
+    accelerator = set_up()
+    for layer in () if given.obey else given.model.model.layers:
+        layer.compile()
+    train(accelerator, *accelerator.prepare(given.model, adamw(given.model)))
+
+
 def receipt_too_late(given: Given) -> None:
     accelerator = set_up()
     train(accelerator, *accelerator.prepare(given.model, adamw(given.model)))
@@ -206,6 +219,8 @@ CASES: list[tuple[Callable[[Given], None], str]] = [
     (recipe_handlers, "pass those settings to setup_fp8_mixed_precision_training"),
     (fp16_beside, "leave fp16 out"),
     (compiled_whole, "leave torch_compile out"),
+    (compiled_by_hand, "leave torch_compile out"),
+    (layers_compiled_by_hand, "leave torch_compile out"),
     (receipt_too_late, "ask before teardown"),
     (stored_base, "frozen='fp8' with adapters over it"),
     (codes_that_train, "attach them with peft"),

@@ -250,6 +250,8 @@ _UNREADABLE = (
     *(csv.Error, lzma.LZMAError, zlib.error),
 )
 """Errors by which `datasets` and what it calls refuse a file."""
+_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
+"""What `datasets` 5.0 says of a file without rows; the second of Parquet without a row group."""
 
 
 @contextlib.contextmanager
@@ -276,7 +278,7 @@ def reading(source: Source) -> Iterator[None]:
                 why=str(error.strerror),
                 fix="set HF_HOME to a folder that can be written, or data.streaming=true",
             ) from error
-        if "corresponds to no data" in str(error):
+        if any(words in f"{error} {error.__cause__}" for words in _NO_ROWS):
             raise source.empty() from None
         raise _unreadable(source, error) from error
 
@@ -303,7 +305,9 @@ def _unreadable(source: Source, error: BaseException) -> DataError:
         f"{name} cannot be read as {source.loader}",
         where=where,
         why=why,
-        fix="fix that line; every row needs the same columns with the same types",
+        fix="fix that line; every row needs the same columns with the same types"
+        if source.loader in ("json", "csv")
+        else "write or copy the file again: it is cut off, or of another kind than its name says",
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from finetune.config.schema import Compute, PrecisionConfig
@@ -211,10 +212,25 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
     if "FSDP" in str(accelerator.distributed_type):
         refuse_sharded_copies(resolution.precision)
     if accelerator.state.dynamo_plugin.backend.value != "NO":
-        raise PrecisionError(
-            "torch_compile of the whole model does not go with the proof",
-            where="torch_compile=True, or the dynamo settings of accelerate",
-            why="a model that torch.compile first meets under the witness is never compiled",
-            fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
-            "helper): each decoder layer is compiled after the witnessed step",
-        )
+        raise _never_compiled("torch_compile=True, or the dynamo settings of accelerate")
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise `PrecisionError` for a model or layer that the script has compiled by itself.
+
+    Its layers would run, in FP8 and proven, but as plain modules until the end of the process.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            said = "torch.compile(model)" if isinstance(module, OptimizedModule) else ".compile()"
+            raise _never_compiled(f"{said} of {name or 'the model'}: {type(module).__name__}")
+
+
+def _never_compiled(where: str) -> PrecisionError:
+    return PrecisionError(
+        "torch_compile of the whole model does not go with the proof",
+        where=where,
+        why="a model that torch.compile first meets under the witness is never compiled",
+        fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
+        "helper): each decoder layer is compiled after the witnessed step",
+    )

@@ -41,7 +41,7 @@ from finetune.precision.stored import StoredMixin, stored_as
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
 from finetune.training.evidence import conditions_of, receipt_of
-from finetune.training.patches import Patches, multiplies, patch_accelerator
+from finetune.training.patches import Patches, multiplies, patch_accelerator, refuse_compiled
 from finetune.training.references import References
 
 GUARD = "_finetune_guard"
@@ -130,6 +130,7 @@ class Session:
                 return known
         convert.revert(model)  # also submodules that were prepared separately
         _unguard(model)
+        refuse_compiled(model)  # by the script: ours are plain again
         if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
             refuse_quantized(model, self.resolution.asked)
         if self.precision.compute == "fp16":

@@ -311,7 +311,12 @@ def test_an_unknown_packaged_set_names_the_nearest(load):
             id="not-an-object",
         ),
         pytest.param("a.json", '[{"text": "a"}, {]', ["a.json cannot be read as json"], id="json"),
-        pytest.param("a.parquet", "text", ["a.parquet cannot be read as parquet"], id="parquet"),
+        pytest.param(
+            "a.parquet",
+            "text",
+            ["a.parquet cannot be read as parquet", "copy the file"],
+            id="parquet",
+        ),
         pytest.param(
             "a.doc", "Once.", ["type '.doc' cannot be read", ".jsonl, .json, .csv"], id="suffix"
         ),
@@ -337,6 +342,20 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(load, name, content
     for part in said:
         assert part in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_parquet_without_rows_is_said_to_have_none(load, caplog):
+    """`datasets` refuses it by the size of its batches, and logs that on its own."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from finetune.logging import quiet_libraries
+
+    quiet_libraries()
+    pq.write_table(pa.table({"text": ["a"]}).slice(0, 0), "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has no rows"):
+        load("a.parquet")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
