@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from finetune.config.schema import Compute, PrecisionConfig
@@ -220,6 +219,8 @@ def refuse_compiled(model: nn.Module) -> None:
 
     Its layers would run, in FP8 and proven, but as plain modules until the end of the process.
     """
+    from torch._dynamo import OptimizedModule
+
     for name, module in model.named_modules():
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             said = "torch.compile(model)" if isinstance(module, OptimizedModule) else ".compile()"
