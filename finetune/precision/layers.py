@@ -137,7 +137,9 @@ def by_rows(x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]
     """
     y = multiply(x.reshape(-1, x.shape[-1]).to(compute_dtype(x)))
     y = y if bias is None else y + bias.to(y.dtype)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    # No view for autograd: torchao (0.18) returns one of its own, and then autograd forbids what
+    # Falcon and Llama 4 do, to add in place to the result of a linear layer.
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def why_own_forward(module: nn.Module) -> str:

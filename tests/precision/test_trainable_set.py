@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -54,6 +55,42 @@ def state_of(model) -> dict[str, tuple[int, bool, torch.dtype]]:
         n: (id(p), p.requires_grad, p.dtype)
         for n, p in model.named_parameters(remove_duplicate=False)
     }
+
+
+class InPlace(nn.Module):
+    """Adds to the result of a linear layer in place, as Falcon and Llama 4 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        hidden += 1
+        y = self.down(hidden)
+        y += x
+        return y
+
+
+@pytest.mark.parametrize("fp8_params", [False, True])
+@pytest.mark.parametrize(("backend", "scaling"), BACKENDS)
+def test_a_result_may_be_changed_in_place(setup_backend, backend, scaling, fp8_params) -> None:
+    if fp8_params and backend == "te":
+        pytest.skip("fp8_params is of the other engines")
+
+    def gradients(backend: str, scaling: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        accelerator = setup_backend(backend, scaling=scaling, fp8_params=fp8_params)
+        model = InPlace()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(torch.ones(2, 16, 32)).sum())
+        optimizer.step()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    found, plain = gradients(backend, scaling), gradients("emulated", "tensorwise")
+    for a, b in zip(found, plain, strict=True):
+        assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.98
 
 
 @pytest.mark.parametrize("method", slow_but(["full tied", "lora 8"], METHODS))
