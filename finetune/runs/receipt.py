@@ -264,6 +264,8 @@ class Receipt(JupyterMixin):
         if t := self.trainable:
             state, owned = t.get("optimizer_state_bytes", 0), t["in_optimizer"]
             each = f"; {state / owned:.2f} bytes of optimizer state each" if state and owned else ""
+            if each and (self.environment.get("processes") or 1) > 1:
+                each += " per process"  # sharded, each has a part of it
             if t["before"] == t["after"] == owned == t["moved"]:
                 yield Text(f"{owned:,} trainable parameters, all updated{each}")
             else:

@@ -83,7 +83,8 @@ def setup_fp8_mixed_precision_training(
         An `accelerate.Accelerator` that trains in FP8.
 
     Raises:
-        ConfigError: a value that does not exist or does not go with the scaling.
+        ConfigError: a value that does not exist or does not go with the scaling; or `accelerate
+            launch` was to start several processes, and started one.
         UnknownArgumentError: a setting that does not exist.
         PrecisionError: FP8 cannot be had on this device, and why.
         MissingExtraError: the backend's library is not installed.
@@ -94,7 +95,9 @@ def setup_fp8_mixed_precision_training(
     from finetune.training import varlen
     from finetune.training.checkpoints import keep_in_checkpoints
     from finetune.training.health.monitor import watch_trainers
+    from finetune.training.preflight import refuse_lone_process
 
+    refuse_lone_process("SCRIPT")
     name = str(backend).lower()
     named = inspect.signature(setup_fp8_mixed_precision_training).parameters
     others = PrecisionConfig.model_fields.keys() - named.keys() - {"compute", "format", "eval"}

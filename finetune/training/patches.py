@@ -166,7 +166,7 @@ def _refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None
     if precision.compute == "fp8" and str(given.get("mixed_precision")) == "fp16":
         raise PrecisionError(
             "FP8 was set up, and this trainer asks for FP16",
-            where="fp16=True or mixed_precision='fp16'",
+            where="fp16=True, mixed_precision='fp16', or --mixed_precision of accelerate launch",
             why="FP8 training keeps everything else in BF16; FP16 needs loss scaling, which "
             "delayed and current FP8 scales would see as exploding gradients",
             fix="leave fp16 out, or call teardown_fp8_mixed_precision_training() first",

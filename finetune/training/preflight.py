@@ -150,11 +150,17 @@ _WORLD = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 """Variables that give a process the number of those started with it, by torchrun and by MPI."""
 
 
-def _refuse_launch(config: RunConfig) -> None:
-    """Reject what `accelerate launch` was to do and does not, or decides past the recipe.
+def refuse_lone_process(program: str) -> None:
+    """Reject one process where `accelerate launch` was to start several.
 
     Where it sees no second GPU, Accelerate 1.15 starts one process whatever `--num_processes` is
     (`commands.launch.simple_launcher`), and leaves the address at which several would have met.
+
+    Args:
+        program: what `torchrun` is to start instead.
+
+    Raises:
+        ConfigError: there are signs of it in the environment.
     """
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     if by_accelerate and "MASTER_ADDR" in os.environ and not any(n in os.environ for n in _WORLD):
@@ -163,9 +169,14 @@ def _refuse_launch(config: RunConfig) -> None:
             where="accelerate launch --num_processes, or num_processes of its configuration",
             why="it starts several on GPUs alone: with --cpu, and where it sees one GPU, it starts "
             "one without a word",
-            fix="torchrun --standalone --nproc_per_node=2 -m finetune RECIPE, also on CPUs; or "
+            fix=f"torchrun --standalone --nproc_per_node=2 {program}, also on CPUs; or "
             "--num_processes 1, and no MASTER_ADDR in the environment",
         )
+
+
+def _refuse_launch(config: RunConfig) -> None:
+    """Reject what `accelerate launch` was to do and does not, or decides past the recipe."""
+    refuse_lone_process("-m finetune RECIPE")
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not config.train.get("fsdp"):
         raise ConfigError(
             "accelerate launch shards the model, and the recipe does not",

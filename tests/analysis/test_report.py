@@ -20,6 +20,7 @@ from finetune.analysis.report.run_page import run_page
 from finetune.analysis.report.run_source import RunSource
 from finetune.cli.app import main
 from finetune.errors import ConfigError
+from finetune.runs.receipt import Receipt
 from tests.run_folders import make_comparison, make_run
 
 TRAP = "<script>alert(1)</script> **bold** | [link](http://example.com) `code`"
@@ -226,6 +227,17 @@ def test_bf16_where_fp8_was_requested_is_said_loudly(tmp_path):
     assert "no FP8 here: trains in BF16" in report.markdown.read_text("utf-8")
     whole = make_run(tmp_path / "s", steps=8, groups=())
     assert finetune.report([run, whole], to=tmp_path / "both").verdict == "Not all verified"
+
+
+@pytest.mark.parametrize(("processes", "said"), [(1, "each"), (2, "each per process")])
+def test_optimizer_state_of_several_processes_is_that_of_one(processes, said, tmp_path):
+    """Sharded, each has a part: 4 bytes of the 8 of two moments looked like another optimizer."""
+    run = make_run(tmp_path / "r", steps=8, groups=())
+    receipt = json.loads((run / "receipt.json").read_text())
+    receipt["environment"]["processes"] = processes
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    assert f"8.00 bytes of optimizer state {said}\n" in f"{Receipt.read(receipt)}\n"
+    assert f"bytes of optimizer state {said}." in finetune.report(run).markdown.read_text("utf-8")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import yaml
 
+from finetune import setup_fp8_mixed_precision_training
 from finetune.config.paths import list_recipes, recipes_folder
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, PrecisionError
@@ -79,6 +80,8 @@ def test_one_process_of_several_is_refused(asked, monkeypatch) -> None:
     if asked == 1:
         preflight(config, CPU)
     else:
+        with pytest.raises(ConfigError, match=r"started one[\s\S]*fix: *torchrun[^;]* SCRIPT"):
+            setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True)
         with pytest.raises(ConfigError, match=r"started one[\s\S]*fix: *torchrun"):
             preflight(config, CPU)
         monkeypatch.setenv("WORLD_SIZE", "2")

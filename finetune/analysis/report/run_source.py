@@ -256,6 +256,12 @@ class RunSource(Source):
             return None
         return self.num(f"{state / owned:.2f}", RECEIPT, "trainable.optimizer_state_bytes")
 
+    @property
+    def per_process(self) -> str:
+        """Said behind it where there were several processes: sharded, each has a part."""
+        processes = self.facts("environment.processes")
+        return " per process" if isinstance(processes, int) and processes > 1 else ""
+
     # ------------------------------------------------------------------------------------- answers
 
     def answers_of(self, number: int) -> Iterator[tuple[str, str, str, str, int]]:
