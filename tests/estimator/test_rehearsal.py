@@ -25,7 +25,7 @@ from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
-from finetune.estimator.trace.trace import layer_of
+from finetune.estimator.trace.trace import in_layer, layer_of
 from finetune.hardware.gpus import place_of
 from finetune.hardware.requirements import Resolution, engine_verdict
 from finetune.precision import head, weights
@@ -35,6 +35,7 @@ from finetune.training.model import first_layers, sketch
 from tests.benchmarks import predicted_memory
 from tests.conftest import H100, slow_but
 from tests.estimator.test_trace import patched
+from tests.families import folder_of
 
 GIB = 2**30
 CASES = {case.name: case for case in predicted_memory.CASES}
@@ -339,6 +340,18 @@ def test_attention_of_packed_rows_is_cast_as_autocast_would() -> None:
         op for op in found.trace.ops if op.name == "finetune_estimator.flash_attention.default"
     ]
     assert {x.dtype for op in flash for x in op.inputs} == {torch.bfloat16}
+
+
+def test_experts_in_fp8_are_left_out_of_compiled_layers(tmp_path) -> None:
+    """As by `torch.compile`: casts of parameters are kernels of their own, BF16's are fused."""
+    given = [f"model.name={folder_of('mixtral', tmp_path)}", "model.weights=random"]
+    for recipe, left_out in (("llama_8b_full_fp8", True), ("llama_8b_full_bf16", False)):
+        found = on_h100(load_recipe(recipe, [*given, "train.max_length=128"]).config)
+        experts = {op.module for op in found.trace.ops if "experts" in op.module}
+        assert experts
+        assert all(in_layer(module) for module in experts)
+        assert {layer_of(module) == "" for module in experts} == {left_out}
+        assert found.compiles
 
 
 def test_a_sliding_window_is_in_the_trace(tmp_path) -> None:

@@ -118,7 +118,7 @@ def tensor_footprint(trace: Trace) -> Footprint:
         for block in map(trace.storages.__getitem__, trace.alive(at)):
             phases[phase][block.kind] += block.nbytes
             if block.kind not in LASTING:
-                owners[phase][block.module] += block.nbytes
+                owners[phase][block.module.replace("/", ".")] += block.nbytes
     bare = Footprint(phases)
     owner, owned = next(iter(owners[bare.highest].most_common(1)), ("", 0))
     return replace(bare, owner=owner, owned=owned)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from finetune.estimator.speed.operators import (
     ENGINE,
@@ -26,9 +25,7 @@ from finetune.estimator.speed.operators import (
     product_of,
     words,
 )
-
-if TYPE_CHECKING:
-    from finetune.estimator.trace.trace import Op
+from finetune.estimator.trace.trace import Op, in_layer
 
 
 class StepPart(StrEnum):
@@ -89,8 +86,7 @@ _PROFILED_AS = {
 PROFILED_PARTS = tuple(part for part in StepPart if part not in {*_PROFILED_AS, StepPart.LINEARS})
 """Parts that a profile distinguishes, in display order."""
 
-_ADAPTER = re.compile(r"\.(lora_|adapter|vera_|hada_|lokr_|oft_|boft_)")
-_IN_A_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
+_ADAPTER = re.compile(r"[./](lora_|adapter|vera_|hada_|lokr_|oft_|boft_)")
 _CASTING = words(
     "abs amax aminmax max clamp reciprocal _to_copy pad contiguous clone copy_ mul mul_ div div_ "
     "bitwise_and bitwise_and_ bitwise_or __lshift__ __rshift__ full_like new_ones log2 floor ceil "
@@ -196,7 +192,7 @@ def _head(ops: Sequence[Op]) -> tuple[int, set[int]]:
             continue
         if base_name(op) == "embedding" and len(op.inputs[0].shape) == 2:
             vocabulary = max(vocabulary, op.inputs[0].shape[0])
-        if kind_of(op) == "gemm" and not _IN_A_LAYER.search(op.module):
+        if kind_of(op) == "gemm" and not in_layer(op.module):
             weights |= {o.storage for o in op.inputs if o.storage not in made}
         made |= {operand.storage for operand in op.outputs}
     return vocabulary, weights

@@ -52,7 +52,7 @@ from finetune.estimator.speed.operators import base_name
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
-from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
+from finetune.estimator.trace.trace import Op, Operand, Trace, in_layer, layer_of
 from finetune.hardware.gpus import Gpu, Place
 from finetune.units import MIB
 
@@ -198,7 +198,7 @@ def _gathering(
     batches: int,
 ) -> float:  # fmt: skip
     """Seconds that FSDP2 adds to a step; `seconds` are of forward and of backward."""
-    beside = [op for op in micro if not layer_of(op.module)]
+    beside = [op for op in micro if not in_layer(op.module)]
     roofline, by_group = roofline_of(gpu), []
     for whole, forward in zip(seconds, (True, False), strict=True):
         own = roofline.step_time([op for op in beside if (op.phase == "forward") == forward])

@@ -71,8 +71,6 @@ from finetune.hardware.device import Device
 from finetune.hardware.requirements import Resolution
 from finetune.precision import convert, planner
 from finetune.precision.backends.frozen import FrozenMixin
-from finetune.precision.layers import decoder_layers
-from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
 from finetune.training.model import VARLEN, resolve_attention, sketch
@@ -99,7 +97,7 @@ class Rehearsal:
         groups: groups of parameters that FSDP2 would gather together.
         visits: when each group computes; `step` begins with the first.
         accumulates: gradients of several micro-batches are summed.
-        compiles: `torch.compile` takes its decoder layers, which have numbers of their own.
+        compiles: it has layers that `torch.compile` takes, with numbers of their own.
     """
 
     trace: Trace
@@ -165,7 +163,6 @@ def rehearse(
         conversion.adapters.sharded = sharded
         frozen = [m for m in model.modules() if isinstance(m, FrozenMixin)]
         copies = [copy for m in frozen if (copy := m.fp8_backend.transposed(m)) is not None]
-        whole = {m for m in decoder_layers(model) if not isinstance(m, ParameterMixin)}
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.library == "torchao":
@@ -197,7 +194,7 @@ def rehearse(
         groups=groups,
         visits=trainer.visits.visits,
         accumulates=trainer.micro_batches > 1,
-        compiles=any(m in whole and layer_of(name) for name, m in model.named_modules()),
+        compiles=any(layer_of(op.module) for op in trainer.recorder.trace.ops),
     )
 
 

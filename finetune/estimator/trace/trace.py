@@ -160,6 +160,7 @@ class Recorder(TorchDispatchMode):
         self._model = model
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
+            self._names |= _left_out(model)
             self._around = around_decoder(model)
             for tensor in (*model.parameters(), *model.buffers()):
                 self.add_initial(tensor)
@@ -359,6 +360,7 @@ class Recorder(TorchDispatchMode):
 
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
+_NUMBERED = re.compile(r"(^|[./])\d+([./]|$)")
 _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -378,6 +380,21 @@ def layer_of(module: str) -> str:
     """Name of the decoder layer that a module belongs to; empty outside of them."""
     found = _LAYER.match(module)
     return found[0] if found else ""
+
+
+def in_layer(module: str) -> bool:
+    """True for a module of a decoder layer, compiled with it or left out."""
+    return _NUMBERED.search(module) is not None
+
+
+def _left_out(model: nn.Module) -> dict[int, str]:
+    """Names of modules that `torch.compile` leaves out of their layer, with slashes for dots."""
+    return {
+        id(module): f"{name}.{inner}".rstrip(".").replace(".", "/")
+        for name, owner in model.named_modules()
+        if getattr(type(owner).forward, "_torchdynamo_disable", False)
+        for inner, module in owner.named_modules()
+    }
 
 
 def around_decoder(model: nn.Module) -> set[str]:
