@@ -9,12 +9,13 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.aliases import as_arguments, in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.config.section import RefusedError
-from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean
+from finetune.errors import ConfigError, OrderError, UnknownArgumentError, did_you_mean
 from finetune.runs.receipt import Receipt
 from finetune.training import session
 
@@ -92,9 +93,6 @@ def setup_fp8_mixed_precision_training(
     from accelerate import Accelerator
     from pydantic import ValidationError
 
-    from finetune.training import varlen
-    from finetune.training.checkpoints import keep_in_checkpoints
-    from finetune.training.health.monitor import watch_trainers
     from finetune.training.preflight import refuse_lone_process
 
     refuse_lone_process("SCRIPT")
@@ -143,10 +141,7 @@ def setup_fp8_mixed_precision_training(
                 refusal.ways if isinstance(refusal, RefusedError) else _values(key, first)
             ),
         ) from None
-    running = session.install(precision)
-    varlen.register()
-    watch_trainers(running)
-    keep_in_checkpoints(running.patches)
+    running = _begin(precision)
     if running.resolution.fallback:
         warnings.warn(running.resolution.fallback, stacklevel=2)
     atexit.unregister(_say_if_unused)
@@ -158,6 +153,20 @@ def setup_fp8_mixed_precision_training(
     except BaseException:
         session.uninstall()
         raise
+
+
+def _begin(precision: PrecisionConfig) -> session.Session:
+    """Put the session of a script into effect: now, and after a run of a recipe inside it."""
+    from finetune.training import varlen
+    from finetune.training.checkpoints import keep_in_checkpoints
+    from finetune.training.health.monitor import watch_trainers
+
+    running = session.install(precision)
+    running.again = partial(_begin, precision)
+    varlen.register()
+    watch_trainers(running)
+    keep_in_checkpoints(running.patches)
+    return running
 
 
 def _say_if_unused() -> None:
@@ -183,6 +192,13 @@ def get_receipt() -> Receipt:
     """Receipt of the current session.
 
     Raises:
-        OrderError: there is no session.
+        OrderError: there is no session, or a recipe was run since the script trained.
     """
-    return session.current().receipt()
+    running = session.current()
+    if running.was_replaced and running.has_prepared and running.training[0] is None:
+        raise OrderError(
+            "there is no receipt of what the script trained before a recipe was run",
+            why="the recipe had a session of its own, which has replaced the script's",
+            fix="ask before finetune.train; the recipe's run has its own receipt",
+        )
+    return running.receipt()

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -235,3 +236,29 @@ def _never_compiled(where: str) -> PrecisionError:
         fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
         "helper): each decoder layer is compiled after the witnessed step",
     )
+
+
+GUARD = "_finetune_guard"
+"""Attribute of a model that a replaced session has reverted; see `guard`."""
+
+
+def guard(model: nn.Module) -> None:
+    """Reject training calls of a model that a replaced session has reverted."""
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            raise OrderError(
+                "this model was prepared under a set-up that has been replaced",
+                where="setup_fp8_mixed_precision_training() was called again, or a recipe was run",
+                why="its layers are plain again; it would go on in BF16",
+                fix="prepare it again (or build the trainer again) after the last set-up",
+            )
+
+    model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
+
+
+def unguard(model: nn.Module) -> None:
+    for module in model.modules():
+        hook = module.__dict__.pop(GUARD, None)
+        if hook is not None:
+            hook.remove()

@@ -100,15 +100,12 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     if model.device.type != device:
         model = model.to(device)
     precision = _as_evaluated(run.config.precision)
-    try:
+    with session.replacing() if precision is not None else contextlib.nullcontext():
         if precision is not None:
             conversion = session.install(precision).prepare_model(model)
             if precision.eval == "fp8" and conversion.backend is not None:
                 _take_scales(run, conversion.backend)
         yield model.eval(), tokenizer
-    finally:
-        if precision is not None:
-            session.uninstall()
 
 
 def _take_scales(run: TrainedRun, backend: Any) -> None:

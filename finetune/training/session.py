@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
@@ -41,11 +40,15 @@ from finetune.precision.stored import StoredMixin, stored_as
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
 from finetune.training.evidence import conditions_of, receipt_of
-from finetune.training.patches import Patches, multiplies, patch_accelerator, refuse_compiled
+from finetune.training.patches import (
+    Patches,
+    guard,
+    multiplies,
+    patch_accelerator,
+    refuse_compiled,
+    unguard,
+)
 from finetune.training.references import References
-
-GUARD = "_finetune_guard"
-"""Attribute of a model that a replaced session has reverted; see `_guard`."""
 
 
 class Session:
@@ -55,7 +58,12 @@ class Session:
         planned: plan of the run's sketch, None without one.
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
+        again: puts the session of a script into effect anew, after a run of a recipe.
+        was_replaced: it is such a one, and what the script trained before is not in its receipt.
     """
+
+    again: Callable[[], Session] | None = None
+    was_replaced = False
 
     def __init__(
         self, resolution: Resolution, device: Device, planned: PrecisionPlan | None = None
@@ -94,7 +102,7 @@ class Session:
         for conversion in list(self.conversions):
             conversion.revert()
             if replaced:
-                _guard(conversion.model)
+                guard(conversion.model)
 
     # -------------------------------------------------------------------------------- preparation
 
@@ -129,7 +137,7 @@ class Session:
             if not (was_reference and before):
                 return known
         convert.revert(model)  # also submodules that were prepared separately
-        _unguard(model)
+        unguard(model)
         refuse_compiled(model)  # by the script: ours are plain again
         if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
             refuse_quantized(model, self.resolution.asked)
@@ -346,28 +354,6 @@ def _describe_storage(model: nn.Module) -> None:
         describe(base)
 
 
-def _guard(model: nn.Module) -> None:
-    """Reject training calls of a model that a replaced session has reverted."""
-
-    def before_forward(module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            raise OrderError(
-                "this model was prepared under a set-up that has been replaced",
-                where="setup_fp8_mixed_precision_training() was called again",
-                why="its layers are plain again; it would go on in BF16",
-                fix="prepare it again (or build the trainer again) after the last set-up",
-            )
-
-    model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
-
-
-def _unguard(model: nn.Module) -> None:
-    for module in model.modules():
-        hook = module.__dict__.pop(GUARD, None)
-        if hook is not None:
-            hook.remove()
-
-
 # ---------------------------------------------------------------------------------- current session
 
 _session: Session | None = None
@@ -406,13 +392,28 @@ def session_of(
     resolution: Resolution, planned: PrecisionPlan | None, console: Console
 ) -> Iterator[Session]:
     """Context manager for a run's session; a fallback to BF16 is printed loudly."""
-    session = install(resolution, planned)
-    try:
+    with replacing():
+        session = install(resolution, planned)
         if resolution.fallback:
             console.print(f"[bold red]! {resolution.fallback}[/]", highlight=False)
         yield session
+
+
+@contextlib.contextmanager
+def replacing() -> Iterator[None]:
+    """Context manager for a session of our own inside a script, whose own session follows again.
+
+    Trainers that the script builds afterwards would otherwise train in BF16 without a word. Models
+    that it prepared before are plain, and have to be prepared again.
+    """
+    before = _session
+    try:
+        yield
     finally:
         uninstall()
+        if before is not None and before.again is not None:
+            follows = before.again()
+            follows.has_prepared, follows.was_replaced = before.has_prepared, True
 
 
 def in_force() -> Session | None:

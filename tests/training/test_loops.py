@@ -8,14 +8,23 @@ import gc
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from rich.console import Console
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from finetune import disabled, get_receipt, teardown_fp8_mixed_precision_training
+from finetune import (
+    disabled,
+    get_receipt,
+    load_recipe,
+    teardown_fp8_mixed_precision_training,
+)
 from finetune.errors import OrderError, ProofError
+from finetune.hardware.device import this_device
+from finetune.hardware.requirements import resolve
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.proof import proof
 from finetune.precision.proof.proof import Proof
+from finetune.training import session
 from tests.conftest import batch
 
 
@@ -134,6 +143,40 @@ def test_evaluation_before_training_is_no_reference(
     assert receipt.fp8_flop_share > 0.4
     stored = [m for m in model.modules() if isinstance(m, FrozenMixin)]
     assert len(stored) == (14 if frozen else 0)
+
+
+@pytest.mark.parametrize("inside", ["train", "reload"])
+def test_a_recipe_inside_a_script_gives_its_session_back(
+    inside, make_llama, setup_backend, tmp_path
+) -> None:
+    """Trainers built after `finetune.train` trained in BF16: nothing said that FP8 had ended."""
+    accelerator = setup_backend("emulated")
+    model = make_llama()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    precision = load_recipe("tiny_full_fp8").config.precision
+    if inside == "train":
+        resolution = resolve(precision, this_device())
+        with session.session_of(resolution, None, Console(quiet=True)) as of_recipe:
+            assert session.current() is of_recipe
+    else:
+        with session.replacing():
+            session.install(precision)
+    with pytest.raises(OrderError, match="before a recipe was run"):
+        get_receipt()
+    with pytest.raises(OrderError, match=r"replaced[\s\S]*or a recipe was run"):
+        model.train()(**batch())
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", learning_rate=1e-2,
+    )  # fmt: skip
+    rows = [{"input_ids": x, "labels": x} for x in batch()["input_ids"]]
+    Trainer(model=make_llama(), args=args, train_dataset=rows).train()
+    assert get_receipt().status == "proven"
+    assert get_receipt().fp8_flop_share > 0.4
+    teardown_fp8_mixed_precision_training()
+    with session.session_of(resolve(precision, this_device()), None, Console(quiet=True)):
+        pass
+    assert session.in_force() is None
 
 
 def test_nothing_prepared_is_stopped_at_the_first_step(make_llama, setup_backend) -> None:
