@@ -166,7 +166,7 @@ def _steps_and_first(
     """A run's steps; and memory of the first micro-step, which the proof observes uncompiled.
 
     None where its layers are not compiled later, and without gradient checkpointing: then it alone
-    has that (`finetune.precision.convert.recomputed`), and holds less than the others.
+    has that (`finetune.precision.compiling.recomputed`), and holds less than the others.
     """
     compiled, first = rehearsal.compiles and compiles(resolution.precision, place), None
     if compiled:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError
+from finetune.precision import compiling
 from finetune.precision.backends.base import Backend, Fp8Mixin, ObservedMixin, Tally, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.experts import (
@@ -43,8 +42,6 @@ from finetune.precision.swap import Swapped, swap, unswap
 from finetune.precision.weights import Arithmetic, tile_of
 
 ATTRIBUTE = "_finetune_conversion"
-GRAPHS = 64
-"""Graphs that Dynamo makes of one decoder layer at most."""
 
 
 class Conversion:
@@ -76,7 +73,7 @@ class Conversion:
         self.fused: list[nn.Module] = []
         self.adapters = LowAdapters(self.fused)
         self.compiled: list[nn.Module] = []
-        self._breaks_before, self._has_warned = 0, False
+        self._before, self._has_warned = (0, 0), False
         self.head: nn.Module | None = None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
@@ -223,10 +220,8 @@ class Conversion:
             from finetune.precision.siblings import PASS
 
             options = {"post_grad_custom_pre_pass": PASS}
-        store_operands_once()
-        allow_counts_in_checkpoints()
-        allow_graphs()
-        self._breaks_before = sum(counters()["graph_break"].values())
+        compiling.prepare()
+        self._before = compiling.left_out()
         for module in self.compilable:
             module.compile(options=options)
             self.adapters.compiled(module)
@@ -238,12 +233,7 @@ class Conversion:
     @property
     def why_uncompiled(self) -> str:
         """What torch's counters say of parts of compiled layers that run uncompiled, or ""."""
-        if not self.compiled:
-            return ""
-        if any("recompile limit" in reason.lower() for reason in counters()["unimplemented"]):
-            return "torch's recompile_limit is reached: some layers run uncompiled"
-        breaks = sum(counters()["graph_break"].values()) - self._breaks_before
-        return f"{breaks} graph breaks: parts of layers run uncompiled" if breaks > 0 else ""
+        return compiling.why_uncompiled(self._before) if self.compiled else ""
 
     # -------------------------------------------------------------------------- a call of the model
 
@@ -289,80 +279,6 @@ class Conversion:
             self._checkpointed = [(m, f) for m, f in self._checkpointed if m is not module]
             self._checkpointed.append((module, function))
             module.__dict__["_gradient_checkpointing_func"] = wrapped
-
-
-@contextlib.contextmanager
-def recomputed(
-    layers: Iterable[nn.Module],
-    again: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> Iterator[None]:
-    """Checkpoint those of Transformers' decoder layers that are called in this block in training.
-
-    For layers that are compiled else: of 8,192 tokens one of an 8B model saves 0.7 GB for backward,
-    uncompiled 1.2 to 1.6 (`docs/notes/35-compiled-fp8-saves-activations.md`). What fits in memory
-    compiled would not fit in the few micro-steps that run uncompiled, to be observed.
-
-    Args:
-        layers: decoder layers; those that are checkpointed already, or cannot be, stay as they are.
-        again: context of each recomputation in backward.
-    """
-    name = "_gradient_checkpointing_func"
-    function = partial(
-        checkpoint,
-        use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), again()),
-    )
-    with contextlib.ExitStack() as undo:
-        for layer in layers:
-            if getattr(layer, "gradient_checkpointing", True):
-                continue
-            before = {k: v for k, v in vars(layer).items() if k in (name, "gradient_checkpointing")}
-            undo.callback(vars(layer).update, before)
-            undo.callback(vars(layer).pop, name)
-            undo.callback(vars(layer).pop, "gradient_checkpointing")
-            vars(layer).update({name: function, "gradient_checkpointing": True})
-        yield
-
-
-def store_operands_once() -> None:
-    """Tell Inductor that FP8 GEMMs read their operands from memory, as `mm` does.
-
-    Without it (torch 2.13) each GEMM gets a buffer of codes of its own, also those that share an
-    operand, as q, k and v do.
-    """
-    from torch._inductor.lowering import add_needs_realized_inputs
-
-    add_needs_realized_inputs(torch.ops.aten._scaled_mm)
-
-
-def allow_graphs() -> None:
-    """Let Dynamo make as many graphs of a decoder layer as a run of rows of all lengths needs.
-
-    Beyond `recompile_limit` (8 in torch 2.13) layers run uncompiled, with a line in torch's log. It
-    is reached by two lengths, each with padding and without, in training and evaluation; the first
-    layer's input needs no gradient under LoRA, which takes graphs of its own.
-    """
-    from torch._dynamo import config
-
-    config.recompile_limit = max(config.recompile_limit, GRAPHS)
-
-
-def counters() -> Any:
-    """Dynamo's counters of this process: kind -> reason -> number."""
-    from torch._dynamo.utils import counters
-
-    return counters
-
-
-def allow_counts_in_checkpoints() -> None:
-    """Let Dynamo trace a checkpoint in which attributes change, as those of `base.Tally` do.
-
-    Transformers (5.23) checkpoints inside a decoder layer's forward, hence in its graph. Without it
-    (torch 2.13) such a layer breaks, and runs uncompiled.
-    """
-    from torch._dynamo import config
-
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 class RootMixin(Swapped):

@@ -88,7 +88,8 @@ class AdaptedLinear(torch.autograd.Function):
         how: Arithmetic | None,
         owners: tuple[Owner, Owner],
         transposed: Tensor | None,
-        *low: Tensor,
+        low_a: Tensor | None,
+        low_b: Tensor | None,
     ) -> Tensor:
         """x [M, K] -> y [M, N] in the type of `x`.
 
@@ -99,10 +100,12 @@ class AdaptedLinear(torch.autograd.Function):
             a, b: masters of the adapter, [r, K] and [N, r].
             how: arithmetic of the base, None for a plain matmul.
             transposed: `w` with N innermost, where dgrad has a copy of its own.
-            low: a and b in the type of `x`, if they have been cast.
+            low_a, low_b: both in the type of `x`, if they have been cast.
         """
+        # No `*low`: without gradients Dynamo (torch 2.13) drops `ctx` from as many arguments as the
+        # signature has names, and then runs the whole layer uncompiled.
         ctx.dtypes = a.dtype, b.dtype
-        a, b = low or (a, b)
+        a, b = (a if low_a is None else low_a), (b if low_b is None else low_b)
         low_a, low_b = a.to(x.dtype), b.to(x.dtype)
         if how is None:
             y = x @ w.t().to(x.dtype)  # [M, K] @ [K, N]
@@ -218,7 +221,13 @@ class LowAdapters:
         inside = {id(m) for m in layer.modules()}
         fused = [m for m in self._layers if id(m) in inside]
         if fused:
-            feed(layer, "fp8_low", lambda x: [(m, self.of(m, compute_dtype(x))) for m in fused])
+            feed(
+                layer,
+                "fp8_low",
+                lambda x: [
+                    (m, self.of(m, compute_dtype(x))) for m in fused if not why_not_fused(m)
+                ],
+            )
 
 
 class AdaptedMixin(Swapped):
@@ -232,6 +241,7 @@ class AdaptedMixin(Swapped):
             return super().forward(input)
         values = x_inverse = kept = inverse = how = transposed = None
         w, (a, b, s, owners, low) = weight_matrix(self), adapter
+        both = low or (None, None)
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
         if isinstance(self, FrozenMixin) and input.numel():  # no tokens have no scale
@@ -246,7 +256,7 @@ class AdaptedMixin(Swapped):
 
         def multiply(x: Tensor) -> Tensor:
             return AdaptedLinear.apply(
-                x, values, x_inverse, kept, w, inverse, a, b, s, how, owners, transposed, *low
+                x, values, x_inverse, kept, w, inverse, a, b, s, how, owners, transposed, *both
             )
 
         return by_rows(input, self.bias, multiply)

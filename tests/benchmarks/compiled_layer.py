@@ -35,7 +35,7 @@ from finetune.estimator.trace.stand_ins import store_base
 from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.gpus import place_of
 from finetune.hardware.requirements import resolve_there
-from finetune.precision import convert, planner
+from finetune.precision import compiling, convert, planner
 from finetune.precision.backends.base import feed
 from finetune.precision.lora import active
 from finetune.training.model import sketch
@@ -114,8 +114,7 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         choose_attention(model, "varlen")
         store_base(model, config.model.storage)
         conversion = convert.apply(model, plan, hardware=True)
-        convert.store_operands_once()
-        convert.allow_counts_in_checkpoints()
+        compiling.prepare()
         if config.train["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         layer: Any = next(

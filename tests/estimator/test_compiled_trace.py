@@ -57,8 +57,9 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def adapted(x: Tensor, number: int) -> Tensor:
-            given = self.w, None, self.a[number], self.b[number], 2.0, None, owners, None
-            return AdaptedLinear.apply(x.view(-1, K), None, None, None, *given).view(x.shape)
+            given = self.w, None, self.a[number], self.b[number], 2.0, None, owners
+            nones = (None,) * 3
+            return AdaptedLinear.apply(x.view(-1, K), *nones, *given, *nones).view(x.shape)
 
         owners = Owner("", []), Owner("", [])
         normed = x.tanh()  # made in the layer, as by a norm: backward's readers of it belong to it

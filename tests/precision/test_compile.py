@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
-from finetune.precision import convert
+from finetune.precision import compiling, convert
 from finetune.precision.planner import plan
 from tests.conftest import batch, slow_but
 
@@ -99,7 +99,7 @@ def test_rows_of_all_lengths_stay_compiled(make_llama, setup_backend, traced) ->
 def test_layers_that_run_uncompiled_nevertheless_are_said(
     make_llama, setup_backend, traced, monkeypatch
 ) -> None:
-    monkeypatch.setattr(convert, "GRAPHS", 0)
+    monkeypatch.setattr(compiling, "GRAPHS", 0)
     with (
         torch._dynamo.config.patch(recompile_limit=1),
         pytest.warns(UserWarning, match="some layers run uncompiled") as told,
@@ -107,6 +107,48 @@ def test_layers_that_run_uncompiled_nevertheless_are_said(
         said = lengths_of(make_llama, setup_backend)
     assert sum("recompile_limit" in str(each.message) for each in told) == 1
     assert "after the witnessed step; torch's recompile_limit is reached" in said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_model_without_gradients_stays_compiled(
+    make_llama, setup_backend, traced
+) -> None:
+    """As KTO calls it for its KL term; Dynamo left the fused adapters' layers to eager mode."""
+    model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+    accelerator = setup_backend("torchao", compile="on", frozen="fp8", scaling="rowwise")
+    model = accelerator.prepare(model)
+    rows = batch() | {"use_cache": False}
+    accelerator.backward(model(**rows).loss)
+    with torch.no_grad():
+        compiled = model(**rows).loss
+    assert counters["frames"]["ok"] == counters["frames"]["total"] == 1
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        assert torch.allclose(compiled, model(**rows).loss, rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recomputation_has_the_adapters_of_its_forward(make_llama, setup_backend, traced) -> None:
+    """Layers that torch leaves uncompiled, and a reference without adapters in between (KTO)."""
+
+    def gradients(*, between: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+        accelerator = setup_backend("torchao", compile="on", frozen="fp8", scaling="rowwise")
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model = accelerator.prepare(model)
+        rows = batch() | {"use_cache": False}
+        accelerator.backward(model(**rows).loss)  # the witnessed one
+        with torch.compiler.set_stance("force_eager"):
+            loss = model(**rows).loss
+            if between:
+                with torch.no_grad(), model.disable_adapter():
+                    model(**rows)
+            accelerator.backward(loss)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    pairs = zip(gradients(between=True), gradients(between=False), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -19,7 +19,7 @@ from finetune.errors import PrecisionError
 from finetune.hardware.device import has_triton
 from finetune.hardware.requirements import resolve
 from finetune.precision.backends.frozen import FrozenBackend
-from finetune.precision.convert import store_operands_once
+from finetune.precision.compiling import store_operands_once
 from finetune.precision.formats import E4M3
 from finetune.precision.kernels import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current

@@ -34,7 +34,8 @@ from torch.optim.optimizer import (
 
 from finetune.errors import ProofError
 from finetune.precision.backends.base import in_backward
-from finetune.precision.convert import Conversion, recomputed
+from finetune.precision.compiling import recomputed
+from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.movement import Movement
 from finetune.precision.proof.sentinel import Flops, Sentinel, remedy

@@ -43,7 +43,8 @@ from torch import Tensor, nn
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.precision.backends.base import in_backward
-from finetune.precision.convert import Conversion, recomputed
+from finetune.precision.compiling import recomputed
+from finetune.precision.convert import Conversion
 from finetune.precision.formats import amax, scale_from_amax, snr_db
 from finetune.precision.gemm import Codes
 from finetune.precision.layers import HEADS, Role, compute_dtype, declared_matmuls, is_conv1d
