@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
+from finetune.estimator.memory.sharding import Fsdp2
 from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.operators import (
     Product,
@@ -23,7 +24,8 @@ from finetune.estimator.speed.operators import (
 )
 from finetune.estimator.speed.roofline import efficiency_of, roofline_of, shape_share, shared
 from finetune.estimator.speed.step_parts import StepPart, classes_of
-from finetune.estimator.speed.timing import spread
+from finetune.estimator.speed.timing import Pace, Traffic, extrapolated, spread
+from finetune.estimator.trace.fsdp_groups import Group
 from finetune.estimator.trace.trace import Op, Operand, Recorder
 from finetune.hardware.gpus import named_gpu
 from tests.benchmarks.score.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
@@ -652,3 +654,27 @@ def test_fp8_pays_more_in_larger_models_and_batches():
 
     assert at("14B", 8192) > at("3B", 8192) > at("0.5B", 8192)
     assert at("7B", 8192) > at("7B", 1024)
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_what_several_gpus_wait_for_is_that_of_all_layers(shards):
+    """Two layers hide little of the first gather, forty all but it: no line through two and three.
+
+    Each layer gathers 1 GB in 8.75 ms on 8 GPUs, and computes 10 and 20 ms.
+    """
+
+    def pace(layers: int) -> Pace:
+        middle = [Group(f"layer {i}", 10**9) for i in range(layers)]
+        groups = (Group("embedding", 4 * 10**9), *middle, Group("head", 10**9, reshard=False))
+        model = Fsdp2(groups, 8) if shards else None
+        passes = [0.01 * layers + 0.01, 0.02 * layers + 0.02]
+        found = Traffic(model, layers * 10**9, passes, [0.01, 0.02], 8, 1, gb_s=100)
+        classes = {StepPart.LINEARS: sum(passes), StepPart.COMMUNICATION: found.added}
+        return Pace(sum(classes.values()), 1, classes, {}, 0.5, 0.1, traffic=found)
+
+    few, more, whole = (pace(n).classes[StepPart.COMMUNICATION] for n in (2, 3, 40))
+    found = extrapolated(pace(2), pace(3), 38)
+    assert found.classes[StepPart.COMMUNICATION] == pytest.approx(whole)
+    assert found.seconds == pytest.approx(pace(40).seconds)
+    if shards:
+        assert whole != pytest.approx(few + 38 * (more - few), rel=0.05)

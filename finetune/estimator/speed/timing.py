@@ -53,7 +53,7 @@ from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, rooflin
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import Op, Operand, Trace, in_layer, layer_of
-from finetune.hardware.gpus import Gpu, Place
+from finetune.hardware.gpus import Place
 from finetune.units import MIB
 
 # Standard deviations to either side that hold 90% of a normal distribution.
@@ -86,6 +86,7 @@ class Pace:
         mfu: Model FLOPs, recomputation excluded, / (`seconds` x dense BF16 peak).
         scatter: Standard deviation of ln(predicted / true).
         calibrated: True if based on a calibration of this device.
+        traffic: What several devices send each other.
     """
 
     seconds: float
@@ -95,6 +96,7 @@ class Pace:
     mfu: float
     scatter: float
     calibrated: bool = False
+    traffic: Traffic | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -149,15 +151,14 @@ def pace_of_one(
     classes = {name: value * batches for name, value in batch.by_class.items()}
     for name, value in once.by_class.items():
         classes[name] = classes.get(name, 0.0) + value
+    traffic = None
     if gpu is not None:
-        forward_s = timed([op for op in micro if op.phase == "forward"]).seconds
-        backward_s, gb_s = batch.seconds - forward_s, collective_gb_s(gpu.link, gpu.link_gb_s)
-        if model is None:
-            sent = rehearsal.groups.trainable_bytes
-            added = ddp_communication(sent, backward_s, gpus=place.count, gb_s=gb_s).added
-        else:
-            added = _gathering(model, gpu, micro, (forward_s, backward_s), gb_s, batches)
-        classes[StepPart.COMMUNICATION] = added
+        halves = [[op for op in micro if (op.phase == "forward") == x] for x in (True, False)]
+        beside = [[op for op in ops if not in_layer(op.module)] for ops in halves]
+        passes, rest = ([timed(ops).seconds for ops in each] for each in (halves, beside))
+        sent, gb_s = rehearsal.groups.trainable_bytes, collective_gb_s(gpu.link, gpu.link_gb_s)
+        traffic = Traffic(model, sent, passes, rest, place.count, batches, gb_s)
+        classes[StepPart.COMMUNICATION] = traffic.added
     seconds = sum(classes.values())
     return Pace(
         seconds=seconds,
@@ -167,6 +168,7 @@ def pace_of_one(
         mfu=batch.mfu * batch.seconds * batches / seconds,
         scatter=roofline.efficiency.shared.scatter_time,
         calibrated=roofline.calibrated,
+        traffic=traffic,
     )
 
 
@@ -180,7 +182,9 @@ def micro_batch(trace: Trace) -> tuple[list[Op], list[Op]]:
 def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
     """Extrapolate linearly, part by part, by `times` the difference of two models.
 
-    With 5 ms at 2 layers and 6 ms at 3, a model of 32 layers takes 5 + 30 x 1 = 35 ms.
+    With 5 ms at 2 layers and 6 ms at 3, a model of 32 layers takes 5 + 30 x 1 = 35 ms. What
+    several devices send is simulated anew, with all layers: how much computation hides does not
+    grow evenly.
     """
 
     def grown(a: float, b: float) -> float:
@@ -188,36 +192,12 @@ def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
 
     names = {**few.classes, **more.classes}
     classes = {n: grown(few.classes.get(n, 0.0), more.classes.get(n, 0.0)) for n in names}
+    traffic = few.traffic and more.traffic and few.traffic.extrapolated(more.traffic, times)
+    if traffic is not None:
+        classes[StepPart.COMMUNICATION] = traffic.added
     seconds = sum(classes.values())
     done = grown(few.mfu * few.seconds, more.mfu * more.seconds)
-    return replace(more, seconds=seconds, classes=classes, mfu=done / seconds)
-
-
-def _gathering(
-    model: Fsdp2, gpu: Gpu, micro: Sequence[Op], seconds: tuple[float, float], gb_s: float,
-    batches: int,
-) -> float:  # fmt: skip
-    """Seconds that FSDP2 adds to a step; `seconds` are of forward and of backward."""
-    beside = [op for op in micro if not in_layer(op.module)]
-    roofline, by_group = roofline_of(gpu), []
-    for whole, forward in zip(seconds, (True, False), strict=True):
-        own = roofline.step_time([op for op in beside if (op.phase == "forward") == forward])
-        by_group.append(_by_group(model, whole, min(own.seconds, whole)))
-    last, other = (
-        fsdp2_communication(model, *by_group, gb_s=gb_s, reduces=reduces).added
-        for reduces in (True, False)
-    )
-    return last + (batches - 1) * other
-
-
-def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
-    """Seconds of each group; the head is last, or first if embeddings are tied."""
-    count = len(model.groups)
-    tied = not model.groups[0].reshard and (count == 1 or model.groups[-1].name != "head")
-    layers = count - (1 if tied else 2)
-    each = [(seconds - outside) / layers] * layers if layers else []
-    rest = outside if layers else seconds
-    return [rest, *each] if tied else [0.0, *each, rest]
+    return replace(more, seconds=seconds, classes=classes, mfu=done / seconds, traffic=traffic)
 
 
 def _update_of_shards(trace: Trace, model: Fsdp2) -> Trace:
@@ -337,6 +317,62 @@ def ddp_communication(
         done += size
         link.reduce(2 * size, after=backward_s * done / gradient_bytes)
     return Communication(link.nbytes, link.seconds, max(0.0, link.reduced - backward_s))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one of several GPUs sends in an optimizer step, and what hides it.
+
+    Attributes:
+        model: the sharded model; None for DDP.
+        sent: bytes of gradients that DDP reduces.
+        passes: seconds of forward and of backward, of one micro-batch.
+        beside: of these, seconds outside of decoder layers.
+    """
+
+    model: Fsdp2 | None
+    sent: int
+    passes: list[float]
+    beside: list[float]
+    gpus: int
+    batches: int
+    gb_s: float
+
+    @property
+    def added(self) -> float:
+        """Seconds that it adds to a step."""
+        gb_s, model = self.gb_s, self.model
+        if model is None:
+            return ddp_communication(self.sent, self.passes[1], gpus=self.gpus, gb_s=gb_s).added
+        by_group = [_by_group(model, *each) for each in zip(self.passes, self.beside, strict=True)]
+        last, other = (
+            fsdp2_communication(model, *by_group, gb_s=gb_s, reduces=reduces).added
+            for reduces in (True, False)
+        )
+        return last + (self.batches - 1) * other
+
+    def extrapolated(self, more: Traffic, times: float) -> Traffic:
+        """That of a model with `times` the layers that `more` has beyond this one's."""
+        model = more.model
+        if self.model is not None and model is not None:
+            first, layer, *rest = model.groups
+            added = len(model.groups) - len(self.model.groups)
+            layers = [layer] * (1 + round((times - 1) * added))
+            model = replace(model, groups=(first, *layers, *rest))
+        passes = [a + times * (b - a) for a, b in zip(self.passes, more.passes, strict=True)]
+        sent = round(self.sent + times * (more.sent - self.sent))
+        return replace(more, model=model, sent=sent, passes=passes)
+
+
+def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
+    """Seconds of each group; the head is last, or first if embeddings are tied."""
+    count = len(model.groups)
+    tied = not model.groups[0].reshard and (count == 1 or model.groups[-1].name != "head")
+    layers = count - (1 if tied else 2)
+    outside = min(outside, seconds)
+    each = [(seconds - outside) / layers] * layers if layers else []
+    rest = outside if layers else seconds
+    return [rest, *each] if tied else [0.0, *each, rest]
 
 
 class _Link:
