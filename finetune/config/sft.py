@@ -285,6 +285,11 @@ REFUSALS = (
 """Errors by which libraries refuse settings while they build something."""
 
 
+def is_of_the_hub(error: Exception) -> bool:
+    """True for errors of the hub's library and of the way to it (`train.push_to_hub`)."""
+    return type(error).__module__.startswith(("huggingface_hub", "httpx", "requests"))
+
+
 def refused(
     who: str, error: Exception, train: Mapping[str, Any] | None = None, *, fix: str = ""
 ) -> ConfigError:
@@ -293,6 +298,9 @@ def refused(
     Left out, the fix is to take those of section `train` back that the error names.
     """
     said = str(error).strip().splitlines() or [""]
+    if (train or {}).get("push_to_hub") and is_of_the_hub(error):
+        fix = "~train.push_to_hub, and `hf upload` of the run's model/ later; or a connection, and "
+        fix += "`hf auth login`"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return ConfigError(
         f"{who} refuses this combination: {kind}{said[0]}",

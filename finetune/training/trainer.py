@@ -433,9 +433,10 @@ def make_trainer(
                 optimizer_cls_and_kwargs=own(config.train, args),
                 callbacks=callbacks,
             )
-    except FinetuneError:
-        raise
-    except sft.REFUSALS as error:
+    except Exception as error:
+        refusal = isinstance(error, sft.REFUSALS) or sft.is_of_the_hub(error)
+        if isinstance(error, FinetuneError) or not refusal:
+            raise
         raise sft.refused("trl.SFTTrainer", error, config.train) from error
     lora_init.begin(trainer.model, config, resume)
     if attention.implementation == VARLEN:

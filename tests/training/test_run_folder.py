@@ -6,9 +6,11 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from finetune import train
 from finetune.config.recipe import load_recipe
-from finetune.errors import CheckpointError, DataError, RunFailedError
+from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from finetune.training import run_folder
 from finetune.training.preflight import preflight
 from tests.conftest import CPU
@@ -114,3 +116,19 @@ def test_a_lost_process_is_no_fault_of_a_row(wrapped, tmp_path, monkeypatch) -> 
         run_folder.explained(tmp_path, lambda: ""),
     ):
         raise error
+
+
+def test_a_hub_out_of_reach_is_a_refusal_with_a_fix(tmp_path, monkeypatch) -> None:
+    """`train.push_to_hub` makes a repository first; httpx's errors are of no built-in kind."""
+    error = type("ConnectError", (Exception,), {"__module__": "httpx2"})
+
+    def init_hf_repo(*_: object, **__: object) -> None:
+        raise error("[Errno 111] Connection refused")
+
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", init_hf_repo)
+    words = ["train.max_steps=2", "train.eval_strategy=no"]
+    pushed = load_recipe("tiny_lora_fp8", [*words, "train.push_to_hub=true"])
+    with pytest.raises(ConfigError, match="Connection refused") as caught:
+        train(pushed, out=tmp_path, console=Console(quiet=True))
+    assert caught.value.fix.startswith("~train.push_to_hub, ")
+    assert not list(tmp_path.glob("*/*"))
