@@ -1,11 +1,14 @@
 """FP8 share and predicted memory of many families, in full fine-tuning and LoRA.
 
-    python -m tests.benchmarks.families [FAMILY ...] [--method full|lora]
+    python -m tests.benchmarks.families [FAMILY ...] [--method full|lora] [--traced]
 
 Each row is a run of three steps on the CPU, of a tiny random model (`tests.families`): the proven
 share of matmul FLOPs in FP8, how far the measured memory is from the predicted one, and what stays
 in high precision, by reason. Shares of tiny models are lower than those of real ones, since
 attention scores and the head weigh more.
+
+`--traced`: as on a GPU, full fine-tuning in torchao and decoder layers compiled, here as far as
+AOTAutograd; the graphs of each run, and what breaks them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +29,7 @@ from finetune.errors import FinetuneError
 from finetune.logging import quiet_libraries
 from finetune.runs.receipt import Receipt
 from tests.families import FAMILIES, folder_of
+from tests.traced import traced
 
 Method = Literal["full", "lora"]
 SMALL = [
@@ -36,6 +40,11 @@ SMALL = [
 ]  # fmt: skip
 
 
+COMPILED = "precision.compile=on"
+ON_GPUS = ("precision.backend=torchao", "precision.scaling=tensorwise")
+"""Engine of full fine-tuning there, where Transformer Engine is not installed."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One run, or the error that it ended in."""
@@ -44,6 +53,7 @@ class Row:
     method: Method
     receipt: Receipt | None
     error: str = ""
+    graphs: str = ""
 
     @property
     def memory_error(self) -> float | None:
@@ -75,6 +85,14 @@ def run(family: str, method: Method, folder: Path, *overrides: str) -> Row:
     return Row(family, method, report.receipt)
 
 
+def run_traced(family: str, method: Method, folder: Path, *overrides: str) -> Row:
+    """The same with decoder layers compiled as far as AOTAutograd."""
+    engine = ON_GPUS if method == "full" else ()
+    with traced() as graphs:
+        row = run(family, method, folder, COMPILED, *engine, *overrides)
+        return replace(row, graphs=graphs())
+
+
 def table(rows: list[Row]) -> Table:
     """The rows for a terminal."""
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -84,7 +102,8 @@ def table(rows: list[Row]) -> Table:
         share = f"{row.receipt.fp8_flop_share:.1%}" if row.receipt else "-"
         off = "-" if row.memory_error is None else f"{row.memory_error:+.1%}"
         notes = row.receipt.notes if row.receipt else [row.error]
-        found.add_row(row.family, row.method, share, off, Text("; ".join([*row.high, *notes])))
+        said = [*([row.graphs] if row.graphs else []), *row.high, *notes]
+        found.add_row(row.family, row.method, share, off, Text("; ".join(said)))
     return found
 
 
@@ -94,11 +113,13 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--method", choices=("full", "lora"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--traced", action="store_true", help="compiled as far as AOTAutograd")
     given = parser.parse_args()
+    one = run_traced if given.traced else run
     methods: tuple[Method, ...] = (given.method,) if given.method else ("full", "lora")
     with tempfile.TemporaryDirectory() as folder:
         for family in given.families:
-            rows = [run(family, method, Path(folder), *given.overrides) for method in methods]
+            rows = [one(family, method, Path(folder), *given.overrides) for method in methods]
             Console(width=160).print(table(rows))
 
 

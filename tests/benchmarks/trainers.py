@@ -1,10 +1,14 @@
 """Stock trainers of TRL and Transformers under the helper: what was proven, beside BF16.
 
     python -m tests.benchmarks.trainers [--trainers DPO KTO] [--methods full] [--backends torchao]
+    python -m tests.benchmarks.trainers --traced
 
 Each row trains a tiny model for four steps with an unmodified trainer class, after one added line.
 All rows run in one process, one after the other. `loss` and `BF16` are the mean losses of the four
 steps, of the same script with and without that line; generations differ between the two.
+
+`--traced`: as on a GPU, under torchao, decoder layers compiled, here as far as AOTAutograd; with the
+graphs of each run, and what breaks them.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from finetune import (
 from finetune.errors import FinetuneError
 from finetune.runs.receipt import Receipt
 from tests.benchmarks.stock_trainers import METHODS, TRAINERS, Workshop
+from tests.traced import traced
 
 BACKENDS = ("emulated", "torchao")
 
@@ -88,6 +93,7 @@ def main() -> None:
     parser.add_argument("--trainers", nargs="+", default=list(TRAINERS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS))
+    parser.add_argument("--traced", action="store_true", help="compiled as far as AOTAutograd")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     console = Console(width=120, highlight=False)
@@ -100,6 +106,12 @@ def main() -> None:
             for method in options.methods:
                 if method != "full" and name in ("DPO, synchronized",):
                     continue  # TRL has no synchronized reference under adapters
+                if options.traced:
+                    with traced() as graphs:
+                        ours = train(shop, name, method, "torchao", compile="on")
+                        cells = [name, method, ours.verdict, graphs(), mean(ours.losses)]
+                    console.print(*cells, sep=" | ")
+                    continue
                 plain = train(shop, name, method, "bf16")
                 for backend in options.backends:
                     ours = train(shop, name, method, backend)
@@ -108,7 +120,8 @@ def main() -> None:
                     cells += [mean(run.losses) for run in (ours, plain)]
                     console.print(*cells, sep=" | ")  # as soon as it is known
                     table.add_row(*cells)
-    console.print(table)
+    if not options.traced:
+        console.print(table)
 
 
 def mean(losses: list[float]) -> str:

@@ -17,6 +17,7 @@ from finetune.errors import PrecisionError
 from finetune.precision import compiling, convert
 from finetune.precision.planner import plan
 from tests.conftest import batch, slow_but
+from tests.traced import traced
 
 
 def losses(make_llama, setup_backend, compile: str) -> list[float]:
@@ -51,20 +52,10 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """Layers are compiled as far as AOTAutograd, without a code generator."""
-    compile = torch.nn.Module.compile
-
-    def only_traced(self: nn.Module, *args: object, options: object = None) -> None:
-        compile(self, *args, backend="aot_eager")
-
-    monkeypatch.setattr(torch.nn.Module, "compile", only_traced)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    counters.clear()
+@pytest.fixture(name="traced")
+def layers_are_traced():
+    with traced():
+        yield
 
 
 def lengths_of(make_llama, setup_backend) -> str:
