@@ -7,8 +7,8 @@ Each row trains a tiny model for four steps with an unmodified trainer class, af
 All rows run in one process, one after the other. `loss` and `BF16` are the mean losses of the four
 steps, of the same script with and without that line; generations differ between the two.
 
-`--traced`: as on a GPU, under torchao, decoder layers compiled, here as far as AOTAutograd; with the
-graphs of each run, and what breaks them.
+`--traced`: as on a GPU, under torchao, decoder layers compiled, here as far as AOTAutograd; with
+the graphs of each run, and what breaks them.
 """
 
 from __future__ import annotations
