@@ -316,6 +316,24 @@ def test_generate_reads_lines_and_a_checkpoint_and_draws_by_seed(run, cli, monke
     assert said[0] == said[1] != said[2]
 
 
+def test_a_checkpoint_with_other_weights_than_it_saved_does_not_answer(run, cli, tmp_path) -> None:
+    import shutil
+
+    copied = tmp_path / "copied"
+    shutil.copytree(run[0].folder, copied)
+    weights = copied / "checkpoints" / "checkpoint-3" / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 0x40
+    weights.write_bytes(content)
+    done = cli("generate", copied, "hi", "--checkpoint", "last")
+    assert done.code == 2
+    assert "adapter_model.safetensors of checkpoint 3 is not as it was saved" in done.err
+    assert "--checkpoint with one of 2" in done.err
+    assert cli("generate", copied, "hi", "--checkpoint", "2").code == 0
+    weights.unlink()
+    assert "is not as it was saved" in cli("generate", copied, "hi", "--checkpoint", "3").err
+
+
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_prompt_that_is_no_text_is_refused(errors, run, cli, monkeypatch) -> None:
     typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors)
