@@ -35,6 +35,14 @@ def train(
     Raises:
         FinetuneError: anything that the user can put right, see `finetune.errors`.
     """
+    from finetune.config.recipe import Recipe
+    from finetune.errors import ConfigError
+
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"train takes a Recipe, not {type(recipe).__name__}",
+            fix=f"finetune.train(finetune.load_recipe({recipe!r}))",
+        )
     from finetune.estimator.gate import MemoryForecast
     from finetune.training import trainer
 

@@ -174,7 +174,14 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
         RecipeNotFoundError: no such recipe.
         ConfigError: an unknown key or a value of the wrong type, with file, line and nearest name.
     """
-    source = find_recipe(name)
+    if not isinstance(name, str | Path):
+        raise ConfigError(
+            f"a recipe is given by its name or path here, not by {type(name).__name__}",
+            fix="its name, 'tiny_lora_fp8', and settings as overrides",
+        )
+    if isinstance(overrides, str):
+        raise ConfigError("overrides are a list", where=overrides, fix=f"[{overrides!r}]")
+    source = find_recipe(str(name))
     file = shown(source)
     data, lines = parse_yaml(read_text(source), file)
     if not isinstance(data, dict):

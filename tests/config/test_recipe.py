@@ -537,6 +537,23 @@ def test_a_recipe_like_nothing_gets_no_guess():
     assert "did you mean" not in str(caught.value)
 
 
+def test_arguments_of_another_kind_are_errors_with_what_to_write(tmp_path):
+    """As a first-time user of Python types them; each was a traceback of ours, or nonsense."""
+    import finetune
+
+    with pytest.raises(ConfigError, match="train takes a Recipe, not str") as caught:
+        finetune.train("tiny_lora_fp8")
+    assert caught.value.fix == "finetune.train(finetune.load_recipe('tiny_lora_fp8'))"
+    with pytest.raises(ConfigError, match="by its name or path here, not by Recipe"):
+        load_recipe(load_recipe("tiny_lora_fp8", check_train=False))
+    with pytest.raises(ConfigError, match="overrides are a list") as caught:
+        load_recipe("tiny_lora_fp8", "train.max_steps=3")
+    assert caught.value.fix == "['train.max_steps=3']"
+    copied = tmp_path / "mine.yaml"
+    copied.write_text(find_recipe("tiny_lora_fp8").read_text("utf-8"), encoding="utf-8")
+    assert load_recipe(copied, check_train=False).name == "mine"
+
+
 @pytest.mark.parametrize("name", ["mine.yaml", "folder/mine", "./mine.yml"])
 def test_a_recipe_file_that_is_not_there_is_shown_in_full(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
