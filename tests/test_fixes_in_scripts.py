@@ -156,6 +156,13 @@ def compiled_by_hand(given: Given) -> None:
     train(accelerator, *accelerator.prepare(model, adamw(model)))
 
 
+def compiled_after_it_is_prepared(given: Given) -> None:
+    accelerator = set_up()
+    model, optimizer = accelerator.prepare(given.model, adamw(given.model))
+    model = model if given.obey else torch.compile(model, backend="eager")
+    train(accelerator, model, optimizer)
+
+
 def layers_compiled_by_hand(given: Given) -> None:
     accelerator = set_up()
     for layer in () if given.obey else given.model.model.layers:
@@ -220,6 +227,7 @@ CASES: list[tuple[Callable[[Given], None], str]] = [
     (fp16_beside, "leave fp16 out"),
     (compiled_whole, "leave torch_compile out"),
     (compiled_by_hand, "leave torch_compile out"),
+    (compiled_after_it_is_prepared, "leave torch_compile out"),
     (layers_compiled_by_hand, "leave torch_compile out"),
     (receipt_too_late, "ask before teardown"),
     (stored_base, "frozen='fp8' with adapters over it"),

@@ -13,10 +13,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.checkpoint import checkpoint
+
+from finetune.errors import PrecisionError
 
 GRAPHS = 64
 """Graphs that Dynamo makes of one decoder layer at most."""
+
+
+def never_compiled(where: str) -> PrecisionError:
+    """The error of a model that a script compiles by itself."""
+    return PrecisionError(
+        "torch_compile of the whole model does not go with the proof",
+        where=where,
+        why="a model that torch.compile first meets under the witness is never compiled",
+        fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
+        "helper): each decoder layer is compiled after the witnessed step",
+    )
+
+
+def is_inside() -> bool:
+    """True in a call that `torch.compile` surrounds, as of a model that it has wrapped."""
+    return get_eval_frame_callback() not in (None, False)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.requirements import Resolution
+from finetune.precision.compiling import never_compiled
 from finetune.precision.layers import iter_weights
 from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
 from finetune.training import compute_types
@@ -212,7 +213,7 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
     if "FSDP" in str(accelerator.distributed_type):
         refuse_sharded_copies(resolution.precision)
     if accelerator.state.dynamo_plugin.backend.value != "NO":
-        raise _never_compiled("torch_compile=True, or the dynamo settings of accelerate")
+        raise never_compiled("torch_compile=True, or the dynamo settings of accelerate")
 
 
 def refuse_compiled(model: nn.Module) -> None:
@@ -225,17 +226,7 @@ def refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             said = "torch.compile(model)" if isinstance(module, OptimizedModule) else ".compile()"
-            raise _never_compiled(f"{said} of {name or 'the model'}: {type(module).__name__}")
-
-
-def _never_compiled(where: str) -> PrecisionError:
-    return PrecisionError(
-        "torch_compile of the whole model does not go with the proof",
-        where=where,
-        why="a model that torch.compile first meets under the witness is never compiled",
-        fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
-        "helper): each decoder layer is compiled after the witnessed step",
-    )
+            raise never_compiled(f"{said} of {name or 'the model'}: {type(module).__name__}")
 
 
 GUARD = "_finetune_guard"

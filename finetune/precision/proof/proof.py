@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 
 from finetune.errors import ProofError
 from finetune.precision.backends.base import in_backward
-from finetune.precision.compiling import recomputed
+from finetune.precision.compiling import is_inside, never_compiled, recomputed
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.movement import Movement
@@ -136,6 +136,8 @@ class Proof:
         if witness is None or not torch.is_grad_enabled() or in_backward():
             yield
             return
+        if is_inside():  # `prepare` refuses a model that is compiled before
+            raise never_compiled("torch.compile of the prepared model, or of what calls it")
         if self._mode is not self.model.training:  # what a sanity check ran is no evidence
             witness.reset()
             self._mode = self.model.training
