@@ -73,7 +73,7 @@ class Conversion:
         self.fused: list[nn.Module] = []
         self.adapters = LowAdapters(self.fused)
         self.compiled: list[nn.Module] = []
-        self._before, self._has_warned = (0, 0), False
+        self._before, self._has_warned = (0, 0, 0), False
         self.head: nn.Module | None = None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None

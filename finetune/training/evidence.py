@@ -109,7 +109,7 @@ def receipt_of(
 
 @torch.no_grad()
 def _not_finite(model: nn.Module) -> list[str]:
-    """Names of plain trainable weights with NaN or infinity, which no optimizer step mends.
+    """Names of plain trainable weights with NaN or infinity, which no optimizer step repairs.
 
     No health monitor runs in a hand-written loop, where moments in FP16, say, divide by zero. Of
     sharded weights this process's shard is read.
