@@ -16,7 +16,13 @@ from pydantic import ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
 from finetune.config.paths import find_recipe, recipe_of
-from finetune.config.schema import DELAYED_ONLY, FP8_ONLY, FROZEN_SCALINGS, RunConfig
+from finetune.config.schema import (
+    DELAYED_ONLY,
+    FP8_ONLY,
+    FROZEN_ONLY,
+    FROZEN_SCALINGS,
+    RunConfig,
+)
 from finetune.config.secrets import check_secrets
 from finetune.config.section import RefusedError
 from finetune.config.sft import convert_train, sft_arguments
@@ -141,7 +147,8 @@ def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None
 def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
     """`precision.scaling=mxfp8` or `precision.compute=bf16` alone replace the recipe's own.
 
-    Settings that belong to them go too: of delayed scaling, of weights stored in FP8.
+    Settings that belong to them go too: of delayed scaling, of weights stored in FP8, and parts of
+    the model that `precision.map` has in FP8.
     """
     named, section = set(map(_key, overrides)), data.get("precision")
     if not isinstance(section, dict):
@@ -150,9 +157,16 @@ def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
     scaling = section.get("scaling")
     if "precision.scaling" in named:
         foreign += DELAYED_ONLY if scaling != "delayed" else ()
-        foreign += ("frozen", "saved_input", "kernels") if scaling not in FROZEN_SCALINGS else ()
+        foreign += ("frozen", *FROZEN_ONLY) if scaling not in FROZEN_SCALINGS else ()
+    if "precision.frozen" in named and section.get("frozen") != "fp8":
+        foreign += FROZEN_ONLY
     if "precision.compute" in named and section.get("compute") != "fp8":
         foreign += FP8_ONLY
+        if isinstance(parts := section.get("map"), dict) and "precision.map" not in named:
+            named_parts = {key.removeprefix("precision.map.") for key in named}
+            section["map"] = {
+                part: kind for part, kind in parts.items() if kind != "fp8" or part in named_parts
+            }
     for key in foreign:
         if f"precision.{key}" not in named:
             section.pop(key, None)

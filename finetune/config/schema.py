@@ -304,7 +304,7 @@ class PrecisionConfig(Section):
         return self
 
     def _check_frozen(self) -> None:
-        own = self._changed("saved_input", "kernels", "transposed_copy")
+        own = self._changed(*FROZEN_ONLY)
         without = " ".join(f"~{name}" for name in own)
         if self.frozen != "fp8":
             if own:
@@ -334,10 +334,8 @@ FP16_ONLY = (
     "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor",
     "loss_scale_backoff_factor",
 )  # fmt: skip
-FP8_ONLY = (
-    "high_gemms", "fp8_params", "eval", "frozen", "saved_input", "fast_accum", "kernels",
-    "transposed_copy",
-)  # fmt: skip
+FROZEN_ONLY = ("saved_input", "kernels", "transposed_copy")
+FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", *FROZEN_ONLY, "fast_accum")
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 

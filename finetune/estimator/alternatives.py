@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, padding_free
 from finetune.errors import FinetuneError
-from finetune.estimator.knobs import setting
+from finetune.estimator.knobs import IN_FOUR_BITS, IN_FP8, LORA, setting
 from finetune.estimator.measure import (
     FirstLayers,
     Measured,
     Option,
-    changed,
     measure_fast,
     rehearse_first_layers,
 )
@@ -53,6 +53,10 @@ _UNCHANGED = (
     *(StepPart.ATTENTION, StepPart.POINTWISE, StepPart.HEAD, StepPart.OPTIMIZER),
     StepPart.DEQUANTIZE,
 )
+
+
+FP8, BF16, COMPILED = "precision.compute=fp8", "precision.compute=bf16", "precision.compile=on"
+CHECKPOINTED = f"train.{CHECKPOINTING}=true"
 
 
 @dataclass(frozen=True)
@@ -107,28 +111,21 @@ def twin_of(measured: Measured) -> Alternative | None:
     If FP8 compiles its layers, so does the BF16 twin: the gain from compiling is not FP8's.
     """
     config = measured.config
-    typed: tuple[str, ...] = ()
     match config.precision.compute:
         case "fp8":
             return _in_bf16(measured)
         case "bf16" if config.model.storage is None:
-            label, precision = "FP8", _fp8(config, "rowwise" if config.lora else "tensorwise")
+            return _alternative(measured, "FP8", *(IN_FP8 if config.lora else (FP8,)))
         case _:
             return None
-    typed = ("precision.compute=" + precision["compute"], *typed)
-    return _alternative(measured, label, *typed, precision=precision)
 
 
-def _in_bf16(measured: Measured, **sections: dict[str, Any]) -> Alternative:
-    """The BF16 twin of an FP8 run, with other settings as well."""
-    label, typed, precision = "BF16", ("precision.compute=bf16",), in_bf16(measured.config)
+def _in_bf16(measured: Measured, *more: str) -> Alternative:
+    """The BF16 twin of an FP8 run, with further settings."""
+    label, typed = "BF16", (BF16,)
     if measured.compiled:
-        label, typed = "BF16, compiled", (*typed, "precision.compile=on")
-        precision["compile"] = "on"
-    if sections:
-        label += ", checkpointed"
-        typed = (*typed, *(f"train.{key}=true" for key in sections["train"]))
-    return _alternative(measured, label, *typed, precision=precision, **sections)
+        label, typed = "BF16, compiled", (*typed, COMPILED)
+    return _alternative(measured, label + ", checkpointed" * bool(more), *typed, *more)
 
 
 def fitting_twin_of(measured: Measured, twin: Alternative | None) -> Alternative | None:
@@ -142,56 +139,32 @@ def fitting_twin_of(measured: Measured, twin: Alternative | None) -> Alternative
         return None
     if setting(measured.config, CHECKPOINTING):
         return None
-    other = _in_bf16(measured, train={CHECKPOINTING: True})
+    other = _in_bf16(measured, CHECKPOINTED)
     return None if other.fit == "does not fit" else other
 
 
 def alternatives_of(measured: Measured) -> Iterator[Alternative]:
     """Measure other backends, scalings, storages and optimizers."""
-    config = measured.config
-    fp8, bf16, nf4 = "precision.compute=fp8", "precision.compute=bf16", "model.storage=nf4"
-    yield _alternative(measured, "BF16", bf16, precision=in_bf16(config))
+    lora = measured.config.lora is not None
+    yield _alternative(measured, "BF16", BF16)
+    cast_each_time = ("precision.frozen=bf16",) if lora else ()
     for scaling in ("tensorwise", "rowwise"):
-        typed = (fp8, "precision.backend=torchao", f"precision.scaling={scaling}")
-        precision = _fp8(config, scaling, backend="torchao", frozen="bf16")
-        yield _alternative(measured, f"FP8 torchao {scaling}", *typed, precision=precision)
-    typed = (fp8, "precision.backend=te", "precision.scaling=delayed")
-    precision = _fp8(config, "delayed", backend="te")
-    yield _alternative(measured, "FP8 Transformer Engine delayed", *typed, precision=precision)
-    if config.lora is None:
-        small, lora = {"optim": "adamw_8bit"}, {"r": 16, "alpha": 32}
-        typed = ("train.optim=adamw_8bit",)
-        yield _alternative(measured, "this, 8-bit optimizer", *typed, train=small)
-        yield _alternative(measured, "this, LoRA r=16", "lora.r=16", "lora.alpha=32", lora=lora)
+        typed = (FP8, "precision.backend=torchao", f"precision.scaling={scaling}", *cast_each_time)
+        yield _alternative(measured, f"FP8 torchao {scaling}", *typed)
+    typed = (FP8, "precision.backend=te", "precision.scaling=delayed")
+    yield _alternative(measured, "FP8 Transformer Engine delayed", *typed)
+    if lora:
+        yield _alternative(measured, "FP8 frozen base", *IN_FP8, "precision.frozen=fp8")
+        yield _alternative(measured, "QLoRA", *IN_FOUR_BITS)
     else:
-        frozen = _fp8(config, "rowwise", frozen="fp8")
-        typed = (fp8, "precision.frozen=fp8")
-        yield _alternative(measured, "FP8 frozen base", *typed, precision=frozen)
-        model = {"storage": "nf4"}
-        yield _alternative(measured, "QLoRA", bf16, nf4, precision=in_bf16(config), model=model)
+        yield _alternative(measured, "this, 8-bit optimizer", "train.optim=adamw_8bit")
+        yield _alternative(measured, "this, LoRA r=16", *LORA)
 
 
-def in_bf16(config: RunConfig) -> dict[str, Any]:
-    """Precision section of the same run in BF16, without FP8 settings."""
-    types = {k: v for k, v in config.precision.map.items() if v != "fp8"}
-    return {**_defaults(config), "compute": "bf16", "backend": "auto", "map": types}
-
-
-def _fp8(config: RunConfig, scaling: str, **more: Any) -> dict[str, Any]:
-    kept = {"emulation": config.precision.emulation, "map": config.precision.map}
-    return {**_defaults(config), **kept, "compute": "fp8", "scaling": scaling, **more}
-
-
-def _defaults(config: RunConfig) -> dict[str, Any]:
-    fields = type(config.precision).model_fields
-    return {name: field.default for name, field in fields.items() if name != "map"}
-
-
-def _alternative(
-    asked: Measured, label: str, *typed: str, **sections: dict[str, Any]
-) -> Alternative:
+def _alternative(asked: Measured, label: str, *typed: str) -> Alternative:
+    """Measure a run with these overrides."""
     try:
-        other = measure_fast(changed(asked.config, **sections), asked.place)
+        other = measure_fast(with_overrides(asked.config, typed), asked.place)
     except FinetuneError as error:
         return Alternative(typed, None, label, why=(error.why or error.what,))
     memory = other.footprint.allocated / asked.footprint.allocated
@@ -199,7 +172,7 @@ def _alternative(
         return Alternative(typed, other, label, memory=memory)
     ratio = asked.pace.seconds / other.pace.seconds
     # `scatter_ratio` comes from published pairs that differ in precision only.
-    same = set(sections) == {"precision"}
+    same = all(item.startswith("precision.") for item in typed)
     scatter = shared().scatter_ratio if same else shared().scatter_time
     speed = spread(ratio, scatter) if not math.isclose(ratio, 1) else None
     fp8_first, why = asked.config.precision.compute == "fp8", ()
@@ -248,15 +221,11 @@ def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
 
 
 class _Setting(NamedTuple):
-    """A setting of the run, and the stock values in its place."""
+    """A setting of the run, and the overrides that put stock values in its place."""
 
     label: str
     typed: str
-    stock: dict[str, dict[str, Any]]
-
-
-IN_LOW = "precision.compute=fp8"
-"""Setting of the rung above the run's BF16 twin."""
+    stock: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -289,20 +258,20 @@ def ladder_of(
     settings = list(_settings(measured)) if measured.place.device.kind == "cuda" else []
     if fitting is not None:
         twin = fitting
-        settings.sort(key=lambda s: CHECKPOINTING in s.stock.get("train", {}))
+        settings.sort(key=lambda s: s.stock == (CHECKPOINTED,))
     if not settings or measured.tokens_per_s is None:
         return ()
     speeds: list[float] = []
     seen: dict[str, FirstLayers] = {}
     try:
         for number in range(len(settings)):
-            is_twin = settings[number].typed == IN_LOW
+            is_twin = settings[number].typed == FP8
             if is_twin and twin and twin.measured and twin.pace:
                 speeds.append(twin.pace.tokens_per_s * measured.place.count)
                 continue
-            config = measured.config
-            for later in reversed(settings[number:]):
-                config = changed(config, **later.stock)
+            # of two values for one key the last one counts, that of the lower rung
+            stock = [item for later in reversed(settings[number:]) for item in later.stock]
+            config = with_overrides(measured.config, stock)
             speeds.append(_tokens_per_s(config, measured.place, seen))
     except FinetuneError:  # a rung that cannot run leaves no ladder
         return ()
@@ -322,36 +291,26 @@ def ladder_table(rungs: tuple[Rung, ...]) -> Table:
     return table
 
 
-def _is_low(measured: Measured) -> bool:
-    return measured.config.precision.compute == "fp8"
-
-
 def _settings(measured: Measured) -> Iterator[_Setting]:
     """Settings of a run that differ from the stock stack, in the order of the rungs."""
     config, precision = measured.config, measured.config.precision
     model = sketch(config, layers=1)
     attention = resolve_attention(config, model, measured.place.device).implementation
     if attention in KERNELS and padding_free(config.train):
-        stock = {"model": {"attention": "sdpa"}}
-        yield _Setting("attention without a mask", f"model.attention={attention}", stock)
+        typed = f"model.attention={attention}"
+        yield _Setting("attention without a mask", typed, ("model.attention=sdpa",))
     if config.lora is not None and precision.fused_adapters and config.model.storage != "nf4":
-        stock = {"precision": {"fused_adapters": False}}
+        stock = ("precision.fused_adapters=false",)
         yield _Setting("fused adapters", "precision.fused_adapters=true", stock)
     if measured.compiled:
-        stock = {"precision": {"compile": "off"}}
-        yield _Setting("compiled layers", "precision.compile=on", stock)
+        yield _Setting("compiled layers", COMPILED, ("precision.compile=off",))
     if not setting(config, CHECKPOINTING):
-        stock = {"train": {CHECKPOINTING: True}}
-        yield _Setting("no checkpointing", f"train.{CHECKPOINTING}=false", stock)
-    if _is_low(measured):
-        kept = {name: getattr(precision, name) for name in ("fused_adapters", "compile")}
-        kept |= {"compile": "on"} if measured.compiled else {}
-        # first among what is set back, so that settings of FP8 do not contradict the others
-        stock = {"precision": {**in_bf16(config), **kept}}
-        yield _Setting(measured.resolution.label, IN_LOW, stock)
+        yield _Setting("no checkpointing", f"train.{CHECKPOINTING}=false", (CHECKPOINTED,))
+    if precision.compute == "fp8":
+        stock = (BF16, *((COMPILED,) if measured.compiled else ()))
+        yield _Setting(measured.resolution.label, FP8, stock)
         if precision.map.get("output") == "fp8":
-            others = {part: kind for part, kind in precision.map.items() if part != "output"}
-            stock = {"precision": {"map": others}}
+            stock = ("~precision.map.output",)
             yield _Setting("FP8 output head", "precision.map.output=fp8", stock)
 
 

@@ -14,7 +14,7 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from finetune.config.recipe import Recipe, load_recipe
+from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING
 from finetune.errors import ConfigError
@@ -31,7 +31,7 @@ from finetune.estimator.alternatives import (
 )
 from finetune.estimator.caveats import caveats
 from finetune.estimator.knobs import setting
-from finetune.estimator.measure import Measured, changed, check_sizes, measure_well
+from finetune.estimator.measure import Measured, check_sizes, measure_well
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.speed.timing import Pace
 from finetune.hardware.gpus import Gpu, Place, place_of
@@ -334,7 +334,7 @@ def estimate(
                 fix=f"--{what} with a number above 0, or leave it out",
             )
     if length is not None:
-        config = changed(config, train={"max_length": length})
+        config = with_overrides(config, [f"train.max_length={length}"])
     check_sizes(config)
     measured = measure_well(config, place, whole=whole)
     if price is None and place.gpu is not None:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.optimizers import chosen, state_bytes
+from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import padding_free, with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.knobs import changes, rows_of, setting
-from finetune.estimator.measure import Measured, changed, measure
+from finetune.estimator.measure import Measured, measure
 from finetune.hardware.device import Device, available_gib
 from finetune.hardware.gpus import place_here
 from finetune.precision.layers import linear_shape
@@ -129,8 +130,8 @@ class MemoryForecast:
         if train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
             rows = int(train.get("per_device_train_batch_size", 1))
             length //= rows
-        shape = {"per_device_train_batch_size": rows, "max_length": length}
-        same = changed(run.config, train=shape)
+        shape = (f"train.per_device_train_batch_size={rows}", f"train.max_length={length}")
+        same = with_overrides(run.config, shape)
         try:
             found = _rehearsed(run, same, padded).footprint
         except FinetuneError as error:

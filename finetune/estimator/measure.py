@@ -12,9 +12,7 @@ import contextlib
 import functools
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
-from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from finetune.config.schema import RunConfig
@@ -322,24 +320,3 @@ def check_sizes(config: RunConfig) -> None:
             why=f"it has {limit} positions (max_position_embeddings)",
             fix=f"train.max_length={limit} or less",
         )
-
-
-def changed(config: RunConfig, **sections: dict[str, Any] | None) -> RunConfig:
-    """Copy a configuration with other values, validated.
-
-    Args:
-        **sections: section -> keys to set; None unsets a key, or removes a section.
-
-    Raises:
-        ConfigError: the values are not valid together.
-    """
-    data = config.model_dump()
-    for name, values in sections.items():
-        section = {**(data[name] or {}), **(values or {})}
-        kept = {k: v for k, v in section.items() if v is not None or k not in (values or {})}
-        data[name] = None if values is None else kept
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(said, fix="leave that change out") from None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.config.paths import find_recipe, is_text, list_recipes
-from finetune.config.recipe import load_recipe
+from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import (
     convert_train,
@@ -270,6 +270,24 @@ def test_a_scaling_replaces_delayed_scaling_and_what_belongs_to_it() -> None:
     assert precision.config.precision.amax_history_len == 1024  # the recipe's 16 is gone
     with pytest.raises(ConfigError, match="amax_history_len belongs to delayed scaling"):
         load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8", "precision.amax_history_len=16"])
+
+
+@pytest.mark.parametrize("typed", ["scaling=delayed", "frozen=bf16", "compute=bf16"])
+def test_what_belongs_to_weights_stored_in_fp8_goes_with_them(typed) -> None:
+    own = (
+        "transposed_copy=true",
+        "kernels=eager",
+        "saved_input=high",
+        "map={q_proj: bf16, mlp: fp8}",
+    )
+    written = [f"precision.{item}" for item in own]
+    before = load_recipe("tiny_lora_fp8", written, check_train=False).config
+    assert before.precision.transposed_copy
+    again = with_overrides(before, [f"precision.{typed}"])
+    assert not again.precision.transposed_copy
+    assert again.precision.saved_input == "fp8"
+    parts = {"q_proj": "bf16"} | ({} if typed == "compute=bf16" else {"mlp": "fp8"})
+    assert again.precision.map == parts
 
 
 def test_a_data_name_replaces_the_path_and_what_belongs_to_it(load):

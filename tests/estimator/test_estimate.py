@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
 
 import finetune
-from finetune.config.recipe import load_recipe
+from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.errors import (
     ConfigError,
@@ -20,12 +21,13 @@ from finetune.errors import (
     PrecisionError,
     RehearsalError,
 )
-from finetune.estimator.alternatives import in_bf16, twin_of
+from finetune.estimator import alternatives
+from finetune.estimator.alternatives import twin_of
 from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.measure import (
+    Measured,
     are_alike,
-    changed,
     measure,
     measure_fast,
     rehearse_first_layers,
@@ -46,6 +48,7 @@ from finetune.hardware.gpus import named_gpu, place_here, place_of
 from finetune.hardware.requirements import resolve_there
 from finetune.training.memory_meter import Batch
 from finetune.units import GIB, MEMORY, duration, size
+from tests.estimator.configs import changed
 
 H100 = place_of("H100")
 
@@ -181,6 +184,31 @@ def test_alternatives_are_possible_or_say_why_not(config):
     )  # fmt: skip
     refused = [other for other in old.others if other.measured is None]
     assert "FP8 needs 8.9" in refused[0].why[0]
+
+
+@pytest.mark.parametrize("recipe", ["tiny_lora_fp8", "tiny_lora_bf16", "tiny_full_fp8"])
+def test_settings_of_an_alternative_typed_behind_the_recipe_are_what_was_measured(
+    recipe, result, monkeypatch
+):
+    own = ["precision.keep=[k_proj]", "precision.fused_adapters=false"]
+    asked = load_recipe(recipe, own).config
+    unmeasured = replace(result.measured, config=asked)
+
+    def measured(config: RunConfig, place) -> Measured:
+        return replace(unmeasured, config=config, place=place)
+
+    monkeypatch.setattr(alternatives, "measure_fast", measured)
+    twin = alternatives.twin_of(unmeasured)
+    assert twin is not None
+    for other in (twin, *alternatives.alternatives_of(unmeasured)):
+        assert other.measured is not None, other
+        typed = load_recipe(recipe, [*own, *other.change]).config
+        assert other.measured.config == typed, other.label
+        assert typed.precision.keep == ("k_proj",)
+    labels = {other.label: other.measured for other in alternatives.alternatives_of(unmeasured)}
+    cast_each_time = labels["FP8 torchao rowwise"]
+    assert cast_each_time is not None
+    assert cast_each_time.config.precision.frozen != "fp8"
 
 
 def test_json_says_the_same_as_the_words(result):
@@ -487,14 +515,14 @@ def test_transformer_engine_may_be_broken_here_and_run_there(monkeypatch):
 
 @pytest.mark.parametrize("gpu", ["T4", "A100-80GB"])
 def test_bf16_where_the_gpu_has_none_is_said(config, gpu):
-    plain = changed(config, precision=in_bf16(config))
+    plain = with_overrides(config, ["precision.compute=bf16"])
     said = " ".join(caveats(measure_fast(plain, place_of(gpu))))
     assert ("has no BF16 (compute capability 7.5" in said) == (gpu == "T4")
 
 
 def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, monkeypatch):
     slice_of_one = Device("cuda", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0), 39.5)
-    plain = changed(config, precision=in_bf16(config))
+    plain = with_overrides(config, ["precision.compute=bf16"])
     measured = measure_fast(plain, place_here(slice_of_one))
     said = " ".join(caveats(measured))
     assert "not in the table of GPUs" in said
@@ -518,7 +546,7 @@ def test_a_gpu_that_was_measured_has_a_time(config, monkeypatch, tmp_path):
 
 def test_a_cpu_that_was_not_measured_says_how_to(config, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    plain = changed(config, precision=in_bf16(config))
+    plain = with_overrides(config, ["precision.compute=bf16"])
     said = " ".join(caveats(measure_fast(plain, place_of())))
     assert "no time is predicted" in said
     assert "--calibrate" in said

@@ -14,13 +14,14 @@ from finetune.config.sft import FsdpSettings, fsdp_settings
 from finetune.errors import ConfigError, FinetuneError
 from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import estimate
-from finetune.estimator.measure import Measured, changed, measure, measure_fast
+from finetune.estimator.measure import Measured, measure, measure_fast
 from finetune.estimator.memory.overheads import nccl_bytes
 from finetune.estimator.memory.sharding import sharded_footprint
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import Place, place_of
 from finetune.hardware.requirements import resolve
+from tests.estimator.configs import changed
 from tests.estimator.test_sharding import run_worker
 from tests.sharding_worker import EMULATED, RECIPES, recipe_config
 

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from finetune.analysis.diagnose.groups import LayerGroup
+from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.alternatives import twin_of
 from finetune.estimator.knobs import rows_of
-from finetune.estimator.measure import changed, measure_fast
+from finetune.estimator.measure import measure_fast
 from finetune.estimator.speed.calibration import load_calibration
 from finetune.estimator.speed.roofline import efficiency_of, half_peak
 from finetune.estimator.speed.step_parts import StepPart
@@ -102,8 +103,8 @@ def predict(
             "(python -m finetune estimate --calibrate measures it)"
         )
     try:
-        packed = bool(config.train.get("packing"))
-        config = config if packed else changed(config, train={"max_length": length})
+        if not config.train.get("packing"):
+            config = with_overrides(config, [f"train.max_length={length}"])
         measured = measure_fast(config, place)
         beside = twin_of(measured)
     except FinetuneError as error:
