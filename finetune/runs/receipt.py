@@ -22,7 +22,7 @@ from rich.text import Text
 
 from finetune.logging import as_text, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
-from finetune.runs.folder import write_whole
+from finetune.runs.folder import finite, write_whole
 from finetune.units import elapsed, percent, size_of_gib
 
 PEFT_WRAPPERS = ("base_layer", "default")
@@ -407,12 +407,24 @@ class RunReport(JupyterMixin):
         return json.dumps(values | {"status": status, "proven": status == "proven"}, indent=1)
 
 
+def metrics_of(scores: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:
+    """Yield (metric, value, standard error or None) of the scores of one task.
+
+    lm-eval names a metric's filter behind a comma, also in that of its error:
+    `exact_match,strict-match` and `exact_match_stderr,strict-match`. Numbers of rows (`n`) and the
+    task's `version` are no metrics.
+    """
+    for key, value in scores.items():
+        metric, comma, filtered = key.partition(",")
+        if key in ("n", "version") or metric.endswith("_stderr") or finite(value) is None:
+            continue
+        yield key, value, finite(scores.get(f"{metric}_stderr{comma}{filtered}"))
+
+
 def describe(scores: dict[str, Any]) -> str:
     """`acc 0.520 ± 0.071, acc_norm 0.560 ± 0.071 (50 rows)`: the scores of one task."""
-    facts = []
-    for metric, value in scores.items():
-        if metric in ("n", "version") or metric.endswith("_stderr"):
-            continue
-        spread = scores.get(f"{metric}_stderr")
-        facts.append(f"{metric} {value:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""))
+    facts = [
+        f"{metric} {value:.3f}" + (f" ± {spread:.3f}" if spread is not None else "")
+        for metric, value, spread in metrics_of(scores)
+    ]
     return ", ".join(facts) + (f" ({scores['n']:,} rows)" if "n" in scores else "")

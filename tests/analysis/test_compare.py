@@ -39,6 +39,7 @@ from finetune.analysis.compare.verdict import judge, read_outcome
 from finetune.analysis.report import report as writer
 from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.elements import Source
+from finetune.analysis.report.run_source import RunSource
 from finetune.analysis.statistics import (
     Step,
     band,
@@ -563,6 +564,36 @@ def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend
     metrics.write_text("".join(x for x in metrics.read_text().splitlines(True) if "eval" not in x))
     out, _ = pretend(str(folder), code=2)
     assert "1 of 6 runs logged no eval loss" in out
+
+
+def test_scores_are_of_metrics_that_all_runs_have_on_as_many_rows(pretend, tmp_path):
+    pretend("tiny_full_fp8", code=0)
+    (folder,) = folders(tmp_path)
+    strict, runs = "exact_match,strict-match", read_comparison(folder).runs
+    scores = {strict: 0.5, "exact_match_stderr,strict-match": 0.1, "n": 8, "version": 3.0}
+    files = [folder / side / "metrics.jsonl" for run in runs for side in (run.a, run.b)]
+
+    def log(file: Path, more: dict[str, float]) -> None:
+        row = {"step": 30, "tasks": {"gsm8k": scores | more}}
+        with file.open("a") as opened:
+            opened.write(json.dumps(row) + "\n")
+
+    for number, file in enumerate(files):  # as the verb `evaluate` does
+        log(file, {"of_one_run": 1.0} if not number else {})
+    out, _ = pretend(str(folder), code=0)
+    tasks = read_comparison(folder).tasks
+    assert tasks is not None
+    assert {task: [score.metric for score in found] for task, found in tasks.items()} == {
+        "hellaswag": ["acc_norm"], "gsm8k": [strict],
+    }  # fmt: skip
+    assert tasks["gsm8k"][0].b_stderr == pytest.approx(0.1)
+    assert out.count("0.5000 ± 0.1000") == 2
+    shown = RunSource(files[0].parent, folder).tasks.rows
+    assert [row[1] for row in shown] == ["acc_norm", strict, "of_one_run"]
+    log(files[-1], {"n": 9})
+    out, _ = pretend(str(folder), code=0)
+    assert "no scores of gsm8k: the runs were scored on 8 and 9 rows" in out
+    assert "exact_match" not in out
 
 
 @pytest.mark.slow

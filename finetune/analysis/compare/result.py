@@ -249,8 +249,11 @@ class Comparison(JupyterMixin, _Part):
         table = plain_table("task", *right, right=right)
         for task, scores in (self.tasks or {}).items():
             for s in scores:
-                a = f"{s.a:.4f}" + (f" ± {s.a_stderr:.4f}" if s.a_stderr is not None else "")
-                table.add_row(f"{task} {s.metric}", a, f"{s.b:.4f}", f"{s.a - s.b:+.4f}")
+                a, b = (
+                    f"{score:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+                    for score, error in ((s.a, s.a_stderr), (s.b, s.b_stderr))
+                )
+                table.add_row(f"{task} {s.metric}", a, b, f"{s.a - s.b:+.4f}")
         return [table] if self.tasks else []
 
     def _samples(self) -> list[RenderableType]:

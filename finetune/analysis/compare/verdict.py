@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError
@@ -40,6 +40,7 @@ from finetune.analysis.compare.result import (
 from finetune.analysis.statistics import SECTIONS, Step, step_ratios, warm_up_steps
 from finetune.errors import ConfigError, RunFailedError
 from finetune.runs.folder import Run
+from finetune.runs.receipt import metrics_of
 from finetune.units import percent
 
 LAST_SHARE, LAST_LEAST = 0.1, 10
@@ -55,14 +56,19 @@ class Outcome:
     Attributes:
         losses: training losses of the last steps, nats per token.
         eval: last eval loss; None without evaluation rows.
-        tasks: metrics and their scores by task.
+        scored: metrics and their scores by task, as they were logged.
     """
 
     run: Run
     losses: list[float]
     eval: float | None
     steps: list[Step]
-    tasks: dict[str, dict[str, Any]]
+    scored: list[dict[str, dict[str, Any]]]
+
+    @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """Last scores of each task: the verb `evaluate` adds some of other tasks."""
+        return {task: scores for row in self.scored for task, scores in row.items()}
 
     @property
     def train(self) -> float:
@@ -116,7 +122,7 @@ def read_outcome(folder: Path) -> Outcome:
             losses=losses[-last:],
             eval=next((row["eval_loss"] for row in reversed(run.rows) if "eval_loss" in row), None),
             steps=steps,
-            tasks=next((row["tasks"] for row in reversed(run.rows) if "tasks" in row), {}),
+            scored=[row["tasks"] for row in run.rows if "tasks" in row],
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -161,7 +167,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     found.losses = losses
     found.band = {k: statistics.band(g.b) for k, g in losses.items() if len(g.b) > 1}
     found.speed, found.memory = _speed(found, pairs), _memory(found, a, b)
-    found.tasks = _tasks([o.tasks for o in a], [o.tasks for o in b]) or None
+    found.tasks = _tasks(found, (a, b)) or None
     verdicts: list[Verdict] = [gap.verdict for gap in losses.values()]
     found.verdict = next(v for v in WORSE if v in verdicts)
     found.reasons = [_reason(found, name, gap) for name, gap in losses.items()]
@@ -260,29 +266,32 @@ def _memory(found: Comparison, a: Sequence[Outcome], b: Sequence[Outcome]) -> Me
     return MemoryRatio(ratio=most_a / most_b, a_gib=most_a, b_gib=most_b)
 
 
-Scores = dict[str, dict[str, Any]]
-
-
-def _tasks(a: Sequence[Scores], b: Sequence[Scores]) -> dict[str, list[TaskScore]]:
-    """Mean scores over seeds of the tasks that all runs have, by task."""
-    return {
-        task: [
-            TaskScore(
-                metric=metric,
-                a=_mean(a, task, metric) or 0.0,
-                b=_mean(b, task, metric) or 0.0,
-                a_stderr=_mean(a, task, f"{metric}_stderr"),
-                b_stderr=_mean(b, task, f"{metric}_stderr"),
-            )
-            for metric, value in a[0][task].items()
-            if isinstance(value, int | float) and not metric.endswith("_stderr")
+def _tasks(found: Comparison, sides: Sequence[Sequence[Outcome]]) -> dict[str, list[TaskScore]]:
+    """Mean scores over seeds of the tasks and metrics that all runs have, by task."""
+    scored: dict[str, list[TaskScore]] = {}
+    for task in sides[0][0].tasks:
+        if not all(task in run.tasks for side in sides for run in side):
+            continue
+        rows = {run.tasks[task].get("n") for side in sides for run in side}
+        if len(rows) > 1:
+            counts = " and ".join(map(str, sorted(rows, key=str)))
+            found.notes.append(f"no scores of {task}: the runs were scored on {counts} rows")
+            continue
+        a, b = (_means(side, task) for side in sides)
+        scored[task] = [
+            TaskScore(metric=m, a=a[m][0], b=b[m][0], a_stderr=a[m][1], b_stderr=b[m][1])
+            for m in a
+            if m in b
         ]
-        for task in a[0]
-        if all(task in tasks for tasks in (*a, *b))
-    }
+    return scored
 
 
-def _mean(runs: Sequence[Scores], task: str, metric: str) -> float | None:
-    values = [scores[task].get(metric) for scores in runs]
-    known = [value for value in values if isinstance(value, int | float)]
-    return math.fsum(known) / len(known) if len(known) == len(values) else None
+def _means(side: Sequence[Outcome], task: str) -> dict[str, tuple[float, float | None]]:
+    """Metric of all runs of a side -> mean score, mean standard error where each has one."""
+    runs = [{m: (value, error) for m, value, error in metrics_of(run.tasks[task])} for run in side]
+    found: dict[str, tuple[float, float | None]] = {}
+    for metric in runs[0]:
+        if all(metric in run for run in runs):
+            values, errors = zip(*(run[metric] for run in runs), strict=True)
+            found[metric] = fmean(values), None if None in errors else fmean(errors)
+    return found

@@ -34,7 +34,7 @@ from finetune.analysis.report.elements import (
 from finetune.errors import ConfigError
 from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import COMPARISON
-from finetune.runs.receipt import Receipt, group_layers
+from finetune.runs.receipt import Receipt, group_layers, metrics_of
 from finetune.units import count, elapsed, percent, plural, size_of_gib
 
 LOW = ("FP8", "FP4")
@@ -355,13 +355,10 @@ class RunSource(Source):
         rows = []
         for row in self.run.rows:
             for task, scores in (row.get("tasks") or {}).items():
-                for metric, value in scores.items():
-                    if metric.endswith("_stderr") or not is_number(value):
-                        continue
+                for metric, value, error in metrics_of(scores):
                     key = f"tasks.{task}.{metric} at step {row['step']}"
-                    error = scores.get(f"{metric}_stderr")
                     step = self.num(f"{row['step']:,}", METRICS, "step")
-                    spread = self.num(f"± {error:.4f}", METRICS, key) if is_number(error) else ""
+                    spread = "" if error is None else self.num(f"± {error:.4f}", METRICS, key)
                     score = self.num(fixed(value), METRICS, key)
                     rows.append((task, metric, step, score, spread))
         return Table(("task", "metric", "step", "score", "standard error"), rows, (2, 3, 4))
