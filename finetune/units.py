@@ -74,7 +74,8 @@ def percent(
         space: `63.0 %`.
     """
     value, plus = share * 100, "+" if sign else ""
-    text = f"{value:{plus}g}" if digits is None else f"{value:{plus}.{digits}f}"
+    # `z`: what rounds to zero has no minus
+    text = f"{value:{plus}g}" if digits is None else f"{value:{plus}z.{digits}f}"
     return f"{text}{' ' if space else ''}%"
 
 

@@ -131,7 +131,7 @@ def _comparisons(compared: list[dict[str, Any]], *, gap: bool) -> Table:
             Text(one["verdict"], style="" if one["verdict"] == "equivalent" else "yellow"),
             f"{one['a']} against {one['b']}",
             str(one["seeds"]),
-            *(_shown(one["gap"].get(name), "+.2%") for name in ("train", "eval")),
+            *(_shown(one["gap"].get(name), "+z.2%") for name in ("train", "eval")),
             _shown(one["speed"], ".2f") + "x" * (one["speed"] is not None),
             one["folder"],
         )

@@ -242,6 +242,16 @@ def test_optimizer_state_of_several_processes_is_that_of_one(processes, said, tm
     assert f"bytes of optimizer state {said}." in finetune.report(run).markdown.read_text("utf-8")
 
 
+@pytest.mark.parametrize("measured", [0.99999, 1.0, 1.00001])
+def test_a_difference_that_rounds_to_zero_has_no_minus(measured, tmp_path):
+    run = make_run(tmp_path / "r", steps=8, groups=())
+    receipt = json.loads((run / "receipt.json").read_text())
+    receipt["memory"] |= {"measured_gib": measured, "predicted_gib": 1.0}
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    assert str(Receipt.read(receipt)).count("(+0.0 %)") == 1
+    assert RunSource(run, run).memory_note.text == "as predicted"
+
+
 @pytest.mark.slow
 def test_a_run_that_goes_on_and_one_that_diverged_have_a_report(tmp_path):
     run = make_run(tmp_path / "r", steps=8, groups=())

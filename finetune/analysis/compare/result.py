@@ -224,7 +224,7 @@ class Comparison(JupyterMixin, _Part):
                 NAMES[name],
                 *(f"{sum(side) / len(side):.4f}" for side in (gap.a, gap.b)),
                 signed(gap.gap),
-                f"{low_high[0] * 100:+.2f} to {signed(low_high[1])}" if low_high else "-",
+                f"{low_high[0] * 100:+z.2f} to {signed(low_high[1])}" if low_high else "-",
                 percent(self.band[name], 1, space=True) if name in self.band else "-",
                 Text(gap.verdict, style=STYLES[gap.verdict]),
             )
@@ -253,7 +253,7 @@ class Comparison(JupyterMixin, _Part):
                     f"{score:.4f}" + (f" ± {error:.4f}" if error is not None else "")
                     for score, error in ((s.a, s.a_stderr), (s.b, s.b_stderr))
                 )
-                table.add_row(f"{task} {s.metric}", a, b, f"{s.a - s.b:+.4f}")
+                table.add_row(f"{task} {s.metric}", a, b, f"{s.a - s.b:+z.4f}")
         return [table] if self.tasks else []
 
     def _samples(self) -> list[RenderableType]:

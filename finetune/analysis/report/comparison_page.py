@@ -90,7 +90,7 @@ class Sides:
 def comparison_page(found: Comparison, source: Source) -> Page:
     c = Sides(found, source, *_members(found, source))
     headline, tone, lead = VERDICTS[found.verdict]
-    margin = percent(found.margin, 3).rstrip("0%").rstrip(".") + "%"
+    margin = percent(found.margin, None)
     forest, gaps, facts = _gaps(c)
     parts = {
         "found": found,
