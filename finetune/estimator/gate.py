@@ -128,7 +128,7 @@ class MemoryForecast:
         rows, length, padded = batch
         train = run.config.train
         if train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
-            rows = int(train.get("per_device_train_batch_size", 1))
+            rows, _ = rows_of(run.config)
             length //= rows
         shape = (f"train.per_device_train_batch_size={rows}", f"train.max_length={length}")
         same = with_overrides(run.config, shape)

@@ -365,6 +365,23 @@ def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
         assert "a batch of 4 x 128 tokens" in reported["predicted"]
 
 
+def test_a_packed_batch_of_no_given_size_is_predicted_with_the_librarys_rows(config, monkeypatch):
+    from finetune.estimator import gate
+    from finetune.hardware.device import this_device
+    from finetune.training.preflight import preflight
+
+    def not_rehearsed(_run, same: RunConfig, *_):
+        rehearsed.append((same.train["per_device_train_batch_size"], same.train["max_length"]))
+        raise RehearsalError("nothing is rehearsed here")
+
+    rehearsed: list[tuple[int, int]] = []
+    monkeypatch.setattr(gate, "_rehearsed", not_rehearsed)
+    own = ["precision.compute=bf16", "~train.per_device_train_batch_size", "train.packing=true"]
+    run = preflight(with_overrides(config, own), this_device())
+    gate.MemoryForecast().predicted(run, Batch(1, 8 * 128, False))
+    assert rehearsed == [(8, 128)]
+
+
 @pytest.mark.long
 def test_the_same_question_has_the_same_answer(config):
     first, again = (estimate(config, gpu="L40S").facts() for _ in range(2))

@@ -215,7 +215,7 @@ def _half(drawn: Curve, name: str, title: str, unit: str, source: Num) -> Plot |
         return None
     return Plot(
         *(name, title, unit),
-        f"{title} over steps, from {min(drawn.y):.4g} to {max(drawn.y):.4g} {unit}.",
+        f"{title} over steps, from {min(drawn.y):.4g} to {max(drawn.y):.4g} {unit}".rstrip() + ".",
         tuple(_with_smoothed(drawn, "as logged", "smoothed", "as logged")),
         note=treatment(len(drawn.y), drawn.window),
         sources=(source,),

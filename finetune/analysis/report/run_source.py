@@ -232,7 +232,7 @@ class RunSource(Source):
         text = size_of_gib(predicted)
         if is_number(measured):
             over = signed(measured / predicted - 1, 1)
-            text = "as predicted" if over == "+0.0%" else f"{over} of the prediction"
+            text = "as predicted" if over == "+0.0%" else f"{over} against the prediction"
         return self.num(text, RECEIPT, "memory.predicted_gib")
 
     @property
