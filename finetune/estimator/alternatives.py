@@ -228,22 +228,13 @@ class _Setting(NamedTuple):
     stock: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Rung:
+class Rung(NamedTuple):
     """Speed of all devices with a setting and those before it; `gain` is over the rung before."""
 
     label: str
-    typed: str
+    setting: str
     tokens_per_s: float
     gain: float
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "label": self.label,
-            "setting": self.typed,
-            "tokens_per_s": self.tokens_per_s,
-            "gain": self.gain,
-        }
 
 
 def ladder_of(
@@ -287,7 +278,7 @@ def ladder_table(rungs: tuple[Rung, ...]) -> Table:
     table = plain_table(*titles, right=("tokens/s", "gain"))
     for number, rung in enumerate(rungs):
         gain = f"{rung.gain:.2f}x" if number else ""
-        table.add_row(rung.label, count(rung.tokens_per_s), gain, rung.typed)
+        table.add_row(rung.label, count(rung.tokens_per_s), gain, rung.setting)
     return table
 
 

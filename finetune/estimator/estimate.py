@@ -131,7 +131,7 @@ class Estimate(JupyterMixin):
             "twin": None if self.twin is None else self.twin.facts(),
             "fitting_twin": None if self.fitting is None else self.fitting.facts(),
             "alternatives": [other.facts() for other in self.others],
-            "ladder": [rung.facts() for rung in self.ladder],
+            "ladder": [rung._asdict() for rung in self.ladder],
             "advice": None if self.advised is None else self.advised.facts(),
             "notes": list(self.notes),
         }

@@ -143,19 +143,12 @@ def measure(
     rehearsal = rehearse(
         config, place.device, resolution, padded=padded, sharded=sharded, plan=plan
     )
-    return _measured(config, place, resolution, rehearsal)
+    return _with_first(*_steps_and_first(config, place, resolution, rehearsal))
 
 
 def measure_fast(config: RunConfig, place: Place) -> Measured:
     """Estimate the result of `measure` from the model's first layers, in about a second."""
     return rehearse_first_layers(config, place).at(place)
-
-
-def _measured(
-    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
-) -> Measured:
-    steps, first = _steps_and_first(config, place, resolution, rehearsal)
-    return _with_first(steps, first)
 
 
 def _steps_and_first(

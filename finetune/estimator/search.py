@@ -49,8 +49,6 @@ from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
 from finetune.hardware.requirements import resolve_there
 from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
-from finetune.training.model import sketch
-from finetune.training.preflight import check_storage
 from finetune.units import GIB, count
 
 # Upper limits of the searches: tokens per micro-batch, GPUs.
@@ -370,9 +368,7 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     while place.count <= MOST_GPUS and not (tried and tried[-1].fit == "fits"):
         try:
             if place.count == 2:  # from here on weights are gathered: one rehearsal for any count
-                shared = with_overrides(config, change) if change else config
-                check_storage(shared, sketch(shared, layers=1))
-                layers = rehearse_first_layers(shared, place)
+                layers = rehearse_first_layers(with_overrides(config, change), place)
             tried.append(Choice(typed, layers.at(place), place))
         except FinetuneError as error:
             tried.append(Choice(typed, None, place, error.why or error.what))

@@ -449,7 +449,7 @@ def test_a_twin_that_does_not_fit_is_compared_with_its_checkpoints():
     said = text_of(found)
     assert "which does not fit without gradient checkpointing" in said
     assert f"{1 / found.fitting.speed.value:.2f}x the speed of BF16" in said
-    assert [rung.typed.partition("=")[0] for rung in found.ladder][-2:] == [
+    assert [rung.setting.partition("=")[0] for rung in found.ladder][-2:] == [
         "precision.compute", "train.gradient_checkpointing",
     ]  # fmt: skip
     assert found.ladder[-3].tokens_per_s == found.fitting.measured.tokens_per_s

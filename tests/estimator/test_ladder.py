@@ -23,7 +23,7 @@ def test_gains_multiply_to_the_run() -> None:
     run = measure_well(load_recipe("tiny_lora_fp8", changes).config, place_of("H100"))
     twin = twin_of(run)
     rungs = ladder_of(run, twin)
-    assert [rung.typed.partition("=")[0] for rung in rungs] == [
+    assert [rung.setting.partition("=")[0] for rung in rungs] == [
         "", "model.attention", "precision.fused_adapters", "precision.compile",
         "train.gradient_checkpointing", "precision.compute",
         "precision.map.output",
@@ -61,7 +61,7 @@ def test_rungs_of_layers_that_share_their_weights() -> None:
     assert twin is not None
     assert twin.pace is not None
     rungs = ladder_of(run, None)
-    assert [rung.typed for rung in rungs[1:]] == [
+    assert [rung.setting for rung in rungs[1:]] == [
         "train.gradient_checkpointing=false", "precision.compute=fp8",
     ]  # fmt: skip
     assert math.isclose(rungs[1].tokens_per_s, twin.pace.tokens_per_s)
