@@ -55,8 +55,12 @@ class LayerReceipt:
 
 
 def name_parts(name: str) -> list[str]:
-    """`model.layers.0.self_attn.q_proj.base_layer` -> `model layers self_attn q_proj`."""
-    return [p for p in name.split(".") if not p.isdigit() and p not in PEFT_WRAPPERS]
+    """`model.layers.0.self_attn.q_proj.base_layer` -> `model layers self_attn q_proj`.
+
+    Layers of an `nn.Sequential` alone have numbers for names: `0` stays.
+    """
+    kept = [p for p in name.split(".") if not p.isdigit() and p not in PEFT_WRAPPERS]
+    return kept or [name]
 
 
 def layer_kind(name: str) -> str:

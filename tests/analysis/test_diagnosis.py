@@ -33,7 +33,7 @@ from finetune.config.schema import RunConfig
 from finetune.estimator.speed.roofline import efficiency_of
 from finetune.estimator.speed.step_parts import PROFILED_PARTS
 from finetune.hardware.gpus import named_gpu
-from finetune.runs.receipt import LayerReceipt, layer_kind
+from finetune.runs.receipt import LayerReceipt, group_layers, layer_kind
 from tests.conftest import A100, CPU, H100
 
 (FP8_GEMM, GEMM, CASTS, ATTENTION, POINTWISE, OPTIMIZER, COMMUNICATION, HOST, OTHER) = (
@@ -281,6 +281,16 @@ def test_every_layer_is_in_one_group_and_shares_add_up() -> None:
         ("q_proj", 1, 256), ("v_proj", 3, 256), ("q_proj", 2, 256), ("q_proj.lora_A", 3, 256),
     ]  # fmt: skip
     assert layer_kind("model.layers.3.mlp.gate_proj.base_layer") == "gate_proj"
+
+
+def test_layers_of_a_sequential_are_named_by_their_numbers() -> None:
+    calls = dict.fromkeys(("fprop", "dgrad", "wgrad"), 1)
+    rows = [
+        LayerReceipt(name, (64, 64), "base", "fp8", "fp8", "fp8", calls, 100, "linear layer")
+        for name in ("0", "2", "3.base_layer")
+    ]
+    assert [g.names for g in group_layers(rows)] == ["0 2 3.base_layer"]
+    assert [g.kind for g in groups_of_receipt(rows)] == ["0", "2", "3.base_layer"]
 
 
 def test_products_that_checkpointing_runs_again_are_known_by_their_calls() -> None:
