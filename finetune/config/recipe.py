@@ -98,8 +98,8 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """
     data = apply_overrides(config.model_dump(), overrides)
     train = data.get("train") or {}
-    typed = set(map(_key, overrides))
-    new = {key: value for key, value in train.items() if f"train.{key}" in typed}
+    typed = {tuple(_key(item).split(".")[:2]) for item in overrides}
+    new = {key: value for key, value in train.items() if ("train", key) in typed}
     if new:
         data["train"] = {**train, **convert_train(new)}
     try:

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from finetune import __version__
-from finetune.config.paths import user_path
+from finetune.config.paths import recipe_of, user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
 from finetune.errors import ConfigError, DataNotFoundError, did_you_mean
@@ -326,7 +326,7 @@ def _record(run: FinishedRun, to: str, source: Path, rows: str, measured: Parity
         "finished": figures["passed"],
         "target": to,
         "run": str(run.folder.resolve()),
-        "recipe": run.folder.resolve().parent.name,
+        "recipe": recipe_of(run.folder),
         "proof": run.status,
         "model": run.config.model.name,
         "weights": str(source),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config.paths import user_path
+from finetune.config.paths import recipe_of, user_path
 from finetune.errors import ConfigError, did_you_mean, nearest
 from finetune.runs.folder import COMPARISON, Run
 
@@ -106,9 +106,9 @@ def read_run(folder: Path | str) -> Run:
 
 
 def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:
-    """Run folders under `out`, of a recipe or of all, newest first."""
+    """Run folders under `out`, of a recipe or in a folder of that name, or all; newest first."""
     runs = find_runs(out) if out.is_dir() else []
-    return [run.folder for run in runs if recipe in (None, run.folder.parent.name)]
+    return [run.folder for run in runs if recipe in (None, run.recipe, run.folder.parent.name)]
 
 
 def find_run(name: str, out: Path | str = "runs") -> Path:
@@ -128,7 +128,7 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
     if runs and len(Path(name).parts) == 1:
         return runs[0]
     inside = newest_runs(folder.parent, folder.name) if folder.is_dir() else []
-    recipes = sorted({run.parent.name for run in newest_runs(out)})
+    recipes = sorted({recipe_of(run) for run in newest_runs(out)})
     newest = ", ".join(map(str, (inside or newest_runs(out))[:SHOWN]))
     around = next((p for p in folder.parents if is_run(p)), None)
     if around is not None and folder.exists():

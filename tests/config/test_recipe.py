@@ -272,6 +272,14 @@ def test_a_scaling_replaces_delayed_scaling_and_what_belongs_to_it() -> None:
         load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8", "precision.amax_history_len=16"])
 
 
+@pytest.mark.parametrize("given", ["kwargs={min_lr: 1e-5}", "kwargs.min_lr=1e-5"])
+def test_an_override_inside_a_setting_of_the_trainer_is_converted_too(given) -> None:
+    typed = [f"train.lr_scheduler_{given}"]
+    found = with_overrides(load_recipe("tiny_lora_fp8").config, typed)
+    assert found.train["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
+    assert found == load_recipe("tiny_lora_fp8", typed).config
+
+
 @pytest.mark.parametrize("typed", ["scaling=delayed", "frozen=bf16", "compute=bf16"])
 def test_what_belongs_to_weights_stored_in_fp8_goes_with_them(typed) -> None:
     own = (

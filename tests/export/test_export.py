@@ -26,7 +26,7 @@ from finetune.errors import (
 )
 from finetune.export import export, parity
 from finetune.export import parity as evaluation
-from finetune.export.export import open_run
+from finetune.export.export import FinishedRun, open_run
 from finetune.runs.card import TARGETS as TARGETS_OF_CARD
 from finetune.runs.card import without_paths
 from tests.conftest import slow_but
@@ -553,3 +553,11 @@ def test_quantised_export_needs_its_extra(lora_run, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"fp8-finetune\[export\]"):
         export_run(lora_run, "fp8", tmp_path / "out", console=QUIET)
+
+
+def test_an_export_of_a_moved_run_names_its_recipe(tmp_path) -> None:
+    (tmp_path / "run.json").write_text('{"recipe": "tiny_lora_fp8"}')
+    config = load_recipe("tiny_lora_fp8", check_train=False).config
+    run = FinishedRun(tmp_path, config, tmp_path / "model", "proven", None)
+    equal = parity.Parity(1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 8, 8)
+    assert export._record(run, "merged", tmp_path, "8 rows", equal)["recipe"] == "tiny_lora_fp8"

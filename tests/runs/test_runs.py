@@ -119,6 +119,8 @@ def test_a_moved_run_keeps_the_name_of_its_recipe(tmp_path, file, name):
     facts = {"recipe": name} if file == "run.json" else {"run": {"name": name}}
     (folder / file).write_text(json.dumps(facts))
     expected = name if name == "tiny_lora_fp8" else "x"
+    if file == "run.json":  # a run, and found as `ls --runs` names it
+        assert find_run(expected, tmp_path) == find_run("x", tmp_path) == folder
     assert load_recipe(str(folder / "config.yaml"), check_train=False).name == expected
     assert Run(folder).recipe == expected
 
