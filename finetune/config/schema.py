@@ -7,7 +7,6 @@ imports torch, so that listing and checking recipes stays instant.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,12 +14,12 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
 from finetune.config.data import BUILTIN as BUILTIN
 from finetune.config.data import CheckpointsConfig, DataConfig, EvalConfig, ResumeConfig
+from finetune.config.lora import LoraSection
 from finetune.config.section import RefusedError, Section
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
@@ -32,8 +31,6 @@ Scaling = Literal[
 Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Storage = Literal["nf4", "fp8"]
-_BY_SVD = Literal["pissa", "pissa_niter_4", "pissa_niter_16", "loftq"]
-LoraInit = Literal["default", "gaussian", "orthogonal", "olora", _BY_SVD]
 
 
 def _compute_of(value: Any) -> Any:
@@ -171,6 +168,13 @@ class PrecisionConfig(Section):
         description="frozen=fp8: keep the codes of each weight transposed, too, at one byte a "
         "number: input gradients multiply these, where each backward otherwise transposes anew",
     )
+    saved_mlp: Literal["high", "fp8"] = Field(
+        default="high",
+        description="what compiled layers keep of their MLP for backward: gate and up themselves, "
+        "or as E4M3 codes with a scale per row, a third less memory of activations; gradients "
+        "have their rounding, forward has not. There is nothing to keep under checkpointing, so "
+        "`train.gradient_checkpointing` is off",
+    )
     fused_adapters: bool = Field(
         default=True,
         description="low-rank adapters run in one autograd function with their frozen base layer; "
@@ -300,6 +304,9 @@ class PrecisionConfig(Section):
         if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
             what = "fprop, dgrad and wgrad are all kept in high precision, so nothing would run "
             raise RefusedError(what + "in FP8", "high_gemms=[wgrad]", "compute=bf16 ~high_gemms")
+        if self.saved_mlp == "fp8" and self.compile_requested == "off":
+            what = "saved_mlp=fp8 is for compiled layers, and these are not compiled"
+            raise RefusedError(what, "~compile ~kernels", "~saved_mlp")
         self._check_frozen()
         return self
 
@@ -335,83 +342,9 @@ FP16_ONLY = (
     "loss_scale_backoff_factor",
 )  # fmt: skip
 FROZEN_ONLY = ("saved_input", "kernels", "transposed_copy")
-FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", *FROZEN_ONLY, "fast_accum")
+FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", *FROZEN_ONLY, "fast_accum", "saved_mlp")
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
-
-
-FROM_DATA = ("corda", "eva", "lora_ga", "mica")
-"""Initializations of PEFT that read batches of data; MiCA's adapters are trained by half."""
-
-
-class LoraSection(Section):
-    """Low-rank adapters, handed to `peft.LoraConfig`. Without this section all weights train."""
-
-    r: PositiveInt = Field(default=8, description="rank")
-    alpha: PositiveInt = Field(
-        default=16, description="scale: adapters are multiplied by alpha / r"
-    )
-    dropout: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="dropout on the adapters' input"
-    )
-    target_modules: str | tuple[str, ...] = Field(
-        default="all-linear", description="`all-linear`, or names of the linear layers to adapt"
-    )
-    exclude_modules: tuple[str, ...] = Field(
-        default=(),
-        description="patterns of linear layers that get none, as in `precision.keep`; layers on "
-        "which adapters cannot work are left out anyway",
-    )
-    target_parameters: tuple[str, ...] = Field(
-        default=(),
-        description="ends of names of parameters to adapt that are no linear layers, such as "
-        "`experts.gate_up_proj` and `experts.down_proj`",
-    )
-    layers_to_transform: tuple[NonNegativeInt, ...] = Field(
-        default=(), description="numbers of the decoder blocks to adapt; left out: all"
-    )
-    modules_to_save: tuple[str, ...] = Field(
-        default=(), description="modules trained in full beside them"
-    )
-    init_lora_weights: LoraInit = Field(
-        default="default",
-        description="how adapters begin: `default`: A uniform, B zero; `gaussian`: A normal; "
-        "`orthogonal`: A and B orthogonal (an even rank); `pissa`, `olora`: as the base's largest "
-        "singular directions or the first of QR, which the base then lacks (`pissa_niter_16`: "
-        "faster); `loftq`: as the rounding error of a stored base; files have rank 2r",
-    )
-    use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(r) instead")
-    use_dora: bool = Field(default=False, description="weight-decomposed adapters (DoRA)")
-    bias: Literal["none", "all", "lora_only"] = Field(
-        default="none", description="which biases train"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _begins_without_data(cls, values: Any) -> Any:
-        given = str(values.get("init_lora_weights", "")) if isinstance(values, dict) else ""
-        if given.lower().startswith(FROM_DATA):
-            what = f"init_lora_weights={given} belongs to scripts, where peft attaches the adapters"
-            what += " (it needs batches, or trains half of each), and then the helper takes them"
-            raise RefusedError(what, "init_lora_weights=pissa", "~init_lora_weights")
-        return values
-
-    @field_validator("target_modules")
-    @classmethod
-    def _is_a_pattern(cls, value: Any) -> Any:
-        try:
-            re.compile(value if isinstance(value, str) else "")
-        except re.error as error:
-            what = f"this text is no regular expression ({error}); names are a list, [q_proj]"
-            raise ValueError(what) from None
-        return value
-
-    @model_validator(mode="after")
-    def _even_rank(self) -> LoraSection:
-        if self.init_lora_weights == "orthogonal" and self.r % 2:
-            what = f"init_lora_weights=orthogonal divides the rank by two, and r is {self.r}"
-            raise RefusedError(what, f"r={self.r + 1}", "~init_lora_weights")
-        return self
 
 
 class RunConfig(Section):
@@ -440,6 +373,17 @@ class RunConfig(Section):
             and precision.get("scaling", "tensorwise") in FROZEN_SCALINGS
         )
         return values | {"precision": precision | {"frozen": "fp8"}} if stored else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_what_is_kept_in_fp8(cls, values: Any) -> Any:
+        """Leave gradient checkpointing out where it is open: it would keep nothing in FP8."""
+        precision = values.get("precision") if isinstance(values, dict) else None
+        if not isinstance(precision, dict) or precision.get("saved_mlp") != "fp8":
+            return values
+        train = values.get("train") or {}
+        is_open = train.get("gradient_checkpointing", "auto") == "auto"
+        return values | {"train": train | {"gradient_checkpointing": False}} if is_open else values
 
     @property
     def method(self) -> Literal["full", "lora"]:

@@ -22,11 +22,11 @@ from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.estimator.memory.sharding import device_footprint, shares_model
 from finetune.estimator.speed import timing
-from finetune.estimator.speed.timing import Pace, compiles, pace_of_one
+from finetune.estimator.speed.timing import Pace, pace_of_one
 from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.hardware.gpus import Place
-from finetune.hardware.requirements import Resolution, resolve_there
+from finetune.hardware.requirements import Resolution, compiles, resolve_there
 from finetune.precision.planner import PrecisionPlan
 from finetune.storage.pretrained import load_shape
 
@@ -159,7 +159,7 @@ def _steps_and_first(
     None where its layers are not compiled later, and without gradient checkpointing: then it alone
     has that (`finetune.precision.compiling.recomputed`), and holds less than the others.
     """
-    compiled, first = rehearsal.compiles and compiles(resolution.precision, place), None
+    compiled, first = rehearsal.compiles and compiles(resolution.precision, place.device), None
     if compiled:
         if any(op.phase == "recompute" for op in rehearsal.trace.ops):
             first = device_footprint(rehearsal, config, place)

@@ -37,6 +37,7 @@ from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
 from finetune.precision.planner import PrecisionPlan
+from finetune.precision.saved_mlp import SavedMlp
 from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap, unswap
 from finetune.precision.weights import Arithmetic, tile_of
@@ -56,6 +57,7 @@ class Conversion:
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
         head: frozen output head in FP8, if any.
+        saved_mlp: what keeps the activations of compiled MLPs in FP8, if asked for.
         proof: observer of the model's steps, if it trains.
         follows: of a reference: True if its call is computed as in training, whatever its mode.
     """
@@ -75,6 +77,7 @@ class Conversion:
         self.compiled: list[nn.Module] = []
         self._before, self._has_warned = (0, 0, 0), False
         self.head: nn.Module | None = None
+        self.saved_mlp = SavedMlp(plan) if plan.precision.saved_mlp == "fp8" else None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
         self._swapped: list[nn.Module] = []
@@ -260,6 +263,9 @@ class Conversion:
                     stack.enter_context(self.backend.region())
             if self.head is not None:
                 stack.enter_context(in_fused_loss(self.head))
+            keeps = steps and torch.is_grad_enabled() and bool(self.compiled)
+            if self.saved_mlp is not None and keeps:
+                stack.enter_context(self.saved_mlp.in_call(self.compiled))
             for enter in list(self.around):
                 stack.enter_context(enter())
             yield

@@ -28,7 +28,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.timing import micro_batch
-from finetune.estimator.trace.compiled import compiled_trace
+from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.fake_cuda import choose_attention, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.trace.stand_ins import store_base
@@ -51,8 +51,10 @@ LAYERS = {
         "llama_8b_lora_fp8",
         (*ALL, "precision.transposed_copy=true"),
     ),
+    "FP8 LoRA, MLP saved in FP8": ("llama_8b_lora_fp8", (*ALL, "precision.saved_mlp=fp8")),
     "BF16 full": ("llama_8b_full_bf16", ("precision.compile=on",)),
     "FP8 full": ("llama_8b_full_fp8", ()),
+    "FP8 full, MLP saved in FP8": ("llama_8b_full_fp8", ("precision.saved_mlp=fp8",)),
     "BF16 full, checkpointed": ("llama_8b_full_bf16", ("precision.compile=on", CHECKPOINTED)),
     "FP8 full, checkpointed": ("llama_8b_full_fp8", (CHECKPOINTED,)),
     "BF16 LoRA, rank 32": ("llama_8b_lora_bf16", (*RANK_32, "precision.compile=on")),
@@ -131,6 +133,8 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         feed(layer, "fp8_low", lambda _: ((m, _low(m)) for m in conversion.fused))
         for engine in conversion.engines:
             engine.compiled(layer)
+        if conversion.saved_mlp is not None:
+            stack.enter_context(conversion.saved_mlp.in_call([layer]))
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x, position_embeddings=(angles, angles), attention_mask=None)
         y.sum().backward()
@@ -168,7 +172,7 @@ def modeled(config: RunConfig) -> dict[str, Any]:
     totals: list[dict[str, float]] = []
     for layers in (2, 3):
         rehearsal = rehearse(config, place.device, resolution, layers=layers)
-        trace, _ = compiled_trace(rehearsal.trace)
+        trace = as_compiled(rehearsal).trace
         saved = sum(
             trace.storages[number].nbytes
             for number in trace.alive(trace.marks["backward"] - 1) - trace.initial.keys()

@@ -16,6 +16,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.precision import compiling, convert
 from finetune.precision.planner import plan
+from finetune.training.health.operands import OperandWatch
 from tests.conftest import batch, slow_but
 from tests.traced import traced
 
@@ -98,6 +99,24 @@ def test_layers_that_run_uncompiled_nevertheless_are_said(
         said = lengths_of(make_llama, setup_backend)
     assert sum("recompile_limit" in str(each.message) for each in told) == 1
     assert "after the witnessed step; torch's recompile_limit is reached" in said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_layers_compiled_under_observation_are_whole(make_llama, setup_backend, traced) -> None:
+    """Hooks of training health on modules inside broke a layer into dozens of graphs, for good."""
+    model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+    accelerator = setup_backend("torchao", compile="on", frozen="fp8", scaling="rowwise")
+    model = accelerator.prepare(model)
+    watch = OperandWatch(model, convert.conversion_of(model))
+    rows = batch() | {"use_cache": False}
+    accelerator.backward(model(**rows).loss)  # the witnessed one
+    for _ in range(2):
+        with watch.watching():
+            accelerator.backward(model(**rows).loss)
+        assert {operand for _, operand in watch.sums} == {"x", "w", "g"}
+    assert not counters["graph_break"]
+    assert counters["frames"]["ok"] == counters["frames"]["total"] <= 2
 
 
 @pytest.mark.slow

@@ -27,10 +27,9 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.estimator.measure import decided
-from finetune.estimator.speed.timing import compiles
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import place_here
-from finetune.hardware.requirements import resolve
+from finetune.hardware.requirements import compiles, resolve
 from finetune.runs.receipt import Receipt
 
 
@@ -100,7 +99,7 @@ def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[R
     # Elsewhere `auto` compiles nothing, and FP8 that cannot run here is an error of its run.
     fp8 = [config.precision for config in configs if config.precision.compute == "fp8"]
     executed = (resolve(x, device).precision for x in fp8 if device.kind == "cuda")
-    if not explicit and not any(compiles(x, place_here(device)) for x in executed):
+    if not explicit and not any(compiles(x, device) for x in executed):
         return list(configs), ""  # none compiles, so `auto` means the same for all
     setting = f"precision.compile={explicit[0] if explicit else 'on'}"
     sides = "both sides" if len(configs) == 2 else "all sides"

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 import torch
 
-from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.config.schema import RunConfig
 from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
 from finetune.estimator.speed.calibration import calibrated_roofline, load_calibration
 from finetune.estimator.speed.operators import base_name
@@ -109,15 +109,6 @@ class Pace:
 
     def share(self, part: str) -> float:
         return self.classes.get(part, 0.0) / self.seconds
-
-
-def compiles(precision: PrecisionConfig, place: Place) -> bool:
-    """True if decoder layers are compiled, by the rule of `finetune.training.session`."""
-    requested = precision.compile_requested
-    if requested != "auto" or place.device.kind != "cuda":
-        return requested == "on"
-    eager_casts = precision.backend == "torchao" or precision.frozen == "fp8"
-    return precision.compute == "fp8" and eager_casts
 
 
 def roofline_at(place: Place, *, compiled: bool) -> Roofline | None:

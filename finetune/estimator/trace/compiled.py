@@ -36,8 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.operators import FUSABLE, base_name, kind_of
+from finetune.estimator.trace.saved_mlp import Entry, in_order, keep_in_fp8
 from finetune.estimator.trace.siblings import join_siblings
-from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
+from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
+from finetune.precision.saved_mlp import mlp_widths
 
 if TYPE_CHECKING:
     from finetune.estimator.trace.rehearsal import Rehearsal
@@ -52,19 +54,28 @@ SMALLER = 4
 
 def as_compiled(rehearsal: Rehearsal) -> Rehearsal:
     """The rehearsal with its decoder layers compiled."""
-    trace, moved = compiled_trace(rehearsal.trace)
+    in_fp8 = rehearsal.plan.precision.saved_mlp == "fp8"
+    widths = mlp_widths(rehearsal.plan) if in_fp8 else frozenset[int]()
+    trace, moved = compiled_trace(rehearsal.trace, widths)
     visits = [visit._replace(start=moved(visit.start)) for visit in rehearsal.visits]
     return replace(rehearsal, trace=trace, visits=visits)
 
 
-def compiled_trace(trace: Trace) -> tuple[Trace, Callable[[int], int]]:
-    """Trace with compiled layers, and the new number of an event of the old one."""
+def compiled_trace(
+    trace: Trace, widths: frozenset[int] = frozenset()
+) -> tuple[Trace, Callable[[int], int]]:
+    """Trace with compiled layers, and the new number of an event of the old one.
+
+    Args:
+        widths: of results that are saved in FP8 (`finetune.precision.saved_mlp`).
+    """
     step = trace.events[trace.marks["step"]].at
     trace = _whole_recomputation(trace, step)
     graph = _Graph(trace, step)
     saved = {name: _saved(graph, name) for name in graph.layers}
     compiled, moved = _Rewriter(trace, graph, saved).rewrite()
-    return join_siblings(compiled), moved
+    kept, again = keep_in_fp8(join_siblings(compiled), widths)
+    return kept, lambda number: again(moved(number))
 
 
 def _whole_recomputation(trace: Trace, step: int) -> Trace:
@@ -387,7 +398,7 @@ class _Rewriter:
         used = {x.storage: i for i, op in enumerate(self._ops) for x in (*op.inputs, *op.outputs)}
         inner = {v.operand.storage for v in self._graph.values if v.forward}
         fused, ends = _in_kernels(self._ops)
-        entries: list[tuple[int, int, Event, int]] = []
+        entries: list[Entry] = []
         for number, event in enumerate(self._trace.events):
             storage, place, moves = event.storage, places[event.at], 0
             if storage in fused or (storage in inner and storage not in used):
@@ -400,21 +411,14 @@ class _Rewriter:
                     place, moves = last, -1
                 if (end := ends.get(storage, 0)) > place:
                     place, moves = end, -1
-            entries.append((place, moves, event._replace(at=place), number))
-        entries.sort(key=lambda entry: entry[:2])
-        new = {entry[3]: i for i, entry in enumerate(entries) if not entry[1]}
-        following = [len(entries)]
-        for number in reversed(range(len(self._trace.events))):
-            following.append(new.get(number, following[-1]))
-        following.reverse()
-        marks = {name: following[number] for name, number in self._trace.marks.items()}
-        events = [entry[2] for entry in entries]
+            entries.append(Entry(place, moves, number, event, moved=bool(moves)))
+        events, marks, moved = in_order(entries, self._trace)
         storages = dict(self._trace.storages)
         for number in after & inner & storages.keys():
             if storages[number].phase == "forward" and storages[number].kind == "temporary":
                 storages[number] = replace(storages[number], kind="saved", saved=True)
         facts: dict[str, Any] = {"ops": self._ops, "events": events, "storages": storages}
-        return replace(self._trace, marks=marks, **facts), following.__getitem__
+        return replace(self._trace, marks=marks, **facts), moved
 
 
 def _in_kernels(ops: list[Op]) -> tuple[set[int], dict[int, int]]:

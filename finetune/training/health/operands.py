@@ -288,8 +288,10 @@ class OperandWatch:
         self._products: Counter[tuple[str, bool]] = Counter()
         self._scales_before |= self._scales
         with contextlib.ExitStack() as undo:
-            self._uncompile_some(undo)
+            compiled = self._uncompile_some(undo)
             for name, module in list(self._modules.items()):
+                if module in compiled:
+                    continue
                 hook = partial(self._after, name)
                 undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
                 if isinstance(module, ParameterMixin):
@@ -305,10 +307,12 @@ class OperandWatch:
                 self._see_weights(name, ())
         self._fetch_amaxes()
 
-    def _uncompile_some(self, undo: contextlib.ExitStack) -> None:
-        """Run every fourth compiled layer eagerly: compiled layers do not call inner hooks.
+    def _uncompile_some(self, undo: contextlib.ExitStack) -> set[nn.Module]:
+        """Run every fourth compiled layer eagerly, to be observed; returns what the others hold.
 
-        These are checkpointed, to save no more for backward than the others.
+        Graphs do not call the hooks of modules inside, and one made while there are hooks would
+        break at each, and stay so: torch does not look at hooks again (`skip_nnmodule_hook_guards`,
+        torch 2.13). The observed layers are checkpointed, to save no more than the others.
         """
         compiled = list(self.conversion.compiled) if self.conversion is not None else []
         share = min(COMPILED_SHARE, len(compiled)) or 1
@@ -318,6 +322,7 @@ class OperandWatch:
             module._compiled_call_impl = None
         undo.enter_context(recomputed(observed))
         self._turn += 1
+        return {m for layer in compiled if layer not in observed for m in layer.modules()}
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         low = self._low.get(name, ())
