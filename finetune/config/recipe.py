@@ -220,7 +220,8 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     except ValidationError as error:
         raise _first_problem(error, where) from None
     train = convert_train(config.train, where) if check_train else config.train
-    if config.precision.saved_mlp == "fp8" and train.get("gradient_checkpointing") is not False:
+    checkpointed = str(train.get("gradient_checkpointing")).lower() != "false"
+    if config.precision.saved_mlp == "fp8" and checkpointed:
         raise ConfigError(
             "precision.saved_mlp=fp8 and gradient checkpointing contradict each other",
             where=where(("train", "gradient_checkpointing")),
