@@ -71,7 +71,9 @@ def start_ranks(
     with socket.socket() as opened:
         opened.bind(("localhost", 0))
         port = str(opened.getsockname()[1])
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    count = str(processes)
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    common |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return [
         start(folder, *words, log=f"{rank}.txt", before=before, **common, **_rank(rank))
         for rank in range(processes)

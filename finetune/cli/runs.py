@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from rich.text import Text
 from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
 from finetune.errors import ConfigError
 from finetune.logging import output, plain_table, whole
-from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
+from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, resume_command
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
 from finetune.units import size, size_of_gib
 
@@ -173,7 +172,7 @@ def checkpoints(
             else Text(row["problem"], style="bold red"),
         )
     console.print(table)
-    console.print(whole(f"next: python -m finetune resume {shlex.quote(str(folder))}"), crop=False)
+    console.print(whole(f"next: {resume_command(folder)}"), crop=False)
 
 
 def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -165,6 +166,30 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the highest step in a folder whose files are all there, if any."""
     saved = reversed(checkpoints_in(folder).values())
     return next((path for path in saved if not Checkpoint(path).problem()), None)
+
+
+def resume_command(folder: Path) -> str:
+    """The command that goes on with a run, in as many processes as saved its newest checkpoint."""
+    newest = newest_checkpoint(folder / CHECKPOINTS)
+    count = Checkpoint(newest).manifest.get("processes", 1) if newest is not None else 1
+    launcher = launcher_of(count if isinstance(count, int) else 1)
+    return f"{launcher} -m finetune resume {shlex.quote(str(folder))}"
+
+
+def launcher_of(processes: int) -> str:
+    """What starts a module as so many processes, on as many machines as this one of them runs on.
+
+    `python` for one; `torchrun --standalone --nproc_per_node=8` for 8; within a run of 16, 8 of
+    them on this machine, `torchrun --nnodes=2 --nproc_per_node=8 --rdzv_endpoint=HOST:PORT`.
+    """
+    if processes == 1:
+        return "python"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
+    if here < processes and os.environ.get("WORLD_SIZE") == str(processes):
+        nodes = -(-processes // here)
+        rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
+        return f"torchrun --nnodes={nodes} --nproc_per_node={here} {rendezvous}"
+    return f"torchrun --standalone --nproc_per_node={processes}"
 
 
 def scaling_file(process: int) -> str:

@@ -9,7 +9,6 @@ alike. The keys named in `Receipt` are stable. Imports no torch.
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -21,7 +20,7 @@ from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from finetune.logging import as_text, plain_table, whole
-from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
+from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
 from finetune.runs.folder import finite, write_whole
 from finetune.units import elapsed, percent, size_of_gib
 
@@ -387,7 +386,7 @@ class RunReport(JupyterMixin):
     def _after_interrupt(self) -> str:
         if not checkpoints_in(self.folder / CHECKPOINTS):
             return f"No checkpoint was saved yet; logs are in {self.folder}"
-        return f"Resume: python -m finetune resume {shlex.quote(str(self.folder))}"
+        return f"Resume: {resume_command(self.folder)}"
 
     def _losses(self) -> Iterator[str]:
         if self.first_loss is not None and self.final_loss is not None:

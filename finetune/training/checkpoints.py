@@ -32,6 +32,7 @@ from finetune.runs.checkpoints import (
     checkpoints_in,
     digest,
     hashes_of,
+    resume_command,
     scaling_file,
     superfluous,
 )
@@ -96,7 +97,7 @@ class CheckpointKeeper(TrainerCallback):
         if step > self._begun:
             if step not in checkpoints_in(folder):
                 self.trainer._save_checkpoint(self.trainer.model, None)  # judges the weights
-            again = f"then go on: python -m finetune resume {folder.parent}"
+            again = f"then go on: {resume_command(folder.parent)}"
         raise NonFiniteError(
             f"the eval loss is not finite at step {step}",
             where=f"{len(self.trainer.eval_dataset):,} eval rows",

@@ -27,6 +27,7 @@ class GracefulStop(TrainerCallback):
 
     Attributes:
         asked: training was stopped, or will be after this step.
+        is_cut_short: it was stopped inside a step, maybe in this process alone.
         until: step after which training stops without a signal.
     """
 
@@ -38,7 +39,7 @@ class GracefulStop(TrainerCallback):
 
     def __init__(self, console: Console, until: int | None = None) -> None:
         self.console, self.asked, self.number = console, False, int(signal.SIGINT)
-        self.until = until
+        self.until, self.is_cut_short = until, False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> GracefulStop:
@@ -51,6 +52,7 @@ class GracefulStop(TrainerCallback):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
         self._restore()
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.is_cut_short = interrupted
         self.asked = self.asked or interrupted
         return interrupted
 

@@ -29,7 +29,13 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, ProofError
 from finetune.logging import whole
-from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
+from finetune.runs.checkpoints import (
+    CHECKPOINTS,
+    Checkpoint,
+    checkpoints_in,
+    launcher_of,
+    resume_command,
+)
 from finetune.runs.folder import json_of
 from finetune.runs.receipt import RunReport
 
@@ -161,6 +167,8 @@ def check_resume(
         kept = _keeping_batch(began, config, processes) if "processes" in refused else {}
         named = ", ".join(dict.fromkeys((*allowed, *refused, *kept)))
         typed = "".join(f" {key}={value}" for key, value in kept.items())
+        start = launcher_of(began["processes"]) if began.get("processes") else ""
+        again = f" ({start} -m finetune)" if start and "processes" in refused else ""
         raise ConfigError(
             f"resuming would change {', '.join(shown)}",
             where=f"train.resume_from_checkpoint: {checkpoint.folder}",
@@ -168,7 +176,7 @@ def check_resume(
             fix="the checkpoint's tensors do not fit: take the values back, or start anew without "
             "train.resume_from_checkpoint"
             if fixed
-            else f"take the values back, or 'resume.allow=[{named}]'{typed}",
+            else f"take the values back{again}, or 'resume.allow=[{named}]'{typed}",
         )
     own = RULES["resuming itself"]
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}
@@ -369,7 +377,7 @@ def replay(
                 where=str(end.folder),
                 why=_changed(json_of(run / "receipt.json"), report),
                 fix="bring back what changed (`environment` in receipt.json), or go on knowing "
-                f"that: python -m finetune resume {run}",
+                f"that: {resume_command(run)}",
             )
     finally:
         if os.environ.get("RANK", "0") == "0":

@@ -12,7 +12,6 @@ import errno
 import math
 import os
 import re
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from finetune.errors import (
     MemoryShortError,
     RunFailedError,
 )
-from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint
+from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
 from finetune.runs.folder import Run, write_start
 from finetune.training.preflight import Preflight, processes
 from finetune.training.scope import reads_base
@@ -298,7 +297,7 @@ def go_on(folder: Path) -> str:
     """How to go on after a fault: the command to resume, if something was saved."""
     if newest_checkpoint(folder / CHECKPOINTS) is None:
         return "then start again (no checkpoint was saved)"
-    return f"then go on: python -m finetune resume {shlex.quote(str(folder))}"
+    return f"then go on: {resume_command(folder)}"
 
 
 def _number(error: BaseException) -> int:

@@ -297,7 +297,8 @@ class _Run:
         self.stopped = after.what if isinstance(after, FinetuneError) else ""
         try:
             self._close()
-            if after is None:  # of processes that failed, some may be gone
+            # Of processes that failed some may be gone, or wait for this one elsewhere.
+            if after is None and not self.stop.is_cut_short:
                 refuse_disagreement(self.receipt)
         except Exception as error:
             if after is not None:

@@ -30,6 +30,7 @@ from finetune.runs.checkpoints import (
     find_checkpoint,
     hashes_of,
     newest_checkpoint,
+    resume_command,
     superfluous,
 )
 from finetune.training import run_folder
@@ -405,6 +406,25 @@ def test_a_write_that_is_cut_short_is_of_the_disk(tmp_path) -> None:
     with pytest.raises(SafetensorError) as seen:
         save_file({"a": torch.ones(10)}, tmp_path / "no folder" / "model.safetensors")
     assert run_folder.is_of_the_disk(seen.value)
+
+
+@pytest.mark.parametrize(
+    ("processes", "here", "starts"),
+    [
+        (1, None, "python -m finetune resume "),
+        (8, None, "torchrun --standalone --nproc_per_node=8 -m finetune resume "),
+        (8, 8, "torchrun --standalone --nproc_per_node=8 -m finetune resume "),
+        (16, 8, "torchrun --nnodes=2 --nproc_per_node=8 --rdzv"),
+    ],
+)
+def test_a_run_goes_on_in_as_many_processes(processes, here, starts, tmp_path, monkeypatch) -> None:
+    """`python -m finetune resume` of a run of several would be refused, or change the batch."""
+    make(tmp_path / "checkpoints", 10, facts={"processes": processes})
+    if here:
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    assert resume_command(tmp_path).startswith(starts)
+    assert resume_command(tmp_path).endswith(f"-m finetune resume {tmp_path}")
 
 
 def test_a_run_that_saved_nothing_is_said_to_be_one(tmp_path) -> None:

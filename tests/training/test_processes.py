@@ -107,6 +107,15 @@ def out_of_memory_in_step_5() -> None:
     _in_step_5(fail)
 
 
+def stopped_at_once_in_step_5() -> None:
+    """A second signal to one process alone, which does not wait for the end of the step."""
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    _in_step_5(stop)
+
+
 def _in_step_5(act: Callable[[], None]) -> None:
     from transformers.trainer_callback import CallbackHandler
 
@@ -150,6 +159,7 @@ def another_receipt() -> None:
     ("fault", "codes", "says", "newest"),
     [
         (killed_in_step_5, [2, -signal.SIGKILL], "it was killed, or its machine is gone", 4),
+        (stopped_at_once_in_step_5, [2, 130], "it was killed, or its machine is gone", 4),
         (out_of_memory_in_step_5, [2, 2], "no memory on this machine", 4),
         (full_disk_in_step_6, [2, 2], "checkpoint of step 6 could not be written", 4),
         (another_receipt, [2, 2], "process 1 did not run what process 0 ran", 8),
@@ -162,6 +172,7 @@ def test_a_process_that_fails_ends_all_with_its_error(fault, codes, says, newest
     log = (tmp_path / "0.txt").read_text()
     assert "Traceback" not in log
     assert says in log
+    assert fault is another_receipt or "torchrun --standalone --nproc_per_node=2 -m fine" in log
     (folder,) = tmp_path.glob(f"runs/*/*/{CHECKPOINTS}")
     saved = [Checkpoint(path) for path in checkpoints_in(folder).values()]
     assert saved[-1].step == newest
