@@ -53,8 +53,8 @@ from finetune.precision.weights import Granularity
 ALIGNMENT = 16
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 ALIGNED = "linear layer, aligned"
-READS_WEIGHT = {"peft.tuners.glora": "GLoRA", "peft.tuners.shira": "SHiRA"}
-"""Packages of PEFT 0.21 whose layers read `base_layer.weight` in their forward."""
+READS_WEIGHT = ["FRoD", "GLoRA", "HiRA", "HRA", "PEANuT", "SHiRA", "Supertuning"]
+"""Methods of PEFT 0.21 whose layers read `base_layer.weight` in their forward."""
 OF_ENGINE = "Transformer Engine's layers own their weights; precision.backend=torchao takes it"
 AS_CONFIGURED = "as configured"
 """Reason of a layer that runs in FP8 without anybody having named it."""
@@ -326,10 +326,11 @@ class _Storing:
         wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
         self._adapted = {id(wrapper.base_layer) for wrapper in wrappers}
         # PEFT's methods that multiply by a weight of their own make, past the layer's forward.
+        packages = {f"peft.tuners.{method.lower()}": method for method in READS_WEIGHT}
         self._read: dict[int, str] = {
-            id(getattr(m, "base_layer", None)): READS_WEIGHT[kind]
+            id(getattr(m, "base_layer", None)): packages[kind]
             for m in model.modules()
-            if (kind := ".".join(type(m).__module__.split(".")[:3])) in READS_WEIGHT
+            if (kind := ".".join(type(m).__module__.split(".")[:3])) in packages
         }
         self._typed = set(ids_giving_types(model))
         self._granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"

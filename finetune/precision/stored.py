@@ -17,6 +17,7 @@ not from the requested precision.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -43,11 +44,13 @@ from finetune.precision.weights import (
     GRANULARITIES,
     FrozenLinear,
     Granularity,
+    RawCodes,
     Tile,
     dequantize_weight,
     dequantizing,
     quantize_slabs,
     quantize_weight,
+    refuse_merge,
     slab_rows,
     tile_of,
 )
@@ -56,12 +59,12 @@ from finetune.precision.weights import (
 class Fp8Bits(nn.Parameter):
     """A frozen parameter of FP8 bit patterns that raises when other values are assigned.
 
-    PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here
-    (torch refuses its in-place merge for integers). Device moves and reloads assign the same bits.
+    PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here;
+    others write there in place (`RawCodes`). Device moves and reloads assign the same bits.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
-        return super().__new__(cls, data, requires_grad=requires_grad)
+        return super().__new__(cls, data.as_subclass(Tensor), requires_grad=requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Fp8Bits:
         if requires_grad:
@@ -73,7 +76,11 @@ class Fp8Bits(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        bits: Tensor = Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        # Not to torch itself: AOTAutograd (torch 2.13) goes by the type of a parameter's data.
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        plain = self.moving or caller.startswith("torch.")
+        return bits if plain else bits.as_subclass(RawCodes)
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -82,6 +89,7 @@ class Fp8Bits(nn.Parameter):
         same = elsewhere or new.data_ptr() == self.data_ptr()
         if new.dtype is not self.dtype or not same:
             raise refuse_merge()
+        new = new.as_subclass(Tensor)
         Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -99,18 +107,6 @@ def moving(parameters: Iterable[Any]) -> Iterator[None]:
     finally:
         for bits in marked:
             bits.__dict__.pop("moving", None)
-
-
-def refuse_merge(where: str = "") -> StorageNotComputeError:
-    """The error of merging an adapter into FP8 weights."""
-    return StorageNotComputeError(
-        "an adapter cannot be merged into weights stored in FP8",
-        where=where,
-        why="one step of E4M3 is up to an eighth of a weight, far more than what LoRA changes it "
-        "by: rounding would undo the training",
-        fix="merge into the original weights: `python -m finetune export RUN --to merged OUT`, or "
-        "load the base model plain and the adapter over it with peft, then merge_and_unload()",
-    )
 
 
 def refuse_training() -> StorageNotComputeError:

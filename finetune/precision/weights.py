@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.config.schema import Gemm
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, StorageNotComputeError
 from finetune.precision.formats import (
     E4M3,
     amax,
@@ -265,3 +265,56 @@ class FrozenLinear(torch.autograd.Function):
         """g [M, N] -> dx [M, K]."""
         bits, inverse = ctx.saved_tensors
         return dgrad(g, bits, inverse, ctx.how), None, None, None, None, None, None
+
+
+# ------------------------------------------------------------------- codes in the hands of others
+
+
+class RawCodes(Tensor):
+    """What others get as `weight.data`: codes that may be looked at, moved and copied.
+
+    PEFT's methods read weights there and write merged ones back in place (`copy_`, `+=` of a delta
+    cast to the type of the weight). Either would be garbage without an error: a code is no number
+    without its scale.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.__name__
+        writes = name.startswith("__i") or (name.endswith("_") and name[-2] != "_")
+        if (writes or name == "__setitem__") and isinstance(args[0], cls):
+            raise refuse_merge()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result
+        if result.is_floating_point() and not (name == "view" or name.endswith("_like")):
+            raise refuse_reading(name)
+        same = name in ("clone", "detach", "t", "transpose", "__get__")  # `.T` is the last
+        return result.as_subclass(cls) if same and result.dtype is torch.uint8 else result
+
+
+def refuse_merge(where: str = "") -> StorageNotComputeError:
+    """The error of merging an adapter into FP8 weights."""
+    return StorageNotComputeError(
+        "an adapter cannot be merged into weights stored in FP8",
+        where=where,
+        why="one step of E4M3 is up to an eighth of a weight, far more than what LoRA changes it "
+        "by: rounding would undo the training",
+        fix="merge into the original weights: `python -m finetune export RUN --to merged OUT`, or "
+        "load the base model plain and the adapter over it with peft, then merge_and_unload()",
+    )
+
+
+def refuse_reading(operation: str) -> StorageNotComputeError:
+    """The error of computing with codes as if they were weights."""
+    return StorageNotComputeError(
+        "something computes with the codes of a weight stored in FP8 as if they were numbers",
+        where=f"weight.data, in {operation}()",
+        why="a code is no number without its scale: what starts from the weight itself (a merge, "
+        "an SVD or norm of it, a product with it) would start from garbage",
+        fix="attach such adapters to the model loaded plain, which frozen='fp8' stores afterwards, "
+        "and merge into a model loaded plain; or LoRA, which adds to what the layer gives",
+    )

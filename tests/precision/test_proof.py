@@ -89,6 +89,30 @@ def test_weight_whose_gradient_is_zeros(make_llama, setup_backend) -> None:
     assert "no gradient reached" not in str(caught.value)
 
 
+def test_a_bias_that_the_loss_cancels_stops_nothing(setup_backend) -> None:
+    """A reward model's last norm: score(chosen) - score(rejected) does not depend on its bias."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 1, bias=False)
+    )
+    accelerator = setup_backend("emulated")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+
+    def compare() -> None:
+        chosen, rejected = model(torch.randn(2, 8, 64))
+        accelerator.backward(-nn.functional.logsigmoid(chosen - rejected)[:1].sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    compare()
+    with pytest.warns(UserWarning, match=r"1 biases stand still \(1\.bias\)"):
+        compare()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert receipt.trainable["moved"] == receipt.trainable["after"] - 64
+
+
 class Experts(nn.Module):
     """Two experts as linear layers; the first `few` tokens go to the second."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,10 @@ from finetune import (
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.recipe import Recipe
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import FinetuneError, PlanError
+from finetune.errors import FinetuneError, PlanError, StorageNotComputeError
 from finetune.estimator.gate import bound
-from finetune.precision.planner import plan
-from finetune.precision.stored import StoredMixin, iter_stored
+from finetune.precision.planner import READS_WEIGHT, plan
+from finetune.precision.stored import StoredMixin, iter_stored, release, store
 from finetune.training.model import load_model, sketch
 from finetune.training.preflight import check_settings
 from tests.conftest import slow_but
@@ -218,16 +220,87 @@ def test_frozen_weights_are_asked_of_a_full_fine_tune() -> None:
         plan(sketch(chosen.config), chosen.config.precision)
 
 
-@pytest.mark.parametrize("method", ["Glora", "Shira"])
-def test_methods_that_read_the_weight_itself_are_refused_by_name(method) -> None:
-    import peft
+METHODS = {
+    "lora": {"use_dora": True}, "adamss": {"r": 8, "num_subspaces": 2, "subspace_rank": 2},
+    "gralora": {"gralora_k": 2}, "oft": {"r": 0, "oft_block_size": 16},
+    "supertuning": {"sparsity": 0.5}, "vblora": {"vector_length": 16, "num_vectors": 8},
+    "c3a": {"block_size": 16}, "miss": {"r": 2}, "randlora": {"r": 8}, "poly": None,
+    "waveft": {"n_frequency": 8}, "fourierft": {"n_frequency": 8}, "adalora": {"total_step": 10},
+    "ia3": {"feedforward_modules": []}, "frod": {"sparse_rate": 0.05}, "lily": {"r": 4},
+    "beft": None, "trainable_tokens": None, "adaption_prompt": None,
+    "xlora": None, "ln_tuning": None, "shadow": None,
+}  # fmt: skip
+"""Settings of PEFT's methods that need some; None: over no linear layer, or with other inputs."""
 
-    config = getattr(peft, f"{method}Config")(target_modules=["q_proj"])
+
+def methods_of_peft() -> list[str]:
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+
+    return sorted(
+        kind.lower()
+        for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+        if "target_modules" in inspect.signature(config).parameters
+        if kind in PEFT_TYPE_TO_TUNER_MAPPING and METHODS.get(kind.lower(), {}) is not None
+    )
+
+
+def attached(method: str) -> Any:
+    """A tiny model with adapters of a method, which are no longer those of its beginning."""
+    import peft
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[method.upper()]
     plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
-    model = peft.get_peft_model(plain, config)
+    model = peft.get_peft_model(
+        plain, config(target_modules=["q_proj", "up_proj"], **METHODS.get(method, {}))
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += 0.01 * torch.randn_like(p)
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore:(Failed to load the CUDA|Setting boft)")
+@pytest.mark.parametrize("method", methods_of_peft())
+@torch.no_grad()
+def test_each_method_of_peft_computes_with_stored_weights_or_is_refused(method) -> None:
+    model, ids = attached(method), torch.arange(5, 29).reshape(2, 12)
+    rows = plan(model, PrecisionConfig(compute="fp8", scaling="rowwise", frozen="bf16")).layers
+    layers = [model.get_submodule(r.name) for r in rows if r.name.endswith(".base_layer")]
+    for layer in layers:
+        store(layer)
     stored = PrecisionConfig(compute="fp8", scaling="rowwise", frozen="fp8")
-    with pytest.raises(
-        PlanError, match=r"(GLoRA|SHiRA) cannot adapt weights that are stored in FP8"
-    ):
-        plan(model, stored)
-    assert plan(model, stored.model_copy(update={"frozen": "bf16"})).fp8_layers
+    if method in [name.lower() for name in READS_WEIGHT]:
+        with pytest.raises(PlanError, match=f"(?i){method} cannot adapt weights that are stored"):
+            plan(model, stored)
+        return
+    assert plan(model, stored).stored
+    codes, before = [layer.weight.clone() for layer in layers], model(input_ids=ids).logits
+    for safe in (False, True):
+        with pytest.raises((StorageNotComputeError, NotImplementedError)):
+            model.merge_adapter(safe_merge=safe)
+    assert all(torch.equal(layer.weight, c) for layer, c in zip(layers, codes, strict=True))
+    for layer in layers:
+        release(layer, torch.float32)
+    torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_codes_are_not_taken_for_numbers() -> None:
+    layer = torch.nn.Linear(64, 32)
+    store(layer)
+    before, data = layer.weight.clone(), layer.weight.data
+    for write in (lambda: data.copy_(torch.ones(32, 64)), lambda: data.add_(1)):
+        with pytest.raises(StorageNotComputeError, match="cannot be merged"):
+            write()
+    for read in (lambda: torch.linalg.svd(data.T.float()), lambda: data.clone() * 0.5):
+        with pytest.raises(StorageNotComputeError, match="as if they were numbers"):
+            read()
+    assert torch.equal(layer.weight, before)
+    assert torch.equal(data.to("cpu"), before)
+    assert data.view(torch.float8_e4m3fn).dtype is torch.float8_e4m3fn
+
+
+def test_methods_that_read_the_weight_itself_train_over_a_plain_base() -> None:
+    assert plan(attached("glora"), PrecisionConfig(compute="fp8", scaling="rowwise")).fp8_layers

@@ -9,8 +9,11 @@ moved). One that has not is
     dead               it had gradients in two steps, of zeros: an error
     idle               it had none, its layer has not run: an error after `IDLE_STEPS`
     waiting            PEFT's rows of added tokens, none of which has been in a batch: said
+    cancelled          a bias with gradients of zeros, beside a weight that has moved: said
 
-so a layer that runs in some steps only (a branch, an expert) is allowed, whenever it rests.
+so a layer that runs in some steps only (a branch, an expert) is allowed, whenever it rests. A bias
+is cancelled where the loss compares outputs of one model: in that of a reward model, a function of
+score(chosen) - score(rejected), the bias of the last norm occurs with both signs.
 Of sharded tensors this process's shard is read.
 """
 
@@ -159,6 +162,14 @@ class Movement:
         waiting = [name for name in left if id(trainable[name]) in rows]
         left = [name for name in left if name not in waiting]
         dead = [name for name in left if name in graded]
+        if cancelled := [n for n in dead if f"{n.removesuffix('.bias')}.weight" in self._moved]:
+            warnings.warn(
+                f"{len(cancelled)} biases stand still ({some(cancelled, 3)}): their gradients are "
+                "zeros throughout, though their layers train. A loss of differences cancels them, "
+                "as a reward model's does; if yours does not, look at how it uses these layers",
+                stacklevel=2,
+            )
+        left, dead = ([n for n in names if n not in cancelled] for names in (left, dead))
         if dead:
             self._fail(
                 f"{len(dead)} trainable parameters do not train",
