@@ -19,6 +19,7 @@ BENCHMARK = "python -m finetune benchmark"
 LADDER = "python -m tests.benchmarks.ladder"
 POINT = '--grid "batch=4 length=2048" --rounds 1 train.gradient_accumulation_steps=1'
 """8,192 tokens a step: ten timed steps and five before them in each of two processes."""
+SAVED = "train.gradient_checkpointing=false precision.saved_mlp=fp8"
 TINY = '--grid "batch=1 length=16" --rounds 1 --steps 1'
 
 
@@ -167,6 +168,14 @@ PARTS = (
         "llama_8b_lora",
         "tiny_lora",
         " train.gradient_checkpointing=false",
+    ),
+    Part(
+        "lora_r8_saved_mlp",
+        "LoRA, rank 8, without gradient checkpointing, gate and up saved in FP8",
+        f"{BENCHMARK} llama_8b_lora_fp8 {POINT} {SAVED}",
+        f"{BENCHMARK} tiny_lora_fp8 {TINY} {SAVED} precision.compile=on",
+        read_benchmark,
+        "--out {folder}",
     ),
     Part(
         "te",
