@@ -16,7 +16,6 @@ does not use is said, or refused where nothing would be left to learn.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +37,7 @@ from finetune.data.chat import (
     turn_of,
 )
 from finetune.errors import DataError, did_you_mean
+from finetune.hardware.device import cores
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -348,8 +348,7 @@ MANY, MOST = 20_000, 16
 
 def workers(count: int) -> int | None:
     """Processes that so many rows are worth; None: this one alone."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MOST) if count >= MANY and (cores or 1) > 1 else None
+    return min(cores(), MOST) if count >= MANY and cores() > 1 else None
 
 
 def made_by(rows: Dataset, *what: Any) -> str:

@@ -15,8 +15,8 @@ quadratic), so few points are needed:
 *GPUs.* A rehearsal depends on neither memory size nor speed: one serves all GPUs of a compute
 capability, another any number of GPUs. The best GPU is found by exhaustion, the fewest by doubling.
 
-    8B in full, BF16, on RTX 4090s of 23.6 GiB: 1, 2, 4, 8, 16, 32 and 64 GPUs need 67.5, 70.7,
-    48.1, 36.8, 31.1, 28.2 and 26.8 GiB each, so none fits. This takes two rehearsals: a single
+    8B in full, BF16, on RTX 4090s of 23.6 GiB: 1, 2, 4, 8, 16, 32 and 64 GPUs need 67.4, 70.6,
+    48.1, 36.7, 31.0, 28.1 and 26.7 GiB each, so none fits. This takes two rehearsals: a single
     GPU, and one of several GPUs, which gather weights.
 """
 

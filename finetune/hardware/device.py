@@ -166,6 +166,11 @@ def parallel_units(device: Device) -> int:
     return torch.get_num_threads()
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def available_gib(device: Device) -> float:
     """GiB that this process could allocate now: free on its GPU, or its share of the host's."""
     if device.kind == "cuda":

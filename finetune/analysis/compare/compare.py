@@ -23,7 +23,7 @@ from finetune.analysis.compare.fairness import (
     settle_checkpointing,
     settle_compile,
 )
-from finetune.analysis.compare.jobs import Watcher, cores, places, plan_jobs, run_jobs
+from finetune.analysis.compare.jobs import Watcher, places, plan_jobs, run_jobs
 from finetune.analysis.compare.result import (
     AGAIN,
     Comparison,
@@ -38,7 +38,7 @@ from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean, writing
-from finetune.hardware.device import Device, this_device
+from finetune.hardware.device import Device, cores, this_device
 from finetune.hardware.requirements import resolve
 from finetune.logging import output, whole
 from finetune.runs.folder import new_folder

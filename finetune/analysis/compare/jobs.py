@@ -142,10 +142,6 @@ def plan_jobs(
     ]
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def places(device: Device, jobs: int | None, cores: int) -> tuple[int, int | None]:
     """Give the number of concurrent runs, and the threads of each (None: torch's default).
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -222,7 +223,7 @@ class Comparison(JupyterMixin, _Part):
             low_high = gap.interval
             table.add_row(
                 NAMES[name],
-                *(f"{sum(side) / len(side):.4f}" for side in (gap.a, gap.b)),
+                *(f"{fmean(side):.4f}" for side in (gap.a, gap.b)),
                 signed(gap.gap),
                 f"{low_high[0] * 100:+z.2f} to {signed(low_high[1])}" if low_high else "-",
                 percent(self.band[name], 1, space=True) if name in self.band else "-",

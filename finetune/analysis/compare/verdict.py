@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError
@@ -73,7 +73,7 @@ class Outcome:
     @property
     def train(self) -> float:
         """Mean of `losses`."""
-        return math.fsum(self.losses) / len(self.losses)
+        return fmean(self.losses)
 
     @property
     def receipt(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _tokens_per_s(runs: Sequence[Outcome], warm_up: int) -> float:
         median(s.tokens / s.seconds for s in run.steps[warm_up:] if min(s.tokens, s.seconds) > 0)
         for run in runs
     ]
-    return round(math.exp(math.fsum(map(math.log, medians)) / len(medians)), 1)
+    return round(geometric_mean(medians), 1)
 
 
 def _memory(found: Comparison, a: Sequence[Outcome], b: Sequence[Outcome]) -> MemoryRatio | None:

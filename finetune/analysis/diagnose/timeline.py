@@ -33,7 +33,7 @@ from typing import Any
 from torch.autograd import DeviceType
 
 from finetune.analysis.diagnose.observer import PREFIX, WINDOW
-from finetune.estimator.speed.operators import words
+from finetune.estimator.speed.operators import LAUNCH_NOTHING, words
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 
 BACKWARD_NODE = "autograd::engine::evaluate_function"
@@ -46,12 +46,7 @@ _GEMM_OPS = words(
 )
 _BATCHED_OPS = words("bmm baddbmm baddbmm_")
 _ALL_GEMM_OPS = _FP8_OPS | _GEMM_OPS | _BATCHED_OPS
-_HOST_OPS = words(
-    "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
-    "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach alias empty "
-    "empty_like empty_strided new_empty new_empty_strided _reshape_alias resize_ item is_nonzero "
-    "_local_scalar_dense resolve_conj resolve_neg result_type set_ record_stream to"
-)
+_HOST_OPS = LAUNCH_NOTHING | words("item is_nonzero resolve_conj resolve_neg result_type to")
 
 _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.I)
 _ATTENTION = re.compile(

@@ -74,7 +74,7 @@ _GATHERS = words(
     "index_add_ index_copy_"
 )
 _CASTS = words("cast_rows transpose_codes cast_together cast_weight hash_weight")
-_NONE = words(
+LAUNCH_NOTHING = words(
     "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
     "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "
     "empty empty_like empty_strided new_empty new_empty_strided lift_fresh unfold "
@@ -133,7 +133,7 @@ def kind_of(op: Op) -> Kind:
 @functools.lru_cache(maxsize=4096)
 def _kind(full_name: str, phase: str) -> Kind:
     name = _base_name(full_name)
-    if name in _NONE:
+    if name in LAUNCH_NOTHING:
         return "none"
     if name in _GEMMS or name.endswith("scaled_mm"):
         return "gemm"
