@@ -88,7 +88,7 @@ class DataConfig(Section):
         if not all(isinstance(x, dict) and {key} <= set(x) <= {key, "weight"} for x in value):
             raise RefusedError(
                 f"each of a list of {key} and weight needs {key}, and nothing else is known",
-                f"{key}=[{{{key}:a,weight:2}},{{{key}:b}}]",
+                f'{key}=[{{"{key}":"a","weight":2}},{{"{key}":"b"}}]',
             )
         return {x[key]: x.get("weight", 1.0) for x in value}
 

@@ -66,6 +66,16 @@ def _build(
                     fix="write it as key: value, without `?` and brackets",
                 )
             key = str(key_node.value)
+            # `{mlp:fp8}` is one word without a value.
+            word, colon, rest = key.partition(":")
+            missing = isinstance(value_node, yaml.ScalarNode) and not value_node.value
+            if node.flow_style and colon and missing and not (key_node.style or value_node.style):
+                raise ConfigError(
+                    f"{key!r} is a key without a value",
+                    where=f"{file}:{key_node.start_mark.line + 1}",
+                    why="in brackets, too, a colon ends a key only before a space",
+                    fix=f"write {word}: {rest}",
+                )
             if key in result:
                 raise ConfigError(
                     f"{'.'.join((*at, key))} is given twice",

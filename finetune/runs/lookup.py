@@ -59,7 +59,7 @@ def _folders(out: Path) -> Iterator[Path]:
         raise ConfigError(
             f"there is no folder of runs {str(out)!r}",
             where=str(out.absolute()),
-            fix="`python -m finetune RECIPE` makes runs/; another one is given by --out",
+            fix="`python -m finetune RECIPE` makes runs/, or the folder of its --out",
         )
     yield from _walk(out, DEPTH)
 
@@ -146,7 +146,7 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
         why="a run folder holds config.yaml" if folder.is_dir() else "",
         fix=f"the newest: {newest}"
         if newest
-        else "train one: python -m finetune tiny_lora_fp8; --out says where runs lie",
+        else "train one: python -m finetune tiny_lora_fp8; a run elsewhere is named by its folder",
     )
 
 

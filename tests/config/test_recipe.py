@@ -272,6 +272,13 @@ def test_a_scaling_replaces_delayed_scaling_and_what_belongs_to_it() -> None:
         load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8", "precision.amax_history_len=16"])
 
 
+def test_the_form_of_a_mixture_that_an_error_gives_is_one() -> None:
+    with pytest.raises(ConfigError, match="needs path, and nothing else is known") as caught:
+        load_recipe("tiny_lora_fp8", ["data.path=[{path: a, wait: 2}]"], check_train=False)
+    data = load_recipe("tiny_lora_fp8", [caught.value.fix], check_train=False).config.data
+    assert data.path == {"a": 2.0, "b": 1.0}
+
+
 @pytest.mark.parametrize("given", ["kwargs={min_lr: 1e-5}", "kwargs.min_lr=1e-5"])
 def test_an_override_inside_a_setting_of_the_trainer_is_converted_too(given) -> None:
     typed = [f"train.lr_scheduler_{given}"]
@@ -531,6 +538,12 @@ def test_what_is_at_its_default_or_unknown_to_us_can_be_unset(load):
             id="twice",
         ),
         pytest.param(BASE + BASE, "r.yaml:9", ["model is given twice"], id="section-twice"),
+        pytest.param(
+            BASE.replace("compute: bf16", "map: {mlp:fp8}"),
+            "r.yaml:4",
+            ["'mlp:fp8' is a key without a value", "fix:   write mlp: fp8"],
+            id="no-space",
+        ),
         pytest.param("model: &m [*m]\n", "r.yaml:1", ["model"], id="anchor-inside-itself"),
     ],
 )
