@@ -113,8 +113,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
         if (self.path is None) == (self.name is None):
-            given = "both are given" if self.path else "neither is given"
-            ways = ("~path", "~name") if self.path else ("path=mine.jsonl", "name=builtin:harbour")
+            given, ways = "neither is given", ("path=mine.jsonl", "name=builtin:harbour")
+            if self.path is not None:
+                given, ways = "both are given", ("~path", "~name")
             what = f"exactly one of data.path and data.name is needed, and {given}"
             raise RefusedError(what, *ways)
         if self.seed is not None and (self.eval_path or self.eval_split or not self.eval_fraction):

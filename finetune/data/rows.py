@@ -169,7 +169,7 @@ def _renamed(rows: Any, names: dict[str, str], source: str) -> Any:
                 f"{source} has no column {name!r}{did_you_mean(name, rows.column_names)}",
                 where="data.columns",
                 why=f"columns found: {', '.join(sorted(rows.column_names))}",
-                fix="data.columns={prompt: NAME, completion: NAME}, with names of the file",
+                fix="'data.columns={prompt: NAME, completion: NAME}', with names of the file",
             )
     in_the_way = [name for name in names if name in rows.column_names and names[name] != name]
     return rows.remove_columns(in_the_way).rename_columns(

@@ -18,7 +18,6 @@ most expensive first, and strong ones replaced by milder ones. The set is small,
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -30,7 +29,16 @@ from rich.text import Text
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
-from finetune.estimator.knobs import GAIN, RANKS, Change, Rank, changes, speedups, typed
+from finetune.estimator.knobs import (
+    GAIN,
+    RANKS,
+    Change,
+    Rank,
+    as_typed,
+    changes,
+    speedups,
+    typed,
+)
 from finetune.estimator.measure import FEW, FirstLayers, Measured, Option, rehearse_first_layers
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.memory.sharding import shares_model
@@ -73,10 +81,7 @@ class Advice(Option):
 
     @property
     def typed(self) -> str:
-        return " ".join(
-            shlex.quote(word) if " " in word and not word.startswith("--") else word
-            for word in self.change
-        )
+        return as_typed(self.change)
 
     @property
     def memory(self) -> str:
@@ -137,7 +142,8 @@ def _table(title: str, advices: Sequence[Advice]) -> Table:
     titles = (title, "memory", "speed", "then it", "what that is")
     table = plain_table(*titles, fold=titles)
     for one in advices:
-        table.add_row("\n".join(one.change), one.memory, one.speed, one.fit, one.why)
+        changed = "\n".join(as_typed([word]) for word in one.change)
+        table.add_row(changed, one.memory, one.speed, one.fit, one.why)
     return table
 
 

@@ -28,7 +28,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, padding_free
 from finetune.errors import FinetuneError
-from finetune.estimator.knobs import IN_FOUR_BITS, IN_FP8, LORA, setting
+from finetune.estimator.knobs import IN_FOUR_BITS, IN_FP8, LORA, as_typed, setting
 from finetune.estimator.measure import (
     FirstLayers,
     Measured,
@@ -101,7 +101,7 @@ def table_of(alternatives: Sequence[Alternative]) -> Table:
             within = f"{other.speed.low:.2f} to {other.speed.high:.2f}"
         memory = size(other.allocated, MEMORY)
         memory += "" if other.fit != "does not fit" else " (too much)"
-        table.add_row(other.label, memory, speed, within, " ".join(other.change))
+        table.add_row(other.label, memory, speed, within, as_typed(other.change))
     return table
 
 

@@ -21,7 +21,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import padding_free, with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
-from finetune.estimator.knobs import changes, rows_of, setting
+from finetune.estimator.knobs import as_typed, changes, rows_of, setting
 from finetune.estimator.measure import Measured, measure
 from finetune.hardware.device import Device, available_gib
 from finetune.hardware.gpus import place_here
@@ -113,7 +113,7 @@ class MemoryForecast:
     def advice(self, run: Planned) -> str:
         """Changes for a run that memory was too small for: first those that train the same."""
         same = (c for c in changes(run.config, run.device) if c.rank == "same")
-        first = {change.kind: " ".join(change.typed) for change in reversed([*same])}
+        first = {change.kind: as_typed(change.typed) for change in reversed([*same])}
         return "; ".join([*reversed(first.values()), advice(run.config, run.device)])
 
     def predicted(self, run: Preflight, batch: Batch | None) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def advice(config: RunConfig, device: Device) -> str:
     """Changes for a run that does not fit, without their measured effect."""
     hints = {"method": " (adapters: the recipe's _lora_ sibling)"}
     offered = (c for c in changes(config, device) if c.kind in KINDS_IN_BOUND)
-    steps = [" ".join(change.typed) + hints.get(change.kind, "") for change in offered]
+    steps = [as_typed(change.typed) + hints.get(change.kind, "") for change in offered]
     steps += ["shard over several GPUs (train.fsdp)", "a smaller model (`python -m finetune ls`)"]
     return "; ".join([*steps, "`python -m finetune tiny_lora_fp8` runs anywhere"])
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -82,6 +83,13 @@ def typed(changes: Iterable[Change]) -> tuple[str, ...]:
     gpus = [f"--gpus {change.gpus}" for change in made if change.gpus is not None]
     values = {item.partition("=")[0]: item for change in made for item in change.overrides}
     return (*before, *gpus[-1:], *values.values())
+
+
+def as_typed(change: Iterable[str]) -> str:
+    """A change as it is typed: in quotes what has a space, apart from `--gpus N`."""
+    return " ".join(
+        shlex.quote(word) if " " in word and not word.startswith("--") else word for word in change
+    )
 
 
 def setting(config: RunConfig, key: str) -> Any:

@@ -35,7 +35,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.errors import FinetuneError
 from finetune.estimator.caveats import ONE_MACHINE
-from finetune.estimator.knobs import SHARDED, rows_of, setting
+from finetune.estimator.knobs import SHARDED, as_typed, rows_of, setting
 from finetune.estimator.measure import (
     FirstLayers,
     Measured,
@@ -96,7 +96,7 @@ class Found(Option):
         speed = "" if tokens_per_s is None else f", {count(tokens_per_s)} tokens/s"
         end = f"{self.next} does not fit" if self.next else "nothing larger was looked at"
         shown = f"{self.measured.footprint.shown / GIB:.1f} GiB"
-        return Text.assemble((" ".join(self.change), "bold green"), f" ({shown}{speed}; {end})")
+        return Text.assemble((as_typed(self.change), "bold green"), f" ({shown}{speed}; {end})")
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Choices:
             )
         lines: list[RenderableType] = [table]
         if self.best is not None and self.best.change:
-            lines.append(Text(f"settings: {' '.join(self.best.change)}"))
+            lines.append(Text(f"settings: {as_typed(self.best.change)}"))
         if any(choice.place.count > 8 for choice in self.choices):
             lines.append(Text(f"! {ONE_MACHINE}", "yellow"))
         return Group(*lines)

@@ -272,6 +272,13 @@ def test_a_scaling_replaces_delayed_scaling_and_what_belongs_to_it() -> None:
         load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8", "precision.amax_history_len=16"])
 
 
+def test_an_empty_path_beside_a_name_is_one_of_both() -> None:
+    with pytest.raises(ConfigError, match="both are given") as caught:
+        load_recipe("tiny_lora_fp8", ["data.path=[]"], check_train=False)
+    assert caught.value.fix == "~data.path, or ~data.name"
+    load_recipe("tiny_lora_fp8", ["data.path=[]", "~data.path"], check_train=False)
+
+
 def test_the_form_of_a_mixture_that_an_error_gives_is_one() -> None:
     with pytest.raises(ConfigError, match="needs path, and nothing else is known") as caught:
         load_recipe("tiny_lora_fp8", ["data.path=[{path: a, wait: 2}]"], check_train=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shlex
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,7 @@ from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator import advice
 from finetune.estimator.advice import Advice, Advised, advise
-from finetune.estimator.knobs import DEFAULTS, RANKS, SHARDED, changes
+from finetune.estimator.knobs import DEFAULTS, RANKS, SHARDED, as_typed, changes
 from finetune.estimator.measure import FirstLayers, Measured, measure
 from finetune.estimator.memory.footprint import Footprint
 from finetune.hardware.gpus import Place, place_of
@@ -104,6 +105,11 @@ def test_the_defaults_are_those_of_the_library():
 
     fields = {field.name: field.default for field in dataclasses.fields(SFTConfig)}
     assert {key: fields[key] for key in DEFAULTS} == DEFAULTS
+
+
+def test_a_change_can_be_typed_as_it_is_printed():
+    words = ("--gpus 2", *SHARDED, "precision.keep=[k_proj, v_proj]", "~train.optim")
+    assert shlex.split(as_typed(words)) == ["--gpus", "2", *words[1:]]
 
 
 @pytest.mark.parametrize(

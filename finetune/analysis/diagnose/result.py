@@ -16,6 +16,7 @@ from rich.text import Text
 from finetune.analysis.diagnose.causes import Cause, percent
 from finetune.analysis.diagnose.facts import Facts, Prediction
 from finetune.analysis.diagnose.groups import GEMMS, LayerGroup
+from finetune.estimator.knobs import as_typed
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.logging import plain_table
 from finetune.runs.folder import write_whole
@@ -157,7 +158,7 @@ class Diagnosis(JupyterMixin):
         for cause in self.causes:
             yield Text(f"{percent(cause.share):>7s}  ", style="cyan") + Text(cause.text)
             yield Text(f"         {cause.evidence}", style="dim")
-            tried = f"try {' '.join(cause.change)}" if cause.change else ""
+            tried = f"try {as_typed(cause.change)}" if cause.change else ""
             if advice := "; ".join(filter(None, (tried, cause.hint))):
                 yield Text(f"         {advice}")
         if self.prediction is not None and self.prediction.speed is not None:
