@@ -30,6 +30,12 @@ BLOCK = 256
 SCALE_BYTES = 4
 
 PAGED_ON_CPU = "pages live in memory shared with a GPU; on a CPU bitsandbytes keeps plain state"
+WHOLE_WEIGHTS = {
+    "bitsandbytes": "its kernels take whole tensors, and no shards (DTensor; bitsandbytes 0.50)",
+    "adafactor": "its means over rows and columns are whole tensors, which do not go with shards",
+    "adagrad": "it makes its state for whole weights, before they are sharded",
+}
+"""Why optimizers, by library or name, cannot step where FSDP2 shards the weights."""
 IN_BACKWARD = "it updates weights inside the backward, where no step can be seen, clipped or proven"
 
 
@@ -86,6 +92,11 @@ class Optimizer:
     def install(self) -> str:
         """Command that installs its library where that is optional, else empty."""
         return _INSTALL.get(self.library, "")
+
+    @property
+    def not_sharded(self) -> str:
+        """Reason why it cannot step where FSDP2 shards the weights; empty when it does."""
+        return WHOLE_WEIGHTS.get(self.name) or WHOLE_WEIGHTS.get(self.library, "")
 
 
 _INSTALL = {
@@ -242,7 +253,7 @@ def check_name(name: str, where: str = "train.optim") -> None:
 
 
 def check_optimizer(train: dict[str, Any]) -> None:
-    """Refuse an optimizer that cannot be had anywhere, and arguments that would not act.
+    """Refuse an optimizer that cannot be had anywhere, or of shards; and arguments without effect.
 
     Raises:
         ConfigError: names what to use instead.
@@ -250,6 +261,11 @@ def check_optimizer(train: dict[str, Any]) -> None:
     facts = chosen(train)
     if facts.refused:
         raise cannot_have(facts, "anywhere", facts.refused, facts.instead)
+    if train.get("fsdp") and facts.not_sharded:
+        small = facts.moments is not None and (facts.moments.blockwise or facts.moments.factored)
+        instead = "adamw_torch_8bit" if small else "adamw_torch_fused"
+        why = f"{facts.not_sharded}; without train.fsdp (DDP) it steps"
+        raise cannot_have(facts, "with train.fsdp", why, instead)
     for key in arguments(train) if "*" not in facts.arguments else ():
         if key not in facts.arguments:
             known = ", ".join(facts.arguments)

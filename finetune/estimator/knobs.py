@@ -197,8 +197,11 @@ def _narrower(config: RunConfig) -> Iterator[Change]:
         yield Change("weights", ("model.dtype=bfloat16",), why, "otherwise")
     moments = chosen(config.train).moments
     if moments is not None and moments.count == 2 and not moments.blockwise:
-        why = "both moments of AdamW in 8 bits, so it trains a little otherwise; needs the extra"
-        yield Change("optimizer", ("train.optim=adamw_8bit",), f"{why} bnb", "otherwise")
+        why = "both moments of AdamW in 8 bits, so it trains a little otherwise"
+        name, needs = "adamw_8bit", "; needs the extra bnb"
+        if config.train.get("fsdp"):  # bitsandbytes steps whole weights alone
+            name, needs = "adamw_torch_8bit", ""
+        yield Change("optimizer", (f"train.optim={name}",), why + needs, "otherwise")
 
 
 def _shorter(config: RunConfig) -> Iterator[Change]:

@@ -17,10 +17,11 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerCallback
 
 from finetune.config.data import CheckpointsConfig
-from finetune.errors import NonFiniteError
+from finetune.errors import CheckpointError, NonFiniteError
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import conversion_of
 from finetune.runs.checkpoints import (
@@ -124,6 +125,7 @@ class CheckpointKeeper(TrainerCallback):
             self._name_the_best(partial / final.name, folder)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
+                refuse_unreadable(partial / final.name)
                 self._write_manifest(partial / final.name, step)
                 _rename(partial / final.name, final)
                 self._delete_older(folder, limit)
@@ -189,6 +191,25 @@ class CheckpointKeeper(TrainerCallback):
         _to_disk(folder / MANIFEST)
         for inside in {folder, *(file.parent for file in files)}:
             _to_disk(inside)
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """Raise for an optimizer's state that resuming would not read (`weights_only`).
+
+    It shows when the first step is saved, and not when a run of days is to go on.
+
+    Raises:
+        CheckpointError: it holds more than tensors and plain data.
+    """
+    file = folder / "optimizer.pt"
+    found = get_unsafe_globals_in_checkpoint(file) if file.is_file() else []
+    if found:
+        raise CheckpointError(
+            "the optimizer's state could not be read again: no run would go on from it",
+            where="train.optim",
+            why=f"it holds more than tensors and numbers: {', '.join(found)}",
+            fix="train.optim=adamw_torch_fused; or train.save_strategy=no",
+        )
 
 
 def _to_disk(path: Path) -> None:

@@ -12,15 +12,19 @@ would get 32 bits for an unrelated weight with the same id.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen
 from finetune.errors import ConfigError
+from finetune.precision.proof.movement import is_torchao
 
 
 class TorchaoArguments(BaseModel):
@@ -85,3 +89,57 @@ def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
         after()
 
     return undo
+
+
+# ------------------------------------------------------------------------------- shards of a state
+#
+# A state is codes in the order of its numbers, one byte each (two in 4 bits), and a scale for each
+# block of them. Parts of it that begin and end between blocks are therefore parts of both.
+
+
+def gathered(local: Any, shape: Sequence[int], group: Any) -> Tensor | None:
+    """A torchao state [N, ...] of the parts of all processes, split along N.
+
+    Args:
+        local: this process's part; an empty plain tensor where it has none.
+
+    Returns:
+        The state, on each process that has a part of it; None on the others.
+    """
+    low = is_torchao(local)
+    empty = torch.empty(0, device=local.device)
+    codes = local.codes.flatten().view(torch.uint8) if low else empty.to(torch.uint8)
+    codes, scale = (_joined(x, group) for x in (codes, local.scale if low else empty))
+    return _with(local, codes.view(local.codes.dtype), scale, shape) if low else None
+
+
+def part(state: Any, start: int, shape: Sequence[int]) -> Tensor | None:
+    """The part of a torchao state from a number on; None if it is empty or splits a block."""
+    stop, block = start + math.prod(shape), state.block_size
+    if start == stop or start % block or stop % block:
+        return None
+    each = state.numel() // state.codes.numel()  # numbers in a code
+    codes = state.codes.flatten()[start // each : stop // each]
+    return _with(state, codes.clone(), state.scale[start // block : stop // block].clone(), shape)
+
+
+def _with(state: Any, codes: Tensor, scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """A state of the same kind with other codes, scales and shape."""
+    names, facts = state.__tensor_flatten__()
+    codes = codes.view(*shape) if codes.numel() == math.prod(shape) else codes  # in 4 bits flat
+    tensors = {name: getattr(state, name) for name in names} | {"codes": codes, "scale": scale}
+    facts = [tuple(shape) if isinstance(fact, tuple) else fact for fact in facts]
+    return type(state).__tensor_unflatten__(tensors, facts)
+
+
+def _joined(own: Tensor, group: Any) -> Tensor:
+    """Vectors of all processes, which may differ in length, in their order."""
+    count = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(count)]
+    dist.all_gather(lengths, torch.tensor([own.numel()], device=own.device), group=group)
+    sizes = [int(n) for n in lengths]
+    padded = own.new_zeros(max(sizes))
+    padded[: own.numel()] = own
+    every = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(every, padded, group=group)
+    return torch.cat([one[:n] for one, n in zip(every, sizes, strict=True)])

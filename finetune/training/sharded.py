@@ -10,8 +10,10 @@ Transformers 5.23 has other files under FSDP, which no run without it reads, and
 checkpoint can run code; and with shards it saves no model when training ends.
 
 Here each tensor is gathered on its own and goes to the host's memory of the first process, which
-writes it; a base that adapters leave alone is not gathered. Each process reads its own part of the
-files, which are mapped into memory. Nothing is rounded either way.
+writes it; a base that adapters leave alone is not gathered. Of states in few bits codes and scales
+are gathered: `full_tensor` (torchao 0.18) leaves tensors in them that no reader of plain data
+takes. Each process reads its own part of the files, which are mapped into memory. Nothing is
+rounded either way.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.errors import ConfigError
+from finetune.precision.proof.movement import is_torchao
 from finetune.precision.stored import iter_scales
+from finetune.training import low_bit
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
@@ -107,8 +112,12 @@ class WholeFiles:
         """
         trainer, numbered = self.trainer, list(self._parameters())
         state = trainer.optimizer.state_dict()
+        low = self._low_everywhere(state["state"])
         whole = {
-            number: {key: self._whole(value, numbered[number]) for key, value in entry.items()}
+            number: {
+                key: self._whole(value, numbered[number], low=(number, key) in low)
+                for key, value in entry.items()
+            }
             for number, entry in state["state"].items()
         }
         if trainer.args.should_save:
@@ -136,8 +145,30 @@ class WholeFiles:
         for group in self.trainer.optimizer.param_groups:
             yield from group["params"]
 
-    def _whole(self, value: Any, parameter: Tensor) -> Any:
-        """An entry of a parameter's state, gathered on the CPU of the first process."""
+    def _low_everywhere(self, state: dict[int, dict[str, Any]]) -> set[tuple[int, str]]:
+        """Number and key of what each process with a part of it stores in few bits.
+
+        torchao does so with parts of 4096 numbers and more, so processes may differ.
+        """
+        parts = {
+            (number, key): value.to_local()
+            for number, entry in state.items()
+            for key, value in entry.items()
+            if isinstance(value, DTensor)
+        }
+        votes = [[is_torchao(x), not is_torchao(x) and x.numel() > 0] for x in parts.values()]
+        if not votes:
+            return set()
+        found = torch.tensor(votes, dtype=torch.float32, device=self.trainer.args.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        pairs = zip(parts, found.tolist(), strict=True)
+        return {name for name, (some_low, some_plain) in pairs if some_low and not some_plain}
+
+    def _whole(self, value: Any, parameter: Tensor, *, low: bool) -> Any:
+        """An entry of a parameter's state, gathered on the CPU of the first process.
+
+        One that is stored in few bits by some processes alone is gathered as plain numbers.
+        """
         if not isinstance(value, Tensor) or not value.dim():
             return value
         if isinstance(parameter, DTensor):
@@ -149,17 +180,41 @@ class WholeFiles:
                     fix="train.optim=adamw_torch; or ~train.fsdp ~train.fsdp_config (DDP); or "
                     "train.save_strategy=no",
                 )
-            value = value.full_tensor()  # of all processes, one after the other
+            local = value.to_local()
+            if low:
+                value = low_bit.gathered(local, value.shape, value.device_mesh.get_group())
+            else:
+                plain = local.dequantize() if is_torchao(local) else local
+                value = _sharded_like(plain, value).full_tensor()
         return value.cpu() if self.trainer.args.should_save else None
 
 
 def _as_state_of(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return _as_sharded(value, parameter) if value.shape == parameter.shape else value.clone()
+    if value.shape != parameter.shape:
+        return value.clone()
+    if not is_torchao(value) or not isinstance(parameter, DTensor):
+        return _as_sharded(value, parameter)
+    numbers: Any = value
+    rows = torch.arange(len(value))
+    mine, local = _as_sharded(rows, parameter).to_local(), parameter.to_local()
+    start = int(mine[0]) * (value.numel() // len(value)) if len(mine) else 0
+    part = low_bit.part(numbers, start, local.shape)
+    if part is None:
+        return _as_sharded(numbers.dequantize(), parameter)
+    return _sharded_like(part.to(parameter.device), parameter)
 
 
-def _as_sharded(value: Tensor, like: Tensor) -> Tensor:
+def _sharded_like(local: Tensor, like: DTensor) -> DTensor:
+    """This process's part as one of a tensor that is sharded as another one is."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _as_sharded(value: Tensor, like: Tensor) -> Any:
     """This process's part of a tensor that every process has; a copy."""
     if not isinstance(like, DTensor):
         return value.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import site_reference
@@ -16,6 +17,7 @@ from finetune.config.optimizers import (
     OPTIMIZERS,
     OWN_NAMES,
     arguments,
+    check_optimizer,
     state_bytes,
 )
 from finetune.config.recipe import load_recipe
@@ -290,6 +292,38 @@ def test_a_paged_optimizer_needs_a_gpu() -> None:
     check_optimizer_here({"optim": "paged_adamw_8bit"}, A100)
     with pytest.raises(ConfigError, match=r"on x86_64[\s\S]*train.optim=adamw_8bit"):
         check_optimizer_here({"optim": "paged_adamw_8bit"}, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("adamw_8bit", "adamw_torch_8bit"),
+        ("lion_32bit", "adamw_torch_fused"),
+        ("adafactor", "adamw_torch_8bit"),
+        ("adagrad", "adamw_torch_fused"),
+    ],
+)
+def test_what_cannot_step_on_shards_is_refused_with_what_can(name, instead) -> None:
+    """Each ended in a traceback at the first step, when the model was loaded and sharded."""
+    check_optimizer({"optim": name})
+    with pytest.raises(ConfigError, match=rf"with train.fsdp[\s\S]*train.optim={instead}$"):
+        check_optimizer({"optim": name, "fsdp": True})
+    check_optimizer({"optim": instead, "fsdp": True})
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit", FP8_ADAMW])
+def test_parts_of_a_state_are_its_codes_and_scales(name) -> None:
+    """Between blocks, as shards are cut; a part that splits one is left to plain numbers."""
+    weight = nn.Parameter(torch.randn(64, 128))
+    optimizer = low_bit_adamw(name, [weight])
+    weight.grad = torch.randn_like(weight)
+    eager_step(optimizer)
+    whole = optimizer.state[weight]["exp_avg"]
+    parts: Any = [low_bit.part(whole, at * 128, (n, 128)) for at, n in ((0, 40), (40, 24))]
+    assert [tuple(one.shape) for one in parts] == [(40, 128), (24, 128)]
+    assert torch.equal(torch.cat([one.dequantize() for one in parts]), whole.dequantize())
+    assert low_bit.part(whole, 128, (4, 128)) is None
+    assert low_bit.part(whole, 0, (0, 128)) is None
 
 
 def test_an_fp8_optimizer_needs_fp8_casts_on_a_gpu() -> None:

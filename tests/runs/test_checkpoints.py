@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from finetune.config.recipe import load_recipe
-from finetune.errors import ConfigError
+from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.checkpoints import (
     KEEPER,
     MANIFEST,
@@ -34,6 +34,7 @@ from finetune.runs.checkpoints import (
     superfluous,
 )
 from finetune.training import run_folder
+from finetune.training.checkpoints import refuse_unreadable
 from finetune.training.resume import (
     FIXED,
     FREE,
@@ -406,6 +407,16 @@ def test_a_write_that_is_cut_short_is_of_the_disk(tmp_path) -> None:
     with pytest.raises(SafetensorError) as seen:
         save_file({"a": torch.ones(10)}, tmp_path / "no folder" / "model.safetensors")
     assert run_folder.is_of_the_disk(seen.value)
+
+
+def test_an_optimizer_that_could_not_be_read_again_is_not_saved(tmp_path) -> None:
+    """Resuming reads tensors and plain data alone: it must not show when a run is to go on."""
+    refuse_unreadable(tmp_path)
+    torch.save({"state": {0: {"exp_avg": torch.ones(3)}}}, tmp_path / "optimizer.pt")
+    refuse_unreadable(tmp_path)
+    torch.save({"state": {0: {"kept": Path("x")}}}, tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"could not be read again[\s\S]*pathlib"):
+        refuse_unreadable(tmp_path)
 
 
 @pytest.mark.parametrize(

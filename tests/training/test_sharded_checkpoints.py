@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune.precision.proof.movement import is_torchao
 from finetune.runs.checkpoints import CHECKPOINTS
 from tests.forked import ended, start, start_ranks
 from tests.training.test_processes import GLOBAL_BATCH, SAVING, SETTINGS, losses, weights
@@ -85,6 +86,8 @@ def _flat(at: str, value: Any) -> dict[str, Any]:
 
 def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     def same(a: Any, b: Any) -> bool:
+        if is_torchao(a) or is_torchao(b):
+            return type(a) is type(b) and differing(vars(a), vars(b)) == []
         if isinstance(a, torch.Tensor):
             return a.dtype == b.dtype and torch.equal(a, b)
         return a == b
@@ -120,3 +123,22 @@ def test_a_sharded_checkpoint_goes_on_as_two_one_two_and_four(recipe, within, tm
             assert differing(dict(weights(whole)), dict(weights(made))) == []
         else:
             run = made
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_states_in_few_bits_go_on_sharded_and_whole(optim, tmp_path) -> None:
+    """Codes and scales to the bit, from two processes to one and back to two, and two as two."""
+    chosen = f"train.optim={optim}"
+    whole = train(tmp_path, "tiny_full_fp8", *SETTINGS, *SAVING, SHARDED, chosen, processes=2)
+    saved = state(whole, 2)
+    assert sum(is_torchao(value) for value in saved.values()) > 20
+    again = train(tmp_path, "resume", str(whole), "--checkpoint", "2", FREED, SHARDED, processes=2)
+    assert differing(state(again, 2), saved) == []
+    expected = losses(whole)
+    assert losses(again) == {step: expected[step] for step in range(3, 9)}
+    one = train(
+        tmp_path, "resume", str(whole), "--checkpoint", "2", FREED, "~train.fsdp", processes=1
+    )
+    assert differing(state(one, 2), saved) == []
+    back = train(tmp_path, "resume", str(one), "--checkpoint", "4", FREED, SHARDED, processes=2)
+    assert differing(state(back, 4), state(one, 4)) == []
