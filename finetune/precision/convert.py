@@ -83,6 +83,8 @@ class Conversion:
         self._swapped: list[nn.Module] = []
         self._checkpointed: list[tuple[nn.Module, Any]] = []
         self.is_applied = False
+        for engine in self.engines:  # layers outlive the root: PEFT's `merge_and_unload()`
+            engine.conversion = self
 
     @property
     def engines(self) -> list[Backend]:
@@ -185,6 +187,11 @@ class Conversion:
                 why="some layers would run in another precision than the receipt says",
                 fix="convert after adapters are attached, and do not replace layers afterwards",
             )
+
+    def shares(self, model: nn.Module) -> bool:
+        """True if layers of another model are converted by this one."""
+        others = set() if model is self.model else set(map(id, model.modules()))
+        return not others.isdisjoint(map(id, self._swapped))
 
     def is_current(self) -> bool:
         """True if the model is unchanged since conversion: same layers, same trainable set."""

@@ -233,17 +233,26 @@ GUARD = "_finetune_guard"
 """Attribute of a model that a replaced session has reverted; see `guard`."""
 
 
-def guard(model: nn.Module) -> None:
-    """Reject training calls of a model that a replaced session has reverted."""
+def guard(model: nn.Module, *, shares: bool = False) -> None:
+    """Reject training calls of a model that a replaced session has reverted.
+
+    Args:
+        shares: it was reverted since another model with the same layers was prepared.
+    """
+    what = "this model was prepared under a set-up that has been replaced"
+    where = "setup_fp8_mixed_precision_training() was called again, or a recipe was run"
+    fix = "prepare it again (or build the trainer again) after the last set-up"
+    if shares:
+        what = "layers of this model have been prepared with another model since"
+        where = "merge_and_unload() or unload() of PEFT, or two models with the same layers"
+        fix = "train the model that was prepared last; layers that two models share belong into "
+        fix += "one module, which is prepared as a whole"
 
     def before_forward(module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            raise OrderError(
-                "this model was prepared under a set-up that has been replaced",
-                where="setup_fp8_mixed_precision_training() was called again, or a recipe was run",
-                why="its layers are plain again; it would go on in BF16",
-                fix="prepare it again (or build the trainer again) after the last set-up",
-            )
+            why = "its layers are plain again; it would go on in BF16"
+            why = "they follow its plan, and nothing proves what this one runs" if shares else why
+            raise OrderError(what, where=where, why=why, fix=fix)
 
     model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
 

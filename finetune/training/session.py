@@ -123,9 +123,16 @@ class Session:
             made = plan(model, self.references.precision_of(self.precision, hardware=hardware))
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
             return
+        self._take_over(model)
         conversion = convert.apply(model, made, hardware=hardware)
         self.conversions.add(conversion)
         self.references.add(conversion)
+
+    def _take_over(self, model: nn.Module) -> None:
+        """Give back plain layers that were prepared with another model: PEFT's, unloaded since."""
+        for other in [c for c in self.conversions if c.shares(model)]:
+            other.revert()
+            guard(other.model, shares=True)
 
     def prepare_model(self, model: nn.Module) -> Conversion:
         """Plan and convert `model` (once a session), and start its proof if it trains."""
@@ -136,6 +143,7 @@ class Session:
             was_reference = known.follows is not None
             if not (was_reference and before):
                 return known
+        self._take_over(model)
         convert.revert(model)  # also submodules that were prepared separately
         unguard(model)
         refuse_compiled(model)  # by the script: ours are plain again
@@ -291,8 +299,7 @@ class Session:
 
     def stop(self, error: BaseException) -> None:
         """End the proof of a run that has failed, so that nothing of it watches later runs."""
-        proof = self.training[0]
-        if proof is not None:
+        if (proof := self.training[0]) is not None:
             proof.stop(type(error).__name__)
 
     def _check_prepared(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

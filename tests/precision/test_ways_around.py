@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -147,6 +148,59 @@ def test_setup_again_and_going_on_with_the_old_model(make_llama, setup_backend) 
     model = accelerator.prepare(model)
     model(**batch())
     assert fp8_layers(model) == 14
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_of_an_unloaded_adapter_are_prepared_anew(
+    make_llama, setup_backend, frozen, kept
+) -> None:
+    """Stage after stage in a script; what the first one trained may be alive (`kept`) or gone."""
+    settings = {"frozen": "fp8", "scaling": "rowwise"} if frozen else {}
+    accelerator = setup_backend("emulated", **settings)
+    config = LoraConfig(r=8, target_modules=["q_proj"])
+    first = get_peft_model(make_llama(), config).train()
+    optimizer = torch.optim.AdamW([p for p in first.parameters() if p.requires_grad], lr=1e-2)
+    first, optimizer = accelerator.prepare(first, optimizer)
+    for seed in range(2):
+        step(accelerator, first, optimizer, seed)
+    base = first.unload() if frozen else first.merge_and_unload()
+    if not kept:
+        accelerator.free_memory()
+        del first, optimizer
+        gc.collect()
+    base._is_accelerate_prepared = False
+    second = get_peft_model(base, config).train()
+    stepper = torch.optim.AdamW([p for p in second.parameters() if p.requires_grad], lr=1e-2)
+    second, stepper = accelerator.prepare(second, stepper)
+    for seed in range(2):
+        step(accelerator, second, stepper, seed)
+    assert get_receipt().status == "proven"
+    assert fp8_layers(second) == 14
+    if kept:
+        with pytest.raises(OrderError, match="prepared with another model since"):
+            first.train()(**batch())
+
+
+def test_teardown_reaches_the_layers_of_an_unloaded_adapter(make_llama, setup_backend) -> None:
+    accelerator = setup_backend("emulated")
+    model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules=["q_proj"])).train()
+    base = accelerator.prepare(model).merge_and_unload()
+    other = accelerator.prepare(make_llama())  # what the session's receipt is of
+    accelerator.free_memory()
+    del model
+    gc.collect()
+    assert fp8_layers(base) == fp8_layers(other) == 14
+    teardown_fp8_mixed_precision_training()
+    assert fp8_layers(base) == 0
+
+
+def test_a_trunk_of_two_models_is_prepared_once(setup_backend) -> None:
+    accelerator, trunk = setup_backend("emulated"), nn.Linear(64, 64)
+    actor, critic = (nn.Sequential(trunk, nn.Linear(64, 32)) for _ in range(2))
+    actor, critic = accelerator.prepare(actor, critic)
+    with pytest.raises(OrderError, match="belong into one module"):
+        (actor(torch.randn(4, 64)).sum() + critic(torch.randn(4, 64)).sum()).backward()
 
 
 # ------------------------------------------------------------------------- interrupted and restored

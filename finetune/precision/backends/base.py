@@ -228,8 +228,10 @@ class Backend:
         name: value of `precision.backend`.
         mixin: mixin of converted layers.
         wraps_checkpointing: True if recomputation must run inside `wrap_checkpoint`.
+        conversion: what reverts its layers, alive as long as one of them is.
     """
 
+    conversion: Any = None
     name: ClassVar[str]
     mixin: ClassVar[type[Fp8Mixin]]
     wraps_checkpointing: ClassVar[bool] = False
