@@ -438,8 +438,9 @@ def check_range(key: str, value: Any, where: str) -> None:
     if key in ABOVE_ZERO:
         inside = inside and value > 0
     if not inside:
-        least = "above 0" if key in ABOVE_ZERO else f"{low:g} or more"
-        most = "" if high == LARGEST else f", {'below' if key in BELOW_ONE else 'at most'} {high:g}"
+        least = "more than 0" if key in ABOVE_ZERO else f"{low:g} or more"
+        end = "below" if key in BELOW_ONE else "at most"
+        most = "" if high == LARGEST else f", {end} {high:.15g}"
         raise ConfigError(
             f"train.{key} cannot be {value}",
             where=where,

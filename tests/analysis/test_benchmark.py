@@ -113,8 +113,8 @@ def test_any_text_is_a_grid_or_an_error(text) -> None:
     ("text", "said"),
     [
         ("", "empty"), ("lenght=4", "did you mean 'length'"), ("batch=1 batch=2", "twice"),
-        ("batch=0", "'0' is no number from 1 to"), ("batch=1,,2", "'' is no"), ("batch", "no part"),
-        ("batch=1.5", "'1.5' is no"), ("length=2k", "'2k' is no"),
+        ("batch=0", "'0' is no number from 1 to"), ("batch=1,,2", "'' is no"),
+        ("batch", "has no values"), ("batch=1.5", "'1.5' is no"), ("length=2k", "'2k' is no"),
     ],
 )  # fmt: skip
 def test_a_misspelt_grid(text, said) -> None:

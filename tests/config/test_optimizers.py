@@ -345,6 +345,7 @@ def test_a_bitsandbytes_that_cannot_step_on_a_cpu_is_named(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
+        ("adamw", "adamw_torch"),
         ("adamw8bit", "adamw_8bit"),
         ("adam_w_torch_fused", "adamw_torch_fused"),
         ("adamw_torchao_fp9", FP8_ADAMW),

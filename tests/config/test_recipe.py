@@ -14,6 +14,7 @@ from finetune.config.paths import find_recipe, is_text, list_recipes
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import (
+    check_range,
     convert_train,
     decides_checkpointing,
     sft_config,
@@ -270,6 +271,20 @@ def test_a_scaling_replaces_delayed_scaling_and_what_belongs_to_it() -> None:
     assert precision.config.precision.amax_history_len == 1024  # the recipe's 16 is gone
     with pytest.raises(ConfigError, match="amax_history_len belongs to delayed scaling"):
         load_recipe("tiny_full_fp8", ["precision.scaling=mxfp8", "precision.amax_history_len=16"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("seed", 2**32, "a number of 0 or more, at most 4294967295"),
+        ("num_train_epochs", 0, "a number of more than 0;"),
+        ("adam_beta1", 1.0, "a number of 0 or more, below 1;"),
+    ],
+)
+def test_a_number_out_of_range_has_its_range_in_full(key, value, said) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_range(key, value, f"train.{key}")
+    assert caught.value.fix.startswith(said)
 
 
 def test_an_empty_path_beside_a_name_is_one_of_both() -> None:

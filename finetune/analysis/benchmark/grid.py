@@ -92,8 +92,10 @@ def _parsed(text: str) -> Grid:
     found: dict[str, tuple[int, ...]] = {}
     for word in text.split():
         key, equals, values = word.partition("=")
-        if key not in KEYS or not equals:
+        if key not in KEYS:
             raise ValueError(f"{word!r} is no part of a grid" + did_you_mean(key, KEYS))
+        if not equals:
+            raise ValueError(f"{key} has no values")
         if key in found:
             raise ValueError(f"{key} is given twice")
         for value in values.split(","):
