@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,9 +52,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Patches:
-    """Temporary replacements of class methods."""
+    """Temporary replacements of class methods.
+
+    Attributes:
+        unprepared: notices what trains and was not given to `Accelerator.prepare`.
+    """
 
     def __init__(self) -> None:
+        self.unprepared = Unprepared()
         self._replaced: list[tuple[type, str, Any, Any]] = []  # owner, name, original, replacement
         self.are_aside = False
 
@@ -122,6 +128,7 @@ def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) ->
     def make_prepare(original: Any) -> Any:
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             models = [a for a in args if isinstance(a, nn.Module)]
+            patches.unprepared.known.update(models)
             if models:
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
                 session.prepare_models(models)
@@ -147,6 +154,7 @@ def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) ->
             if multiplies(model):
                 given = signature.bind(accelerator, model, *args, **kwargs).arguments
                 evaluation = bool(given.get("evaluation_mode"))
+                patches.unprepared.known.add(model)
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
                 session.prepare_models([model], evaluation=evaluation)
             return original(accelerator, model, *args, **kwargs)
@@ -227,6 +235,51 @@ def refuse_compiled(model: nn.Module) -> None:
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             said = "torch.compile(model)" if isinstance(module, OptimizedModule) else ".compile()"
             raise never_compiled(f"{said} of {name or 'the model'}: {type(module).__name__}")
+
+
+class Unprepared:
+    """Notices matrices that an optimizer trains and that belong to no prepared model.
+
+    Attributes:
+        known: what `accelerator.prepare` was given, with or without layers to convert.
+    """
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def check(self, optimizer: Optimizer, *, is_prepared: bool) -> None:
+        """Judge the first step of an optimizer that has gradients.
+
+        Raises:
+            OrderError: most of what it trains was never prepared.
+        """
+        every = (p for group in optimizer.param_groups for p in group["params"])
+        graded = [p for p in every if p.dim() > 1 and p.grad is not None]
+        # FSDP puts parameters of its own, shards, into the place of a model's.
+        if optimizer in self._judged or not graded or {*map(type, graded)} - {nn.Parameter}:
+            return
+        self._judged.add(optimizer)
+        prepared = {id(p) for module in self.known for p in module.parameters()}
+        others = [p for p in graded if id(p) not in prepared]
+        size, left = sum(p.numel() for p in graded), sum(p.numel() for p in others)
+        if not left or (left == size and is_prepared):  # `Session._check_owner` has its own words
+            return
+        shapes = ", ".join(str(list(p.shape)) for p in others[:3])
+        where = f"{len(others)} of {len(graded)} matrices with gradients: {shapes}"
+        if left < size < 2 * left:
+            raise OrderError(
+                "most of what an optimizer trains belongs to no prepared model",
+                where=where,
+                why="what was never prepared is not converted: it would train in high precision, "
+                "past the plan and the receipt",
+                fix="pass every model to accelerator.prepare, in one call with its optimizer",
+            )
+        warnings.warn(
+            f"an optimizer trains {left:,} numbers that belong to no prepared model ({where}): "
+            "they are in no plan and no receipt. Pass every model to accelerator.prepare",
+            stacklevel=2,
+        )
 
 
 GUARD = "_finetune_guard"

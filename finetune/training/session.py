@@ -80,16 +80,14 @@ class Session:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
         self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
-        self.has_prepared = False
+        self.has_prepared, self.compiled = False, "off"
         self._stateful: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.compiled = "off"
         self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Patch `Accelerator` so that models prepared from now on follow this session."""
         patch_accelerator(self.patches, self.resolution, self)
-        hook = register_optimizer_step_pre_hook(self._check_prepared)
-        self._undo.callback(hook.remove)
+        self._undo.callback(register_optimizer_step_pre_hook(self._check_prepared).remove)
 
     def end(self, *, replaced: bool = False) -> None:
         """Remove the patches and restore every model's plain layers.
@@ -238,10 +236,9 @@ class Session:
     def after_prepare(self, accelerator: Any, models: Sequence[nn.Module]) -> None:
         """Let `accelerator.save_state` keep the scaling state of prepared models."""
         for model in models:
-            conversion = convert.conversion_of(model)
-            backend = conversion.backend if conversion is not None else None
-            if backend is not None and backend.has_state and conversion not in self._stateful:
-                self._stateful.add(conversion)
+            backend = getattr(convert.conversion_of(model), "backend", None)
+            if backend is not None and backend.has_state and backend not in self._stateful:
+                self._stateful.add(backend)
                 # It asks for these two methods.
                 accelerator.register_for_checkpointing(
                     SimpleNamespace(
@@ -304,9 +301,12 @@ class Session:
 
     def _check_prepared(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Reject the first step of a script that prepares nothing."""
-        known = self.has_prepared or optimizer in self._optimizers
         matrices = any(p.dim() > 1 for group in optimizer.param_groups for p in group["params"])
-        if known or not matrices or self.patches.are_aside or self.precision.compute != "fp8":
+        if not matrices or self.patches.are_aside or self.precision.compute != "fp8":
+            return
+        is_prepared = optimizer in self._optimizers
+        if self.has_prepared or is_prepared:
+            self.patches.unprepared.check(optimizer, is_prepared=is_prepared)
             return
         raise OrderError(
             "an optimizer steps, and no model was prepared",

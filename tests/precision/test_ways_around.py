@@ -91,6 +91,33 @@ def test_optimizer_whose_model_was_never_prepared(make_llama, setup_backend) -> 
         optimizer.step()
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_model_left_out_beside_a_prepared_one(make_llama, setup_backend, separate) -> None:
+    """It would train in high precision, next to a receipt that is proven."""
+    accelerator, model, probe = setup_backend("emulated"), make_llama(), nn.Linear(272, 16)
+    optimizer = torch.optim.AdamW([*probe.parameters(), *([] if separate else model.parameters())])
+    probe, optimizer = accelerator.prepare(probe, optimizer)
+    accelerator.backward(probe(model(**batch()).logits.float()).square().mean())
+    if not separate:
+        with pytest.raises(OrderError, match="most of what an optimizer trains belongs to no"):
+            optimizer.step()
+        return
+    optimizer.step()
+    own = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match=r"belong to no prepared model \(16 of 16 matrices"):
+        own.step()
+
+
+def test_parameters_that_need_no_conversion_are_prepared_too(make_llama, setup_backend) -> None:
+    accelerator, model = setup_backend("emulated"), make_llama()
+    prompt = nn.ParameterList([nn.Parameter(torch.randn(600, 64))])
+    optimizer = torch.optim.AdamW([*model.parameters(), *prompt.parameters()], lr=1e-2)
+    model, prompt, optimizer = accelerator.prepare(model, prompt, optimizer)
+    embedded = prompt[0][:8].expand(2, 8, 64)
+    accelerator.backward(model(inputs_embeds=embedded).logits.square().mean())
+    optimizer.step()
+
+
 def test_prepare_model_converts_too(make_llama, setup_backend) -> None:
     accelerator = setup_backend("emulated")
     assert fp8_layers(accelerator.prepare_model(make_llama())) == 14
