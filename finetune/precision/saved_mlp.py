@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ from finetune.precision.overrides import part_of
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.scaling import cast_current
 
+FEW = 16
+"""Rows below which a tensor is no activation: scales of columns."""
+MATRIX = 2
+"""Dimensions of a linear layer's weight; hidden states have one more."""
 Kept = Tensor | tuple[Tensor, Tensor]
 """A saved tensor, or its codes and inverse scales."""
 
@@ -74,9 +79,10 @@ class SavedMlp:
 
     def _pack(self, x: Tensor) -> Kept:
         """What is kept of a tensor. Called when a graph is made, or by uncompiled operators."""
-        width = x.shape[-1] if x.dtype is torch.bfloat16 and x.dim() > 1 else 0
+        *rows, width = x.shape if x.dtype is torch.bfloat16 else (1,)
         inside = isinstance(width, int) and width in self.widths  # a symbol is a length
-        if not inside or not torch.compiler.is_compiling():
+        few = all(isinstance(size, int) for size in rows) and prod(rows) < FEW
+        if few or not inside or not torch.compiler.is_compiling() or not _is_activation():
             return x
         self.kept += 1
         return cast_current(x, E4M3, -1, packed=True)
@@ -102,6 +108,24 @@ class SavedMlp:
             yield
         if counters()["frames"]["ok"] > before and not self.kept:
             raise _idle("graphs begin or end inside it; TORCH_LOGS=graph_breaks says where")
+
+
+def _is_activation() -> bool:
+    """True if the tensor that a hook is given is made of the layer's input [B, L, H].
+
+    Others are made of weights alone: in 16 bits beside a float32 master, or with DoRA's update.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    context = graph_compile._get_saved_tensor_hook_context()
+    seen, waiting = set[torch.fx.Node](), [context["_node"]] if context else []
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder" and len(node.meta["val"].shape) > MATRIX:
+            return True
+        waiting += [each for each in node.all_input_nodes if each not in seen]
+        seen.update(node.all_input_nodes)
+    return False
 
 
 def _idle(why: str, fix: str = "") -> PrecisionError:

@@ -308,6 +308,15 @@ TRAINED = {
     ),
     "full-rowwise": ({"backend": "torchao", "scaling": "rowwise"}, None),
     "full-tensorwise": ({"backend": "torchao", "scaling": "tensorwise"}, None),
+    "full-high-wgrad": ({"backend": "torchao", "scaling": "rowwise_with_gw_hp"}, None),
+    "full-high-dgrad": (
+        {"backend": "torchao", "scaling": "tensorwise", "high_gemms": ["dgrad"]},
+        None,
+    ),
+    "full-high-fprop": (
+        {"backend": "torchao", "scaling": "rowwise", "high_gemms": ["fprop"]},
+        None,
+    ),
 }
 """Kind of layer -> its precision, and its adapters."""
 

@@ -25,7 +25,14 @@ from tests.traced import traced
 
 FROZEN = {"compute": "fp8", "backend": "torchao", "frozen": "fp8", "scaling": "rowwise"}
 FULL = {"compute": "fp8", "backend": "torchao", "scaling": "tensorwise"}
-KINDS = {"frozen": (FROZEN, {"r": 4, "target_modules": "all-linear"}), "full": (FULL, None)}
+ADAPTERS = {"r": 4, "target_modules": "all-linear"}
+KINDS = {
+    "frozen": (FROZEN, ADAPTERS),
+    "full": (FULL, None),
+    "weights-in-16-bits": (FULL | {"map": {"mlp": "bf16"}}, None),  # beside float32 masters
+    "scales-of-columns": (FULL | {"backend": "emulated", "scaling": "rowwise"}, None),
+    "dora": (FROZEN, ADAPTERS | {"use_dora": True}),
+}
 ROWS, LENGTH, WIDTH = 2, 48, 160
 """Rows of a batch, tokens of a row, and the width of the MLP in these tests."""
 TOKENS = ROWS * LENGTH
@@ -34,7 +41,7 @@ TOKENS = ROWS * LENGTH
 def prepared(make_llama, kind: str, *, compiles: bool = True, **settings: Any) -> Any:
     precision, adapters = KINDS[kind]
     if settings.get("compute") == "bf16":
-        precision = {}
+        precision: dict[str, Any] = {}
     model = make_llama(intermediate_size=WIDTH, num_hidden_layers=2)
     if adapters is not None:
         model = get_peft_model(model, LoraConfig(**adapters))
@@ -87,7 +94,7 @@ def activations(kept: dict[int, Tensor]) -> tuple[Counter[Any], Counter[Any]]:
     for x in kept.values():
         if x.shape[-1:] == (WIDTH,) and x.numel() == TOKENS * WIDTH:
             inside[x.dtype] += 1
-        elif x.shape != (TOKENS, 1):
+        elif x.shape[-1:] != (1,):
             others[x.shape, x.dtype] += 1
     return inside, others
 

@@ -20,6 +20,7 @@ from finetune.estimator.speed.operators import FUSABLE, kind_of
 from finetune.estimator.trace.trace import Event, Op, Operand, Storage, Trace, layer_of
 from finetune.precision.formats import E4M3
 
+_OF_BATCHES = (torch.int64, torch.int32, torch.bool)
 _CAST, _AMAX = "aten._to_copy.default", "aten.amax.default"
 
 
@@ -129,6 +130,8 @@ def _saved(trace: Trace, widths: frozenset[int]) -> dict[int, _Saved]:
     """BF16 results of these widths that a layer's forward makes and its backward reads."""
     first = trace.events[trace.marks["step"]].at if trace.marks["step"] < len(trace.events) else 0
     made: dict[int, _Saved] = {}
+    floating = (n for n in trace.initial if trace.storages[n].dtype not in _OF_BATCHES)
+    weights = set(floating)  # and what is made of them alone: no activation
     for index, op in enumerate(trace.ops[first:], first):
         for x in op.inputs:
             if x.storage not in made:
@@ -140,9 +143,10 @@ def _saved(trace: Trace, widths: frozenset[int]) -> dict[int, _Saved]:
                 made[x.storage] = saved._replace(last=index)
             else:  # a result of the layer itself
                 del made[x.storage]
-        of_weights = all(x.storage in trace.initial for x in op.inputs)  # inputs of the graph
-        makes = op.phase == "forward" and layer_of(op.module) and kind_of(op) != "cast"
-        for x in op.outputs if makes and not of_weights else ():
+        if all(x.storage in weights for x in op.inputs):
+            weights.update(x.storage for x in op.outputs)
+            continue
+        for x in op.outputs if op.phase == "forward" and layer_of(op.module) else ():
             if len(x.shape) > 1 and x.shape[-1] in widths and x.dtype is torch.bfloat16:
                 made.setdefault(x.storage, _Saved(x, op.module, index, []))
     return {storage: saved for storage, saved in made.items() if saved.readers}

@@ -67,6 +67,10 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
     )
 
 
+# As a plain function: Dynamo (torch 2.13) cannot trace `Function.backward` called by its class.
+_mixed_backward = matmul_with_hp_or_float8_args.backward
+
+
 class MixedMatmul(matmul_with_hp_or_float8_args):
     """torchao's matmul with some GEMMs in high precision: float32 weights meet BF16 gradients.
 
@@ -77,7 +81,7 @@ class MixedMatmul(matmul_with_hp_or_float8_args):
     def backward(ctx: Any, g: Tensor):
         on = g.dtype in (torch.bfloat16, torch.float16)
         with torch.autocast(g.device.type, g.dtype if on else None, enabled=on):
-            return matmul_with_hp_or_float8_args.backward(ctx, g)
+            return _mixed_backward(ctx, g)
 
 
 class CachedMatmul(torch.autograd.Function):
