@@ -123,8 +123,20 @@ def allow_counts_in_checkpoints() -> None:
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
+def run_backward_without_autocast() -> None:
+    """Let AOTAutograd trace backward as it runs: outside of the trainer's autocast.
+
+    By default (torch 2.13) it is traced under that of forward, and layers that `precision.map`
+    gives fp32, or routers that a model keeps in fp32, multiply BF16 operands in backward.
+    """
+    from torch._functorch import config
+
+    config.backward_pass_autocast = "off"
+
+
 def prepare() -> None:
     """Set torch up for compiled layers, in this process."""
+    run_backward_without_autocast()
     store_operands_once()
     allow_counts_in_checkpoints()
     allow_graphs()

@@ -103,6 +103,26 @@ def test_layers_that_run_uncompiled_nevertheless_are_said(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_a_layer_in_fp32_is_in_fp32_backward_too(make_llama, setup_backend, traced) -> None:
+    """AOTAutograd traced backward under the autocast of forward: its GEMMs took BF16 operands."""
+
+    def gradients() -> dict[str, torch.Tensor]:
+        for p in model.parameters():
+            p.grad = None
+        accelerator.backward(model(**rows).loss)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    accelerator = setup_backend("torchao", compile="on", map={"mlp": "fp32"})
+    model = accelerator.prepare(make_llama())
+    rows = batch() | {"use_cache": False}
+    eager, compiled = gradients(), gradients()  # the first step is witnessed, uncompiled
+    assert counters["frames"]["ok"] > 0
+    for name, gradient in eager.items():
+        assert torch.equal(gradient, compiled[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_layers_compiled_under_observation_are_whole(make_llama, setup_backend, traced) -> None:
     """Hooks of training health on modules inside broke a layer into dozens of graphs, for good."""
     model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
