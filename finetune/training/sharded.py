@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
 from finetune.precision.stored import iter_scales
+from finetune.precision.weights import dequantize_weight
 from finetune.training import low_bit
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -197,13 +198,36 @@ def _as_state_of(value: Any, parameter: Tensor) -> Any:
     if not is_torchao(value) or not isinstance(parameter, DTensor):
         return _as_sharded(value, parameter)
     numbers: Any = value
-    rows = torch.arange(len(value))
-    mine, local = _as_sharded(rows, parameter).to_local(), parameter.to_local()
-    start = int(mine[0]) * (value.numel() // len(value)) if len(mine) else 0
-    part = low_bit.part(numbers, start, local.shape)
+    start = own_rows(parameter).start * (value.numel() // len(value))
+    part = low_bit.part(numbers, start, parameter.to_local().shape)
     if part is None:
         return _as_sharded(numbers.dequantize(), parameter)
     return _sharded_like(part.to(parameter.device), parameter)
+
+
+def own_rows(sharded: DTensor) -> range:
+    """Rows of a tensor that this process has."""
+    rows = _as_sharded(torch.arange(len(sharded)), sharded).to_local()
+    return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
+
+
+def own_weight(module: Any) -> Tensor | None:
+    """The rows of a weight stored in FP8 that this process has; None if they split a tile.
+
+    Outside a forward FSDP2 has shards of the codes, and their scales are whole.
+    """
+    weight, (height, width) = module.weight, module.stored_tile
+    if not isinstance(weight, DTensor):
+        return module.weight_in()
+    rows, codes, scale = own_rows(weight), weight.to_local(), module.weight_scale
+    if module.transposed_weight:
+        return None
+    if height == len(weight):  # one tile for all rows
+        return dequantize_weight(codes, scale, (len(codes), width), module.compute_dtype)
+    if rows.start % height:
+        return None
+    above = scale[rows.start // height : -(-rows.stop // height)]
+    return dequantize_weight(codes, above, (height, width), module.compute_dtype)
 
 
 def _sharded_like(local: Tensor, like: DTensor) -> DTensor:

@@ -63,6 +63,7 @@ from finetune.precision.scaling import (
 )
 from finetune.precision.stored import StoredMixin
 from finetune.runs.receipt import name_parts
+from finetune.training.sharded import own_weight
 
 SAMPLE_ROWS = 256
 PRODUCTS = 8
@@ -341,7 +342,9 @@ class OperandWatch:
     def _see_weights(self, name: str, low: Collection[Operand]) -> None:
         module = self._modules[name]
         if isinstance(module, StoredMixin):  # stored codes are multiplied without further loss
-            self._see(name, "w", module.weight_in(), ())
+            w = own_weight(module)
+            if w is not None and w.numel():
+                self._see(name, "w", w, ())
         for own, parameter in module.named_parameters(recurse=False):
             w = getattr(parameter, "_local_tensor", parameter).detach()
             if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
