@@ -121,7 +121,8 @@ def _is_activation() -> bool:
     seen, waiting = set[torch.fx.Node](), [context["_node"]] if context else []
     while waiting:
         node = waiting.pop()
-        if node.op == "placeholder" and len(node.meta["val"].shape) > MATRIX:
+        value = node.meta.get("val")  # an input may be a length, too
+        if node.op == "placeholder" and isinstance(value, Tensor) and value.dim() > MATRIX:
             return True
         waiting += [each for each in node.all_input_nodes if each not in seen]
         seen.update(node.all_input_nodes)
