@@ -79,7 +79,7 @@ class SavedMlp:
 
     def _pack(self, x: Tensor) -> Kept:
         """What is kept of a tensor. Called when a graph is made, or by uncompiled operators."""
-        *rows, width = x.shape if x.dtype is torch.bfloat16 else (1,)
+        *rows, width = x.shape if x.dtype is torch.bfloat16 and x.dim() else (1,)
         inside = isinstance(width, int) and width in self.widths  # a symbol is a length
         few = all(isinstance(size, int) for size in rows) and prod(rows) < FEW
         if few or not inside or not torch.compiler.is_compiling() or not _is_activation():

@@ -149,9 +149,11 @@ def test_uncompiled_operators_keep_what_they_are_given(make_llama) -> None:
     plain = prepared(make_llama, "frozen", compiles=False)
     other = prepared(make_llama, "frozen", compiles=False, saved_mlp="fp8")
     kept = convert.conversion_of(other).saved_mlp  # pyright: ignore[reportOptionalMemberAccess]
+    saved = torch.ones((), dtype=torch.bfloat16, requires_grad=True)  # a number is no matrix
     with kept.in_call([]):  # pyright: ignore[reportOptionalMemberAccess]
         for (_, a), (_, b) in zip(step(plain)[1].items(), step(other)[1].items(), strict=True):
             assert torch.equal(a, b)
+        assert torch.autograd.grad(saved.square(), saved)[0] == 2
 
 
 def test_widths_are_those_of_the_mlp_alone(make_llama) -> None:
