@@ -9,7 +9,7 @@ input of the down projection. Their rounding, 2.6 % of a normal number, is in th
 
 A pair of saved-tensor hooks does it. Hooks that are graphs are put into a compiled layer's graph
 after AOTAutograd has split it (torch 2.8), so its partition stays as it is. They see what forward
-hands to backward, besides its inputs and results; an activation of the MLP is told by its width.
+saves for backward, besides its inputs and results; the MLP's activations are found by their width.
 
 Sources: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.3, keeps the inputs of SwiGLU
 in FP8; COAT (arXiv 2410.19313) all activations.
@@ -58,8 +58,8 @@ def mlp_widths(plan: PrecisionPlan) -> frozenset[int]:
         raise PrecisionError(
             "precision.saved_mlp=fp8 finds no activations of an MLP",
             where="the model's linear layers",
-            why="they are told by the width of layers such as gate_proj and down_proj, and here no "
-            "linear layer of an MLP widens or narrows, or the attention's are as wide",
+            why="they are found by the width of layers such as gate_proj and down_proj, and no "
+            "linear layer of an MLP widens or narrows here, or the attention's are as wide",
             fix="~precision.saved_mlp",
         )
     return found
@@ -78,7 +78,10 @@ class SavedMlp:
         self._hooks = _as_graph(self._pack), _as_graph(unpack)
 
     def _pack(self, x: Tensor) -> Kept:
-        """What is kept of a tensor. Called when a graph is made, or by uncompiled operators."""
+        """Codes [..., M, I] and inverse scales [..., M, 1] of an activation; others as they are.
+
+        Called when a graph is made, and by uncompiled operators, whose tensors stay as they are.
+        """
         *rows, width = x.shape if x.dtype is torch.bfloat16 and x.dim() else (1,)
         inside = isinstance(width, int) and width in self.widths  # a symbol is a length
         few = all(isinstance(size, int) for size in rows) and prod(rows) < FEW
@@ -139,7 +142,7 @@ def _idle(why: str, fix: str = "") -> PrecisionError:
 
 
 def unpack(kept: Kept) -> Tensor:
-    """The saved tensor, or the BF16 numbers that its codes stand for."""
+    """The saved tensor, or the BF16 numbers [..., M, I] that its codes stand for."""
     if isinstance(kept, Tensor):
         return kept
     codes, inverse = kept

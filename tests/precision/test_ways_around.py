@@ -115,7 +115,9 @@ def test_parameters_that_need_no_conversion_are_prepared_too(make_llama, setup_b
     model, prompt, optimizer = accelerator.prepare(model, prompt, optimizer)
     embedded = prompt[0][:8].expand(2, 8, 64)
     accelerator.backward(model(inputs_embeds=embedded).logits.square().mean())
-    optimizer.step()
+    before = prompt[0].detach().clone()
+    optimizer.step()  # neither an error nor a warning
+    assert not torch.equal(prompt[0], before)
 
 
 def test_prepare_model_converts_too(make_llama, setup_backend) -> None:

@@ -63,7 +63,14 @@ class _Saved(NamedTuple):
 
 
 def keep_in_fp8(trace: Trace, widths: frozenset[int]) -> tuple[Trace, Callable[[int], int]]:
-    """Trace whose layers keep what they save of these widths in FP8; and new numbers of events."""
+    """Let layers keep in FP8 what they save of these widths.
+
+    Args:
+        widths: elements of a row of the results, as `finetune.precision.saved_mlp.mlp_widths`.
+
+    Returns:
+        The trace with casts and codes, and the new number of an event of the old one.
+    """
     found = _saved(trace, widths)
     after: dict[int, list[Op]] = defaultdict(list)
     before: dict[int, list[Op]] = defaultdict(list)
