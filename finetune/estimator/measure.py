@@ -25,6 +25,7 @@ from finetune.estimator.speed import timing
 from finetune.estimator.speed.timing import Pace, pace_of_one
 from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
+from finetune.estimator.trace.trace import Trace
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import Resolution, compiles, resolve_there
 from finetune.precision.planner import PrecisionPlan
@@ -162,7 +163,8 @@ def _steps_and_first(
     compiled, first = rehearsal.compiles and compiles(resolution.precision, place.device), None
     if compiled:
         if any(op.phase == "recompute" for op in rehearsal.trace.ops):
-            first = device_footprint(rehearsal, config, place)
+            eager = replace(rehearsal, trace=in_eager_kernels(rehearsal.trace))
+            first = device_footprint(eager, config, place)
         rehearsal = _compiled(rehearsal)
     steps = Measured(
         config,
@@ -175,6 +177,13 @@ def _steps_and_first(
         compiled,
     )
     return steps, first
+
+
+def in_eager_kernels(trace: Trace) -> Trace:
+    """The trace with empty storages for what only passes through a kernel of an eager step."""
+    passing = {n: replace(s, nbytes=0) for n, s in trace.storages.items() if s.passing}
+    events = [e._replace(nbytes=0) if e.storage in passing else e for e in trace.events]
+    return replace(trace, events=events, storages=trace.storages | passing)
 
 
 def _with_first(steps: Measured, first: Footprint | None) -> Measured:

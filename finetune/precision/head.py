@@ -95,8 +95,6 @@ class _Replacement(NamedTuple):
         how = head.fp8_how if low else dequantizing(head.stored_tile)
         if low:
             head.fp8_tally.count(hidden)
-        # Nothing here is compiled, so that operators of ours cast wherever there is Triton.
-        how = how._replace(own_cast=how.own_transpose)
         settings = {
             "logit_scale": logit_scale,
             "softcap": softcap or 1.0,
@@ -159,8 +157,7 @@ class _Product(NamedTuple):
         """The same with words innermost, as `torch._scaled_mm` contracts them."""
         if self.how.emulate or "dgrad" in self.how.high:
             return self
-        own = self.how.own_transpose
-        copy = transpose_codes(self.bits, g) if own else self.bits.t().contiguous()
+        copy = transpose_codes(self.bits, g) if self.how.own else self.bits.t().contiguous()
         return self._replace(bits=copy.t())
 
 

@@ -156,8 +156,9 @@ class Arithmetic(NamedTuple):
         in_bf16: True if the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
         high: GEMMs that stay in high precision, from the dequantized weight.
         fast_accum: True if `torch._scaled_mm` may accumulate with fewer digits.
-        own_cast, own_transpose: True if operators of `finetune.precision.kernels` cast the operands
-            of `torch._scaled_mm` by row, and transpose codes for it.
+        own: True if operators of `finetune.precision.kernels` transpose codes for
+            `torch._scaled_mm`, and cast its operands by row where nothing is compiled.
+        own_cast: True if they cast in compiled layers, too, where Inductor joins casts to others.
         grouped: True if one kernel multiplies all experts of a stack.
     """
 
@@ -168,8 +169,8 @@ class Arithmetic(NamedTuple):
     in_bf16: bool = True
     high: frozenset[Gemm] = frozenset()
     fast_accum: bool = True
+    own: bool = False
     own_cast: bool = False
-    own_transpose: bool = False
     grouped: bool = False
 
 
@@ -184,7 +185,8 @@ def cast(x: Tensor, how: Arithmetic, fold: Tensor | None = None) -> tuple[Tensor
     Args:
         fold: float32 [1, C], multiplied into the columns before they are cast.
     """
-    if how.own_cast and how.per_row and not how.emulate:
+    own = how.own_cast or (how.own and not torch.compiler.is_compiling())
+    if own and how.per_row and not how.emulate:
         return cast_rows(x, fold, pow2=how.pow2)
     wide = x if fold is None else x.float() * fold
     dim = 1 if how.per_row else None
@@ -205,7 +207,7 @@ def multiply(
         inverse = inverse.expand(1, bits.shape[1]).contiguous()
     column_major = bits
     if bits.stride(0) != 1:
-        row_major = transpose_codes(bits, a[0]) if how.own_transpose else bits.t().contiguous()
+        row_major = transpose_codes(bits, a[0]) if how.own else bits.t().contiguous()
         column_major = row_major.t()
     # The kernel with a scale per row has BF16 results only.
     y = torch._scaled_mm(  # [M, C] @ [C, D]

@@ -140,13 +140,13 @@ def _kernels(conversion: Conversion | None) -> str:
     """Kernels that cast the operands of frozen weights; empty without them."""
     if conversion is None or conversion.frozen is None:
         return ""
-    casts = "inductor" if conversion.compiled else "eager"
+    own = conversion.frozen.own
+    casts = "inductor" if conversion.compiled else "triton" if own else "eager"
     if conversion.frozen.own_cast:
         casts = "triton"
     if conversion.frozen.keeps_transposed:
         return f"{casts}; transposes: kept"
-    apart = conversion.frozen.own_transpose and not conversion.frozen.own_cast
-    return f"{casts}; transposes: triton" if apart else casts
+    return f"{casts}; transposes: triton" if own and casts == "inductor" else casts
 
 
 def _saved_mlp(conversion: Conversion | None) -> dict[str, str]:

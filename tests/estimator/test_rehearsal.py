@@ -19,13 +19,13 @@ from finetune.config.sft import decides_checkpointing, with_checkpointing
 from finetune.errors import RehearsalError
 from finetune.estimator.caveats import caveats
 from finetune.estimator.gate import bound
-from finetune.estimator.measure import measure_fast
+from finetune.estimator.measure import in_eager_kernels, measure_fast
 from finetune.estimator.memory.footprint import tensor_footprint
-from finetune.estimator.speed.step_parts import StepPart, classes_of
+from finetune.estimator.speed.step_parts import StepPart, classes_of, in_layer
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
-from finetune.estimator.trace.trace import in_layer, layer_of
+from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.gpus import place_of
 from finetune.hardware.requirements import Resolution, engine_verdict
 from finetune.precision import head, weights
@@ -352,6 +352,23 @@ def test_experts_in_fp8_are_left_out_of_compiled_layers(tmp_path) -> None:
         assert all(in_layer(module) for module in experts)
         assert {layer_of(module) == "" for module in experts} == {left_out}
         assert found.compiles
+
+
+def test_the_first_micro_step_casts_in_kernels_and_compiled_layers_fuse_casts() -> None:
+    """From one rehearsal: memory as with kernels of ours, and operators as for Inductor."""
+    by = {
+        kernels: on_h100(load_recipe("llama_8b_lora_fp8", [f"precision.kernels={kernels}"]).config)
+        for kernels in ("auto", "triton", "inductor")
+    }
+    casts = {
+        kernels: [(op.module, op.phase) for op in found.trace.ops if op.name == "aten.amax.default"]
+        for kernels, found in by.items()
+    }
+    assert casts["auto"] == casts["inductor"]
+    assert not casts["triton"]
+    eager = tensor_footprint(in_eager_kernels(by["auto"].trace))
+    assert eager.phases == tensor_footprint(by["triton"].trace).phases
+    assert eager.tensors < tensor_footprint(by["inductor"].trace).tensors
 
 
 def test_a_sliding_window_is_in_the_trace(tmp_path) -> None:

@@ -107,9 +107,7 @@ def test_a_frozen_layer_multiplies_the_same_codes_with_and_without_kernels(pow2)
     x, g, bits, inverse = operands()
     results = []
     for kernels in (False, True):
-        how = Arithmetic(
-            (1, x.shape[1]), pow2=pow2, emulate=False, own_cast=kernels, own_transpose=kernels
-        )
+        how = Arithmetic((1, x.shape[1]), pow2=pow2, emulate=False, own=kernels)
         with Seen() as seen:
             results.append(
                 (fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how))
@@ -123,7 +121,7 @@ def test_a_frozen_layer_multiplies_the_same_codes_with_and_without_kernels(pow2)
 def test_the_emulation_casts_as_before_whatever_is_chosen() -> None:
     x, g, bits, inverse = operands()
     plain = Arithmetic((1, x.shape[1]))
-    chosen = plain._replace(own_cast=True, own_transpose=True)
+    chosen = plain._replace(own=True, own_cast=True)
     with Seen() as seen:
         for a, b in zip(cast(x, plain), cast(x, chosen), strict=True):
             assert torch.equal(a, b)
@@ -139,7 +137,7 @@ def test_equal_casts_of_a_graph_are_stored_once() -> None:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     x, g, bits, inverse = operands()
-    how = Arithmetic((1, x.shape[1]), emulate=False, own_cast=True, own_transpose=True)
+    how = Arithmetic((1, x.shape[1]), emulate=False, own=True, own_cast=True)
     graphs: list[list[object]] = []
 
     def siblings(x: torch.Tensor) -> torch.Tensor:
@@ -307,21 +305,38 @@ def fp8(**update) -> PrecisionConfig:
     return PrecisionConfig(**{"compute": "fp8", "scaling": "rowwise", "frozen": "fp8"} | update)
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
 @pytest.mark.parametrize(
-    ("update", "emulate", "cast", "transpose"),
+    ("update", "emulate", "eager", "compiled"),
     [
-        ({}, False, False, True),  # in layers that are compiled
-        ({"compile": "off"}, False, True, True),
+        ({}, False, True, False),  # Inductor joins casts to what makes their operand
+        ({"compile": "off"}, False, True, False),
         ({"kernels": "triton"}, False, True, True),
-        ({"kernels": "triton", "compile": "off"}, False, True, True),
         ({"kernels": "inductor"}, False, False, False),
         ({"kernels": "eager"}, False, False, False),
         ({"compile": "off"}, True, False, False),
     ],
 )
-def test_kernels_of_ours_run_where_nothing_fuses(update, emulate, cast, transpose) -> None:
-    how = FrozenBackend(fp8(**update), emulate=emulate).arithmetic((1, 64))
-    assert (how.own_cast, how.own_transpose) == (cast, transpose)
+def test_kernels_of_ours_run_where_nothing_fuses(update, emulate, eager, compiled) -> None:
+    """Also in the first micro-step of layers that are compiled later."""
+    x, g, bits, inverse = operands()
+    how = FrozenBackend(fp8(**update), emulate=emulate).arithmetic((1, x.shape[1]))
+    targets: set[str] = set()
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> object:
+        targets.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def gradient(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return dgrad(g, bits, inverse, how) + cast(x, how)[1]
+
+    with Seen() as seen:
+        plain = gradient(x, g)
+    assert (CASTS in seen.ops, TRANSPOSES in seen.ops) == (eager, eager)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(gradient, backend=keep, fullgraph=True)(x, g), plain)
+    traced = [f"finetune.{name}" in targets for name in ("cast_rows", "transpose_codes")]
+    assert traced == [compiled, eager]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +357,7 @@ def test_a_cuda_build_without_triton_takes_torchs_kernels(monkeypatch) -> None:
     has_triton.cache_clear()
     try:
         assert not has_triton()
-        assert not FrozenBackend(fp8(compile="off"), emulate=False).own_cast
+        assert not FrozenBackend(fp8(compile="off"), emulate=False).own
         with pytest.raises(PrecisionError, match="Triton kernels cannot be had on") as caught:
             resolve(fp8(kernels="triton"), H100)
         assert "triton does not import" in caught.value.why

@@ -74,7 +74,7 @@ def test_codes_are_transposed_once_and_gradients_keep_their_bits(converted) -> N
         assert all(map(torch.equal, found[0], other))
     assert conversion.frozen is not None
     assert conversion.frozen.effective()["transposed_copy"]
-    assert _kernels(conversion) == "eager; transposes: kept"
+    assert _kernels(conversion) == "triton; transposes: kept"
 
 
 def test_a_copy_follows_its_codes(converted) -> None:

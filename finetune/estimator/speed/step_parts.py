@@ -25,7 +25,7 @@ from finetune.estimator.speed.operators import (
     product_of,
     words,
 )
-from finetune.estimator.trace.trace import Op, in_layer
+from finetune.estimator.trace.trace import Op
 
 
 class StepPart(StrEnum):
@@ -87,6 +87,7 @@ PROFILED_PARTS = tuple(part for part in StepPart if part not in {*_PROFILED_AS, 
 """Parts that a profile distinguishes, in display order."""
 
 _ADAPTER = re.compile(r"[./](lora_|adapter|vera_|hada_|lokr_|oft_|boft_)")
+_NUMBERED = re.compile(r"(^|[./])\d+([./]|$)")
 _CASTING = words(
     "abs amax aminmax max clamp reciprocal _to_copy pad contiguous clone copy_ mul mul_ div div_ "
     "bitwise_and bitwise_and_ bitwise_or __lshift__ __rshift__ full_like new_ones log2 floor ceil "
@@ -196,3 +197,8 @@ def _head(ops: Sequence[Op]) -> tuple[int, set[int]]:
             weights |= {o.storage for o in op.inputs if o.storage not in made}
         made |= {operand.storage for operand in op.outputs}
     return vocabulary, weights
+
+
+def in_layer(module: str) -> bool:
+    """True for a module of a decoder layer, compiled with it or left out."""
+    return _NUMBERED.search(module) is not None

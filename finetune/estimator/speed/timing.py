@@ -50,9 +50,9 @@ from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_mode
 from finetune.estimator.speed.calibration import calibrated_roofline, load_calibration
 from finetune.estimator.speed.operators import base_name
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
-from finetune.estimator.speed.step_parts import StepPart
+from finetune.estimator.speed.step_parts import StepPart, in_layer
 from finetune.estimator.trace.rehearsal import Rehearsal
-from finetune.estimator.trace.trace import Op, Operand, Trace, in_layer, layer_of
+from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
 from finetune.hardware.gpus import Place
 from finetune.units import MIB
 

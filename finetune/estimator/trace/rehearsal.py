@@ -61,6 +61,7 @@ from finetune.estimator.trace.fsdp_groups import (
 from finetune.estimator.trace.stand_ins import (
     SteadyScale,
     as_four_bit,
+    casts_to_fuse,
     engine_maker,
     paged_states,
     store_base,
@@ -68,7 +69,7 @@ from finetune.estimator.trace.stand_ins import (
 )
 from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
 from finetune.hardware.device import Device
-from finetune.hardware.requirements import Resolution
+from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert, planner
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import PrecisionPlan
@@ -182,6 +183,11 @@ def rehearse(
             stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
         trainer.visits = VisitRecorder(model, groups, trainer.recorder.trace)
+        fused = compiles(resolution.precision, device) and not getattr(
+            conversion.frozen, "own_cast", True
+        )
+        if fused:
+            stack.enter_context(casts_to_fuse(trainer.recorder))
         with trainer.recorder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             trainer.train()

@@ -46,13 +46,39 @@ from torch.optim import Optimizer
 from finetune.config.schema import PrecisionConfig
 from finetune.estimator.speed.operators import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
-from finetune.estimator.trace.trace import Recorder, plain_tensors
+from finetune.estimator.trace.trace import Recorder, layer_of, plain_tensors
+from finetune.precision import kernels, weights
 from finetune.precision.backends.base import Backend, Fp8Mixin
+from finetune.precision.formats import E4M3
 from finetune.precision.layers import by_rows
+from finetune.precision.scaling import cast_current
 from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
+
+# ------------------------------------------------------------------------------------ casts of ours
+
+
+@contextlib.contextmanager
+def casts_to_fuse(recorder: Recorder) -> Iterator[None]:
+    """Record casts in layers that are compiled later as the operators that Inductor fuses.
+
+    The first micro-step is eager, where a kernel of ours does them (`weights.cast`).
+    """
+
+    def reference(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
+        wide = x if fold is None else x.float() * fold
+        return cast_current(wide, E4M3, 1, pow2=pow2, packed=True)
+
+    def cast_rows(x: Tensor, fold: Tensor | None = None, *, pow2: bool = False) -> Any:
+        if layer_of(recorder.owner(x)):
+            return recorder.as_kernel(reference, x, fold, pow2)
+        return kernels.cast_rows(x, fold, pow2=pow2)
+
+    with replaced([(weights, "cast_rows", cast_rows)]):
+        yield
+
 
 # ------------------------------------------------------------------------------- Transformer Engine
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, get_args
@@ -47,10 +47,6 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, storage: int) -> Operand:
-        return cls(storage, tuple(tensor.shape), tensor.dtype, tensor.nbytes)
 
 
 class Op(NamedTuple):
@@ -81,7 +77,8 @@ class Event(NamedTuple):
 class Storage:
     """Phase, module (as of an `Op`) and operator that created a storage, dtype of its first tensor.
 
-    `saved` is True if it was alive when a backward began.
+    `saved` is True if it was alive when a backward began, `passing` if an eager step makes and
+    reads it in one kernel.
     """
 
     nbytes: int
@@ -91,6 +88,7 @@ class Storage:
     op: str = ""
     kind: Kind = "temporary"
     saved: bool = False
+    passing: bool = False
 
 
 @dataclass
@@ -156,7 +154,7 @@ class Recorder(TorchDispatchMode):
         self._hooks: list[Any] = []
         self._depth = 0
         self._recomputing = 0  # depth of modules at which a recomputation began
-        self._outside = False
+        self._outside = self._passing = False
         self._model = model
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
@@ -186,7 +184,7 @@ class Recorder(TorchDispatchMode):
         size = 0 if self._outside else storage.nbytes()
         module = self._modules[-1] if self._modules and op not in _FOR_ALL else ""
         trace.storages[number] = Storage(
-            size, self.phase, module, tensor.dtype, op, kind or "temporary"
+            size, self.phase, module, tensor.dtype, op, kind or "temporary", passing=self._passing
         )
         if kind is None:
             trace.events.append(Event(number, size, len(trace.ops)))
@@ -208,6 +206,15 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._outside = False
+
+    def as_kernel(self, function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
+        """Record a function's operators, of which one kernel stores the results alone."""
+        self._passing = True
+        results = function(*args)
+        self._passing = False
+        for result in results:
+            self.trace.storages[self._number(result, "")].passing = False
+        return results
 
     # ------------------------------------------------------------------------------------ phases
 
@@ -313,14 +320,12 @@ class Recorder(TorchDispatchMode):
         outputs: list[Tensor] = []
         _collect(result if isinstance(result, (tuple, list)) else (result,), outputs)
         before = len(self.trace.storages)
-        made = tuple(Operand.of(t, self._number(t, func.__name__)) for t in outputs)
+        for tensor in outputs:
+            self._number(tensor, func.__name__)
         if len(self.trace.storages) == before and (func.is_view or func in _NOTHING):
             return result
-        taken = tuple(
-            Operand.of(t, self._numbers.get(t.untyped_storage()._cdata, -1)) for t in inputs
-        )
-        module = self._modules[-1] if self._modules else self._owner(taken)
-        self.trace.ops.append(Op(str(func), taken, made, self.phase, module))
+        taken, made = self._operands(inputs), self._operands(outputs)
+        self.trace.ops.append(Op(str(func), taken, made, self.phase, self._owner(taken)))
         return result
 
     def _run(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -347,8 +352,21 @@ class Recorder(TorchDispatchMode):
                 whole += [places[:, i] for i in range(index.dim())]
         return _INDEX(x, whole)
 
+    def owner(self, x: Tensor) -> str:
+        """Module of an operator that reads `x`, as of an `Op`."""
+        return self._owner(self._operands([x]))
+
+    def _operands(self, tensors: list[Tensor]) -> tuple[Operand, ...]:
+        keys = [t.untyped_storage()._cdata for t in tensors]
+        return tuple(
+            Operand(self._numbers.get(key, -1), tuple(t.shape), t.dtype, t.nbytes)
+            for key, t in zip(keys, tensors, strict=True)
+        )
+
     def _owner(self, taken: tuple[Operand, ...]) -> str:
-        """Module whose tensor an operator of backward reads last; no module runs in backward."""
+        """The running module; none runs in backward: that whose tensor was made last."""
+        if self._modules:
+            return self._modules[-1]
         numbers = sorted((o.storage for o in taken if o.storage >= 0), reverse=True)
         last = self.trace.ops[-1].module if numbers and self.trace.ops else ""
         for number in numbers:
@@ -360,7 +378,6 @@ class Recorder(TorchDispatchMode):
 
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
-_NUMBERED = re.compile(r"(^|[./])\d+([./]|$)")
 _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -380,11 +397,6 @@ def layer_of(module: str) -> str:
     """Name of the decoder layer that a module belongs to; empty outside of them."""
     found = _LAYER.match(module)
     return found[0] if found else ""
-
-
-def in_layer(module: str) -> bool:
-    """True for a module of a decoder layer, compiled with it or left out."""
-    return _NUMBERED.search(module) is not None
 
 
 def _left_out(model: nn.Module) -> dict[int, str]:

@@ -96,11 +96,10 @@ class FrozenBackend(Backend):
         self.emulate = emulate
         self.pow2 = bool(precision.power_of_two_scales)
         self.high = precision.gemms_kept_high - {"wgrad"}
-        own = precision.kernels in ("auto", "triton") and not emulate and bool(has_triton())
         # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than
         # casts apart; what it does not compile, or cannot join, runs in kernels of ours.
-        apart = precision.kernels == "triton" or precision.compile_requested == "off"
-        self.own_transpose, self.own_cast = own, own and apart
+        self.own = precision.kernels in ("auto", "triton") and not emulate and bool(has_triton())
+        self.own_cast = self.own and precision.kernels == "triton"
         # `torch._scaled_grouped_mm` of torch 2.13 is for Hopper, scales by row and E4M3 alone.
         hopper = not emulate and this_device().capability == (9, 0)
         self.grouped = hopper and precision.scaling == "rowwise" and not self.high
@@ -128,7 +127,7 @@ class FrozenBackend(Backend):
         known, copy = self._transposed.get(layer, (None, bits))
         if known != state:
             with torch.inference_mode(False), torch.no_grad():
-                copy = transpose_codes(bits) if self.own_transpose else bits.t().contiguous()
+                copy = transpose_codes(bits) if self.own else bits.t().contiguous()
             self._transposed[layer] = state, copy
         return copy.t()
 
@@ -176,8 +175,8 @@ class FrozenBackend(Backend):
             in_bf16=self.pow2 or self.precision.emulation != "exact",
             high=self.high,
             fast_accum=self.precision.fast_accum,
+            own=self.own,
             own_cast=self.own_cast,
-            own_transpose=self.own_transpose,
             grouped=self.grouped,
         )
 
