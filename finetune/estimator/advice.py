@@ -39,14 +39,12 @@ from finetune.estimator.knobs import (
     speedups,
     typed,
 )
-from finetune.estimator.measure import FEW, FirstLayers, Measured, Option, rehearse_first_layers
+from finetune.estimator.measure import FirstLayers, Measured, Option, rehearse_first_layers
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.memory.sharding import shares_model
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.logging import plain_table
-from finetune.training.model import sketch
-from finetune.training.preflight import check_settings
 from finetune.units import MEMORY, percent, size
 
 # Changes in speed below this fraction count as none.
@@ -223,7 +221,6 @@ class _Advisor:
     def _rehearsed(self, config: RunConfig, place: Place) -> Measured:
         """Rehearse a variant; device counts share a rehearsal if they agree on sharding."""
         check_optimizer_here(config.train, place.device)
-        check_settings(config, sketch(config, layers=FEW[1]))
         key = f"{shares_model(config, place)} {_key(config, without=('fsdp', 'fsdp_config'))}"
         if self._last is None or self._last[0] != key:
             self._last = key, rehearse_first_layers(config, place)

@@ -28,6 +28,7 @@ from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.measure import (
     Measured,
     are_alike,
+    in_eager_kernels,
     measure,
     measure_fast,
     rehearse_first_layers,
@@ -434,7 +435,8 @@ def test_the_first_step_is_counted_uncompiled(config):
     assert few.tensors == pytest.approx(run.tensors, rel=1e-3)
     large = load_recipe("llama_8b_lora_fp8", ("train.gradient_checkpointing=true",)).config
     seen = rehearse_first_layers(large, H100)
-    early = extrapolated(*(footprint(r.trace, H100.device) for r in seen.rehearsals), times=30)
+    eager = (in_eager_kernels(r.trace) for r in seen.rehearsals)
+    early = extrapolated(*(footprint(trace, H100.device) for trace in eager), times=30)
     found = seen.at(H100).footprint
     assert found.allocated == early.allocated - early.kinds["optimizer"], "where it is the peak"
 
@@ -489,6 +491,19 @@ def test_rows_without_end_are_refused(config):
     endless = config.model_copy(update={"train": {**config.train, "max_length": None}})
     with pytest.raises(ConfigError, match="no greatest length"):
         estimate(endless, gpu="H100")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "typed", "words"),
+    [
+        ("tiny_full_fp8", "precision.map.output=fp8", "an output head that is not frozen"),
+        ("llama_8b_full_bf16", "precision.compute=fp32", "weights that are not float32"),
+        ("tiny_full_fp8", "train.metric_for_best_model=bleu", "no evaluation has the metric"),
+    ],
+)
+def test_what_a_run_refuses_has_no_estimate(recipe, typed, words):
+    with pytest.raises(FinetuneError, match=words):
+        estimate(load_recipe(recipe, [typed]), gpu="H100")
 
 
 def test_what_is_not_there_is_refused(config, tmp_path):

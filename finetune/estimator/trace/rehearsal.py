@@ -70,12 +70,12 @@ from finetune.estimator.trace.stand_ins import (
 from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import Resolution, compiles
-from finetune.precision import convert, planner
+from finetune.precision import convert
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
 from finetune.training.model import VARLEN, resolve_attention, sketch
-from finetune.training.preflight import check_storage
+from finetune.training.preflight import check_settings
 
 GATHERED_AS = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Dtype in which FSDP2 gathers weights, by `precision.compute`
@@ -141,10 +141,8 @@ def rehearse(
     before = as_four_bit if config.model.storage == "nf4" else None
     model: nn.Module = sketch(config, before, layers=layers)
     attention = resolve_attention(config, model, device)
-    if config.train.get("fsdp"):
-        check_storage(config, model)
     if plan is None or before is not None:  # the rows of a four-bit base say so
-        plan = planner.plan(model, resolution.precision)
+        plan = check_settings(config, model, resolution.precision)
     gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
     stored = cast_to(model, gathered_as) if gathered_as is not None else {}
     with _rehearsal_errors(config), isolated_process(), without_memory(), ExitStack() as stack:
