@@ -19,6 +19,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ from finetune.training import compute_types
 
 AUTOCAST: dict[Compute, str] = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 """Accelerate's mixed precision by compute precision: BF16 around FP8 GEMMs."""
+
+GATHERED_AS: dict[Compute, torch.dtype | None] = {
+    "fp8": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": None,
+}
+"""Type in which FSDP2 gathers weights, with `AUTOCAST`; None: as stored."""
 
 
 @contextlib.contextmanager
@@ -121,6 +130,7 @@ def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) ->
             original(accelerator, **given)
             if precision.compute == "fp16":
                 compute_types.complete(accelerator, precision)
+            _keep_output_types(accelerator, precision)
             made.add(accelerator)
 
         return init
@@ -140,7 +150,8 @@ def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) ->
                 return original(accelerator, *args, **kwargs)
             for model in models:
                 before_sharding(model)
-            prepared = original(accelerator, *args, **kwargs)
+            with _checkpointed_by_models(accelerator.state.fsdp_plugin, models):
+                prepared = original(accelerator, *args, **kwargs)
             for model in models if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading else ():
                 share_scales(model)
             return prepared
@@ -190,6 +201,66 @@ def _refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None
             why="both would convert the model",
             fix="pass those settings to setup_fp8_mixed_precision_training instead",
         )
+
+
+def _keep_output_types(accelerator: Any, precision: PrecisionConfig) -> None:
+    """Let models under FSDP2 return each result, such as a loss in float32, in its own type.
+
+    Accelerate 1.15 has FSDP2 cast every result to the type of its mixed precision
+    (`FullyShardedDataParallelPlugin.set_mixed_precision`): losses, and log-probabilities before
+    they are added, kept three digits, 5.0 for 4.9597. Logits stay as the head computes them.
+
+    Raises:
+        PrecisionError: a plugin of the script's own gathers weights in another type than the
+            session computes in.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if plugin is None or policy is None or plugin.fsdp_version != 2:
+        return
+    computes = GATHERED_AS[precision.compute]
+    if policy.param_dtype != computes:
+        named = str(computes).removeprefix("torch.") if computes else "that of the weights"
+        raise PrecisionError(
+            f"FSDP2 was to compute in another type than {precision.compute.upper()} training",
+            where=f"mixed_precision_policy with param_dtype={policy.param_dtype}",
+            why=f"layers outside FP8 compute in the type of gathered weights, here {named}",
+            fix="leave mixed_precision_policy out of FullyShardedDataParallelPlugin",
+        )
+    if policy.output_dtype == computes:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+
+@contextlib.contextmanager
+def _checkpointed_by_models(plugin: Any, models: list[nn.Module]) -> Iterator[None]:
+    """Let models checkpoint their own layers inside the block, where FSDP2 was to do it.
+
+    Accelerate 1.15 wraps each layer (`fsdp2_apply_ac`): its parts get other names than plan and
+    proof know, and are recomputed without the state of random generators, with other dropout.
+    Transformers checkpoints in the same place, around the gathering of a layer's weights.
+
+    Raises:
+        PrecisionError: a model has no checkpointing of its own.
+    """
+    asked = plugin.fsdp_version == 2 and plugin.activation_checkpointing
+    if not asked:
+        yield
+        return
+    for model in models:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise PrecisionError(
+                f"FSDP2 was to checkpoint the layers of {type(model).__name__}",
+                where="activation_checkpointing, of fsdp_config or FullyShardedDataParallelPlugin",
+                why="it wraps each of them under another name, past plan and proof, and the model "
+                "has no checkpointing of its own that could take its place",
+                fix="leave activation_checkpointing out, and call torch.utils.checkpoint in the "
+                "model's forward",
+            )
+        to_host = {"offload": True} if plugin.activation_checkpointing_offload else {}
+        enable: Any = model.activation_checkpointing_enable
+        enable({"use_reentrant": False}, **to_host)
+    with replaced(plugin, "activation_checkpointing", False):
+        yield
 
 
 def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool) -> None:

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
-from finetune.config.sft import check_batch, decides_checkpointing, with_checkpointing
+from finetune.config.sft import (
+    check_batch,
+    decides_checkpointing,
+    fsdp_settings,
+    with_checkpointing,
+)
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import Resolution, check_here, resolve
@@ -121,7 +126,9 @@ def preflight(
     left_out = notes(model, config)
     run = Preflight(config, device, made, model, processes(), resolution, attention, left_out)
     if decides_checkpointing(config):
-        on = forecast is None or forecast.needs_checkpointing(run)
+        by_fsdp = bool(config.train.get("fsdp")) and fsdp_settings(config.train).checkpointing
+        # Transformers refuses both at once.
+        on = not by_fsdp and (forecast is None or forecast.needs_checkpointing(run))
         run = replace(run, config=with_checkpointing(config, on))
     if forecast is not None and not force:
         forecast.check(run)

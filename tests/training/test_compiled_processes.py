@@ -51,7 +51,6 @@ def test_compiled_layers_over_fsdp2_train_as_eager_ones(recipe, tmp_path) -> Non
     """With training health, which looks at weights outside their layer's forward.
 
     Of layers that stay compiled it found shards of FP8 codes beside whole scales: a traceback.
-    Losses agree to a rounding of BF16, in which FSDP2 has them.
     """
     eager, compiled = (train(tmp_path, *recipe, SHARDED, *words) for words in ((), (COMPILED,)))
     receipt = json.loads((compiled / "receipt.json").read_text())

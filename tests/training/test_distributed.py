@@ -69,6 +69,15 @@ def test_two_processes_train_in_fp8_with_the_same_scales(mode, facts) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode", ["fsdp", "frozen_head_fsdp"])
+def test_losses_over_fsdp2_have_more_than_the_digits_of_bf16(mode, facts) -> None:
+    """From 4 to 8 BF16 has steps of 1/32, and the mean of two processes steps of 1/64."""
+    losses = facts[mode][0]["loss"]
+    assert len(losses) == 3
+    assert all(4 < loss < 8 and (64 * loss) % 1 for loss in losses)
+
+
+@pytest.mark.long
 def test_a_base_held_in_fp8_is_sharded_as_codes(facts) -> None:
     """FSDP2 gathers bytes, whatever its mixed precision is, and trains as DDP does."""
     one, sharded, first = (facts[mode] for mode in ("frozen", "frozen_fsdp", "frozen_ram"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchao.optim  # noqa: F401, which allows its states to be read
 from safetensors.torch import load_file
 
 from finetune.precision.proof.movement import is_torchao
