@@ -30,8 +30,13 @@ from finetune.errors import (
     MemoryShortError,
     RunFailedError,
 )
-from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
-from finetune.runs.folder import Run, write_start
+from finetune.runs.checkpoints import (
+    CHECKPOINTS,
+    Checkpoint,
+    newest_checkpoint,
+    resume_command,
+)
+from finetune.runs.folder import Run, finite, write_start
 from finetune.training.preflight import Preflight, processes
 from finetune.training.scope import reads_base
 from finetune.units import size
@@ -118,11 +123,15 @@ def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:
     return bytes_of_weights(model, config) + moments
 
 
-def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
-    """The most checkpoints on the disk at one time, and of these the ones that stay.
+def checkpoints_at_once(config: RunConfig, begun: Checkpoint | None = None) -> tuple[int, int]:
+    """The most checkpoints of a run on the disk at one time, and of these the ones that stay.
 
     One more than are kept, since one is deleted when the next is whole. Of a run whose number of
-    steps is known only from its rows, two.
+    steps is known only from its rows, two. A run of 1000 steps that saves each 100 and goes on from
+    step 800 makes two: earlier ones lie in the folder of the run before, already.
+
+    Args:
+        begun: checkpoint that the run goes on from.
     """
     train, kept = config.train, config.checkpoints
     strategy = str(train.get("save_strategy", "steps"))
@@ -131,9 +140,11 @@ def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
     every, steps = train.get("save_steps", 500), train.get("max_steps", -1)
     made = 1
     if strategy == "steps" and steps > 0:
-        made = math.ceil(steps / (every if every >= 1 else every * steps))
+        every = every if every >= 1 else every * steps
+        made = math.ceil(steps / every) - (int(begun.step // every) if begun else 0)
     elif strategy == "epoch":
-        made = math.ceil(train.get("num_train_epochs", 3))
+        past = finite(begun.state.get("epoch")) if begun else None
+        made = max(1, math.ceil(train.get("num_train_epochs", 3)) - int(past or 0))
     limit: Any = train.get("save_total_limit")
     if kept.keep_last is not None:
         limit = kept.keep_last + kept.keep_best
@@ -141,11 +152,15 @@ def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
     return stay + (made > stay or kept.first_step), stay
 
 
-def check_disk(run: Preflight, out: Path) -> None:
-    """Raise `CheckpointError` for a run whose checkpoints and model have no room on their disk."""
+def check_disk(run: Preflight, out: Path, begun: Checkpoint | None = None) -> None:
+    """Raise `CheckpointError` for a run whose checkpoints and model have no room on their disk.
+
+    Args:
+        begun: checkpoint that the run goes on from.
+    """
     config = run.config
     each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)
-    most, stay = checkpoints_at_once(config)
+    most, stay = checkpoints_at_once(config, begun)
     place = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(place).free
     # The model is saved when no checkpoint is being written any more.

@@ -84,9 +84,7 @@ def train(
     refuse_sharded(recipe.config)
     with busy(console or output(), f"checking {recipe.name}"):
         ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
-    if not force:
-        check_disk(ahead, Path(out))
-    run = _Run(recipe, ahead, Path(out), console)
+    run = _Run(recipe, ahead, Path(out), console, force=force)
     run.until = until
     guarded = partial(explained, run.folder, lambda: advice(forecast, ahead))
     begins = session_of(ahead.resolution, ahead.plan, run.console)
@@ -121,7 +119,7 @@ class _Run:
         resume: checkpoint to resume from.
         stop: handler of Ctrl-C.
         until: step after which it stops.
-        stopped: the error that ended the run, if any.
+        stopped, interrupted: the error that ended the run, if any; or that a signal did.
         receipt: made by `close`.
     """
 
@@ -129,7 +127,7 @@ class _Run:
     until: int | None = None
 
     def __init__(
-        self, recipe: Recipe, ahead: Preflight, out: Path, console: Console | None
+        self, recipe: Recipe, ahead: Preflight, out: Path, console: Console | None, *, force: bool
     ) -> None:
         """Load everything but the model, then make the run folder: a failure here leaves none."""
         from accelerate import PartialState
@@ -149,6 +147,8 @@ class _Run:
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         self._choose_checkpoint(out, state.num_processes)
+        if not force:
+            check_disk(ahead, out, Checkpoint(self.resume) if self.resume else None)
         starts_anew = self.rows.eval is not None and self.resume is None
         if "eval_on_start" not in config.train and starts_anew:
             self.args.eval_on_start = config.eval.at_start and self.args.eval_strategy != "no"
@@ -295,6 +295,8 @@ class _Run:
             CheckpointError: the receipt cannot be written, and nothing had failed before.
         """
         self.stopped = after.what if isinstance(after, FinetuneError) else ""
+        # A launcher ends the processes that outlive another by a signal, too.
+        self.interrupted = self.stop.asked and after is None
         try:
             self._close()
             # Of processes that failed some may be gone, or wait for this one elsewhere.
@@ -319,8 +321,8 @@ class _Run:
         self.receipt.run = {
             "name": self.recipe.name,
             "folder": str(self.folder),
-            "interrupted": self.stop.asked,
-            **({"exit_code": 128 + self.stop.number} if self.stop.asked else {}),
+            "interrupted": self.interrupted,
+            **({"exit_code": 128 + self.stop.number} if self.interrupted else {}),
             "stopped": self.stopped,
         }
         if self.resume is not None:
@@ -359,7 +361,7 @@ class _Run:
             peak_memory_gib=max(self.meter.earlier_gib, peak_memory_gib()),
             samples=self.answers,
             tasks=self.scores,
-            interrupted=self.stop.asked,
+            interrupted=self.interrupted,
         )
         if self.is_main:
             (self.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")

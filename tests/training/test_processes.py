@@ -100,6 +100,19 @@ def killed_in_step_5() -> None:
     _in_step_5(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def killed_under_torchrun_in_step_5() -> None:
+    """`torchrun` signals the process that is left: before it has noticed, and while it ends."""
+    _in_step_5(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    _in_step_5(lambda: os.kill(os.getpid(), signal.SIGTERM), rank="0")
+    plain = session.receipt_of
+
+    def receipt_of(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*args, **kwargs)
+
+    session.receipt_of = receipt_of
+
+
 def out_of_memory_in_step_5() -> None:
     def fail() -> None:
         raise MemoryError("no memory on this machine")
@@ -116,13 +129,13 @@ def stopped_at_once_in_step_5() -> None:
     _in_step_5(stop)
 
 
-def _in_step_5(act: Callable[[], None]) -> None:
+def _in_step_5(act: Callable[[], None], rank: str = "1") -> None:
     from transformers.trainer_callback import CallbackHandler
 
     plain = CallbackHandler.on_step_begin
 
     def on_step_begin(self: Any, args: Any, state: Any, control: Any) -> Any:
-        if state.global_step == 4 and os.environ["RANK"] == "1":
+        if state.global_step == 4 and os.environ["RANK"] == rank:
             act()
         return plain(self, args, state, control)
 
@@ -155,11 +168,15 @@ def another_receipt() -> None:
     session.receipt_of = receipt_of
 
 
+GONE = "it was killed, or its machine is gone"
+
+
 @pytest.mark.parametrize(
     ("fault", "codes", "says", "newest"),
     [
-        (killed_in_step_5, [2, -signal.SIGKILL], "it was killed, or its machine is gone", 4),
-        (stopped_at_once_in_step_5, [2, 130], "it was killed, or its machine is gone", 4),
+        (killed_in_step_5, [2, -signal.SIGKILL], GONE, 4),
+        (killed_under_torchrun_in_step_5, [2, -signal.SIGKILL], GONE, 4),
+        (stopped_at_once_in_step_5, [2, 130], GONE, 4),
         (out_of_memory_in_step_5, [2, 2], "no memory on this machine", 4),
         (full_disk_in_step_6, [2, 2], "checkpoint of step 6 could not be written", 4),
         (another_receipt, [2, 2], "process 1 did not run what process 0 ran", 8),
@@ -177,3 +194,6 @@ def test_a_process_that_fails_ends_all_with_its_error(fault, codes, says, newest
     saved = [Checkpoint(path) for path in checkpoints_in(folder).values()]
     assert saved[-1].step == newest
     assert not any(one.problem(contents=True) for one in saved)
+    run = json.loads((folder.parent / "receipt.json").read_text())["run"]
+    assert not run["interrupted"]
+    assert run["stopped"] or fault is another_receipt
