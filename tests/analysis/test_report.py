@@ -252,6 +252,19 @@ def test_a_difference_that_rounds_to_zero_has_no_minus(measured, tmp_path):
     assert RunSource(run, run).memory_note.text == "as predicted"
 
 
+def test_the_time_of_a_resumed_run_is_that_of_its_own_steps(tmp_path):
+    """Beside all steps it made the run look as fast as its checkpoint was late."""
+    run = make_run(tmp_path / "r", steps=8, groups=())
+    assert RunSource(run, run).timed.text == "8 steps"
+    ticks = (run / "steps.jsonl").read_text().splitlines()
+    (run / "steps.jsonl").write_text("\n".join(ticks[5:]) + "\n")
+    assert RunSource(run, run).timed.text == "steps 6 to 8, as resumed"
+    (run / "report.json").unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "tasks": {}}\n')  # of `evaluate`, without a time
+    assert RunSource(run, run).time.text == "3.2 s"
+
+
 @pytest.mark.slow
 def test_a_run_that_goes_on_and_one_that_diverged_have_a_report(tmp_path):
     run = make_run(tmp_path / "r", steps=8, groups=())

@@ -239,8 +239,17 @@ class RunSource(Source):
     def time(self) -> Num:
         seconds, file = self.run.report.get("seconds"), REPORT
         if seconds is None:
-            seconds, file = (self.run.rows[-1].get("seconds") if self.run.rows else None), METRICS
+            seconds, file = self._last("seconds"), METRICS
         return self.num(figure(seconds, elapsed), file, "seconds")
+
+    @property
+    def timed(self) -> Num:
+        """Steps that the time is of: of a resumed run, those behind its checkpoint."""
+        first = int(self.run.steps[0]["step"]) if self.run.steps else 1
+        if first <= 1:
+            return self.num(f"{self.run.last_step:,} steps", METRICS, "step")
+        text = f"steps {first:,} to {self.run.last_step:,}, as resumed"
+        return self.num(text, "steps.jsonl", "step")
 
     @property
     def role_share(self) -> dict[str, Num]:
