@@ -276,6 +276,21 @@ class AccountedTrainer(SFTTrainer):
             )
         return done
 
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, without the rows that Accelerate repeats to give each process a whole batch.
+
+        Of 37 rows in batches of 4, two processes have 4 and 1 in the last step, and the second one
+        three of the first rows once more: these stood in the last row's loss.
+        """
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        size = self.args.per_device_eval_batch_size
+        several = self.accelerator.num_processes > 1 and state.end_of_dataloader
+        if several and state.remainder > 0 and labels is not None and len(labels) == size:
+            own = max(0, state.remainder - self.accelerator.process_index * size)
+            inputs = {**inputs, "labels": labels.clone()}
+            inputs["labels"][own:] = MASKED
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Next batches; what is wrong with a stream's rows shows when they are read."""
         try:

@@ -64,6 +64,21 @@ def test_two_processes_have_the_loss_of_one_with_the_same_global_batch(tmp_path)
     assert two == pytest.approx(one, rel=1e-6)
 
 
+@pytest.mark.parametrize("rows", [186, 166])
+def test_the_eval_loss_of_uneven_rows_is_that_of_one_process(rows, tmp_path) -> None:
+    """37 rows are 36 and 1, 33 rows 32 and 1: then the second process has none of its own."""
+    words = ("tiny_lora_bf16", *SETTINGS, f"data.max_rows={rows}", "train.max_steps=1")
+    words += ("train.eval_strategy=steps", "eval.at_start=true")
+    words += ("train.per_device_eval_batch_size=4",)
+    found = []
+    for processes in (1, 2):
+        log = (train(tmp_path, *words, processes=processes) / "metrics.jsonl").read_text()
+        lines = map(json.loads, log.splitlines())
+        found.append(next(row["eval_loss"] for row in lines if "eval_loss" in row))
+    one, two = found
+    assert two == pytest.approx(one, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "recipe", [("tiny_full_fp8", "precision.scaling=rowwise"), ("tiny_lora_fp8",)]
 )
