@@ -228,6 +228,23 @@ def _show_error(error: FinetuneError) -> None:
             console.print(Text(f"  {label + ':':7s}", style="cyan") + Text(scrubbed(text)))
 
 
+ALONE = ("evaluate", "export", "report")
+"""Verbs that write what several processes would write over each other."""
+
+
+def _refuse_several(verb: str | None) -> None:
+    """Reject a verb of one process that `torchrun` has started several times."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if verb in ALONE and count.isdigit() and int(count) > 1:
+        raise ConfigError(
+            f"{verb} was started as {count} processes",
+            where=f"WORLD_SIZE={count}",
+            why="each would do all of it, and write the same files",
+            fix=f"python -m finetune {verb} ..., without torchrun or accelerate launch; where a "
+            "scheduler sets WORLD_SIZE, take it out of the environment (env -u WORLD_SIZE)",
+        )
+
+
 @app.callback(invoke_without_command=True)
 def _start(
     ctx: typer.Context,
@@ -237,6 +254,7 @@ def _start(
     if version:
         print(f"finetune {__version__}")
         raise typer.Exit
+    _refuse_several(ctx.invoked_subcommand)
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
         print("\nStart here: python -m finetune tiny_lora_fp8\nRecipes:    python -m finetune ls")

@@ -40,6 +40,7 @@ class GracefulStop(TrainerCallback):
     def __init__(self, console: Console, until: int | None = None) -> None:
         self.console, self.asked, self.number = console, False, int(signal.SIGINT)
         self.until, self.is_cut_short = until, False
+        self._has_trained = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> GracefulStop:
@@ -86,7 +87,10 @@ class GracefulStop(TrainerCallback):
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked, self.number = True, number
+        self.number = number
+        if self._has_trained:
+            raise KeyboardInterrupt
+        self.asked = True
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.console.print(f"{name}: stopping after this step and saving; again stops at once")
 
@@ -108,4 +112,4 @@ class GracefulStop(TrainerCallback):
             self.number = int(vote) or self.number
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._restore()
+        self._has_trained = True

@@ -698,3 +698,14 @@ def test_data_counts_and_shows_what_is_trained_on(cli) -> None:
     page = cli("data", "tiny_lora_fp8", "data.max_rows=40", "--html", "no/folder/rows.html")
     assert page.code == 2
     assert "--html" in page.err
+
+
+@pytest.mark.parametrize("words", [("export", "last", "out"), ("evaluate", "last"), ("report",)])
+def test_a_verb_that_writes_is_refused_as_several_processes(words, cli, monkeypatch, tmp_path):
+    """Two exports deleted each other's files, and two evaluations were two rows."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = cli(*words)
+    assert done.code == 2
+    assert f"{words[0]} was started as 2 processes" in done.err
+    assert f"python -m finetune {words[0]} ..., without torchrun" in done.err
+    assert not list(tmp_path.iterdir())

@@ -265,6 +265,30 @@ def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> Non
     assert first["step"] == int(checkpoint.name.rpartition("-")[2]) + 1
 
 
+@pytest.mark.slow
+def test_a_signal_in_the_last_evaluation_stops_at_once_with_a_receipt(
+    tmp_path, monkeypatch
+) -> None:
+    """But for Ctrl-C it killed the process: a run that was trained to its end had no receipt."""
+    from transformers import Trainer
+
+    def evaluate(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args, **kwargs)
+
+    plain, before = Trainer.evaluate, signal.signal(signal.SIGTERM, lambda *_: None)
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    overrides = ["train.max_steps=2", "train.eval_strategy=no", *SMALL_BATCHES]
+    try:
+        report = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert report.interrupted
+    receipt = json.loads((report.folder / "receipt.json").read_text())
+    assert receipt["run"]["exit_code"] == 128 + signal.SIGTERM
+    assert not (report.folder / "model").exists()
+
+
 class Unread(io.StringIO):
     """Output whose reader is gone once it has seen the second step, as `| head` is."""
 
