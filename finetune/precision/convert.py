@@ -77,7 +77,7 @@ class Conversion:
         self.compiled: list[nn.Module] = []
         self._before, self._has_warned = (0, 0, 0), False
         self.head: nn.Module | None = None
-        self.saved_mlp = SavedMlp(plan) if plan.precision.saved_mlp == "fp8" else None
+        self.saved_mlp = SavedMlp(plan.saved_widths) if plan.saved_widths else None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
         self._swapped: list[nn.Module] = []

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError, did_you_mean
 
 Role = Literal["base", "head", "adapter", "router"]
@@ -431,3 +432,17 @@ def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, Any, tuple[int, i
         yield name, module, module.weight, shape
     for name, owner, parameter in iter_parameters(model):
         yield name, owner, parameter, (parameter.shape[-2], parameter.shape[-1])
+
+
+def why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
+    """The dimension of a weight [N, K] that an FP8 GEMM cannot take, or ""."""
+    multiple = alignment(precision)
+    for label, size in zip("KN", shape[::-1], strict=True):
+        if size % multiple:
+            return f"{label}={size} is not a multiple of {multiple}"
+    return ""
+
+
+def alignment(precision: PrecisionConfig) -> int:
+    """Required divisor of K and N: 16 for FP8 GEMMs, 32 for Blackwell's block formats."""
+    return 32 if precision.scaling in ("mxfp8", "nvfp4") else 16

@@ -42,8 +42,8 @@ from finetune.precision.contractions import (
     products,
     read,
 )
-from finetune.precision.layers import compute_dtype
-from finetune.precision.planner import LayerPlan, alignment
+from finetune.precision.layers import alignment, compute_dtype
+from finetune.precision.planner import LayerPlan
 
 PLAIN = (nn.Parameter, FakeTensor)
 """Parameter types that have memory of their own, or pretend to (fake tensors of rehearsals)."""

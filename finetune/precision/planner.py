@@ -44,13 +44,13 @@ from finetune.precision.layers import (
     parameter_role,
     past_forward_here,
     why_made_anew,
+    why_not_aligned,
     why_own_forward,
 )
-from finetune.precision.overrides import Choices, Part, part_of
+from finetune.precision.overrides import Choices, Part, mlp_widths, part_of
 from finetune.precision.stored import Fp8Bits, StoredMixin, stored_as
 from finetune.precision.weights import Granularity
 
-ALIGNMENT = 16
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 ALIGNED = "linear layer, aligned"
 READS_WEIGHT = ["FRoD", "GLoRA", "HiRA", "HRA", "PEANuT", "SHiRA", "Supertuning"]
@@ -117,11 +117,16 @@ class CastPlan:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The plan of a model: its layers in module order, and the precision it was made for."""
+    """The plan of a model: its layers in module order, and the precision it was made for.
+
+    Attributes:
+        saved_widths: of activations that compiled layers save in FP8 (`precision.saved_mlp`).
+    """
 
     layers: tuple[LayerPlan, ...]
     precision: PrecisionConfig
     casts: tuple[CastPlan, ...] = ()
+    saved_widths: frozenset[int] = frozenset()
 
     @property
     def fp8_layers(self) -> tuple[LayerPlan, ...]:
@@ -218,7 +223,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     layers = []
     for name, module, shape in linears:
         own = why_own_forward(module) or past.get(name, "")
-        cannot = _why_not_aligned(shape, precision) or own
+        cannot = why_not_aligned(shape, precision) or own
         frozen = not module.weight.requires_grad
         row = _plan_layer(name, shape, frozen, roles[name], cannot, choices)
         _check_override(row, own)
@@ -226,7 +231,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     for name, owner, parameter in parameters:
         n, k = parameter.shape[-2:]
         frozen = not parameter.requires_grad
-        cannot = _why_not_aligned((n, k), precision)
+        cannot = why_not_aligned((n, k), precision)
         if not storing.serves(owner, frozen=frozen):
             made_anew = "" if are_served_experts(owner) else why_made_anew(model, name, owner)
             cannot = made_anew or (OF_ENGINE if precision.backend == "te" else cannot)
@@ -235,9 +240,12 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             row, "its module multiplies by it, and only linear layers have a forward to replace"
         )
         layers.append(storing.parameter_row(_as_parameter(row), owner))
-    chosen = {name: choice for name in lookups if (choice := choices.of(name)) is not None}
-    casts = [CastPlan(name, choice.compute, choice.reason) for name, choice in chosen.items()]
-    result = PrecisionPlan(tuple(layers), precision, tuple(casts))
+    casts = [
+        CastPlan(n, choice.compute, choice.reason) for n in lookups if (choice := choices.of(n))
+    ]
+    inside = ((x.name, x.shape) for x in layers if x.kind == "linear" and x.role == "base")
+    widths = mlp_widths(inside) if precision.saved_mlp == "fp8" else frozenset[int]()
+    result = PrecisionPlan(tuple(layers), precision, tuple(casts), widths)
     if precision.compute == "fp8" and not result.fp8_layers:
         reasons = Counter(layer.reason for layer in layers)
         raise PlanError(
@@ -433,16 +441,3 @@ def _part(name: str, role: Role, in_head: bool) -> Part:
     if role == "head" or in_head:  # a copy of the head beside adapters is one too
         return "output"
     return "router" if role == "router" else part_of(name)
-
-
-def _why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
-    multiple = alignment(precision)
-    for label, size in zip("KN", shape[::-1], strict=True):
-        if size % multiple:
-            return f"{label}={size} is not a multiple of {multiple}"
-    return ""
-
-
-def alignment(precision: PrecisionConfig) -> int:
-    """Required divisor of K and N: 16 for FP8 GEMMs, 32 for Blackwell's block formats."""
-    return 32 if precision.scaling in ("mxfp8", "nvfp4") else ALIGNMENT

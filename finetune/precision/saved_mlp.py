@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from finetune.errors import PrecisionError
 from finetune.precision.compiling import counters
 from finetune.precision.formats import E4M3
-from finetune.precision.overrides import part_of
-from finetune.precision.planner import PrecisionPlan
 from finetune.precision.scaling import cast_current
 
 FEW = 16
@@ -40,41 +38,16 @@ Kept = Tensor | tuple[Tensor, Tensor]
 """A saved tensor, or its codes and inverse scales."""
 
 
-def mlp_widths(plan: PrecisionPlan) -> frozenset[int]:
-    """Widths of results inside the MLPs: outputs of layers that widen, inputs of those that narrow.
-
-    Of gate, up [I, H] and down [H, I] it is I; of gate and up as one [2 I, H] both 2 I and I.
-
-    Raises:
-        PrecisionError: there are none, or an attention has a layer as wide.
-    """
-    widths: dict[str, set[int]] = {"attn": set(), "mlp": set(), "": set()}
-    for layer in plan.layers:
-        n, k = layer.shape
-        if layer.kind == "linear" and layer.role == "base" and n != k:
-            widths[part_of(layer.name)].add(max(n, k))
-    found = frozenset(widths["mlp"] - widths["attn"])
-    if not found:
-        raise PrecisionError(
-            "precision.saved_mlp=fp8 finds no activations of an MLP",
-            where="the model's linear layers",
-            why="they are found by the width of layers such as gate_proj and down_proj, and no "
-            "linear layer of an MLP widens or narrows here, or the attention's are as wide",
-            fix="~precision.saved_mlp",
-        )
-    return found
-
-
 class SavedMlp:
     """The hooks of one converted model.
 
     Attributes:
-        widths: see `mlp_widths`.
+        widths: see `finetune.precision.overrides.mlp_widths`.
         kept: tensors of compiled graphs that are kept in FP8.
     """
 
-    def __init__(self, plan: PrecisionPlan) -> None:
-        self.widths, self.kept = mlp_widths(plan), 0
+    def __init__(self, widths: frozenset[int]) -> None:
+        self.widths, self.kept = widths, 0
         self._hooks = _as_graph(self._pack), _as_graph(unpack)
 
     def _pack(self, x: Tensor) -> Kept:

@@ -55,6 +55,16 @@ def test_predicted_is_what_a_real_run_holds(name, tmp_path) -> None:
     assert abs(row.error) < 0.01
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tiny_qlora_bf16", "tiny_lora_fp8"])
+def test_dora_over_a_stored_base_is_predicted(recipe, tmp_path) -> None:
+    """It dequantizes each weight for a norm; compiled, its identity is read from nothing."""
+    given = ("lora.use_dora=true",)
+    row = predicted_memory.run(predicted_memory.Case(recipe, recipe, given), tmp_path)
+    assert abs(row.error) < 0.01
+    assert measure_fast(load_recipe(recipe, given).config, place_of("H100")).pace is not None
+
+
 def test_the_benchmark_has_twenty_runs_and_a_table() -> None:
     assert len(CASES) == len(predicted_memory.CASES) == 20
     row = predicted_memory.Row("a run", 1_400_000, 0.0303, 0.03, "step 3", 1.0)

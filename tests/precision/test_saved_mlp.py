@@ -19,7 +19,6 @@ from finetune.hardware.requirements import resolve
 from finetune.precision import convert
 from finetune.precision.formats import E4M3
 from finetune.precision.planner import plan
-from finetune.precision.saved_mlp import mlp_widths
 from tests.conftest import batch, slow_but
 from tests.traced import traced
 
@@ -158,10 +157,11 @@ def test_uncompiled_operators_keep_what_they_are_given(make_llama) -> None:
 
 def test_widths_are_those_of_the_mlp_alone(make_llama) -> None:
     model = get_peft_model(make_llama(intermediate_size=WIDTH), LoraConfig(r=4))
-    assert mlp_widths(plan(model, PrecisionConfig.model_validate(FROZEN))) == {WIDTH}
+    asked = PrecisionConfig.model_validate(FROZEN | {"saved_mlp": "fp8"})
+    assert plan(model, asked).saved_widths == {WIDTH}
     model = make_llama(intermediate_size=128, num_attention_heads=8, head_dim=16)
     with pytest.raises(PrecisionError, match="finds no activations"):
-        mlp_widths(plan(model, PrecisionConfig.model_validate(FULL)))
+        plan(model, PrecisionConfig.model_validate(FULL | {"saved_mlp": "fp8"}))
 
 
 def test_a_cpu_compiles_by_request_alone() -> None:

@@ -39,7 +39,6 @@ from finetune.estimator.speed.operators import FUSABLE, base_name, kind_of
 from finetune.estimator.trace.saved_mlp import Entry, in_order, keep_in_fp8
 from finetune.estimator.trace.siblings import join_siblings
 from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
-from finetune.precision.saved_mlp import mlp_widths
 
 if TYPE_CHECKING:
     from finetune.estimator.trace.rehearsal import Rehearsal
@@ -54,9 +53,7 @@ SMALLER = 4
 
 def as_compiled(rehearsal: Rehearsal) -> Rehearsal:
     """The rehearsal with its decoder layers compiled."""
-    in_fp8 = rehearsal.plan.precision.saved_mlp == "fp8"
-    widths = mlp_widths(rehearsal.plan) if in_fp8 else frozenset[int]()
-    trace, moved = compiled_trace(rehearsal.trace, widths)
+    trace, moved = compiled_trace(rehearsal.trace, rehearsal.plan.saved_widths)
     visits = [visit._replace(start=moved(visit.start)) for visit in rehearsal.visits]
     return replace(rehearsal, trace=trace, visits=visits)
 

@@ -63,6 +63,7 @@ from finetune.estimator.trace.stand_ins import (
     as_four_bit,
     casts_to_fuse,
     engine_maker,
+    four_bit_weights,
     paged_states,
     store_base,
     torchao_updates,
@@ -138,14 +139,23 @@ def rehearse(
         RehearsalError: the model's code depends on values.
     """
     optimizer, on_cuda = chosen(config.train), device.kind == "cuda"
-    before = as_four_bit if config.model.storage == "nf4" else None
-    model: nn.Module = sketch(config, before, layers=layers)
+    before, reading = None, contextlib.nullcontext
+    if config.model.storage == "nf4":
+        before, reading = as_four_bit, four_bit_weights
+    with reading():
+        model: nn.Module = sketch(config, before, layers=layers)
     attention = resolve_attention(config, model, device)
     if plan is None or before is not None:  # the rows of a four-bit base say so
         plan = check_settings(config, model, resolution.precision)
     gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
     stored = cast_to(model, gathered_as) if gathered_as is not None else {}
-    with _rehearsal_errors(config), isolated_process(), without_memory(), ExitStack() as stack:
+    with (
+        _rehearsal_errors(config),
+        isolated_process(),
+        without_memory(),
+        reading(),
+        ExitStack() as stack,
+    ):
         to_fake(model)
         if on_cuda:
             stack.enter_context(on_gpu(device.capability or (9, 0)))
@@ -305,8 +315,10 @@ _NOT_REHEARSED = (
     "completion_only_loss",
     "fsdp",
     "fsdp_config",
+    "tf32",
     "use_liger_kernel",
 )
+"""Settings that need values, processes, a GPU or an extra here."""
 
 
 def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def keep_in_fp8(trace: Trace, widths: frozenset[int]) -> tuple[Trace, Callable[[
     """Let layers keep in FP8 what they save of these widths.
 
     Args:
-        widths: elements of a row of the results, as `finetune.precision.saved_mlp.mlp_widths`.
+        widths: elements of a row of the results, as `PrecisionPlan.saved_widths`.
 
     Returns:
         The trace with casts and codes, and the new number of an event of the old one.

@@ -85,7 +85,8 @@ class _Region:
             return False
         maker = self._makers.get(op.inputs[0].storage)
         while maker is not None and kind_of(self._ops[maker]) in FUSABLE:
-            maker = self._makers.get(self._ops[maker].inputs[0].storage)
+            read = self._ops[maker].inputs[:1]  # a fill, as of DoRA's identity, reads nothing
+            maker = self._makers.get(read[0].storage) if read else None
         return maker is not None and self._is_times(maker)
 
     def _input(self, index: int) -> Hashable:

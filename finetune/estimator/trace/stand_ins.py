@@ -36,7 +36,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from torch.optim import Optimizer
 from finetune.config.schema import PrecisionConfig
 from finetune.estimator.speed.operators import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
-from finetune.estimator.trace.trace import Recorder, layer_of, plain_tensors
+from finetune.estimator.trace.trace import Recorder, plain_tensors
 from finetune.precision import kernels, weights
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
@@ -72,9 +72,10 @@ def casts_to_fuse(recorder: Recorder) -> Iterator[None]:
         return cast_current(wide, E4M3, 1, pow2=pow2, packed=True)
 
     def cast_rows(x: Tensor, fold: Tensor | None = None, *, pow2: bool = False) -> Any:
-        if layer_of(recorder.owner(x)):
-            return recorder.as_kernel(reference, x, fold, pow2)
-        return kernels.cast_rows(x, fold, pow2=pow2)
+        module = recorder.owner(x)  # in backward the norm after the last layer, for its first cast
+        if module in recorder.around or "/" in module:
+            return kernels.cast_rows(x, fold, pow2=pow2)
+        return recorder.as_kernel(reference, x, fold, pow2)
 
     with replaced([(weights, "cast_rows", cast_rows)]):
         yield
@@ -195,7 +196,13 @@ class FourBitMixin(Swapped):
     in_features: int
     out_features: int
     weight: nn.Parameter
+    whole_dtype: torch.dtype
     bias: nn.Parameter | None
+
+    def whole(self) -> Tensor:
+        """The weight [N, K] as PEFT's methods read it."""
+        shape = [self.out_features, self.in_features]
+        return OPS.dequantize(self.weight, shape, self.whole_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         shape, dtype = [self.out_features, self.in_features], x.dtype
@@ -225,11 +232,24 @@ def store_base(model: nn.Module, storage: str | None) -> None:
         return
     from bitsandbytes.nn import Linear4bit
 
+    dtype = cast(Any, model).get_input_embeddings().weight.dtype  # as loaded, before it is packed
     for module in [m for m in model.modules() if isinstance(m, Linear4bit)]:
         shaped: Any = module
         packed = nf4_bytes(math.prod(shaped.weight.shape)) + TABLES
         shaped.weight = nn.Parameter(torch.empty(packed, dtype=torch.uint8), requires_grad=False)
-        swap(module, FourBitMixin)
+        swap(module, FourBitMixin, whole_dtype=dtype)
+
+
+@contextlib.contextmanager
+def four_bit_weights() -> Iterator[None]:
+    """Let DoRA read weights of `as_four_bit` and `store_base`, which bitsandbytes dequantizes."""
+    from peft.tuners.lora import dora
+
+    def read(module: Any) -> Tensor:
+        return module.whole() if isinstance(module, FourBitMixin) else module.weight
+
+    with replaced([(dora, "dequantize_module_weight", read)]):
+        yield
 
 
 # --------------------------------------------------------------------------------------- optimizers

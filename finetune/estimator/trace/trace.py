@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._names: dict[int, str] = {}
-        self._around: set[str] = set()
+        self.around: set[str] = set()
         self._modules: list[str] = []
         self._hooks: list[Any] = []
         self._depth = 0
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
             self._names |= _left_out(model)
-            self._around = around_decoder(model)
+            self.around = around_decoder(model)
             for tensor in (*model.parameters(), *model.buffers()):
                 self.add_initial(tensor)
         for tensor in known:
@@ -284,7 +284,7 @@ class Recorder(TorchDispatchMode):
             return "temporary"
         if storage.dtype.is_floating_point and storage.dtype.itemsize == 1:
             return "fp8"
-        if storage.module in self._around:
+        if storage.module in self.around:
             return "logits"
         return "saved" if storage.saved and storage.phase == "forward" else "temporary"
 

@@ -28,7 +28,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
-from finetune.precision.planner import LayerPlan, alignment
+from finetune.precision.layers import alignment
+from finetune.precision.planner import LayerPlan
 
 
 def te_recipe(precision: PrecisionConfig) -> Any:
