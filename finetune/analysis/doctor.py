@@ -69,7 +69,8 @@ class Findings(JupyterMixin):
         for name, verdict in (hardware | self.backends | gemm).items():
             mark = Text("yes", style="green") if verdict else Text("no", style="yellow")
             repeated = verdict.reason in shown_before and not verdict
-            table.add_row(name, mark, "no FP8 unit" if repeated else verdict.reason)
+            again = "as above" if self.fp8 else "no FP8 unit"
+            table.add_row(name, mark, again if repeated else verdict.reason)
             shown_before.add(verdict.reason)
         return Group(
             Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),

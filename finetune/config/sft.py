@@ -218,8 +218,7 @@ _YAML_KINDS = {bool, int, float, str, list, dict}
 
 
 def _members(annotation: Any) -> set[type]:
-    args = getattr(annotation, "__args__", None)
-    origin = getattr(annotation, "__origin__", None)
+    args, origin = (getattr(annotation, name, None) for name in ("__args__", "__origin__"))
     if origin in (list, dict, tuple):
         return {origin}
     if args:
@@ -257,7 +256,7 @@ def sft_config(
     # Every parameter of a causal language model takes part; looking for idle ones costs time.
     settings = {"ddp_find_unused_parameters": False, **settings}
     try:
-        return SFTConfig(
+        args = SFTConfig(
             output_dir=str(folder / "checkpoints"),
             bf16=compute in ("bf16", "fp8"),
             fp16=compute == "fp16",
@@ -267,6 +266,9 @@ def sft_config(
         )
     except REFUSALS as error:
         raise refused("trl.SFTConfig", error, train) from error
+    # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.
+    args._n_gpu = min(args.n_gpu, 1)
+    return args
 
 
 def refuse_sharding_on_cpu() -> None:

@@ -166,6 +166,16 @@ def parallel_units(device: Device) -> int:
     return torch.get_num_threads()
 
 
+def generators() -> list[int]:
+    """GPUs whose random states a block has to keep, for `torch.random.fork_rng`.
+
+    Left to find them itself, it warns in each process of a machine with several.
+    """
+    import torch
+
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

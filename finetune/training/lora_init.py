@@ -29,6 +29,7 @@ from torch import Tensor
 
 from finetune.config.schema import LoraSection, RunConfig
 from finetune.errors import ConfigError
+from finetune.hardware.device import generators
 from finetune.precision.layers import is_conv1d
 from finetune.precision.stored import StoredMixin, stored_as
 from finetune.precision.swap import Swapped, swap
@@ -106,7 +107,7 @@ def _factors(lora: LoraSection, w: Tensor, now: Tensor, s: float, seed: int) -> 
         q, upper = torch.linalg.qr(w)
         return Factors(upper[:r], q[:, :r])
     if kind.startswith("pissa_niter_"):
-        with torch.random.fork_rng():  # alike in each process
+        with torch.random.fork_rng(generators()):  # alike in each process
             torch.manual_seed(seed)
             u, values, v = torch.svd_lowrank(w, r, niter=int(kind.rpartition("_")[2]))
         vh = v.t()

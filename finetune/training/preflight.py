@@ -59,7 +59,8 @@ class Preflight(Planned):
         config: the run's, with `train.gradient_checkpointing` decided.
         resolution: executed precision, with reasons; `plan` is of that precision.
         attention: executed attention, with its reason.
-        notes: what does not train although one might think so (`finetune.training.scope`).
+        notes: what does not train although one might think so (`finetune.training.scope`), and
+            GPUs that do not.
     """
 
     processes: int
@@ -123,7 +124,7 @@ def preflight(
     if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
     attention = resolve_attention(config, model, device)
-    left_out = notes(model, config)
+    left_out = [*idle_gpus(device), *notes(model, config)]
     run = Preflight(config, device, made, model, processes(), resolution, attention, left_out)
     if decides_checkpointing(config):
         by_fsdp = bool(config.train.get("fsdp")) and fsdp_settings(config.train).checkpointing
@@ -133,6 +134,14 @@ def preflight(
     if forecast is not None and not force:
         forecast.check(run)
     return run
+
+
+def idle_gpus(device: Device) -> list[str]:
+    """A line if this process, alone, leaves GPUs of the machine idle."""
+    if device.kind != "cuda" or device.count < 2 or processes() > 1:
+        return []
+    start = f"torchrun --standalone --nproc_per_node={device.count} -m finetune RECIPE"
+    return [f"1 of {device.count} GPUs trains; all of them: {start}"]
 
 
 def _refuse_deepspeed(config: RunConfig) -> None:

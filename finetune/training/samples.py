@@ -30,6 +30,7 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
+from finetune.hardware.device import generators
 from finetune.runs.receipt import Sample
 from finetune.training.callbacks import step_label
 from finetune.training.memory_meter import MemoryMeter
@@ -168,9 +169,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         (engine, {name: value.detach().clone() for name, value in engine.state_tensors().items()})
         for engine in (conversion.engines if conversion is not None else [])
     ]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.random.fork_rng(generators()))
         if conversion is not None and conversion.compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,9 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, first_line
 from finetune.hardware.device import Device
 
 NAME = "varlen"
@@ -160,6 +161,25 @@ def _backward_flops(
 def _pairs(boundaries: Tensor) -> int:
     """Pairs of query and key of one document."""
     return int(boundaries.diff().long().square().sum())
+
+
+def count_kernel() -> None:
+    """Let the FLOPs of torch's kernel be counted, which the witness does: by torch from 2.12 on."""
+    kernel = torch.ops.torch_attn
+    if kernel._varlen_attn in flop_registry:
+        return
+
+    def backward_flops(
+        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor,
+        *_: Any, **__: Any,
+    ) -> int:  # fmt: skip
+        return _backward_flops(g, q, k, v, boundaries)
+
+    register_flop_formula(kernel._varlen_attn, get_raw=True)(_forward_flops)
+    register_flop_formula(kernel._varlen_attn_backward, get_raw=True)(backward_flops)
+
+
+count_kernel()
 
 
 # --------------------------------------------------------------------------- Transformers' function
@@ -332,15 +352,20 @@ def register() -> None:
 
 
 def prefer_flash_3(device: Device) -> None:
-    """Make FlashAttention-3 torch's implementation on Hopper, where its package is installed."""
+    """Make FlashAttention-3 torch's implementation on Hopper, where its package loads."""
     from torch.nn import attention
 
     missing = importlib.util.find_spec("flash_attn_interface") is None
     if missing or device.capability is None or device.capability[0] != 9 or _flash_in_use():
         return
     activate: Any = getattr(attention, "activate_flash_attention_impl", None)
-    if activate is not None:
+    if activate is None:
+        return
+    try:
         activate("FA3")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # of another torch or CUDA
+        line = f"FlashAttention-3 is installed and does not load: {first_line(error)}"
+        warnings.warn(f"! {line}; FlashAttention-2 of torch runs", stacklevel=2)
 
 
 def _flash_in_use() -> str | None:

@@ -15,7 +15,7 @@ from finetune.cli.app import main
 from tests.docs.commands import check
 from tests.docs.test_findings import commands_of
 from tests.gpu.hour import __main__ as hour
-from tests.gpu.hour.parts import PARTS, read_part
+from tests.gpu.hour.parts import PARTS, PROMISES, promises_markdown, read_part
 
 BY_NAME = {part.name: part for part in PARTS}
 MACHINE = {"gpu": "H100", "driver": "1", "limits": "", "versions": {"torch": "2.11"}, "commit": "c"}
@@ -116,6 +116,32 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
     assert "Not measured: not run yet." in (tmp_path / "hour.md").read_text()
 
 
+def test_a_lent_gpu_is_given_back_in_time(machine, monkeypatch, tmp_path, capsys) -> None:
+    """A part that the end of the loan cuts short leaves no half result, and is begun again."""
+    executed, limits = Executed(monkeypatch), []
+
+    def short(command, folder, limit_s, codes=(0,)) -> str:
+        limits.append(limit_s)
+        if "gemm" in command and limit_s < 1:
+            time.sleep(limit_s)
+        return executed(command, folder, limit_s, codes)
+
+    monkeypatch.setattr(hour, "execute", short)
+    monkeypatch.setattr(hour, "PATIENCE_S", 0)
+    monkeypatch.setattr(hour, "LEAST_S", 0.01)
+    words = ["--out", str(tmp_path), "--parts", "gemm,attention", "--within", "0.005"]
+    assert hour.main(words) == hour.INTERRUPTED
+    assert max(limits) <= 0.3
+    assert states(tmp_path) == {"doctor": "measured"}
+    assert "Go on: python -m tests.gpu.hour --out" in capsys.readouterr().out
+    assert hour.main(words) == hour.INTERRUPTED
+    assert hour.main(words[:-2]) == 0
+    assert states(tmp_path)["gemm"] == "measured"
+    monkeypatch.setattr(hour, "LEAST_S", 60)
+    again = ["--out", str(tmp_path), "--parts", "te", "--within", "0.1"]
+    assert hour.main(again) == hour.INTERRUPTED, "not begun, with so little time left"
+
+
 def test_figures_of_two_machines_do_not_mix(machine, monkeypatch, tmp_path, capsys) -> None:
     Executed(monkeypatch)
     hour.main(["--out", str(tmp_path), "--parts", "gemm"])
@@ -135,6 +161,26 @@ def test_without_fp8_units_nothing_is_run(machine, monkeypatch, tmp_path) -> Non
     hour.main(["--out", str(tmp_path)])
     assert len(executed.commands) == 1
     assert (tmp_path / "hour.md").read_text().count("Not measured: no FP8 matrix units.") >= 9
+
+
+def test_each_promise_has_a_figure() -> None:
+    def row(part, label, seconds, gib):
+        facts = {"tokens": 8192, "step_seconds": seconds, "allocated_gib": gib}
+        return {"part": part, "label": label, **facts}
+
+    text = promises_markdown(
+        [
+            row("lora_r8", "llama_8b_lora_bf16", 1.5, 20.0),
+            row("lora_r8", "llama_8b_lora_fp8", 1.0, 14.0),
+            row("stock", "stock", 2.2, 30.0),
+            row("full", "llama_8b_full_fp8", 1.0, None),
+        ]
+    )
+    assert "| LoRA r=8, FP8 over fused BF16, tokens/s | 1.50x | 1.40x, met |" in text
+    assert "| LoRA r=8, FP8 over TRL and PEFT, tokens/s | 2.20x | 2.10x, met |" in text
+    assert "| LoRA r=8, FP8 over fused BF16, memory | 0.70x | 0.65x, missed |" in text
+    assert "| full, FP8 over BF16, tokens/s | not measured |  |" in text
+    assert len(text.splitlines()) == 2 + len(PROMISES)
 
 
 def test_failed_tests_are_counted_and_named(tmp_path) -> None:

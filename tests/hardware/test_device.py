@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
 from finetune.config.schema import PrecisionConfig
@@ -346,6 +347,15 @@ def test_the_doctor_gives_a_reason_for_every_backend(no_te, device):
     else:
         assert findings.auto.startswith("no FP8: ")
         assert device.has_fp8.reason in findings.auto
+
+
+def test_an_fp8_gpu_is_not_said_to_have_no_fp8_unit(no_te):
+    """Two backends without the same library have one reason, which is given once."""
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(examine(H100))
+    assert "no FP8 unit" not in shown.get()
+    assert "as above" in shown.get()
 
 
 def test_the_doctors_findings_are_json():

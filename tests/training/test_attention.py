@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import finetune
 from finetune.config.recipe import load_recipe
@@ -304,6 +304,40 @@ def test_torchs_function_gets_the_arguments_that_it_takes(takes, windowed, monke
 
 def test_torchs_function_is_called_with_words_that_it_knows() -> None:
     assert varlen._TAKES & {"is_causal", "window_size"}
+
+
+def test_the_witness_can_count_the_kernel_of_any_torch() -> None:
+    """torch 2.10 and 2.11 have no formula: packed rows on a GPU ended in a KeyError."""
+    q, k, v = torch.randn(TOKENS, 4, 16), torch.randn(TOKENS, 2, 16), torch.randn(TOKENS, 2, 16)
+    ends, kernel = boundaries(*LENGTHS), torch.ops.torch_attn
+    calls = {
+        kernel._varlen_attn: (q, k, v, ends, ends, 64, 64, True),
+        kernel._varlen_attn_backward: (q, q, k, v, q, q, ends, ends, 64, 64, True, q),
+    }
+    theirs = {one: flop_registry[one] for one in calls}
+    try:
+        for one in calls:
+            del flop_registry[one]
+        varlen.count_kernel()
+        for one, operands in calls.items():
+            assert flop_registry[one](*operands) == theirs[one](*operands) > 0
+    finally:
+        flop_registry.update(theirs)
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("undefined symbol: _ZN3c10"), RuntimeError("no bwd")]
+)
+def test_a_flash_3_that_does_not_load_is_said_and_left(error, monkeypatch) -> None:
+    from torch.nn import attention
+
+    def activate(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(varlen.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate, raising=False)
+    with pytest.warns(UserWarning, match="FlashAttention-3 is installed and does not load"):
+        varlen.prefer_flash_3(H100)
 
 
 # ------------------------------------------------------------------------------------------- auto

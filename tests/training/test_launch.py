@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -12,8 +13,8 @@ from finetune import setup_fp8_mixed_precision_training
 from finetune.config.paths import list_recipes, recipes_folder
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, PrecisionError
-from finetune.training.preflight import preflight
-from tests.conftest import CPU
+from finetune.training.preflight import idle_gpus, preflight
+from tests.conftest import CPU, H100
 
 LAUNCH = recipes_folder() / "launch"
 
@@ -92,3 +93,15 @@ def test_sharding_by_accelerate_alone_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match=r"the recipe does not[\s\S]*train.fsdp=true"):
         preflight(load_recipe("tiny_full_fp8").config, CPU)
+
+
+def test_gpus_that_one_process_leaves_idle_are_said(monkeypatch) -> None:
+    """Transformers would split each batch over them by nn.DataParallel, past the preparation."""
+    eight = replace(H100, count=8)
+    (line,) = idle_gpus(eight)
+    assert "1 of 8 GPUs trains" in line
+    assert "--nproc_per_node=8" in line
+    assert not idle_gpus(H100)
+    assert not idle_gpus(CPU)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert not idle_gpus(eight)

@@ -69,7 +69,7 @@ from finetune.estimator.trace.stand_ins import (
     torchao_updates,
 )
 from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
-from finetune.hardware.device import Device
+from finetune.hardware.device import Device, generators
 from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
 from finetune.precision.backends.frozen import FrozenMixin
@@ -249,7 +249,7 @@ def isolated_process() -> Iterator[None]:
     for key in launched:
         del os.environ[key]
     try:
-        with torch.random.fork_rng(), session.aside():
+        with torch.random.fork_rng(generators()), session.aside():
             yield
     finally:
         for key in [key for key in os.environ if _LAUNCHED.fullmatch(key)]:

@@ -2,13 +2,14 @@
 
     python -m tests.gpu.hour                      # all parts, about an hour
     python -m tests.gpu.hour --parts gemm,lora_r8
+    python -m tests.gpu.hour --within 9           # ends after 9 minutes, for a GPU lent by the call
     python -m tests.gpu.hour --rehearse           # tiny sizes, on whatever is here, also a CPU
 
 Random weights, no downloads. Each part is a process of its own with a limit of 8 minutes, so that a
 crash or a lack of memory loses that part alone; what a benchmark had measured by then is kept. A
 part that has its result in the folder is not run again: Ctrl-C at any time, and the same command
-goes on. One that failed, or could not run, is tried again. To measure a part anew, delete its
-`PART/result.json`.
+goes on. One that failed, or could not run, is tried again; so is one that `--within` has cut short.
+To measure a part anew, delete its `PART/result.json`.
 
 Written after each part: `hour.json`, and `hour.md`, whose text goes into FP8_FINDINGS.md as it is.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -35,13 +37,22 @@ from finetune.errors import ConfigError, FinetuneError, did_you_mean
 from finetune.hardware.device import version
 from finetune.runs.folder import make_folder, new_folder, write_whole
 from finetune.units import elapsed
-from tests.gpu.hour.parts import PARTS, Part, predictions, predictions_markdown, read_part
+from tests.gpu.hour.parts import (
+    PARTS,
+    Part,
+    predictions,
+    predictions_markdown,
+    promises_markdown,
+    read_part,
+)
 
 ROOT = Path(__file__).parents[3]
 OUT = "runs/gpu_hour"
 MINUTES = 8.0
 PATIENCE_S = 20.0
 """Seconds between Ctrl-C and the end by force, in which a benchmark writes its rows."""
+LEAST_S = 60.0
+"""Seconds that must be left of `--within` for another part to be begun."""
 INTERRUPTED = 130
 LIBRARIES = (
     *("torch", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "transformers", "trl", "peft"),
@@ -130,13 +141,17 @@ class Hour:
         out: folder of all results.
         rehearse: run the tiny commands.
         minutes: limit of a part.
+        within: minutes after which all has ended.
 
     Raises:
         ConfigError: the folder has results of another machine, or of a rehearsal.
     """
 
-    def __init__(self, out: Path, *, rehearse: bool, minutes: float) -> None:
+    def __init__(
+        self, out: Path, *, rehearse: bool, minutes: float, within: float | None = None
+    ) -> None:
         self.out, self.rehearse, self.limit_s = out, rehearse, minutes * 60
+        self.ends = math.inf if within is None else time.monotonic() + within * 60 - PATIENCE_S
         self.environment = environment(rehearse=rehearse)
         self.parts: dict[str, dict[str, Any]] = {
             part.name: json.loads(file.read_text("utf-8"))
@@ -162,7 +177,13 @@ class Hour:
         return self.parts.get(part.name, {}).get("status") == "measured"
 
     def run(self, part: Part) -> dict[str, Any]:
-        """Run a part, or find out why it cannot run; its record is written and returned."""
+        """Run a part, or find out why it cannot run; its record is written and returned.
+
+        Raises:
+            KeyboardInterrupt: the time of `--within` is over, or will be before the part has begun.
+        """
+        if self.ends - time.monotonic() < LEAST_S:
+            raise KeyboardInterrupt
         folder, started = new_folder(self.out / part.name, self.out), time.time()
         reason, result = self._lacks(part), None
         if not reason:
@@ -190,7 +211,11 @@ class Hour:
     def _execute(self, part: Part, folder: Path) -> str:
         words = shlex.split(self._command(part))
         files = shlex.split(part.files.format(folder=shlex.quote(str(folder.resolve()))))
-        return execute([sys.executable, *words[1:], *files], folder, self.limit_s, part.codes)
+        limit = min(self.limit_s, self.ends - time.monotonic())
+        reason = execute([sys.executable, *words[1:], *files], folder, limit, part.codes)
+        if limit == self.limit_s or time.monotonic() < self.ends:
+            return reason
+        raise KeyboardInterrupt  # half a part is none: it is begun again
 
     def _command(self, part: Part) -> str:
         return part.rehearsal if self.rehearse else part.command
@@ -237,6 +262,7 @@ class Hour:
                 blocks.append(f"Not measured: {reason}.")
             elif reason:
                 blocks.append(f"Incomplete: {reason}.")
+        blocks += ["### Promises", promises_markdown(rows)]
         blocks += ["### The estimator against these figures"]
         blocks.append(predictions_markdown(rows) if rows else "Not measured: no step was timed.")
         return "\n\n".join(blocks) + "\n"
@@ -272,12 +298,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default="", help="names with commas between; left out: all")
     parser.add_argument("--out", type=Path, default=Path(OUT), help=f"folder, {OUT}")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit of a part, 8")
+    parser.add_argument("--within", type=float, help="minutes after which it ends, to go on later")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--list", action="store_true", help="show the parts, and run none")
     args = parser.parse_args(words)
     try:
         parts = chosen(args.parts)
-        hour = Hour(args.out, rehearse=args.rehearse, minutes=args.minutes)
+        hour = Hour(args.out, rehearse=args.rehearse, minutes=args.minutes, within=args.within)
         if args.list:
             for part in parts:
                 state = hour.parts.get(part.name, {}).get("status", "not run yet")
