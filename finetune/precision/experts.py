@@ -100,7 +100,7 @@ class FrozenExperts(torch.autograd.Function):
                 assert x_inverse is not None
                 cast_x = values, x_inverse.reshape(-1)
                 y = _grouped(cast_x, bits.mT, inverse.squeeze(-1), route.ends, how)
-                return y.to(x.dtype)
+                return y if y.dtype is x.dtype else y.to(x.dtype)  # as `weights.of_type`
             y = x.new_empty(x.shape[0], bits.shape[1])
             for e, rows in _parts(route.sizes):
                 xq = _rows(values, rows), _rows(x_inverse, rows)

@@ -115,7 +115,9 @@ class AdaptedLinear(torch.autograd.Function):
         with multiplying(owners[0], a):
             t = times(x, low_a.t(), s, low_b[0])  # [M, K] @ [K, r]
         with multiplying(owners[1], b):
-            y = y.addmm_(t, low_b.t())  # [M, r] @ [r, N]
+            # Not in place in a graph, where it saves nothing: torch 2.11 (`weights.of_type`).
+            add = y.addmm if torch.compiler.is_compiling() else y.addmm_
+            y = add(t, low_b.t())  # [M, r] @ [r, N]
         saved = (x, None) if kept is None else (kept, x_inverse)
         saved = saved if ctx.needs_input_grad[6] else (None, None)
         ctx.save_for_backward(*saved, t, w if transposed is None else transposed, w_inverse, a, b)

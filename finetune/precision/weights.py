@@ -218,7 +218,17 @@ def multiply(
         out_dtype=torch.bfloat16 if how.per_row else dtype,
         use_fast_accum=how.fast_accum,
     )
-    return y.to(dtype)
+    return of_type(y, dtype)
+
+
+def of_type(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """`y.to(dtype)`, for results of an autograd function.
+
+    Dynamo of torch 2.11.0 knows the result of a function by the tensor it is. Where the last
+    operator returns the tensor that it was given, as `to` of its own type and `add_` do, the graph
+    has no gradient below it: zeros, with no error.
+    """
+    return y if y.dtype is dtype else y.to(dtype)
 
 
 def fprop(x: Tensor, xq: tuple[Any, Any], bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +15,8 @@ from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.precision import compiling, convert
+from finetune.precision.backends.base import Owner
+from finetune.precision.lora import AdaptedLinear
 from finetune.precision.planner import plan
 from finetune.training.health.operands import OperandWatch
 from tests.conftest import batch, slow_but
@@ -382,6 +384,31 @@ def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind, checkpointed) -> No
     assert len(eager) > 2
     for a, b in zip(compiled, eager, strict=True):  # autocast's casts stand elsewhere in the graph
         assert (a - b).norm() <= 0.02 * b.norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+def test_a_compiled_adapter_has_the_gradients_of_eager_mode() -> None:
+    """Those of torch 2.11.0 were zero, where a function returned what it had changed in place."""
+    generator = torch.Generator().manual_seed(0)
+    w, x, a, b = (
+        torch.randn(*shape, generator=generator) for shape in ((6, 8), (4, 8), (2, 8), (6, 2))
+    )
+    owners = Owner("", []), Owner("", [])
+
+    def adapted(*operands: Tensor) -> Tensor:
+        x, a, b = operands
+        nones = (None,) * 3
+        return AdaptedLinear.apply(x, *nones, w, None, a, b, 2.0, None, owners, *nones).tanh()
+
+    trained = [each.requires_grad_() for each in (x, a, b)]
+    torch._dynamo.reset()
+    compiled = torch.compile(adapted, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(*trained).sum(), trained)
+    for there, here in zip(
+        found, torch.autograd.grad(adapted(*trained).sum(), trained), strict=True
+    ):
+        torch.testing.assert_close(there, here)
+        assert there.any()
 
 
 @pytest.mark.parametrize("backend", ["auto", "te", "emulated"])
