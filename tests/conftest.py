@@ -15,6 +15,7 @@ import gc
 import hashlib
 import pickle
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,42 @@ RTX4090 = Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 23.6)
 B200 = Device("cuda", "NVIDIA B200", (10, 0), 178.0)
 APPLE = Device("mps", "Apple GPU", None, 32.0)
 CPU = Device("cpu", "x86_64", None, 16.0)
+
+
+def _multiply_rows_on_a_cpu() -> torch.library.Library | None:
+    """Give torch 2.10 and 2.11 a `_scaled_mm` with a scale per row on a CPU, as later ones have.
+
+    Theirs takes one scale per tensor: what runs on hardware could not be tested here.
+    """
+    codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    ones = torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), ones, ones.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings(action="ignore"):  # it replaces torch's own, as it is meant to
+            library.impl("_scaled_mm", _scaled_mm, "CPU", allow_override=True)
+            library.impl("_scaled_mm.out", _scaled_mm_out, "CPU", allow_override=True)
+        return library
+    return None
+
+
+def _scaled_mm(
+    a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+):
+    """[M, K] @ [K, N], with a scale per row and column or one of each."""
+    with torch.autocast("cpu", enabled=False):
+        y = (a.float() @ b.float()) * scale_a * scale_b
+    y = y if bias is None else y + bias
+    return y.to(a.dtype if out_dtype is None else out_dtype)
+
+
+def _scaled_mm_out(*args, out, **kwargs):
+    """As Inductor calls it."""
+    return out.copy_(_scaled_mm(*args, **kwargs))
+
+
+_ROWS = _multiply_rows_on_a_cpu()  # as long as the library is kept
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

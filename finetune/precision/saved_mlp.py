@@ -58,7 +58,7 @@ class SavedMlp:
         *rows, width = x.shape if x.dtype is torch.bfloat16 and x.dim() else (1,)
         inside = isinstance(width, int) and width in self.widths  # a symbol is a length
         few = all(isinstance(size, int) for size in rows) and prod(rows) < FEW
-        if few or not inside or not torch.compiler.is_compiling() or not _is_activation():
+        if few or not inside or not _is_activation():
             return x
         self.kept += 1
         return cast_current(x, E4M3, -1, packed=True)
@@ -87,9 +87,11 @@ class SavedMlp:
 
 
 def _is_activation() -> bool:
-    """True if the tensor that a hook is given is made of the layer's input [B, L, H].
+    """True if the tensor that a hook is given is made of the layer's input [B, L, H] in a graph.
 
-    Others are made of weights alone: in 16 bits beside a float32 master, or with DoRA's update.
+    Others are made of weights alone: in 16 bits beside a float32 master, or with DoRA's update. No
+    graph is at hand where uncompiled operators save. `torch.compiler.is_compiling()` does not tell:
+    before torch 2.13 it is False while a graph's hooks are called.
     """
     from torch._functorch._aot_autograd import graph_compile
 

@@ -111,6 +111,8 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
     with without_memory(), on_gpu(place.device.capability or (9, 0)), ExitStack() as stack:
         for function in _SLOW_PATTERNS:  # of attention and padding, which the layer has not
             stack.enter_context(mock.patch(function))
+        # A CUDA build of torch would start its driver, which a machine without a GPU has not.
+        stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context"))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         to_fake(model)
         choose_attention(model, "varlen")

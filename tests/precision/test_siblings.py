@@ -63,9 +63,9 @@ def compiled(
 def gemms(graph: torch.fx.Graph, rank: int = 8 * 3) -> int:
     """GEMMs of a graph with a dimension of at most `rank`: those of adapters."""
     aten = torch.ops.aten
-    return sum(
+    return sum(  # torch before 2.12 cannot add symbolic truths
         n.target in (aten.mm.default, aten.addmm.default)
-        and min(min(x.meta["val"].shape) for x in n.args[-2:]) <= rank
+        and bool(min(min(x.meta["val"].shape) for x in n.args[-2:]) <= rank)
         for n in graph.nodes
     )
 
