@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.schema import ModelConfig, RunConfig
 from finetune.config.sft import padding_free
 from finetune.errors import ConfigError, FinetuneError, first_line
-from finetune.hardware.device import Device
+from finetune.hardware.device import Device, version
 from finetune.precision.layers import plain_name
 from finetune.storage import nf4
 from finetune.storage.pretrained import auto_class, fit_trl, load_shape, load_whole, loading, locate
@@ -175,6 +175,8 @@ def _obstacle(config: RunConfig, model: nn.Module, device: Device) -> str:
 
 
 def _obstacle_on(device: Device, text: Any, compute: str) -> str:
+    from finetune.training.varlen import takes_windows
+
     if device.kind == "cpu":
         return ""
     if device.kind != "cuda" or device.is_rocm:
@@ -191,7 +193,15 @@ def _obstacle_on(device: Device, text: Any, compute: str) -> str:
     limit = 192 if capability in NO_BACKWARD_ABOVE_192 else 256
     if width % 8 or width > limit:
         return f"heads of {width}: FlashAttention takes multiples of 8 up to {limit} there"
+    if _has_windows(text) and not takes_windows():  # until torch 2.11
+        return f"torch {version('torch')} has varlen attention without sliding windows"
     return ""
+
+
+def _has_windows(text: Any) -> bool:
+    """True if layers of a model attend within sliding windows."""
+    types = getattr(text, "layer_types", None) or ["sliding_attention"]  # Mistral names none
+    return bool(getattr(text, "sliding_window", None)) and "sliding_attention" in types
 
 
 def implementation_arguments(model: ModelConfig) -> dict[str, Any]:

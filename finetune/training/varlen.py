@@ -257,11 +257,16 @@ def varlen_attention_forward(
     return out.unflatten(0, (batch, length)), None
 
 
+def takes_windows() -> bool:
+    """True if torch's varlen attention has sliding windows, as it has from 2.11 on."""
+    return "window_size" in _TAKES
+
+
 def _on_cuda(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int
 ) -> Tensor:
     more: dict[str, Any] = {}
-    if "window_size" in _TAKES:
+    if takes_windows():
         more["window_size"] = (window, 0)
     elif window == UNLIMITED:
         more["is_causal"] = True

@@ -394,6 +394,29 @@ def test_models_that_the_kernel_cannot_serve_keep_their_own(changes, reason, mak
     assert reason in found.reason
 
 
+@pytest.mark.parametrize(
+    ("config", "windowed"),
+    [
+        ({"sliding_window": 64}, True),  # as of Mistral
+        ({"sliding_window": 64, "layer_types": ["full_attention"]}, False),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({"sliding_window": None}, False),
+        ({}, False),
+    ],
+)
+def test_windows_need_a_torch_that_has_them(config, windowed, make_llama, monkeypatch) -> None:
+    """Before anything is loaded: torch 2.10 has varlen attention without windows."""
+    packed, model = load_recipe("tiny_full_bf16", PACKED).config, make_llama()
+    for key, value in config.items():
+        setattr(model.config, key, value)
+    monkeypatch.setattr(varlen, "_TAKES", frozenset({"is_causal"}))
+    found = resolve_attention(packed, model, H100)
+    assert found.implementation == (None if windowed else "varlen")
+    assert ("without sliding windows" in found.reason) == windowed
+    monkeypatch.setattr(varlen, "_TAKES", frozenset({"window_size"}))
+    assert resolve_attention(packed, model, H100).implementation == "varlen"
+
+
 def test_sinks_are_seen(make_llama) -> None:
     model = make_llama()
     model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(4))
