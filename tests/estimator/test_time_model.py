@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
+from finetune.estimator.memory.overheads import installed_torch
 from finetune.estimator.memory.sharding import Fsdp2
 from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.operators import (
@@ -27,6 +28,7 @@ from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.speed.timing import Pace, Traffic, extrapolated, spread
 from finetune.estimator.trace.fsdp_groups import Group
 from finetune.estimator.trace.trace import Op, Operand, Recorder
+from finetune.hardware.device import OUTER_VECTOR_CUDA, cuda_of
 from finetune.hardware.gpus import named_gpu
 from tests.benchmarks.score.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
 from tests.benchmarks.score.workload import adapter_parameters, in_layers, in_parts, write_step
@@ -200,7 +202,9 @@ def test_products_with_a_rank_are_bound_by_memory():
 def test_rowwise_scales_cost_more_in_cutlass(gpu_name, factor):
     plain, rows = gemm(4096, 4096, 4096, FP8), gemm(4096, 4096, 4096, FP8, scale=(4096, 1))
     more = seconds_of(rows, gpu_name)[0] / seconds_of(plain, gpu_name)[0]
-    assert factor < more < 1.05 if gpu_name == "H100" else more > factor
+    # The wheels of torch 2.10 are for CUDA 12.8, whose cuBLAS has no row-wise scales on an H100.
+    outer_vector = gpu_name == "H100" and cuda_of(installed_torch(), None) >= OUTER_VECTOR_CUDA
+    assert factor < more < 1.05 if outer_vector else more > factor
 
 
 def test_a_round_that_is_hardly_filled_is_a_round():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -96,11 +97,13 @@ def test_layers_that_run_uncompiled_nevertheless_are_said(
     monkeypatch.setattr(compiling, "GRAPHS", 0)
     with (
         torch._dynamo.config.patch(recompile_limit=1),
-        pytest.warns(UserWarning, match="some layers run uncompiled") as told,
+        pytest.warns(UserWarning, match="run uncompiled") as told,
     ):
         said = lengths_of(make_llama, setup_backend)
-    assert sum("recompile_limit" in str(each.message) for each in told) == 1
-    assert "after the witnessed step; torch's recompile_limit is reached" in said
+    # torch 2.10 counts them among what it skips.
+    why = "torch('s recompile_limit is reached| skips 1 functions)"
+    assert sum(bool(re.search(why, str(each.message))) for each in told) == 1
+    assert re.search(f"after the witnessed step; {why}", said)
 
 
 @pytest.mark.slow
