@@ -42,13 +42,12 @@ class MemoryMeter(TrainerCallback):
 
     Attributes:
         earlier_gib: on a GPU, the peak before torch's own was last reset.
-        batch: the largest measured micro-batch; None before.
     """
 
     def __init__(self, session: Session) -> None:
         self.session, self.kind = session, session.device.kind
         self.earlier_gib = 0.0
-        self.batch: Batch | None = None
+        self._largest: tuple[int, int, Tensor | bool] | None = None  # rows, length, has no padding
         self._undo = contextlib.ExitStack()
         self._live: LiveTensors | None = None
         self._begun = 0  # steps of this process, which may have resumed
@@ -100,9 +99,9 @@ class MemoryMeter(TrainerCallback):
             if not module.training or not isinstance(ids, Tensor):
                 return
             rows, length = ids.shape
-            if self.batch is None or rows * length > self.batch.rows * self.batch.length:
-                padded = isinstance(mask, Tensor) and not bool(mask.all())
-                self.batch = Batch(rows, length, padded)
+            if self._largest is None or rows * length > self._largest[0] * self._largest[1]:
+                whole = mask.all() if isinstance(mask, Tensor) else True  # read at the end
+                self._largest = rows, length, whole
 
         self._undo.callback(model.register_forward_pre_hook(note, with_kwargs=True).remove)
 
@@ -151,6 +150,14 @@ class MemoryMeter(TrainerCallback):
             self._measured, self._open = "peak allocated by torch, whole training", False
 
     # ------------------------------------------------------------------------------------ reading
+
+    @property
+    def batch(self) -> Batch | None:
+        """The largest measured micro-batch; None before."""
+        if self._largest is None:
+            return None
+        rows, length, whole = self._largest
+        return Batch(rows, length, padded=not bool(whole))
 
     def reading(self) -> dict[str, Any]:
         """Receipt entries: `measured_gib` (None if unmeasured), `measured`, and `reserved_gib`."""

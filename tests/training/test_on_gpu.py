@@ -1,0 +1,71 @@
+"""Whole runs on a GPU made of host memory (`tests.host_gpu`): the paths that CUDA alone takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.host_gpu.device import build
+
+ROOT = Path(__file__).parents[2]
+CASES = (
+    "tiny_lora_fp8 train.packing=true precision.health_every=4",
+    "tiny_lora_fp8 precision.compile=off train.gradient_checkpointing=true",
+    "tiny_full_fp8 precision.scaling=tensorwise precision.compile=off",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(made_once):
+    """What came of each case, on a machine of two H100."""
+    if build() is None:
+        pytest.skip("needs g++ on Linux")
+
+    def make(folder: Path) -> dict[str, dict]:
+        command = [sys.executable, "-m", "tests.host_gpu.worker", str(folder), *CASES]
+        paths = f"{ROOT}{os.pathsep}{ROOT / 'tests/host_gpu/site'}"
+        environment = os.environ | {"HOST_GPU": "H100", "HOST_GPUS": "2", "PYTHONPATH": paths}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
+        return {run["case"]: run for run in found}
+
+    return made_once("runs on a GPU of host memory", make)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_proven_and_waits_once_a_step(runs, case) -> None:
+    """To see that its gradients are finite; a micro-step waits for nothing of ours."""
+    run = runs[case]
+    assert run["status"] == "proven"
+    assert run["precision"]["ran"] == "fp8"
+    assert run["environment"]["name"] == "NVIDIA H100 80GB HBM3"
+    assert run["memory"]["measured"] == "peak allocated by torch, whole training"
+    assert run["loss"] < 6
+    once = {"finetune/training/health/nonfinite.py <genexpr>": run["steps"]}
+    assert run["waits"] == once
+
+
+@pytest.mark.long
+def test_engines_and_kernels_are_those_of_a_gpu(runs) -> None:
+    packed, eager, full = (runs[case]["precision"] for case in CASES)
+    assert packed["attention"] == "varlen, FlashAttention-2"
+    assert packed["gemm"] == eager["gemm"] == "cuBLASLt outer-vector"
+    assert packed["compile"].startswith("on: 4 decoder layers")
+    assert eager["kernels"] == "triton"
+    assert full["effective"]["engine"] == "torchao.float8"
+    assert not full["effective"]["emulate"]
+
+
+@pytest.mark.long
+def test_one_process_takes_one_gpu_of_several_and_says_so(runs) -> None:
+    for run in runs.values():
+        assert run["notes"][0].startswith("1 of 2 GPUs trains; all of them: torchrun")
