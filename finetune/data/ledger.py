@@ -280,7 +280,8 @@ class AccountedTrainer(SFTTrainer):
         """TRL's, without the rows that Accelerate repeats to give each process a whole batch.
 
         Of 37 rows in batches of 4, two processes have 4 and 1 in the last step, and the second one
-        three of the first rows once more: these stood in the last row's loss.
+        three of the first rows once more: these stood in the last row's loss. (They still do where
+        rows are packed or without padding, in one sequence of unknown bounds.)
         """
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
         size = self.args.per_device_eval_batch_size

@@ -282,6 +282,13 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
             fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
         )
     if "FSDP" in str(accelerator.distributed_type):
+        if accelerator.state.fsdp_plugin.fsdp_version != 2:
+            raise PrecisionError(
+                "FSDP1 is not supported",
+                where="FullyShardedDataParallelPlugin, fsdp_config, or accelerate launch",
+                why="it puts each layer into a wrapper under another name, past plan and proof",
+                fix="fsdp_version=2 there (version: 2 in fsdp_config)",
+            )
         refuse_sharded_copies(resolution.precision)
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise never_compiled("torch_compile=True, or the dynamo settings of accelerate")

@@ -111,6 +111,7 @@ def preflight(
     """
     _refuse_deepspeed(config)
     _refuse_launch(config)
+    _refuse_sharding(config)
     check_here(config, device)
     model = sketch(config)
     try:
@@ -200,6 +201,27 @@ def _refuse_launch(config: RunConfig) -> None:
             why="memory, samples and checkpoints follow the recipe",
             fix="distributed_type: MULTI_GPU there, and train.fsdp=true "
             "'train.fsdp_config={version: 2, reshard_after_forward: true}' to shard",
+        )
+
+
+def _refuse_sharding(config: RunConfig) -> None:
+    """Reject what shards in another way than FSDP2 by layers: both ended in an error of torch's."""
+    settings = fsdp_settings(config.train)
+    if config.train.get("fsdp") and settings.version != 2:
+        raise ConfigError(
+            "FSDP1 is not supported",
+            where=f"train.fsdp_config: version {settings.version}",
+            why="it puts each layer into a wrapper under another name, past plan and proof, and no "
+            "run goes on from its checkpoints",
+            fix="version: 2 there, or ~train.fsdp_config, whose default it is",
+        )
+    if config.train.get("fsdp") and settings.wrapping == "SIZE_BASED_WRAP":
+        raise ConfigError(
+            "FSDP2 cannot shard by size",
+            where=f"train.fsdp_config: auto_wrap_policy {settings.wrapping}",
+            why="the largest part of a model is the list of its layers, which torch's fully_shard "
+            "does not take",
+            fix="TRANSFORMER_BASED_WRAP there, or ~train.fsdp_config, whose default it is",
         )
 
 

@@ -105,3 +105,27 @@ def test_gpus_that_one_process_leaves_idle_are_said(monkeypatch) -> None:
     assert not idle_gpus(CPU)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert not idle_gpus(eight)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("version", "1", "2"),
+        ("fsdp_version", "1", "2"),
+        ("auto_wrap_policy", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),
+        ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),
+    ],
+)
+def test_sharding_other_than_by_layers_with_fsdp2_is_refused(
+    key, value, instead, monkeypatch
+) -> None:
+    """Both ended in an error of torch's or of the proof, whose fix did not help."""
+    monkeypatch.setattr("finetune.config.sft.refuse_sharding_on_cpu", lambda: None)
+
+    def check(*words: str) -> None:
+        preflight(load_recipe("tiny_full_fp8", ["train.fsdp=true", *words]).config, CPU)
+
+    with pytest.raises(ConfigError, match=rf"fix: *(version: )?{instead} there"):
+        check(f"train.fsdp_config={{{key}: {value}}}")
+    check(f"train.fsdp_config={{{key}: {instead}}}")
+    check(f"train.fsdp_config={{{key}: {value}}}", "~train.fsdp_config")
