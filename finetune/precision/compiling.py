@@ -1,12 +1,14 @@
 """`torch.compile` of decoder layers: what torch has to be told, and what it leaves uncompiled.
 
 Layers are compiled one by one, in place, and share graphs (`19-one-graph-for-all-layers.md` of
-`docs/notes`). Those that run uncompiled for a while, to be observed, are checkpointed.
+`docs/notes`). Those that run uncompiled for a while, to be observed, are checkpointed. A layer in
+which somebody has put hooks runs uncompiled as long as they are there (`Hooks`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +22,18 @@ from finetune.errors import PrecisionError
 
 GRAPHS = 64
 """Graphs that Dynamo makes of one decoder layer at most."""
+OURS = "is_of_finetune"
+"""Attribute of what compiled layers call, if it was compiled here."""
+UNREPEATABLE = ("ALoraLinearVariant", "MontecloraLinearVariant")
+CAPTURING = "transformers.utils.output_capturing"
+"""Module of Transformers (5.23) whose hooks give `output_attentions` and other outputs."""
+
+
+BY_LAYER = (
+    "leave torch_compile out and set precision.compile=on (compile='on' in the helper): each "
+    "decoder layer is compiled after the witnessed step"
+)
+"""Fix of a script that compiles by itself."""
 
 
 def never_compiled(where: str) -> PrecisionError:
@@ -28,9 +42,41 @@ def never_compiled(where: str) -> PrecisionError:
         "torch_compile of the whole model does not go with the proof",
         where=where,
         why="a model that torch.compile first meets under the witness is never compiled",
-        fix="leave torch_compile out and set precision.compile=on (compile='on' in the "
-        "helper): each decoder layer is compiled after the witnessed step",
+        fix=BY_LAYER,
     )
+
+
+def compiled_later(where: str) -> PrecisionError:
+    """The error of a model that a script compiles by itself after its first steps."""
+    return PrecisionError(
+        "the script has compiled a model whose first steps were proven uncompiled",
+        where=where,
+        why="such graphs are not those that are tested here: backward is traced under autocast, "
+        "and hooks are those of the first call",
+        fix=BY_LAYER,
+    )
+
+
+def refuse_compiled(
+    model: nn.Module, error: Callable[[str], PrecisionError] = never_compiled
+) -> None:
+    """Raise `PrecisionError` for a model or layer that the script has compiled by itself.
+
+    Met by the witness, its layers would run, in FP8 and proven, but as plain modules until the end
+    of the process.
+    """
+    from torch._dynamo import OptimizedModule
+
+    for name, module in model.named_modules():
+        said, call = "", module._compiled_call_impl
+        if isinstance(module, OptimizedModule):
+            said = "torch.compile(model)"
+        elif call is not None and not hasattr(call, OURS):
+            said = ".compile()"
+        elif hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            said = "torch.compile(model.forward)"
+        if said:
+            raise error(f"{said} of {name or 'the model'}: {type(module).__name__}")
 
 
 def is_inside() -> bool:
@@ -49,26 +95,101 @@ def recomputed(
     backward, uncompiled 1.2 to 1.6 (`docs/notes/35-compiled-fp8-saves-activations.md`). What fits
     in memory compiled would not fit in the few micro-steps that run uncompiled, to be observed.
 
+    Layers with hooks inside are left out, as they are not compiled either, and in backward the
+    hooks may be gone; so are adapters whose forward does not repeat.
+
     Args:
         layers: decoder layers; those that are checkpointed already, or cannot be, stay as they are.
         again: context of each recomputation in backward.
     """
     name = "_gradient_checkpointing_func"
-    function = partial(
-        checkpoint,
-        use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), again()),
-    )
+
+    def function(hooks: Hooks, run: Callable[..., Any], *args: Any) -> Any:
+        if hooks.are_there():
+            return run(*args)
+        contexts = lambda: (contextlib.nullcontext(), again())  # noqa: E731
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+
     with contextlib.ExitStack() as undo:
         for layer in layers:
-            if getattr(layer, "gradient_checkpointing", True):
+            if getattr(layer, "gradient_checkpointing", True) or _does_not_repeat(layer):
                 continue
             before = {k: v for k, v in vars(layer).items() if k in (name, "gradient_checkpointing")}
             undo.callback(vars(layer).update, before)
             undo.callback(vars(layer).pop, name, None)
             undo.callback(vars(layer).pop, "gradient_checkpointing", None)
-            vars(layer).update({name: function, "gradient_checkpointing": True})
+            own = partial(function, Hooks(layer))
+            vars(layer).update({name: own, "gradient_checkpointing": True})
         yield
+
+
+def _does_not_repeat(layer: nn.Module) -> bool:
+    """True if a recomputation would differ from the forward: aLoRA's and MonteCLoRA's of PEFT 0.21.
+
+    aLoRA looks for checkpointed layers when its offsets are handed out; MonteCLoRA draws anew.
+    """
+    variants = [v for m in layer.modules() for v in getattr(m, "lora_variant", {}).values()]
+    return any(type(v).__name__ in UNREPEATABLE for v in variants)
+
+
+class Hooks:
+    """Hooks that others put on the modules inside a decoder layer.
+
+    A graph has the hooks that stood when it was made, for good, and for every layer that shares it:
+    torch (2.13) does not look at hooks again (`skip_nnmodule_hook_guards`). PEFT hands things to
+    its layers by hooks that stand for one call: rows' adapters (`adapter_names`), the offsets of
+    aLoRA, Poly's tasks, X-LoRA's scalings.
+
+    Hooks of torch and Transformers that stand when layers are compiled are alike in every layer,
+    and stay. Transformers' output hooks stay too, and do nothing where no output is asked for.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._inside = [module for module in layer.modules() if module is not layer]
+        self._stood = [hook for hook in self._all() if _package(hook) in ("torch", "transformers")]
+
+    def are_there(self) -> bool:
+        """True if a call now would run hooks that a graph does not have."""
+        stood = {id(hook) for hook in self._stood}
+        return any(id(hook) not in stood and _acts(hook) for hook in self._all())
+
+    def _all(self) -> Iterator[Any]:
+        for m in self._inside:
+            for hooks in (
+                m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
+            ):  # fmt: skip
+                if hooks:
+                    yield from hooks.values()
+
+
+def _package(hook: Any) -> str:
+    """First part of the module's name in which a hook, or the class of one, was written."""
+    return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
+
+
+def _acts(hook: Any) -> bool:
+    """True unless it is a hook of ours, which observes, or one of Transformers' for no output."""
+    if getattr(hook, "__module__", "") == CAPTURING:
+        return bool(sys.modules[CAPTURING]._active_collector.get())
+    return _package(hook) != __name__.partition(".")[0]
+
+
+def uncompiled_with_hooks(layer: nn.Module, said: Callable[[], None]) -> None:
+    """Let a layer that is compiled now run uncompiled in calls with hooks inside; `said` is called.
+
+    Call it after everything else that replaces `layer._compiled_call_impl`.
+    """
+    run: Any = layer._compiled_call_impl
+    hooks = Hooks(layer)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not hooks.are_there():
+            return run(*args, **kwargs)
+        said()
+        return layer._call_impl(*args, **kwargs)
+
+    setattr(call, OURS, True)
+    layer._compiled_call_impl = call
 
 
 def store_operands_once() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Conversion:
         self.adapters = LowAdapters(self.fused)
         self.compiled: list[nn.Module] = []
         self._before, self._has_warned = (0, 0, 0), False
+        self._hooked: set[int] = set()
         self.head: nn.Module | None = None
         self.saved_mlp = SavedMlp(plan.saved_widths) if plan.saved_widths else None
         self.proof: Any = None
@@ -237,13 +239,18 @@ class Conversion:
             self.adapters.compiled(module)
             for engine in self.engines:
                 engine.compiled(module)
+            compiling.uncompiled_with_hooks(module, partial(self._hooked.add, id(module)))
             self.compiled.append(module)
         return len(self.compiled)
 
     @property
     def why_uncompiled(self) -> str:
-        """What torch's counters say of parts of compiled layers that run uncompiled, or ""."""
-        return compiling.why_uncompiled(self._before) if self.compiled else ""
+        """What is known of compiled layers, or parts of them, that ran uncompiled, or ""."""
+        hooked = ""
+        if self._hooked:
+            hooked = f"{len(self._hooked)} layers ran uncompiled, with hooks on modules inside"
+        left = compiling.why_uncompiled(self._before) if self.compiled else ""
+        return "; ".join(filter(None, (hooked, left)))
 
     # -------------------------------------------------------------------------- a call of the model
 
@@ -255,6 +262,8 @@ class Conversion:
         """
         with contextlib.ExitStack() as stack:
             low, steps = self.model.training, torch.is_grad_enabled() and self.model.training
+            if steps and compiling.is_inside():
+                raise compiling.compiled_later("torch.compile of the prepared model")
             if self.follows is not None:
                 low = steps = self.follows()
                 for engine in self.engines:
@@ -278,7 +287,8 @@ class Conversion:
             yield
         if not self._has_warned and (why := self.why_uncompiled):
             self._has_warned = True
-            warnings.warn(f"! {why}; TORCH_LOGS=recompiles,graph_breaks says why", stacklevel=2)
+            logs = "" if self._hooked else "; TORCH_LOGS=recompiles,graph_breaks says why"
+            warnings.warn(f"! {why}{logs}", stacklevel=2)
 
     def _wrap_checkpointing(self) -> None:
         # Trainers enable checkpointing at moments of their own, so this looks again each step.

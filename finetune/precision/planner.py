@@ -48,13 +48,12 @@ from finetune.precision.layers import (
     why_own_forward,
 )
 from finetune.precision.overrides import Choices, Part, mlp_widths, part_of
+from finetune.precision.readers import READS_WEIGHT, method_of
 from finetune.precision.stored import Fp8Bits, StoredMixin, stored_as
 from finetune.precision.weights import Granularity
 
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 ALIGNED = "linear layer, aligned"
-READS_WEIGHT = ["FRoD", "GLoRA", "HiRA", "HRA", "PEANuT", "SHiRA", "Supertuning"]
-"""Methods of PEFT 0.21 whose layers read `base_layer.weight` in their forward."""
 OF_ENGINE = "Transformer Engine's layers own their weights; precision.backend=torchao takes it"
 AS_CONFIGURED = "as configured"
 """Reason of a layer that runs in FP8 without anybody having named it."""
@@ -334,11 +333,10 @@ class _Storing:
         wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
         self._adapted = {id(wrapper.base_layer) for wrapper in wrappers}
         # PEFT's methods that multiply by a weight of their own make, past the layer's forward.
-        packages = {f"peft.tuners.{method.lower()}": method for method in READS_WEIGHT}
         self._read: dict[int, str] = {
-            id(getattr(m, "base_layer", None)): packages[kind]
+            id(getattr(m, "base_layer", None)): method
             for m in model.modules()
-            if (kind := ".".join(type(m).__module__.split(".")[:3])) in packages
+            if (method := method_of(m, READS_WEIGHT))
         }
         self._typed = set(ids_giving_types(model))
         self._granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"

@@ -40,6 +40,7 @@ import finetune.storage.bdh  # noqa: F401  makes our own model types known
 from finetune.config.paths import user_path
 from finetune.config.schema import Storage
 from finetune.errors import ConfigError, PlanError
+from finetune.precision import readers
 from finetune.precision.experts import store_experts
 from finetune.precision.stored import (
     iter_stored,
@@ -61,6 +62,8 @@ from finetune.storage.quantizer import (
     adopt,
     check_granularity,
 )
+
+readers.watch()
 
 # Arguments of `from_pretrained` that are passed on to the loading of the configuration.
 HUB = (

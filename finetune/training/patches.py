@@ -294,19 +294,6 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
         raise never_compiled("torch_compile=True, or the dynamo settings of accelerate")
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise `PrecisionError` for a model or layer that the script has compiled by itself.
-
-    Its layers would run, in FP8 and proven, but as plain modules until the end of the process.
-    """
-    from torch._dynamo import OptimizedModule
-
-    for name, module in model.named_modules():
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
-            said = "torch.compile(model)" if isinstance(module, OptimizedModule) else ".compile()"
-            raise never_compiled(f"{said} of {name or 'the model'}: {type(module).__name__}")
-
-
 class Unprepared:
     """Notices matrices that an optimizer trains and that belong to no prepared model.
 

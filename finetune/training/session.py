@@ -31,6 +31,7 @@ from finetune.errors import OrderError, PlanError, PrecisionError
 from finetune.hardware.device import Device, this_device
 from finetune.hardware.requirements import Resolution, resolve
 from finetune.precision import convert
+from finetune.precision.compiling import refuse_compiled
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import iter_parameters, iter_weights
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights, refuse_quantized
@@ -45,7 +46,6 @@ from finetune.training.patches import (
     guard,
     multiplies,
     patch_accelerator,
-    refuse_compiled,
     unguard,
 )
 from finetune.training.references import References

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -184,6 +185,120 @@ def test_a_recomputation_has_the_adapters_of_its_forward(make_llama, setup_backe
 
     pairs = zip(gradients(between=True), gradients(between=False), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def double(module: nn.Module, args: object, y: torch.Tensor) -> torch.Tensor:
+    return y * 2
+
+
+def a_lora(model: nn.Module, **options: object) -> nn.Module:
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], **options))  # pyright: ignore
+
+
+def tasks(model: nn.Module) -> nn.Module:
+    from peft import PolyConfig
+
+    poly = PolyConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], r=4, n_tasks=2, n_splits=1
+    )  # fmt: skip
+    return get_peft_model(model, poly)  # pyright: ignore[reportArgumentType]
+
+
+def hooked_from_the_start(model: nn.Module) -> nn.Module:
+    model.get_submodule("model.layers.0.mlp").register_forward_hook(double)
+    return model
+
+
+HOOKED = {
+    "from the start, in one layer": (hooked_from_the_start, {}),
+    "later": (lambda model: model, {}),
+    "tasks of Poly": (tasks, {"task_ids": torch.tensor([0, 1])}),
+    "offsets of aLoRA": (partial(a_lora, task_type="CAUSAL_LM", alora_invocation_tokens=[5]), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", HOOKED)
+def test_hooks_inside_compiled_layers_run(make_llama, setup_backend, traced, kind) -> None:
+    """Graphs have the hooks of the call that made them, in every layer and for good."""
+    make, more = HOOKED[kind]
+
+    def gradients(compile: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = make(make_llama())
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.05)
+        model = setup_backend("torchao", compile=compile).prepare(model.train())
+        found = []
+        for seed in range(4):
+            if kind == "later" and seed == 2:
+                hooked_from_the_start(model)
+            rows = batch(seed=seed)
+            rows["input_ids"][:, 5 * seed + 3] = 5
+            model.zero_grad()
+            torch.manual_seed(seed)  # Poly draws
+            model(**rows, **more).loss.backward()
+            found += [p.grad for p in model.parameters() if p.grad is not None]
+        return found
+
+    pairs = zip(gradients("off"), gradients("on"), strict=True)
+    assert all(torch.equal(eager, compiled) for eager, compiled in pairs)
+    assert "layers ran uncompiled, with hooks" in get_receipt().precision["compile"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_row_has_the_adapter_that_was_named_for_it(make_llama, setup_backend, traced) -> None:
+    model = a_lora(make_llama())
+    model.add_adapter("b", LoraConfig(r=4, target_modules=["q_proj"]))  # pyright: ignore
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.5)
+    model = setup_backend("torchao", compile="on", frozen="fp8").prepare(model)
+    model.train()(**batch()).loss.backward()
+    rows = {"input_ids": batch()["input_ids"]}
+    with torch.no_grad():
+        model.eval()
+        first = model(**rows).logits
+        mixed = model(**rows, adapter_names=["default", "b"]).logits
+    torch.testing.assert_close(mixed[0], first[0], rtol=0.02, atol=0.02)
+    assert not torch.allclose(mixed[1], first[1], rtol=0.02, atol=0.02)
+
+
+def whole(model: nn.Module) -> None:
+    model.compile(backend="eager")
+
+
+def one_layer(model: nn.Module) -> None:
+    model.get_submodule("model.layers.1").compile(backend="eager")
+
+
+def the_forward(model: nn.Module) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("compile_it", [whole, one_layer, the_forward])
+def test_what_a_script_compiles_by_itself_is_refused(
+    make_llama, setup_backend, compile_it, late
+) -> None:
+    """The first steps are watched uncompiled: torch would never compile what it met then."""
+    accelerator = setup_backend("emulated")
+    model = make_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step() -> None:
+        accelerator.backward(model(**batch()).loss)
+        optimizer.step()
+
+    if late:
+        step()
+        step()
+    compile_it(model)
+    with pytest.raises(PrecisionError, match=r"compile='on' in the helper"):
+        step()
 
 
 @pytest.mark.parametrize("frozen", [False, True])

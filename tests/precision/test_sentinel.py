@@ -236,6 +236,17 @@ def test_adapters_that_something_goes_past(make_llama, setup_backend, damage, me
     assert get_receipt().status.startswith("stopped")
 
 
+def test_a_loss_of_merged_adapters_alone(make_llama, setup_backend) -> None:
+    """Nothing in it requires a gradient: backward would end in torch's own words."""
+    accelerator, model, optimizer = prepared(build(make_llama, "lora"), setup_backend)
+    step(accelerator, model, optimizer)
+    model.merge_adapter()
+    with pytest.raises(ProofError, match=r"merged into their base[\s\S]*unmerge_adapter"):
+        model(**batch())
+    with torch.no_grad():
+        model(**batch())
+
+
 def test_adapters_merged_between_steps_are_no_damage(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(build(make_llama, "lora"), setup_backend)
     for seed in range(LATE):

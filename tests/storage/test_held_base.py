@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import FinetuneError, PlanError, StorageNotComputeError
 from finetune.estimator.gate import bound
-from finetune.precision.planner import READS_WEIGHT, plan
+from finetune.precision.planner import plan
+from finetune.precision.readers import BEGINS_FROM_WEIGHT, READS_WEIGHT
 from finetune.precision.stored import StoredMixin, iter_stored, release, store
 from finetune.training.model import load_model, sketch
 from finetune.training.preflight import check_settings
-from tests.conftest import slow_but
+from tests.conftest import batch, slow_but
 from tests.published import FINE_GRAINED, compressed, publish
 
 SHORT = ("train.max_steps=3", "train.eval_strategy=no", "data.max_rows=24",
@@ -226,7 +228,8 @@ METHODS = {
     "supertuning": {"sparsity": 0.5}, "vblora": {"vector_length": 16, "num_vectors": 8},
     "c3a": {"block_size": 16}, "miss": {"r": 2}, "randlora": {"r": 8}, "poly": None,
     "waveft": {"n_frequency": 8}, "fourierft": {"n_frequency": 8}, "adalora": {"total_step": 10},
-    "ia3": {"feedforward_modules": []}, "frod": {"sparse_rate": 0.05}, "lily": {"r": 4},
+    "boft": {"boft_block_size": 4}, "ia3": {"feedforward_modules": []},
+    "frod": {"sparse_rate": 0.05}, "lily": {"r": 4},
     "beft": None, "trainable_tokens": None, "adaption_prompt": None,
     "xlora": None, "ln_tuning": None, "shadow": None,
 }  # fmt: skip
@@ -285,6 +288,59 @@ def test_each_method_of_peft_computes_with_stored_weights_or_is_refused(method) 
     for layer in layers:
         release(layer, torch.float32)
     torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def trained_over(model: Any, config: Any) -> list[torch.Tensor]:
+    """Logits and gradients of an adapted model in BF16, at the beginning and a step later."""
+    import peft
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config).train()
+    torch.manual_seed(1)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.add_(0.01 * torch.randn_like(p))
+    torch.manual_seed(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(**batch())
+    out.loss.backward()
+    return [out.logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+VARIANTS = {
+    "lora": {}, "lora, dora": {"use_dora": True}, "lora, velora": {"velora_config": {}},
+    "lora, aLoRA": {"alora_invocation_tokens": [5]},
+    "lora, replicated": {"layer_replication": [[0, 2], [1, 4]]},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", [*methods_of_peft(), *VARIANTS])
+def test_adapters_attached_to_codes_start_from_their_weights_or_are_refused(method) -> None:
+    """A model of `load_in_fp8` trains without a plan: PEFT itself is all that runs."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    name = method.partition(",")[0]
+    settings = VARIANTS.get(method) or METHODS.get(method) or {}
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[name.upper()]
+    wanted = partial(config, target_modules=["q_proj", "up_proj"], **settings)
+    stored = load_in_fp8(str(TINY_LLAMA), dtype=torch.bfloat16)
+    if name in ("glora", "tinylora"):  # refused by PEFT, and by torch, in words of their own
+        with pytest.raises((ValueError, RuntimeError), match=r"GLoRA|floating point"):
+            trained_over(stored, wanted())
+        return
+    refused = name in [each.lower() for each in [*READS_WEIGHT, *BEGINS_FROM_WEIGHT]]
+    if refused or "velora" in method:
+        with pytest.raises(StorageNotComputeError, match=r"cannot be attached to weights"):
+            trained_over(stored, wanted())
+        return
+    found = trained_over(stored, wanted())
+    plain = load_in_fp8(str(TINY_LLAMA), dtype=torch.bfloat16)
+    for _, layer in list(iter_stored(plain)):
+        release(layer)
+    del plain.config.quantization_config, plain.is_quantized, plain.quantization_method
+    pairs = zip(found, trained_over(plain, wanted()), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_codes_are_not_taken_for_numbers() -> None:

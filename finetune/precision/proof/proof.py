@@ -34,7 +34,12 @@ from torch.optim.optimizer import (
 
 from finetune.errors import ProofError
 from finetune.precision.backends.base import in_backward
-from finetune.precision.compiling import is_inside, never_compiled, recomputed
+from finetune.precision.compiling import (
+    is_inside,
+    never_compiled,
+    recomputed,
+    refuse_compiled,
+)
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.movement import Movement
@@ -95,7 +100,7 @@ class Proof:
         self._left = ""
         self._steppers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         conversion.proof = self
-        conversion.around.append(self._around_forward)
+        conversion.around += [self._around_forward, self.sentinel.around_forward]
         watch_backwards(self)
         self._handles = [
             register_optimizer_step_pre_hook(_weakly(self._before_step)),
@@ -138,6 +143,7 @@ class Proof:
             return
         if is_inside():  # `prepare` refuses a model that is compiled before
             raise never_compiled("torch.compile of the prepared model, or of what calls it")
+        refuse_compiled(self.model)
         if self._mode is not self.model.training:  # what a sanity check ran is no evidence
             witness.reset()
             self._mode = self.model.training

@@ -1,12 +1,13 @@
 """The sentinel: holds a proven run to its plan, at each optimizer step until the last.
 
 The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
-the optimizer uses the gradients, five things are compared, none of which needs the witness:
+the optimizer uses the gradients, six things are compared, none of which needs the witness:
 
     tree       every linear layer is the object that was prepared, and there is no other
     classes    every planned layer is still a converted one
     trainable  the parameters that train are those that trained at preparation
-    adapters   none that trains is merged into its base: the base would run alone
+    adapters   none that trains is merged into its base: the base would run alone (at each call)
+    compiled   the script compiles nothing by itself
     calls      each converted layer counts its calls: one whose weight (or adapter) has a gradient
                was called in FP8, and no gradient has passed a call in high precision
 
@@ -26,6 +27,7 @@ Attention grows faster than rows do, so its part is that of the witnessed step. 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
@@ -37,7 +39,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from finetune.errors import some
-from finetune.precision.backends.base import Fp8Mixin, Tally
+from finetune.precision.backends.base import Fp8Mixin, Tally, in_backward
+from finetune.precision.compiling import compiled_later, refuse_compiled
 from finetune.precision.convert import Conversion
 from finetune.precision.experts import ConvertedExpertsMixin
 from finetune.precision.layers import iter_linears
@@ -105,7 +108,7 @@ class Sentinel:
         self._held: list[Held] = []
         self._mine: weakref.WeakKeyDictionary[Optimizer, list[Held]] = weakref.WeakKeyDictionary()
         self._forwards: dict[str, tuple[nn.Module, tuple[Any, Any]]] = {}
-        self._adapters: list[Any] = []
+        self._adapters = self._trained_adapters()
         self._is_begun = self._is_noted = False
         self._task = -1
 
@@ -148,12 +151,8 @@ class Sentinel:
         modules = list(self.model.modules())
         self._tree = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
         self._classes = [(held.module, type(held.module)) for held in self._held]
-        self._adapters = [
-            m
-            for m in modules
-            if "merged_adapters" in vars(m)  # PEFT's
-            and any(p.requires_grad for p in m.parameters())
-        ]
+        self._calls = [(m, m._compiled_call_impl, vars(m).get("forward")) for m in modules]
+        self._adapters = self._trained_adapters()
         self._parameters = [
             (m._parameters, name, p, p.requires_grad)
             for m in modules
@@ -162,7 +161,22 @@ class Sentinel:
         ]
         self._is_noted = True
 
+    def _trained_adapters(self) -> list[Any]:
+        """PEFT's layers with adapters that train."""
+        return [
+            m
+            for m in self.model.modules()
+            if "merged_adapters" in vars(m) and any(p.requires_grad for p in m.parameters())
+        ]
+
     # ------------------------------------------------------------------------------ each step
+
+    @contextlib.contextmanager
+    def around_forward(self) -> Iterator[None]:
+        """Context of a call of the model: where all is merged, no gradient ever gets to a step."""
+        if self.model.training and torch.is_grad_enabled() and not in_backward():
+            self._check_merged()
+        yield
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Compare, before an optimizer of the model uses the gradients."""
@@ -183,12 +197,17 @@ class Sentinel:
         self.check_trainable()
         if self._is_begun:
             self._check_classes()
+            refuse_compiled(self.model, compiled_later)
             self._note()
 
     def _is_same(self) -> bool:
         return (
             all(list(now.values()) == then for now, then in self._tree)
             and all(type(module) is cls for module, cls in self._classes)
+            and all(
+                module._compiled_call_impl in (call, None) and vars(module).get("forward") is own
+                for module, call, own in self._calls
+            )
             and all(
                 now.get(name) is p and p.requires_grad is trains
                 for now, name, p, trains in self._parameters
