@@ -99,6 +99,7 @@ class Conversion:
         """Change the classes of the planned layers and of the root, then check against the plan."""
         modules = dict(self.model.named_modules())
         kept = self._parameters()
+        held: dict[int, tuple[nn.Parameter, Any]] = {}  # by what was stored, which stays alive here
         for layer in self.plan.fp8_layers:
             if layer.kind == "parameter":
                 continue
@@ -106,7 +107,11 @@ class Conversion:
             engine = self.frozen if layer.stored else self.backend
             assert engine is not None
             if layer.stored:
+                weight: Any = module.weight
+                _, other = held.setdefault(id(weight), (weight, module))
                 store(module, layer.stored)
+                if other is not module:
+                    share_codes(module, other)
             facts = engine.attributes(module, layer)
             self._swap(module, engine.mixin, fp8_backend=engine, fp8_tally=Tally(), **facts)
             if layer.stored and layer.role == "head":
@@ -302,6 +307,12 @@ class Conversion:
             self._checkpointed = [(m, f) for m, f in self._checkpointed if m is not module]
             self._checkpointed.append((module, function))
             module.__dict__["_gradient_checkpointing_func"] = wrapped
+
+
+def share_codes(module: Any, other: Any) -> None:
+    """Let a stored layer share the codes of another, with which it shared its weight."""
+    module.weight, module.weight_scale = other.weight, other.weight_scale
+    module.stored_tile = other.stored_tile
 
 
 class RootMixin(Swapped):

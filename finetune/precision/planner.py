@@ -41,6 +41,7 @@ from finetune.precision.layers import (
     iter_parameters,
     iter_roles,
     iter_weights,
+    linear_shape,
     parameter_role,
     past_forward_here,
     why_made_anew,
@@ -326,9 +327,11 @@ class _Storing:
 
     def __init__(self, model: nn.Module, precision: PrecisionConfig) -> None:
         self.precision = precision
-        owned = [id(p) for m in model.modules() for p in m.parameters(recurse=False)]
-        # A parameter of several modules, such as a head tied to an embedding.
-        self._shared = {key for key, count in Counter(owned).items() if count > 1}
+        owned = [(id(p), m) for m in model.modules() for p in m.parameters(recurse=False)]
+        times = Counter(key for key, _ in owned)
+        # A parameter of several modules, such as a head tied to an embedding. Linear layers alone,
+        # such as those of PEFT's `layer_replication`, share their codes as they shared the weight.
+        self._shared = {k for k, m in owned if times[k] > 1 and linear_shape(m) is None}
         # PEFT's adapters of a parameter add to it in its own type.
         wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
         self._adapted = {id(wrapper.base_layer) for wrapper in wrappers}

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from finetune import (
+    get_receipt,
     load_in_fp8,
     load_recipe,
     teardown_fp8_mixed_precision_training,
@@ -220,6 +221,37 @@ def test_frozen_weights_are_asked_of_a_full_fine_tune() -> None:
     chosen = recipe("tiny_full_fp8", "precision.scaling=rowwise", "precision.frozen=fp8")
     with pytest.raises(PlanError, match="no frozen layer"):
         plan(sketch(chosen.config), chosen.config.precision)
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_replicated_layers_share_their_codes(setup_backend, loaded, scaling) -> None:
+    """PEFT's `layer_replication` makes layers that share weights, under adapters of their own."""
+    from peft import LoraConfig, get_peft_model
+
+    plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    config = LoraConfig(r=4, target_modules="all-linear", layer_replication=[[0, 4], [0, 4]])
+    expected = get_peft_model(plain, config).train()(**batch()).loss.item()
+    if loaded:
+        plain = load_in_fp8(str(TINY_LLAMA), dtype=torch.float32)
+    else:
+        plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    model = get_peft_model(plain, config).train()
+    accelerator = setup_backend("emulated", scaling=scaling, frozen="fp8")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        loss = model(**batch()).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert receipt.precision["storage"] == {"fp8": 56}
+    held = [layer for _, layer in iter_stored(model)]
+    assert len({layer.weight.data_ptr() for layer in held}) == 28
+    assert len({id(layer.weight_scale) for layer in held}) == 28
+    assert loss.item() == pytest.approx(expected, rel=0.02)
 
 
 METHODS = {
