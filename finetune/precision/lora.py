@@ -344,7 +344,8 @@ def iter_fusable(model: nn.Module) -> Iterator[tuple[str, Any]]:
         plain = linear_shape(base) is not None and _plain_forward(cls)
         frozen = plain and not base.weight.requires_grad
         ours = issubclass(cls, FrozenMixin) or cls.forward is StoredMixin.forward
-        if (ours or frozen) and "forward" not in base.__dict__:
+        # X-LoRA gives PEFT's layers forwards of their own.
+        if (ours or frozen) and not {"forward"} & (base.__dict__.keys() | module.__dict__.keys()):
             yield name, module
 
 

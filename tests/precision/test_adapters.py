@@ -392,3 +392,33 @@ def test_a_base_weight_that_is_thawed_gets_its_gradient(make_llama):
     model.base_model.model.model.layers[0].self_attn.o_proj.base_layer.weight.requires_grad_(False)
     _, found = gradients(model)
     assert not any("base_layer" in name for name in found)
+
+
+@pytest.mark.parametrize("frozen", ["bf16", "fp8"])
+def test_the_base_of_x_lora_is_no_adapter(make_llama, setup_backend, tmp_path, frozen) -> None:
+    """PEFT holds it in a module named `lora_model`, beside a classifier that weighs adapters."""
+    from peft import XLoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    get_peft_model(make_llama(), lora).save_pretrained(tmp_path)
+    config = XLoraConfig(
+        task_type="CAUSAL_LM", hidden_size=64, xlora_depth=2, xlora_size=64,
+        adapters={"0": str(tmp_path), "1": str(tmp_path)},
+    )  # fmt: skip
+    model = get_peft_model(make_llama().requires_grad_(False), config).train()
+    accelerator = setup_backend("emulated", frozen=frozen)
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    )
+    for seed in range(3):
+        accelerator.backward(model(**batch(seed=seed)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    base = [row for row in receipt.layers if row.role == "base"]
+    assert len(base) == 14
+    assert {row.fprop for row in base} == {"fp8"}
+    classifier = [row for row in receipt.layers if "xlora_classifier" in row.name]
+    assert {(row.role, row.fprop) for row in classifier} == {("adapter", "bf16")}, classifier
+    assert (receipt.precision["storage"] == {"fp8": 14}) is (frozen == "fp8")

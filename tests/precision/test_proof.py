@@ -206,6 +206,17 @@ def test_layer_switched_back_to_high_precision(make_llama, setup_backend) -> Non
         step(accelerator, model, optimizer)
 
 
+def test_adapters_around_a_model_in_evaluation_mode(make_llama, setup_backend) -> None:
+    """As CorDA's preprocessing leaves it: PEFT's wrapper is in training mode, and nothing else."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_llama().eval(), LoraConfig(target_modules=["q_proj"]))
+    assert model.training
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    with pytest.raises(ProofError, match=r"did not run[\s\S]*model\.train\(\) before the step"):
+        step(accelerator, model, optimizer)
+
+
 def test_fp8_disabled_in_the_step(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
     with pytest.raises(ProofError, match=r"0\.0% ran in FP8"), convert.disabled(model):

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -240,11 +240,19 @@ class Proof:
                 f"{requested.upper()}",
                 fix=remedy(
                     requested,
-                    training=self.model.training,
+                    training=self._is_training(planned[row.name].owner for row in wrong),
                     silent=bool(silent),
                     roles={planned[row.name].role for row in wrong},
                 ),
             )
+
+    def _is_training(self, names: Iterable[str]) -> bool:
+        """True if the model and these modules are in training mode.
+
+        PEFT's wrapper is, around a model that CorDA's preprocessing or X-LoRA has left in another.
+        """
+        modules = dict(self.model.named_modules())
+        return self.model.training and all(modules[name].training for name in names)
 
     def _layer_receipts(self, witness: Witness) -> list[LayerReceipt]:
         by_layer: dict[str, list[tuple[str, str, Seen]]] = {}

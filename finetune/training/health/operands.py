@@ -47,7 +47,14 @@ from finetune.precision.compiling import recomputed
 from finetune.precision.convert import Conversion
 from finetune.precision.formats import amax, scale_from_amax, snr_db
 from finetune.precision.gemm import Codes
-from finetune.precision.layers import HEADS, Role, compute_dtype, declared_matmuls, is_conv1d
+from finetune.precision.layers import (
+    HEADS,
+    Role,
+    compute_dtype,
+    declared_matmuls,
+    is_conv1d,
+    is_low_rank,
+)
 from finetune.precision.overrides import part_of
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan, PrecisionPlan
@@ -84,7 +91,7 @@ def group_of(name: str, module: nn.Module, role: Role | None = None) -> str:
     parts = name_parts(name)
     if role in ("head", "adapter", "router"):
         return role
-    if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+    if is_low_rank(name) or "modules_to_save" in parts:
         return "adapter"
     if isinstance(module, nn.Embedding):
         return "embed"
