@@ -41,7 +41,6 @@ from finetune.errors import PlanError, did_you_mean
 Role = Literal["base", "head", "adapter", "router"]
 HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
 IN_HEAD = "output head: errors here hit the loss directly"
-X_LORA = "internal_xlora_classifier"
 BESIDE_ADAPTERS = "trained in full next to the adapters (modules_to_save)"
 ATTRIBUTE = "fp8_matmuls"
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
@@ -248,12 +247,9 @@ def parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
 
 
 def is_low_rank(name: str) -> bool:
-    """True if the name is that of one of PEFT's low-rank factors, or of what weighs them (X-LoRA).
-
-    Not of X-LoRA's `lora_model`, which has the whole base in it.
-    """
-    parts = name.split(".")
-    return X_LORA in parts or any(p.startswith("lora_") and p != "lora_model" for p in parts)
+    """True for PEFT's low-rank factors and X-LoRA's classifier, not for its base (`lora_model`)."""
+    parts = set(name.split(".")) - {"lora_model"}
+    return any(part.startswith(("lora_", "internal_xlora_")) for part in parts)
 
 
 def plain_name(name: str) -> str:
