@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trl import SFTConfig
 
 OWNED_BY_US = {
+    "use_cpu": "FP8 and memory follow the device: CUDA_VISIBLE_DEVICES='' hides the GPUs",
     "output_dir": "the run folder holds it (use --out to choose the folder of runs)",
     "bf16": "precision.compute decides it",
     "fp16": "precision.compute decides it",
@@ -34,12 +36,8 @@ OWNED_BY_US = {
 """Keys of `trl.SFTConfig` that a recipe may not set, and why."""
 CHECKPOINTING = "gradient_checkpointing"
 CHECKPOINT_ARGUMENTS = (
-    "use_reentrant",
-    "preserve_rng_state",
-    "determinism_check",
-    "debug",
-    "early_stop",
-    "context_fn",
+    *("use_reentrant", "preserve_rng_state", "determinism_check"),
+    *("debug", "early_stop", "context_fn"),
 )
 """Of `torch.utils.checkpoint.checkpoint`, torch 2.10."""
 
@@ -299,13 +297,12 @@ def refused(
 
     Left out, the fix is to take those of section `train` back that the error names.
     """
-    said = str(error).strip().splitlines() or [""]
     if (train or {}).get("push_to_hub") and is_of_the_hub(error):
         fix = "~train.push_to_hub, and `hf upload` of the run's model/ later; or a connection, and "
         fix += "`hf auth login`"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return ConfigError(
-        f"{who} refuses this combination: {kind}{said[0]}",
+        f"{who} refuses this combination: {kind}{shorten(str(error), 400)}",
         where="section train",
         fix=fix or _settings_in(str(error), train or {}),
     )
@@ -317,7 +314,7 @@ def _settings_in(text: str, train: Mapping[str, Any]) -> str:
     for key, value in train.items():
         is_word = isinstance(value, str) and len(value) > 2
         if re.search(rf"\b({key}|{re.escape(value) if is_word else key})\b", text):
-            named.append(f"~train.{key}")
+            named.append(f"train.{key}=null" if f"{key}=None" in text else f"~train.{key}")
     return ", or ".join(named) or "change the settings that it names; ~train.KEY is TRL's default"
 
 

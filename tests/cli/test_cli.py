@@ -409,6 +409,7 @@ RECIPE = (
             ],
         ),
         (["tiny_lora_fp8", "train.bf16=true"], ["train.bf16 cannot be set here"]),
+        (["tiny_lora_fp8", "train.use_cpu=true"], ["cannot be set here", "CUDA_VISIBLE_DEVICES"]),
         (
             ["validate", "tiny_lora_fp8", "model.name=builtin:tiny_lama"],
             ["no packaged model 'builtin:tiny_lama'", "did you mean 'builtin:tiny_llama'?"],
