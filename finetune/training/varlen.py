@@ -169,11 +169,9 @@ def count_kernel() -> None:
     if kernel._varlen_attn in flop_registry:
         return
 
-    def backward_flops(
-        g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor,
-        *_: Any, **__: Any,
-    ) -> int:  # fmt: skip
-        return _backward_flops(g, q, k, v, boundaries)
+    def backward_flops(*given: Any, **_: Any) -> int:
+        """Of g, q, k, v, the result, its log-sum-exp and boundaries."""
+        return _backward_flops(*given[:4], given[6])
 
     register_flop_formula(kernel._varlen_attn, get_raw=True)(_forward_flops)
     register_flop_formula(kernel._varlen_attn_backward, get_raw=True)(backward_flops)
@@ -363,9 +361,7 @@ def prefer_flash_3(device: Device) -> None:
     missing = importlib.util.find_spec("flash_attn_interface") is None
     if missing or device.capability is None or device.capability[0] != 9 or _flash_in_use():
         return
-    activate: Any = getattr(attention, "activate_flash_attention_impl", None)
-    if activate is None:
-        return
+    activate: Any = getattr(attention, "activate_flash_attention_impl", lambda _: None)
     try:
         activate("FA3")
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # of another torch or CUDA
