@@ -81,7 +81,8 @@ def refuse_compiled(
 
 def is_inside() -> bool:
     """True in a call that `torch.compile` surrounds, as of a model that it has wrapped."""
-    return get_eval_frame_callback() not in (None, False)
+    # Dynamo cannot trace the second question, and answers the first one without a graph break.
+    return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ in place while the row is rehearsed. None is fitted to a measurement:
 * Mixtral's experts as linear layers (before Transformers 5), a cache kept in training (GPTBigCode);
 * fused kernels of fms-acceleration (`foak`), and FSDP 1 (`fsdp1`);
 * rows of one length, that no documents are packed into without padding;
-* the version of torch, which decides the attention kernel and cuBLAS's workspaces.
+* the version of torch, which decides the attention kernel and cuBLAS's workspaces;
+* products in the type of the weights, without autocast: a run of ours is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from finetune.estimator import measure
 from finetune.estimator.memory import overheads
 from finetune.estimator.trace import fake_cuda, rehearsal
 from finetune.estimator.trace.fake_cuda import replaced
+from finetune.precision.planner import plan
 from tests.benchmarks.score import foak, fsdp1
 from tests.benchmarks.score.jobs import REPEATED, Job
 from tests.benchmarks.score.losses import take_loss
@@ -69,6 +71,7 @@ def as_published(job: Job) -> Iterator[None]:
         (measure, "rehearse", rehearse_rows),
         (overheads, "installed_torch", lambda: job.torch),
         (fake_cuda, "installed_torch", lambda: job.torch),
+        (rehearsal, "check_settings", lambda _, *planned: plan(*planned)),
         (rehearsal, "store_base", store),
         (peft, "get_peft_model", adapt),
         (sft, "add_fused_lm_head", lambda *_, **__: None),
