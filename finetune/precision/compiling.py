@@ -25,10 +25,9 @@ GRAPHS = 64
 OURS = "is_of_finetune"
 """Attribute of what compiled layers call, if it was compiled here."""
 UNREPEATABLE = ("ALoraLinearVariant", "MontecloraLinearVariant")
+"""Classes of PEFT (0.21) whose forward is another one in a recomputation (`_does_not_repeat`)."""
 CAPTURING = "transformers.utils.output_capturing"
 """Module of Transformers (5.23) whose hooks give `output_attentions` and other outputs."""
-
-
 BY_LAYER = (
     "leave torch_compile out and set precision.compile=on (compile='on' in the helper): each "
     "decoder layer is compiled after the witnessed step"
@@ -105,10 +104,12 @@ def recomputed(
     """
     name = "_gradient_checkpointing_func"
 
+    def contexts() -> tuple[Any, Any]:
+        return contextlib.nullcontext(), again()
+
     def function(hooks: Hooks, run: Callable[..., Any], *args: Any) -> Any:
         if hooks.are_there():
             return run(*args)
-        contexts = lambda: (contextlib.nullcontext(), again())  # noqa: E731
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
     with contextlib.ExitStack() as undo:

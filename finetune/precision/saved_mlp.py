@@ -90,7 +90,7 @@ def _is_activation() -> bool:
     """True if the tensor that a hook is given is made of the layer's input [B, L, H] in a graph.
 
     Others are made of weights alone: in 16 bits beside a float32 master, or with DoRA's update. No
-    graph is at hand where uncompiled operators save. `torch.compiler.is_compiling()` does not tell:
+    graph exists where uncompiled operators save. `torch.compiler.is_compiling()` cannot decide it:
     before torch 2.13 it is False while a graph's hooks are called.
     """
     from torch._functorch._aot_autograd import graph_compile

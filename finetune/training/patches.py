@@ -36,6 +36,11 @@ from finetune.training import compute_types
 
 AUTOCAST: dict[Compute, str] = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 """Accelerate's mixed precision by compute precision: BF16 around FP8 GEMMs."""
+GATHERED_AS: dict[Compute, torch.dtype | None] = {
+    compute: {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed)
+    for compute, mixed in AUTOCAST.items()
+}
+"""Dtype in which FSDP2 then gathers weights, by compute precision; None: as stored."""
 
 
 @contextlib.contextmanager
@@ -210,7 +215,7 @@ def _keep_output_types(accelerator: Any, precision: PrecisionConfig) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     if plugin is None or policy is None or plugin.fsdp_version != 2:
         return
-    computes = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AUTOCAST[precision.compute])
+    computes = GATHERED_AS[precision.compute]
     if policy.param_dtype != computes:
         named = str(computes).removeprefix("torch.") if computes else "that of the weights"
         raise PrecisionError(

@@ -63,10 +63,11 @@ from finetune.estimator.memory.allocator import replay_events
 from finetune.estimator.memory.footprint import LASTING, Footprint, footprint, tensor_footprint
 from finetune.estimator.memory.overheads import context_bytes, library_workspaces, nccl_bytes
 from finetune.estimator.trace.fsdp_groups import Group, GroupVisit, Phase
-from finetune.estimator.trace.rehearsal import GATHERED_AS, Rehearsal
+from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import KINDS
 from finetune.hardware.gpus import Place
 from finetune.precision.stored import refuse_sharded_copies
+from finetune.training.patches import GATHERED_AS
 
 FLOAT32 = 4
 

@@ -76,12 +76,9 @@ from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
 from finetune.training.model import VARLEN, resolve_attention, sketch
+from finetune.training.patches import GATHERED_AS
 from finetune.training.preflight import check_settings
 
-GATHERED_AS = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-"""Dtype in which FSDP2 gathers weights, by `precision.compute`
-(`finetune.training.patches.AUTOCAST`); None: as stored.
-"""
 DOCUMENTS = 8
 """Documents per packed row, where a mask keeps them apart: then their number costs nothing. Where
 they cost only themselves, one fills its row, which is the most that it can take.
