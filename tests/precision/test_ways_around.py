@@ -65,6 +65,27 @@ def test_weights_that_became_nan_are_not_proven(make_llama, setup_backend) -> No
     assert get_receipt().status.startswith("not proven: weights are not finite (model.embed")
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_weights_cast_in_mid_run(make_llama, setup_backend, adapted) -> None:
+    """SGD has no state whose type would differ: it went on with rounded weights, still proven."""
+    model = make_llama()
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    accelerator = setup_backend("emulated")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    model.to(torch.bfloat16)
+    with pytest.raises(ProofError, match="weights that train were cast from float32 to bfloat16"):
+        step(accelerator, model, optimizer, 2)
+    revert(model)  # what the error says
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+
+
 def test_calling_the_inner_model(make_llama, setup_backend) -> None:
     accelerator, model, _ = prepared(make_llama(), setup_backend)
     ids = batch()["input_ids"]

@@ -43,7 +43,8 @@ from finetune.precision.compiling import (
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.movement import Movement
-from finetune.precision.proof.sentinel import Flops, Sentinel, remedy
+from finetune.precision.proof.remedy import remedy
+from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
 from finetune.runs.receipt import LayerReceipt
 

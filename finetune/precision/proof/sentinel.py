@@ -1,11 +1,12 @@
 """The sentinel: holds a proven run to its plan, at each optimizer step until the last.
 
 The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
-the optimizer uses the gradients, six things are compared, none of which needs the witness:
+the optimizer uses the gradients, seven things are compared, none of which needs the witness:
 
     tree       every linear layer is the object that was prepared, and there is no other
     classes    every planned layer is still a converted one
     trainable  the parameters that train are those that trained at preparation
+    types      they are of the type that they had in the witnessed micro-step
     adapters   none that trains is merged into its base: the base would run alone (at each call)
     compiled   the script compiles nothing by itself
     calls      each converted layer counts its calls: one whose weight (or adapter) has a gradient
@@ -30,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ from finetune.precision.layers import iter_linears
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan
 from finetune.precision.proof.movement import local_part
+from finetune.precision.proof.remedy import remedy
 
 Flops = dict[tuple[str, str], int]
 """(Layer, precision) -> FLOPs of the witnessed micro-step."""
@@ -109,6 +111,7 @@ class Sentinel:
         self._mine: weakref.WeakKeyDictionary[Optimizer, list[Held]] = weakref.WeakKeyDictionary()
         self._forwards: dict[str, tuple[nn.Module, tuple[Any, Any]]] = {}
         self._adapters = self._trained_adapters()
+        self._types: dict[str, torch.dtype] = {}
         self._is_begun = self._is_noted = False
         self._task = -1
 
@@ -119,6 +122,8 @@ class Sentinel:
         for held in self._held:
             held.first = held.tally.rows
         self._forwards = {n: (m, _forward_of(m)) for n, m in self.model.named_modules()}
+        # Not at preparation, after which FSDP2 has its own way with types.
+        self._types = {name: p.dtype for name, p in parameters.items() if p.requires_grad}
         self._mine.clear()
         self._is_begun = True
 
@@ -154,7 +159,7 @@ class Sentinel:
         self._calls = [(m, m._compiled_call_impl, vars(m).get("forward")) for m in modules]
         self._adapters = self._trained_adapters()
         self._parameters = [
-            (m._parameters, name, p, p.requires_grad)
+            (m._parameters, name, p, p.requires_grad, p.dtype)
             for m in modules
             for name, p in m._parameters.items()
             if p is not None
@@ -196,6 +201,7 @@ class Sentinel:
         self.check_layers()
         self.check_trainable()
         if self._is_begun:
+            self._check_types()
             self._check_classes()
             refuse_compiled(self.model, compiled_later)
             self._note()
@@ -209,8 +215,8 @@ class Sentinel:
                 for module, call, own in self._calls
             )
             and all(
-                now.get(name) is p and p.requires_grad is trains
-                for now, name, p, trains in self._parameters
+                now.get(name) is p and p.requires_grad is trains and p.dtype is dtype
+                for now, name, p, trains, dtype in self._parameters
             )
         )
 
@@ -258,6 +264,26 @@ class Sentinel:
                 "when it was prepared",
                 fix="freeze before building the trainer, and do not touch requires_grad "
                 "afterwards; or prepare the model again when it has changed",
+            )
+
+    def _check_types(self) -> None:
+        cast = [
+            (name, self._types[name], p.dtype)
+            for name, p in self.model.named_parameters()
+            if p.dtype is not self._types.get(name, p.dtype)
+        ]
+        if cast:
+            _, before, now = cast[0]
+            self._fail(
+                f"weights that train were cast from {before} to {now} during training".replace(
+                    "torch.", ""
+                ),
+                where=some([name for name, *_ in cast]),
+                why="model.half(), model.to(dtype), or bf16_full_eval and fp16_full_eval of an "
+                "evaluation rounded them in place: updates would be of rounded weights, and the "
+                "optimizer's state is of those before",
+                fix="leave these out, and cast a copy; or finetune.revert(model), cast it, and "
+                "build the trainer (or prepare model and optimizer) again",
             )
 
     def _check_classes(self) -> None:
@@ -396,38 +422,3 @@ def _is_converted(module: nn.Module) -> bool:
 def _has_gradient(parameter: nn.Parameter) -> bool:
     gradient = parameter.grad
     return gradient is not None and bool((local_part(gradient) != 0).any())
-
-
-def remedy(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> str:
-    """Return the fix of a proof's error.
-
-    Args:
-        requested: compute type of the run.
-        training: False if the model was in evaluation mode.
-        silent: True if layers were called and multiplied nothing.
-        roles: roles of the layers that ran in another type.
-    """
-    if not training:
-        return (
-            "model.train() before the step: in evaluation mode (model.eval()) layers multiply in "
-            "high precision"
-        )
-    if requested == "fp32":
-        return "model.dtype=float32, and no autocast around the step"
-    if roles == {"head"}:
-        return (
-            "leave `output` out of precision.map: SFTTrainer multiplies the output head inside its "
-            "loss, past the head's layer, unless it is frozen and stored in FP8 (frozen='fp8')"
-        )
-    if silent:
-        return (
-            "call the layer, since what is multiplied outside of it stays in high precision; a "
-            "declared parameter is multiplied itself or as a view (autocast casts it), not as a "
-            "copy; precision.keep=[NAME] leaves it in high precision"
-        )
-    return (
-        "replace or move layers before the model is prepared, and call the prepared model itself; "
-        "precision.keep=[NAME] leaves a layer in high precision whose weight something else "
-        "multiplies, as peft's target_parameters and HRA do; the plan is shown by "
-        "`python -m finetune validate RECIPE`"
-    )
