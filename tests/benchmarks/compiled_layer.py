@@ -27,8 +27,9 @@ from torch import Tensor
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.estimator.speed.fusion import launches
+from finetune.estimator.speed.operators import base_name
 from finetune.estimator.speed.timing import micro_batch
-from finetune.estimator.trace.compiled import as_compiled
+from finetune.estimator.trace.compiled import BEFORE_LAYERS, as_compiled
 from finetune.estimator.trace.fake_cuda import choose_attention, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.trace.stand_ins import store_base
@@ -57,6 +58,10 @@ LAYERS = {
     "FP8 full, MLP saved in FP8": ("llama_8b_full_fp8", ("precision.saved_mlp=fp8",)),
     "BF16 full, checkpointed": ("llama_8b_full_bf16", ("precision.compile=on", CHECKPOINTED)),
     "FP8 full, checkpointed": ("llama_8b_full_fp8", (CHECKPOINTED,)),
+    "FP8 full, checkpointed, weights cast before": (
+        "llama_8b_full_fp8",
+        (CHECKPOINTED, "precision.fp8_params=true"),
+    ),
     "BF16 LoRA, rank 32": ("llama_8b_lora_bf16", (*RANK_32, "precision.compile=on")),
     "FP8 LoRA, rank 32": ("llama_8b_lora_fp8", RANK_32),
     "BF16 LoRA, checkpointed": (
@@ -185,7 +190,8 @@ def modeled(config: RunConfig) -> dict[str, Any]:
         for launch in launches(ops, lambda op: layer_of(op.module)):
             op = ops[launch.ops[0]]
             phase = "forward" if op.phase == "forward" else "backward"
-            if layer_of(op.module) and launch.kind not in _GEMMS:
+            in_graph = base_name(op) not in BEFORE_LAYERS and launch.kind not in _GEMMS
+            if layer_of(op.module) and in_graph:
                 moved[phase] += launch.read + launch.written
         width = 2 * rehearsal.tokens * 4096  # the layer's input
         totals.append({"saved": saved - (layers - 1) * width, **moved})

@@ -219,6 +219,10 @@ PINNED: dict[str, dict[str, Any]] = {
         "saved": 0, "kernels": (36, 57), "fp8_gemms": (7, 20), "code_stores": (9, 19),
         "moved": (3.23, 6.33),
     },
+    "FP8 full, checkpointed, weights cast before": {
+        "saved": 0, "kernels": (22, 47), "fp8_gemms": (7, 20), "code_stores": (4, 15),
+        "moved": (2.14, 5.46),
+    },
     "BF16 LoRA, rank 32": {
         "saved": 1080, "kernels": (8, 9), "gemms": (18, 29), "moved": (1.49, 2.16),
     },
@@ -263,6 +267,7 @@ PREDICTED = {
     "FP8 full, MLP saved in FP8": (1.03, 1.01),
     "BF16 full, checkpointed": (1.00, 1.01),
     "FP8 full, checkpointed": (1.03, 1.09),
+    "FP8 full, checkpointed, weights cast before": (1.04, 1.06),
     "BF16 LoRA, rank 32": (1.01, 1.00),
     "FP8 LoRA, rank 32": (1.01, 1.04),
     "BF16 LoRA, checkpointed": (1.00, 1.00),
