@@ -67,25 +67,12 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
     )
 
 
-# As a plain function: Dynamo (torch 2.13) cannot trace `Function.backward` called by its class.
-_mixed_backward = matmul_with_hp_or_float8_args.backward
+class OwnMatmul(torch.autograd.Function):
+    """`y = x Wᵀ` by torchao's casts and GEMMs, where its own function does too much or too little.
 
-
-class MixedMatmul(matmul_with_hp_or_float8_args):
-    """torchao's matmul with some GEMMs in high precision: float32 weights meet BF16 gradients.
-
-    Autocast casts them in forward; backward runs outside the user's autocast.
+    That has no weight which was cast before, computes the weight gradient of one that does not
+    train, and cannot multiply float32 weights by BF16 gradients in a GEMM that stays high.
     """
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor):
-        on = g.dtype in (torch.bfloat16, torch.float16)
-        with torch.autocast(g.device.type, g.dtype if on else None, enabled=on):
-            return _mixed_backward(ctx, g)
-
-
-class CachedMatmul(torch.autograd.Function):
-    """`y = x Wᵀ` as torchao multiplies, with a weight that was cast before or does not train."""
 
     @staticmethod
     def forward(
@@ -243,13 +230,10 @@ class TorchaoMixin(Fp8Mixin):
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         mm, config, codes = self.linear_mm_config, self.config, self.fp8_backend.codes_for(self, w)
         # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
-        if codes or not w.requires_grad:
+        if codes or not w.requires_grad or self.fp8_backend.precision.gemms_kept_high:
             given = codes or (None,) * 4
-            return by_rows(
-                x, bias, lambda rows: CachedMatmul.apply(rows, w.t(), *given, mm, config)
-            )
-        high = self.fp8_backend.precision.gemms_kept_high
-        matmul = MixedMatmul if high else matmul_with_hp_or_float8_args
+            return by_rows(x, bias, lambda rows: OwnMatmul.apply(rows, w.t(), *given, mm, config))
+        matmul = matmul_with_hp_or_float8_args
         return by_rows(x, bias, lambda rows: matmul.apply(rows, w.t(), mm, config))
 
 
