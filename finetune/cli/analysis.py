@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
 from finetune.config.paths import list_recipes, user_path
 from finetune.errors import ConfigError
+from finetune.hardware.device import rank
 from finetune.logging import busy, output, whole
 
 NOTHING_MEASURED, MOST_STEPS, MOST_ROUNDS = 1, 100_000, 1000
@@ -221,7 +221,7 @@ def diagnose(
         make_folder(out, out)
     from finetune.analysis.diagnose.diagnose import diagnose as look
 
-    main_process = int(os.environ.get("RANK", "0")) == 0
+    main_process = rank() == 0
     progress = output(stderr=True, quiet=not main_process)
     found = look(checked, weights=weights, steps=steps, force=force, console=progress)
     if not main_process:

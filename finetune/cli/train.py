@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +27,7 @@ from finetune.cli import (
 from finetune.config.paths import is_text
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
+from finetune.hardware.device import rank
 from finetune.logging import busy, output, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, find_checkpoint
 from finetune.runs.folder import Run, write_whole
@@ -100,7 +100,7 @@ def _verify(file: str, start: Path, overrides: Iterable[str], *, force: bool) ->
     begin = checkpoint_before(end)
     own = [f"train.resume_from_checkpoint={begin.folder}"] if begin else []
     recipe = load_recipe(file, [*own, *overrides])
-    console = output(quiet=int(os.environ.get("RANK", "0")) > 0)
+    console = output(quiet=rank() > 0)
     first = begin.step if begin else _first_step(recipe)
     from finetune.api import train
 
@@ -114,14 +114,14 @@ def _first_step(recipe: Recipe) -> int:
 
 
 def _train(checked: Recipe, out: Path, *, force: bool, as_json: bool) -> None:
-    console = output(stderr=as_json, quiet=int(os.environ.get("RANK", "0")) > 0)
+    console = output(stderr=as_json, quiet=rank() > 0)
     with busy(console, f"loading libraries for {checked.name}"):  # seconds
         from finetune.api import train
 
     report = train(checked, out=out, force=force, console=console)
     if as_json:
         print(report.to_json())
-    elif int(os.environ.get("RANK", "0")) == 0:
+    elif rank() == 0:
         output().print(report, crop=False)  # paths to copy stay whole
     if report.interrupted:
         sys.exit(report.receipt.run.get("exit_code", INTERRUPTED))

@@ -23,13 +23,13 @@ from finetune.config.sft import padding_free, with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.knobs import as_typed, changes, rows_of, setting
 from finetune.estimator.measure import Measured, measure
-from finetune.hardware.device import Device, available_gib
+from finetune.hardware.device import Device, available_gib, processes
 from finetune.hardware.gpus import place_here
 from finetune.precision.layers import linear_shape
 from finetune.storage.nf4 import nf4_bytes
 from finetune.training.memory_meter import Batch
 from finetune.training.model import is_published_fp8
-from finetune.training.preflight import Planned, Preflight, processes
+from finetune.training.preflight import Planned, Preflight
 from finetune.units import GIB, MEMORY, size
 
 if TYPE_CHECKING:

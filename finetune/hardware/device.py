@@ -95,8 +95,21 @@ def shown_capability(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
+# Set by torchrun and accelerate launch, before any of these processes has met the others.
+
+
+def processes() -> int:
+    """Number of processes of this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Number of this process among them, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def _together() -> int:
-    """Processes of this run on this machine, as torchrun and accelerate launch set it."""
+    """Number of processes of this run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

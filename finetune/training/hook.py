@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import os
 import re
 import sys
 import warnings
@@ -16,6 +15,7 @@ from finetune.config.aliases import as_arguments, in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.config.section import RefusedError
 from finetune.errors import ConfigError, OrderError, UnknownArgumentError, did_you_mean
+from finetune.hardware.device import processes
 from finetune.runs.receipt import Receipt
 from finetune.training import session
 
@@ -146,7 +146,7 @@ def setup_fp8_mixed_precision_training(
         warnings.warn(running.resolution.fallback, stacklevel=2)
     atexit.unregister(_say_if_unused)
     atexit.register(_say_if_unused)
-    if running.device.kind == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if running.device.kind == "cpu" and processes() > 1:
         more.setdefault("cpu", True)  # Accelerate joins processes without a GPU only with this
     try:
         return Accelerator(**more)

@@ -21,6 +21,8 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl
 
+from finetune.hardware.device import processes
+
 
 class GracefulStop(TrainerCallback):
     """Context manager around training that Ctrl-C ends; also a callback of the trainer.
@@ -71,8 +73,7 @@ class GracefulStop(TrainerCallback):
         `torchrun` sends it to all others at once when one is gone: before they have left a receipt
         and said why they end and how to go on.
         """
-        of_several = os.environ.get("WORLD_SIZE", "1") != "1"
-        if of_several and threading.current_thread() is threading.main_thread():
+        if processes() > 1 and threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGTERM)
             signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, before))
 

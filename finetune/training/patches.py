@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 
 from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import OrderError, PrecisionError
+from finetune.hardware.device import processes
 from finetune.hardware.requirements import Resolution
 from finetune.precision.compiling import never_compiled
 from finetune.precision.layers import iter_weights
@@ -269,7 +269,7 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
             why="its Accelerator was made for another precision; it would train in BF16",
             fix="call setup_fp8_mixed_precision_training() first, then build the trainer",
         )
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = processes()
     if started > 1 and accelerator.num_processes == 1:
         raise OrderError(
             f"{started} processes were started, and each would train alone",

@@ -24,7 +24,7 @@ from finetune.config.sft import (
     with_checkpointing,
 )
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
-from finetune.hardware.device import Device
+from finetune.hardware.device import Device, processes
 from finetune.hardware.requirements import Resolution, check_here, resolve
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
@@ -33,11 +33,6 @@ from finetune.training.scope import check_init, notes
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def processes() -> int:
-    """Number of processes of this run, as set by torchrun and accelerate launch."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)

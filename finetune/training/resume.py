@@ -14,7 +14,6 @@ import fnmatch
 import hashlib
 import json
 import math
-import os
 import pickle
 import re
 import shutil
@@ -28,6 +27,7 @@ from rich.console import Console
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, ProofError
+from finetune.hardware.device import rank
 from finetune.logging import whole
 from finetune.runs.checkpoints import (
     CHECKPOINTS,
@@ -380,7 +380,7 @@ def replay(
                 f"that: {resume_command(run)}",
             )
     finally:
-        if os.environ.get("RANK", "0") == "0":
+        if rank() == 0:
             shutil.rmtree(run / PLACE, ignore_errors=True)
     losses, files = len(_comparable(end, begin)), _weights(end)
     return (

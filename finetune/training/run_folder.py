@@ -29,7 +29,9 @@ from finetune.errors import (
     FinetuneError,
     MemoryShortError,
     RunFailedError,
+    first_line,
 )
+from finetune.hardware.device import processes, rank
 from finetune.runs.checkpoints import (
     CHECKPOINTS,
     Checkpoint,
@@ -37,7 +39,7 @@ from finetune.runs.checkpoints import (
     resume_command,
 )
 from finetune.runs.folder import Run, finite, write_start
-from finetune.training.preflight import Preflight, processes
+from finetune.training.preflight import Preflight
 from finetune.training.scope import reads_base
 from finetune.units import size
 
@@ -91,9 +93,7 @@ def discarded_unless_begun(folder: Path) -> Iterator[None]:
         yield
     except REFUSED:
         metrics = folder / "metrics.jsonl"
-        if os.environ.get("RANK", "0") == "0" and not (
-            metrics.is_file() and metrics.stat().st_size
-        ):
+        if rank() == 0 and not (metrics.is_file() and metrics.stat().st_size):
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -218,7 +218,7 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         found = _explanation(error, folder, advice)
         if processes() > 1:
             with contextlib.suppress(OSError):  # the fault may be that of the folder
-                _error_file(folder, os.environ["RANK"]).write_text(str(found), encoding="utf-8")
+                _error_file(folder, rank()).write_text(str(found), encoding="utf-8")
         if found is error:
             raise
         raise found from error
@@ -234,7 +234,7 @@ def _explanation(error: Exception, folder: Path, advice: Callable[[], str]) -> E
     return MemoryShortError(
         "the run is out of memory",
         where=str(folder),
-        why=_first_line(error) or "the host gave no more",
+        why=first_line(error) if str(error) else "the host gave no more",
         fix=f"{advice()}; {go_on(folder)}",
     )
 
@@ -242,8 +242,8 @@ def _explanation(error: Exception, folder: Path, advice: Callable[[], str]) -> E
 # ------------------------------------------------------------------------------- other processes
 
 
-def _error_file(folder: Path, rank: str) -> Path:
-    return folder / f"error-{rank}.txt"
+def _error_file(folder: Path, number: int) -> Path:
+    return folder / f"error-{number}.txt"
 
 
 def _connection_lost(error: BaseException) -> BaseException | None:
@@ -262,7 +262,7 @@ def _connection_lost(error: BaseException) -> BaseException | None:
 
 def _process_lost(error: BaseException, folder: Path) -> RunFailedError:
     """The error of a process whose connection to another broke, with what that one left."""
-    own, why = _error_file(folder, os.environ["RANK"]), "it was killed, or its machine is gone"
+    own, why = _error_file(folder, rank()), "it was killed, or its machine is gone"
     left = sorted(file for file in folder.glob("error-*.txt") if file != own)
     if left:
         number = left[0].stem.rpartition("-")[2]
@@ -270,7 +270,7 @@ def _process_lost(error: BaseException, folder: Path) -> RunFailedError:
     return RunFailedError(
         "another process of the run has ended",
         where=str(folder),
-        why=f"{why} ({_first_line(error)[:200]})" if not left else why,
+        why=f"{why} ({first_line(error)[:200]})" if not left else why,
         fix=f"look at its log; {go_on(folder)}",
     )
 
@@ -304,7 +304,7 @@ def write_failure(error: BaseException, folder: Path, what: str) -> CheckpointEr
     if isinstance(error, FileNotFoundError) or not os.path.lexists(folder):
         what, number = f"{what}: it was deleted or moved while the run went on", errno.ENOENT
     remedy = _REMEDIES.get(number, "make room there and make the folder writable")
-    why = "the disk took less than was written" if _is_of_torch_save(error) else _first_line(error)
+    why = "the disk took less than was written" if _is_of_torch_save(error) else first_line(error)
     return CheckpointError(what, where=str(folder), why=why, fix=f"{remedy}; {go_on(folder)}")
 
 
@@ -337,10 +337,6 @@ def _is_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or of_torch
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
-
-
 # --------------------------------------------------------------------------------------- trackers
 
 
@@ -369,7 +365,7 @@ def _report(
     try:
         return method(*args, **kwargs)
     except Exception as error:
-        name, why = type(method.__self__).__name__.removesuffix("Callback"), _first_line(error)
+        name, why = type(method.__self__).__name__.removesuffix("Callback"), first_line(error)
         if event in ("on_init_end", "on_train_begin"):
             raise ConfigError(
                 f"the tracker {name} does not answer",

@@ -511,7 +511,7 @@ def test_gradient_snr_by_hand() -> None:
     for g in gradients:
         m, v = 0.5 * m + 0.5 * g, 0.75 * v + 0.25 * g * g
     m, v = m / (1 - 0.5**3), v / (1 - 0.75**3)
-    found = gradient_snr([("p", p)], optimizer, {"p": "mlp"})["mlp"]
+    found = gradient_snr({"p": p}, optimizer, {"p": "mlp"})["mlp"]
     assert found.above == pytest.approx(float((m * m).sum()), rel=1e-5)
     assert found.below == pytest.approx(float((v - m * m).sum()), rel=1e-5)
 
@@ -524,7 +524,7 @@ def test_noise_alone_reads_the_floor() -> None:
     for _ in range(400):
         p.grad = torch.randn(20_000, generator=generator)
         optimizer.step()
-    found = gradient_snr([("p", p)], optimizer, {"p": "mlp"})["mlp"]
+    found = gradient_snr({"p": p}, optimizer, {"p": "mlp"})["mlp"]
     assert found.above / found.below == pytest.approx(0.1 / 1.8, rel=0.1)
 
 
@@ -577,14 +577,14 @@ def test_optimizers_without_both_moments(name) -> None:
     p = nn.Parameter(torch.zeros(8))
     optimizer = getattr(torch.optim, name)([p], lr=1e-3)
     stepped(optimizer, p)
-    assert gradient_snr([("p", p)], optimizer, {"p": "mlp"}) == {}
+    assert gradient_snr({"p": p}, optimizer, {"p": "mlp"}) == {}
 
 
 def test_update_ratio_by_hand() -> None:
     """A sampled parameter and a small one of the same group."""
     big, small = nn.Parameter(torch.full((300, 400), 2.0)), nn.Parameter(torch.full((3,), 1.0))
-    named = [("big", big), ("small", small)]
-    before = {name: sample(p) for name, p in named}
+    named = {"big": big, "small": small}
+    before = {name: sample(p) for name, p in named.items()}
     assert before["big"].numel() < 2**14
     with torch.no_grad():
         big.add_(0.02)

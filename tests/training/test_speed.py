@@ -141,7 +141,7 @@ def test_optimizer_traffic_by_hand() -> None:
     optimizer.step()
     step = optimizer.state[p]["step"].numel() * 4
     # weight read and written, gradient read, two moments read and written: 7 passes of 2 bytes
-    assert optimizer_bytes([("p", p)], optimizer) == 7 * 20 + 2 * step
+    assert optimizer_bytes([p], optimizer) == 7 * 20 + 2 * step
     assert frozen.numel() == 99
 
 
@@ -222,9 +222,7 @@ def trained(make_llama, monkeypatch):
 
 def rows(model, optimizer, speed) -> tuple[dict[str, float], list[str]]:
     reported: list[str] = []
-    row = speed.row(
-        list(model.named_parameters()), optimizer, lambda *said: reported.append(said[-1])
-    )
+    row = speed.row(model.parameters(), optimizer, lambda *said: reported.append(said[-1]))
     return row, reported
 
 

@@ -30,9 +30,8 @@ from finetune.analysis.compare.fairness import (
 from finetune.analysis.compare.jobs import import_path
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
-from finetune.hardware.device import this_device
+from finetune.hardware.device import processes, this_device
 from finetune.runs.folder import command_line, new_folder
-from finetune.training.preflight import processes
 
 PATIENCE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for the process of an interrupted point."""

@@ -38,7 +38,7 @@ from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean, writing
-from finetune.hardware.device import Device, cores, this_device
+from finetune.hardware.device import Device, cores, processes, this_device
 from finetune.hardware.requirements import resolve
 from finetune.logging import output, whole
 from finetune.runs.folder import new_folder
@@ -308,7 +308,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
     from finetune.estimator.gate import MemoryForecast
     from finetune.storage.pretrained import load_tokenizer, vocabulary_of
     from finetune.training.evaluate import load_tasks
-    from finetune.training.preflight import preflight, processes
+    from finetune.training.preflight import preflight
 
     if processes() > 1:
         raise ConfigError(

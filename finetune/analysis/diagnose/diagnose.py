@@ -39,13 +39,13 @@ from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.knobs import rows_of
 from finetune.estimator.speed.step_parts import StepPart
-from finetune.hardware.device import this_device
+from finetune.hardware.device import processes, this_device
 from finetune.hardware.gpus import find_gpu
 from finetune.logging import output
 from finetune.runs.receipt import Receipt
 from finetune.storage.pretrained import load_tokenizer, vocabulary_of
 from finetune.training.health.monitor import HealthMonitor
-from finetune.training.preflight import preflight, processes
+from finetune.training.preflight import preflight
 from finetune.training.session import Session, session_of
 from finetune.training.trainer import make_trainer
 

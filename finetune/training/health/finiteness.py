@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from finetune.errors import NonFiniteError
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import PrecisionPlan
+from finetune.precision.proof.proof import named_trainable
 from finetune.runs.checkpoints import newest_checkpoint
 from finetune.training.health.nonfinite import KINDS, Finder, Finding, all_finite, check_parameters
 from finetune.training.patches import replaced
@@ -47,11 +48,6 @@ from finetune.training.patches import replaced
 LEAST_SCALE = 1.0
 """FP16: at this loss scale gradients are unscaled, and a nonfinite one stays so."""
 CALMER = "lower train.learning_rate, lengthen train.warmup_steps, or set train.max_grad_norm=1"
-
-
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters by name, tied ones once."""
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,8 @@ class Finiteness:
         """Raise `NonFiniteError` unless losses, and `gradients` that nothing scales, are finite."""
         if gradients and self.norm is not None and _finite_everywhere([*self._losses, self.norm]):
             return
-        judged = [p.grad for _, p in trainable(self.model) if gradients and p.grad is not None]
+        trained = named_trainable(self.model).values()
+        judged = [p.grad for p in trained if gradients and p.grad is not None]
         if _finite_everywhere([*self._losses, *judged]):
             return
         is_loss = not all(math.isfinite(float(loss)) for loss in self._losses)
@@ -106,7 +103,7 @@ class Finiteness:
 
     def judge_weights(self, step: int) -> None:
         """Raise `NonFiniteError` unless all trainable weights are finite after optimizer `step`."""
-        if not _finite_everywhere([p for _, p in trainable(self.model)]):
+        if not _finite_everywhere(list(named_trainable(self.model).values())):
             found = first_found(check_parameters(self.model))
             self._raise(found, f"a weight is not finite after the update of step {step}")
 

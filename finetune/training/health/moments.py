@@ -22,13 +22,15 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+
+from finetune.precision.proof.movement import local_part
 
 SAMPLE = 2**14
 
@@ -49,14 +51,9 @@ def spread(numel: int) -> slice:
     return slice(0, numel, max(1, -(-numel // SAMPLE)))
 
 
-def _local(value: Any) -> Tensor:
-    """This process's shard of a tensor."""
-    return getattr(value, "_local_tensor", value)
-
-
 def sample(value: Tensor) -> Tensor:
     """Copy up to `SAMPLE` elements of a tensor (of this process's shard) in float32."""
-    local = _local(value).detach()
+    local = local_part(value).detach()
     return local.reshape(-1)[spread(local.numel())].float().clone()
 
 
@@ -77,7 +74,7 @@ def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float
 
 
 def _stored(moment: Any, numel: int) -> Tensor | None:
-    local: Any = _local(moment)
+    local: Any = local_part(moment)
     where, codes = spread(numel), getattr(local, "codes", None)
     if codes is None:
         return local.reshape(-1)[where].float() if local.numel() == numel else None
@@ -107,17 +104,15 @@ def _stored_by_bitsandbytes(state: dict[str, Any], which: str, numel: int) -> Te
     return state[f"qmap{which}"].to(stored.device)[picked.long()] * scales[index // block]
 
 
-Named = Iterable[tuple[str, Tensor]]
-"""Trainable parameters by name."""
-
-
 @torch.no_grad()
-def gradient_snr(named: Named, optimizer: Optimizer, groups: dict[str, str]) -> dict[str, Ratio]:
+def gradient_snr(
+    named: Mapping[str, Tensor], optimizer: Optimizer, groups: dict[str, str]
+) -> dict[str, Ratio]:
     """Σ m̂² and Σ (v̂ - m̂²) of each group that has moments, after an optimizer step."""
     betas = {id(p): g.get("betas") for g in optimizer.param_groups for p in g["params"]}
     sums: dict[str, list[Tensor]] = {}
-    for name, parameter in named:
-        pair, numel = betas.get(id(parameter)), _local(parameter).numel()
+    for name, parameter in named.items():
+        pair, numel = betas.get(id(parameter)), local_part(parameter).numel()
         found = moments_of(optimizer.state.get(parameter, {}), numel)
         if found is None or not pair or len(pair) != 2 or not numel:
             continue
@@ -131,16 +126,16 @@ def gradient_snr(named: Named, optimizer: Optimizer, groups: dict[str, str]) -> 
 
 @torch.no_grad()
 def update_ratio(
-    before: dict[str, Tensor], named: Named, groups: dict[str, str]
+    before: dict[str, Tensor], named: Mapping[str, Tensor], groups: dict[str, str]
 ) -> dict[str, Ratio]:
     """‖Δw‖² and ‖w‖² per group, from `sample(parameter)` before and after an optimizer step."""
     sums: dict[str, list[Tensor]] = {}
-    for name, parameter in named:
+    for name, parameter in named.items():
         old = before.get(name)
         if old is None or not old.numel():
             continue
         parts = (sample(parameter) - old).double().square().sum(), old.double().square().sum()
-        scale = _local(parameter).numel() / len(old)
+        scale = local_part(parameter).numel() / len(old)
         sums.setdefault(groups[name], []).append(torch.stack(parts) * scale)
     return _ratios(sums)
 

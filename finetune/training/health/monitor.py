@@ -26,8 +26,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.convert import conversion_of
+from finetune.precision.proof.proof import named_trainable
 from finetune.training import session
-from finetune.training.health.finiteness import LEAST_SCALE, Finiteness, trainable
+from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
 from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
 from finetune.training.health.operands import (
     GroupSums,
@@ -134,7 +135,7 @@ class HealthMonitor(TrainerCallback):
         self._scale = scaler.get_scale() if scaler is not None else 0.0
         self._finiteness.judge_step(state.global_step + 1, gradients=self._scale <= LEAST_SCALE)
         if self._due:
-            self._before = {name: sample(p) for name, p in trainable(self._unwrapped)}
+            self._before = {name: sample(p) for name, p in named_trainable(self._unwrapped).items()}
 
     def _was_skipped(self) -> bool:
         """True if loss scaling backed off; Accelerate's flag misses fused optimizers that skip."""
@@ -145,9 +146,9 @@ class HealthMonitor(TrainerCallback):
         if not self._due or self._was_skipped():
             return
         model, conversion = self._unwrapped, conversion_of(self._unwrapped)
-        named = trainable(model)
+        named = named_trainable(model)
         modules = groups_of(model, conversion.plan if conversion else None)
-        groups = {name: modules[name.rpartition(".")[0]] for name, _ in named}
+        groups = {name: modules[name.rpartition(".")[0]] for name in named}
         self._snr = gradient_snr(named, self.trainer.optimizer, groups)
         self._update = update_ratio(self._before, named, groups)
 
@@ -173,7 +174,9 @@ class HealthMonitor(TrainerCallback):
     def _log(self, control: TrainerControl) -> None:
         sums, snr, update = _of_all_processes(self._watch.sums, self._snr, self._update)
         row = health_row(sums) | ratio_row(snr, update)
-        row |= self._speed.row(trainable(self._unwrapped), self.trainer.optimizer, self._warn_once)
+        row |= self._speed.row(
+            named_trainable(self._unwrapped).values(), self.trainer.optimizer, self._warn_once
+        )
         if self.trainer.accelerator.scaler is not None:
             row["health/skipped_steps"] = float(self._skipped)
         self._skipped, self._snr, self._update = 0, {}, {}

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.precision.backends.base import in_backward
+from finetune.precision.proof.movement import local_part
 
 Kind = Literal["parameter", "input", "forward", "loss", "gradient", "sum"]
 KINDS: tuple[Kind, ...] = ("parameter", "input", "forward", "loss", "gradient", "sum")
@@ -66,7 +67,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     large numbers: only then every element is tested. Of sharded tensors, this process's part is
     tested.
     """
-    local = [getattr(t, "_local_tensor", t).detach() for t in tensors]
+    local = [local_part(t).detach() for t in tensors]
     local = [t.coalesce().values() if t.is_sparse else t for t in local]
     on_cpu = [t.sum(dtype=_SUM_IN.get(t.dtype)).float() for t in local if t.device.type == "cpu"]
     elsewhere = [t for t in local if t.device.type != "cpu" and t.numel()]
@@ -83,7 +84,7 @@ _SUM_IN = {torch.float16: torch.float32}
 def check_parameters(model: nn.Module) -> Finding | None:
     """Return the first nonfinite parameter, if any."""
     for name, parameter in model.named_parameters():
-        local = getattr(parameter, "_local_tensor", parameter).detach()
+        local = local_part(parameter).detach()
         if _broken(local):
             return Finding("parameter", name, "its values", _counts(local))
     return None
@@ -203,7 +204,7 @@ class Finder:
         for name, parameter in self.model.named_parameters():
             if self.found or parameter.grad is None:
                 continue
-            grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            grad = local_part(parameter.grad)
             if _broken(grad):
                 tensor = "its gradient, summed over micro-batches or processes"
                 self.found = Finding("sum", name, tensor, _counts(grad))
@@ -231,7 +232,7 @@ def _amax(x: Tensor) -> float:
 
 def _fed(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[str, ...]:
     values = {k: v for k, v in inputs.items() if v.is_floating_point()}
-    values |= {k: getattr(p, "_local_tensor", p) for k, p in module.named_parameters(recurse=False)}
+    values |= {k: local_part(p) for k, p in module.named_parameters(recurse=False)}
     return tuple(f"{name}: amax {_amax(value):.3g}" for name, value in values.items())
 
 

@@ -58,6 +58,7 @@ from finetune.precision.layers import (
 from finetune.precision.overrides import part_of
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan, PrecisionPlan
+from finetune.precision.proof.movement import local_part
 from finetune.precision.scaling import (
     BLOCK,
     NV_BLOCK,
@@ -353,7 +354,7 @@ class OperandWatch:
             if w is not None and w.numel():
                 self._see(name, "w", w, ())
         for own, parameter in module.named_parameters(recurse=False):
-            w = getattr(parameter, "_local_tensor", parameter).detach()
+            w = local_part(parameter).detach()
             if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
                 continue  # quantized storage has no magnitudes of its own
             is_low = "w" in low and own == "weight"

@@ -37,6 +37,7 @@ from torch.optim.optimizer import Optimizer
 
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import Gpu, find_gpu
+from finetune.precision.proof.movement import local_part
 from finetune.precision.proof.witness import ATTENTION
 from finetune.runs.receipt import LayerReceipt
 from finetune.training import compute_types, session
@@ -99,10 +100,10 @@ def _gemm_bytes(shape: tuple[int, int], flops: float, gemm: str, precision: str)
     return operands * width + result * RESULT_BYTES
 
 
-def optimizer_bytes(named: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> int:
+def optimizer_bytes(parameters: Iterable[Tensor], optimizer: Optimizer) -> int:
     """Bytes that one optimizer step must move: weights and state twice, gradients once."""
     total = 0
-    for _, parameter in named:
+    for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         kept = sum(_nbytes(v) for k, v in state.items() if not k.startswith("qmap"))
         total += 3 * _nbytes(parameter) + 2 * kept
@@ -112,7 +113,7 @@ def optimizer_bytes(named: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -
 def _nbytes(value: Any) -> int:
     if not isinstance(value, Tensor):
         return 0
-    local: Any = getattr(value, "_local_tensor", value)
+    local = local_part(value)
     parts = [local.codes, local.scale] if getattr(local, "codes", None) is not None else [local]
     return sum(part.numel() * part.element_size() for part in parts)
 
@@ -186,7 +187,7 @@ class Speed:
 
     def row(
         self,
-        named: Iterable[tuple[str, Tensor]],
+        parameters: Iterable[Tensor],
         optimizer: Optimizer,
         warn: Callable[[str, str], None],
     ) -> dict[str, float]:
@@ -195,7 +196,7 @@ class Speed:
         device = running.device if running is not None else this_device()
         if device.kind != "cuda" or self.work is None or not self.tokens or self.seconds <= 0:
             return {}
-        moved = self.steps * optimizer_bytes(named, optimizer)
+        moved = self.steps * optimizer_bytes(parameters, optimizer)
         speed = least_bandwidth_gb_s(self.work, self.tokens, moved, self.seconds)
         row = {"health/bandwidth_at_least_gb_s": speed}
         gpu = find_gpu(device)
