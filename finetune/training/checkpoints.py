@@ -75,7 +75,7 @@ class CheckpointKeeper(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._begun = state.global_step
-        conversion = self.session.training[1]
+        conversion = self.session.conversion
         if self.resumed is None or conversion is None or conversion.backend is None or self.fresh:
             return
         conversion.backend.load_state_tensors(stored_scaling(self.resumed, args.process_index))
@@ -157,7 +157,7 @@ class CheckpointKeeper(TrainerCallback):
 
     def save_to(self, folder: Path, process: int = 0) -> None:
         """Store the current scaling state, if any."""
-        conversion = self.session.training[1]
+        conversion = self.session.conversion
         save_scaling(conversion.backend if conversion is not None else None, folder, process)
 
     def _name_the_best(self, saved: Path, folder: Path) -> None:

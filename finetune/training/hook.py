@@ -195,7 +195,7 @@ def get_receipt() -> Receipt:
         OrderError: there is no session, or a recipe was run since the script trained.
     """
     running = session.current()
-    if running.was_replaced and running.has_prepared and running.training[0] is None:
+    if running.was_replaced and running.has_prepared and running.proof is None:
         raise OrderError(
             "there is no receipt of what the script trained before a recipe was run",
             why="the recipe had a session of its own, which has replaced the script's",

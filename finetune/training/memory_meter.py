@@ -109,7 +109,7 @@ class MemoryMeter(TrainerCallback):
         if self._begun == 1:
             self._why_not = "the only step is the witnessed one" if last else self._why_not
             return False
-        proof = self.session.training[0]
+        proof = self.session.proof
         return last or (self._begun >= STEP and (proof is None or not proof.is_open))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:

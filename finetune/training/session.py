@@ -71,7 +71,7 @@ class Session:
         self.resolution, self.device, self.planned = resolution, device, planned
         self.precision = resolution.precision
         self.conversions: weakref.WeakSet[Conversion] = weakref.WeakSet()
-        self.references = References(lambda: self.training[1], self.prepare_model)
+        self.references = References(lambda: self.conversion, self.prepare_model)
         self.patches = Patches()
         self._proofs: list[weakref.ref[Proof]] = []
         # Alive for the receipt: the proof begun last, and the last whose model has an optimizer.
@@ -296,7 +296,7 @@ class Session:
 
     def stop(self, error: BaseException) -> None:
         """End the proof of a run that has failed, so that nothing of it watches later runs."""
-        if (proof := self.training[0]) is not None:
+        if (proof := self.proof) is not None:
             proof.stop(type(error).__name__)
 
     def _check_prepared(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -320,24 +320,28 @@ class Session:
     # ------------------------------------------------------------------------------------ receipt
 
     @property
-    def training(self) -> tuple[Proof | None, Conversion | None]:
-        """Proof and conversion of the model that trains: of several the last with an optimizer."""
-        proof = self._stepped or self._newest
-        return proof, proof.conversion if proof else None
+    def proof(self) -> Proof | None:
+        """Proof of the model that trains: of several the last with an optimizer."""
+        return self._stepped or self._newest
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """Conversion of the model that trains."""
+        return self.proof.conversion if self.proof else None
 
     def receipt(self) -> Receipt:
         """Receipt of the model that trains."""
-        proof, conversion = self.training
+        conversion = self.conversion
         lost = conversion.why_uncompiled if conversion is not None else ""
         compiled = "; ".join(filter(None, (self.compiled, lost)))
         return receipt_of(
-            self.resolution, self.device, proof, compiled=compiled,
+            self.resolution, self.device, self.proof, compiled=compiled,
             references=self.references.described(), patches=self.patches.names,
         )  # fmt: skip
 
     def conditions(self, trainer: Any) -> dict[str, Any]:
         """Settings of the model that trains, which a fair pair of runs has to share."""
-        return conditions_of(trainer, self.device, self.training[1], self.compiled)
+        return conditions_of(trainer, self.device, self.conversion, self.compiled)
 
 
 def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:

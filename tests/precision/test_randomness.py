@@ -133,7 +133,7 @@ def test_each_process_keeps_its_own_state(tmp_path) -> None:
     def keeper(resume=None):
         model = nn.Sequential(nn.Linear(64, 64))
         conversion = convert.apply(model, planner.plan(model, nvfp4()))
-        session = SimpleNamespace(training=(None, conversion))
+        session = SimpleNamespace(conversion=conversion)
         return CheckpointKeeper(session, {}, resume), conversion.backend.randomness
 
     like, states = torch.empty(4), []

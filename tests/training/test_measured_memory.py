@@ -37,9 +37,8 @@ class Loop:
 
     def __init__(self, *, kind: str = "cpu", compiled: str = "off", steps: int = 5) -> None:
         self.proof = SimpleNamespace(is_open=True)
-        training = (self.proof, None)
         device = SimpleNamespace(kind=kind)
-        session = SimpleNamespace(device=device, compiled=compiled, training=training)
+        session = SimpleNamespace(device=device, compiled=compiled, proof=self.proof)
         self.meter = MemoryMeter(session)  # pyright: ignore[reportArgumentType]
         self.model = nn.Linear(32, 8, bias=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)

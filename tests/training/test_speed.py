@@ -230,7 +230,7 @@ def test_on_a_pretended_gpu(trained) -> None:
     running, model, optimizer, speed, _ = trained(H100)
     row, reported = rows(model, optimizer, speed)
     assert (speed.steps, speed.tokens, speed.seconds) == (3, 3 * 64, 6.0)
-    proof = running.training[0]
+    proof = running.proof
     assert proof is not None
     assert list(proof.flop_share) == ["bf16"]
     flops = sum(layer.flops for layer in proof.layers)

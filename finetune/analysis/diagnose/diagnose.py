@@ -159,7 +159,7 @@ def _conclude(
     notes: tuple[str, ...],
 ) -> Diagnosis:
     receipt = running.receipt()
-    _, conversion = running.training
+    conversion = running.conversion
     assert conversion is not None
     timeline = read_profile(
         observer.events,
@@ -197,7 +197,7 @@ def _facts(
     groups: list[LayerGroup],
     timeline: Timeline,
 ) -> Facts:
-    device, precision, (_, conversion) = running.device, running.precision, running.training
+    device, precision, conversion = running.device, running.precision, running.conversion
     assert conversion is not None
     compiled, gpu = running.compiled.startswith("on"), find_gpu(device)
     payoff = None

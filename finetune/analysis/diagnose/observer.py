@@ -202,7 +202,7 @@ class Observer(TrainerCallback):
 
     @property
     def _conversion(self) -> Conversion:
-        _, conversion = self.session.training
+        conversion = self.session.conversion
         assert conversion is not None  # the trainer has prepared its model
         return conversion
 

@@ -109,7 +109,7 @@ class HealthMonitor(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         running = session.in_force()
-        proof = running.training[0] if running is not None else None
+        proof = running.proof if running is not None else None
         # The first micro-step, whose GEMMs the proof counts, is not observed.
         witnessed = proof is not None and proof.is_open and not proof.layers
         is_due = self._period > 0 and (state.global_step + 1) % self._period == 0

@@ -171,7 +171,7 @@ class Speed:
         tokens = ids.numel() if isinstance(ids, Tensor) else 0
         self.tokens += tokens
         running = session.in_force()
-        proof = running.training[0] if running is not None else None
+        proof = running.proof if running is not None else None
         if self.work is None and proof is not None and tokens:
             if not proof.layers:
                 self._witnessed_tokens = tokens  # the witness observes this micro-step
