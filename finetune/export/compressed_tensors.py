@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from finetune.errors import ConfigError
 from finetune.export.shards import Checkpoint
 from finetune.precision.formats import E2M1, E4M3, SMALLEST_INVERSE, amax, cast
+from finetune.precision.layers import without_adapters
 from finetune.precision.scaling import nvfp4_scales
 
 BLOCK = 16
@@ -169,9 +170,7 @@ def input_amax(
     Raises:
         ConfigError: a layer got no input, or one that is not finite.
     """
-    from peft import PeftModel
-
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapters(model)
     largest: dict[str, Tensor] = {}
 
     def watch(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -39,7 +39,8 @@ from finetune.precision.backends.base import ObservedMixin, Observer, Owner, Tal
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.contractions import group_sizes
 from finetune.precision.formats import E4M3
-from finetune.precision.layers import are_served_experts, compute_dtype, declared_matmuls
+from finetune.precision.gemm import compute_dtype
+from finetune.precision.layers import are_served_experts, declared_matmuls
 from finetune.precision.lora import Adapter
 from finetune.precision.stored import SCALE, CodesMixin, Fp8Bits, refuse_merge
 from finetune.precision.swap import Swapped, swap
@@ -382,24 +383,15 @@ class SplitMixin(Swapped):
         super().merge(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def iter_adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each of PEFT's wrappers around a stack of served experts."""
-    for name, module in model.named_modules():
-        wrapper: Any = module
-        if type(module).__name__ != "ParamWrapper":
-            continue
+def split_adapters(model: nn.Module) -> None:
+    """Let the adapters on served experts be multiplied apart from the base, from now on."""
+    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
+    for wrapper in wrappers:
         experts = wrapper.get_base_layer()
         if are_served_experts(experts) and wrapper.parameter_name in declared_matmuls(experts):
-            yield name, wrapper
-
-
-def split_adapters(model: nn.Module) -> None:
-    """Let the adapters on experts be multiplied apart from the base, from now on."""
-    for _, wrapper in list(iter_adapted(model)):
-        if not isinstance(wrapper.get_base_layer(), ExpertsMixin):
-            swap(wrapper.get_base_layer(), ExpertsMixin)
-        if not isinstance(wrapper, SplitMixin):
-            swap(wrapper, SplitMixin)
+            for module, mixin in ((experts, ExpertsMixin), (wrapper, SplitMixin)):
+                if not isinstance(module, mixin):
+                    swap(module, mixin)
 
 
 # --------------------------------------------------------------------------------------- storage

@@ -1,4 +1,4 @@
-"""The scaled GEMM of quantized matrices.
+"""The scaled GEMM of quantized matrices, and the forward of a linear layer around a product.
 
 `Codes` are numbers on a format's grid and inverse scales. The emulated GEMM multiplies codes
 exactly, accumulates in float32, multiplies by the inverse scales and rounds to the output type, as
@@ -7,6 +7,7 @@ FP8 tensor cores and cuBLASLt's epilogue do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,24 @@ class Codes(NamedTuple):
         if self.block is not None:
             values = times_blocks(values, self.block, self.tile)
         return values * self.inverse
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Output type of matmuls here: autocast's if it is on, else that of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def by_rows(x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Forward of a linear layer, x [..., K] -> [..., N], by its product [M, K] -> [M, N].
+
+    The input is cast to the compute type.
+    """
+    y = multiply(x.reshape(-1, x.shape[-1]).to(compute_dtype(x)))
+    y = y if bias is None else y + bias.to(y.dtype)
+    # No view for autograd: torchao (0.18) returns one of its own, and then autograd forbids what
+    # Falcon and Llama 4 do, to add in place to the result of a linear layer.
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def writes_float32(x: Tensor) -> bool:

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.precision.backends.base import ObservedMixin, Owner, multiplying
+from finetune.precision.gemm import compute_dtype
 from finetune.precision.kernels import transpose_codes
-from finetune.precision.layers import compute_dtype
 from finetune.precision.weights import Arithmetic, cast, dequantizing, dgrad, fprop, multiply
 
 TOKENS, WORDS = 4096, 16384

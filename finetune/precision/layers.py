@@ -27,11 +27,10 @@ import functools
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
@@ -125,24 +124,6 @@ def elementwise(model: nn.Module) -> dict[str, Literal["embed", "norm"]]:
     return found
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Output type of matmuls here: autocast's if it is on, else that of `x`."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def by_rows(x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """Forward of a linear layer, x [..., K] -> [..., N], by its product [M, K] -> [M, N].
-
-    The input is cast to the compute type.
-    """
-    y = multiply(x.reshape(-1, x.shape[-1]).to(compute_dtype(x)))
-    y = y if bias is None else y + bias.to(y.dtype)
-    # No view for autograd: torchao (0.18) returns one of its own, and then autograd forbids what
-    # Falcon and Llama 4 do, to add in place to the result of a linear layer.
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
-
-
 def why_own_forward(module: nn.Module) -> str:
     """The reason why swapping the class of a linear layer would have no effect, or ""."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
@@ -216,6 +197,16 @@ def _named_before_dtype(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(re.findall(r"self\.(\w+)\.weight\.dtype", source))
 
 
+READS_WEIGHT = ("FRoD", "GLoRA", "HiRA", "HRA", "PEANuT", "SHiRA", "Supertuning")
+"""Methods of PEFT 0.21 whose layers read `base_layer.weight` in their forward."""
+
+
+def method_of(layer: nn.Module, methods: Collection[str]) -> str:
+    """The one of these methods of PEFT that a layer is of, or ""."""
+    package = ".".join(type(layer).__module__.split(".")[:3])
+    return next((m for m in methods if package == f"peft.tuners.{m.lower()}"), "")
+
+
 # ------------------------------------------------------------------------------------------- roles
 
 
@@ -255,6 +246,11 @@ def is_low_rank(name: str) -> bool:
 def plain_name(name: str) -> str:
     """The name of a module in the model without PEFT's wrapping."""
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+def without_adapters(model: Any) -> Any:
+    """The model that PEFT has wrapped, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def head_modules(model: Any) -> set[nn.Module]:

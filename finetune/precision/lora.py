@@ -46,8 +46,8 @@ from finetune.precision.backends.base import (
 )
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
-from finetune.precision.gemm import mm
-from finetune.precision.layers import by_rows, compute_dtype, is_conv1d, linear_shape
+from finetune.precision.gemm import by_rows, compute_dtype, mm
+from finetune.precision.layers import is_conv1d, linear_shape
 from finetune.precision.overrides import OverrideMixin
 from finetune.precision.stored import StoredMixin, refuse_merge
 from finetune.precision.swap import Swapped, weight_matrix

@@ -42,7 +42,8 @@ from finetune.precision.contractions import (
     products,
     read,
 )
-from finetune.precision.layers import alignment, compute_dtype
+from finetune.precision.gemm import compute_dtype
+from finetune.precision.layers import alignment
 from finetune.precision.planner import LayerPlan
 
 PLAIN = (nn.Parameter, FakeTensor)

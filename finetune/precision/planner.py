@@ -30,6 +30,7 @@ from finetune.config.schema import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, PrecisionError, StorageNotComputeError
 from finetune.logging import plain_table
 from finetune.precision.layers import (
+    READS_WEIGHT,
     Role,
     are_served_experts,
     decoder_blocks,
@@ -42,6 +43,7 @@ from finetune.precision.layers import (
     iter_roles,
     iter_weights,
     linear_shape,
+    method_of,
     parameter_role,
     past_forward_here,
     why_made_anew,
@@ -49,7 +51,6 @@ from finetune.precision.layers import (
     why_own_forward,
 )
 from finetune.precision.overrides import Choices, Part, mlp_widths, part_of
-from finetune.precision.readers import READS_WEIGHT, method_of
 from finetune.precision.stored import Fp8Bits, StoredMixin, stored_as
 from finetune.precision.weights import Granularity
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError, PrecisionError, StorageNotComputeError, did_you_mean, some
 from finetune.precision.formats import E4M3
+from finetune.precision.gemm import by_rows
 from finetune.precision.layers import (
-    by_rows,
     experts_in,
     is_conv1d,
     iter_linears,

@@ -18,6 +18,7 @@ from finetune.hardware.requirements import Resolution
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import Conversion
 from finetune.precision.formats import E4M3
+from finetune.precision.layers import without_adapters
 from finetune.precision.lora import fused_adapters
 from finetune.precision.proof.movement import local_part
 from finetune.precision.proof.proof import Proof, named_trainable
@@ -249,9 +250,7 @@ def conditions_of(
 
 
 def _model(model: Any) -> dict[str, Any]:
-    from peft import PeftModel
-
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapters(model)
     config = base.config
     return {
         "name": recipe_name(base.name_or_path),

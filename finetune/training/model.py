@@ -21,7 +21,7 @@ from finetune.config.schema import ModelConfig, RunConfig
 from finetune.config.sft import padding_free
 from finetune.errors import ConfigError, FinetuneError, first_line
 from finetune.hardware.device import Device, version
-from finetune.precision.layers import plain_name
+from finetune.precision.layers import plain_name, without_adapters
 from finetune.storage import nf4
 from finetune.storage.pretrained import auto_class, fit_trl, load_shape, load_whole, loading, locate
 from finetune.training import scope
@@ -152,9 +152,7 @@ def resolve_attention(config: RunConfig, model: nn.Module, device: Device) -> At
 
 def _obstacle(config: RunConfig, model: nn.Module, device: Device) -> str:
     """The first reason against varlen attention, or an empty string."""
-    from peft import PeftModel
-
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapters(model)
     text = base.config.get_text_config(decoder=True)
     name = type(base).__name__
     # Models for FlashAttention pass windows on, and work without a mask.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -61,11 +60,10 @@ class Patches:
     """Temporary replacements of class methods.
 
     Attributes:
-        unprepared: notices what trains and was not given to `Accelerator.prepare`.
+        are_aside: True while the original methods are back for a while.
     """
 
     def __init__(self) -> None:
-        self.unprepared = Unprepared()
         self._replaced: list[tuple[type, str, Any, Any]] = []  # owner, name, original, replacement
         self.are_aside = False
 
@@ -102,11 +100,12 @@ class Patches:
                 setattr(owner, name, replacement)
 
 
-def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) -> None:
-    """Make every `Accelerator` built from now on follow a precision, asking the `Session` first."""
+def patch_accelerator(session: Any) -> None:
+    """Make every `Accelerator` built from now on follow the precision of a `Session`."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
+    patches, resolution = session.patches, session.resolution
     precision = resolution.precision
     made: weakref.WeakSet[Any] = weakref.WeakSet()  # accelerators built under this precision
 
@@ -135,7 +134,6 @@ def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) ->
     def make_prepare(original: Any) -> Any:
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             models = [a for a in args if isinstance(a, nn.Module)]
-            patches.unprepared.known.update(models)
             if models:
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
                 session.prepare_models(models)
@@ -162,7 +160,6 @@ def patch_accelerator(patches: Patches, resolution: Resolution, session: Any) ->
             if multiplies(model):
                 given = signature.bind(accelerator, model, *args, **kwargs).arguments
                 evaluation = bool(given.get("evaluation_mode"))
-                patches.unprepared.known.add(model)
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
                 session.prepare_models([model], evaluation=evaluation)
             return original(accelerator, model, *args, **kwargs)
@@ -297,83 +294,3 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
         refuse_sharded_copies(resolution.precision)
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise never_compiled("torch_compile=True, or the dynamo settings of accelerate")
-
-
-class Unprepared:
-    """Notices matrices that an optimizer trains and that belong to no prepared model.
-
-    Attributes:
-        known: what `accelerator.prepare` was given, with or without layers to convert.
-    """
-
-    def __init__(self) -> None:
-        self.known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    def check(self, optimizer: Optimizer, *, is_prepared: bool) -> None:
-        """Judge the first step of an optimizer that has gradients.
-
-        Raises:
-            OrderError: most of what it trains was never prepared.
-        """
-        every = (p for group in optimizer.param_groups for p in group["params"])
-        graded = [p for p in every if p.dim() > 1 and p.grad is not None]
-        # FSDP puts parameters of its own, shards, into the place of a model's.
-        if optimizer in self._judged or not graded or {*map(type, graded)} - {nn.Parameter}:
-            return
-        self._judged.add(optimizer)
-        prepared = {id(p) for module in self.known for p in module.parameters()}
-        others = [p for p in graded if id(p) not in prepared]
-        size, left = sum(p.numel() for p in graded), sum(p.numel() for p in others)
-        if not left or (left == size and is_prepared):  # `Session._check_owner` has its own words
-            return
-        shapes = ", ".join(str(list(p.shape)) for p in others[:3])
-        where = f"{len(others)} of {len(graded)} matrices with gradients: {shapes}"
-        if left < size < 2 * left:
-            raise OrderError(
-                "most of what an optimizer trains belongs to no prepared model",
-                where=where,
-                why="what was never prepared is not converted: it would train in high precision, "
-                "past the plan and the receipt",
-                fix="pass every model to accelerator.prepare, in one call with its optimizer",
-            )
-        warnings.warn(
-            f"an optimizer trains {left:,} numbers that belong to no prepared model ({where}): "
-            "they are in no plan and no receipt. Pass every model to accelerator.prepare",
-            stacklevel=2,
-        )
-
-
-GUARD = "_finetune_guard"
-"""Attribute of a model that a replaced session has reverted; see `guard`."""
-
-
-def guard(model: nn.Module, *, shares: bool = False) -> None:
-    """Reject training calls of a model that a replaced session has reverted.
-
-    Args:
-        shares: it was reverted since another model with the same layers was prepared.
-    """
-    what = "this model was prepared under a set-up that has been replaced"
-    where = "setup_fp8_mixed_precision_training() was called again, or a recipe was run"
-    fix = "prepare it again (or build the trainer again) after the last set-up"
-    if shares:
-        what = "layers of this model have been prepared with another model since"
-        where = "merge_and_unload() or unload() of PEFT, or two models with the same layers"
-        fix = "train the model that was prepared last; layers that two models share belong into "
-        fix += "one module, which is prepared as a whole"
-
-    def before_forward(module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            why = "its layers are plain again; it would go on in BF16"
-            why = "they follow its plan, and nothing proves what this one runs" if shares else why
-            raise OrderError(what, where=where, why=why, fix=fix)
-
-    model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
-
-
-def unguard(model: nn.Module) -> None:
-    for module in model.modules():
-        hook = module.__dict__.pop(GUARD, None)
-        if hook is not None:
-            hook.remove()

@@ -33,6 +33,7 @@ from finetune.precision.layers import (
     own_forward,
     plain_name,
     read_by_parent,
+    without_adapters,
 )
 from finetune.precision.stored import stored_as
 from finetune.storage.pretrained import beside_text, load_shape
@@ -97,14 +98,13 @@ def _names_nothing(where: str, pattern: str, names: Iterable[str]) -> ConfigErro
 # ---------------------------------------------------------------------------------------- adapters
 
 
-def kept_out(model: Any, config: RunConfig) -> dict[str, str]:
-    """Plain name of each linear layer that shall get no adapter -> the reason.
+def kept_out(base: nn.Module, config: RunConfig) -> dict[str, str]:
+    """Plain name of each linear layer of a base that shall get no adapter -> the reason.
 
     Raises:
         ConfigError: a pattern that names no linear layer, or a layer number that does not exist.
     """
     lora = config.lora or LoraSection()
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     linears = {
         plain_name(name): module for name, module, _ in iter_linears(base) if "lora_" not in name
     }
@@ -348,7 +348,7 @@ def has_original(config: RunConfig) -> bool:
 
 def notes(model: Any, config: RunConfig) -> list[str]:
     """One line for each thing that does not train although one might think so."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     lines = []
     if towers := beside_text(base):
         count = sum(p.numel() for module in towers.values() for p in module.parameters())

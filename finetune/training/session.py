@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ from finetune.hardware.requirements import Resolution, resolve
 from finetune.precision import convert
 from finetune.precision.compiling import refuse_compiled
 from finetune.precision.convert import Conversion
-from finetune.precision.layers import iter_parameters, iter_weights
+from finetune.precision.layers import iter_parameters, iter_weights, without_adapters
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
@@ -41,13 +42,8 @@ from finetune.precision.stored import StoredMixin, stored_as
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
 from finetune.training.evidence import conditions_of, receipt_of
-from finetune.training.patches import (
-    Patches,
-    guard,
-    multiplies,
-    patch_accelerator,
-    unguard,
-)
+from finetune.training.optimizer_checks import OptimizerChecks
+from finetune.training.patches import Patches, multiplies, patch_accelerator
 from finetune.training.references import References
 
 
@@ -77,7 +73,7 @@ class Session:
         # Alive for the receipt: the proof begun last, and the last whose model has an optimizer.
         self._newest: Proof | None = None
         self._stepped: Proof | None = None
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._checks = OptimizerChecks(self)
         # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
         self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
         self.has_prepared, self.compiled = False, "off"
@@ -86,8 +82,9 @@ class Session:
 
     def begin(self) -> None:
         """Patch `Accelerator` so that models prepared from now on follow this session."""
-        patch_accelerator(self.patches, self.resolution, self)
-        self._undo.callback(register_optimizer_step_pre_hook(self._check_prepared).remove)
+        patch_accelerator(self)
+        hook = register_optimizer_step_pre_hook(self._checks.before_step)
+        self._undo.callback(hook.remove)
 
     def end(self, *, replaced: bool = False) -> None:
         """Remove the patches and restore every model's plain layers.
@@ -106,6 +103,7 @@ class Session:
 
     def prepare_models(self, models: Sequence[nn.Module], *, evaluation: bool = False) -> None:
         """Convert models that Accelerate is about to prepare; `evaluation`: none of them trains."""
+        self._checks.models.update(models)
         for model in sorted(models, key=multiplies, reverse=True):
             if evaluation:
                 self._prepare_reference(model)
@@ -182,7 +180,7 @@ class Session:
         proof = Proof(conversion, before, lambda: self._after_gemms(conversion), compiles=compiles)
         self._proofs = [one for one in self._proofs if one() is not None] + [weakref.ref(proof)]
         self._newest = proof
-        for optimizer in self._optimizers:
+        for optimizer in self._checks.optimizers:
             self._note_owner(proof, optimizer)
 
     def _note_owner(self, proof: Proof, optimizer: Optimizer) -> None:
@@ -253,13 +251,14 @@ class Session:
 
         if isinstance(optimizer, AcceleratedOptimizer):  # prepared by an earlier train()
             optimizer = optimizer.optimizer
-        self._optimizers.add(optimizer)
+        self._checks.optimizers.add(optimizer)
         for group in optimizer.param_groups:  # or they would stay in memory beside their codes
             group["params"] = [p for p in group["params"] if self._replaced.get(id(p)) is not p]
         for one in self._proofs:
             if (proof := one()) is not None:
                 self._note_owner(proof, optimizer)
-        self._undo.callback(optimizer.register_step_pre_hook(self._check_owner).remove)
+        hook = optimizer.register_step_pre_hook(self._checks.before_prepared_step)
+        self._undo.callback(hook.remove)
         if self.precision.compute == "fp16" and hasattr(optimizer, "_step_supports_amp_scaling"):
             # A fused optimizer would skip inside its kernel unreported: the learning rate would
             # advance, and skipped steps would count as steps.
@@ -267,55 +266,10 @@ class Session:
         if self.device.kind == "cpu" and is_torchao(optimizer):
             self._undo.callback(low_bit.step_uncompiled(optimizer))
 
-    def _check_owner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Reject a step of an optimizer whose model was never prepared, or is plain again."""
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        of_it = [
-            conversion
-            for conversion in list(self.conversions)
-            if any(id(p) in owned for p in conversion.model.parameters())
-        ]
-        if any(conversion.is_applied for conversion in of_it):
-            return
-        if of_it:
-            raise OrderError(
-                "an optimizer steps for a model that has its plain layers back",
-                where="finetune.revert(model) while it trains",
-                why="it would train on in another precision than the receipt says",
-                fix="accelerator.prepare(model, optimizer) once more, or "
-                "teardown_fp8_mixed_precision_training() to train on without FP8",
-            )
-        raise OrderError(
-            "an optimizer steps for a model that was never prepared",
-            where="accelerator.prepare(optimizer) without its model, nn.DataParallel, or weights "
-            "put in place of those prepared (load_state_dict(..., assign=True))",
-            why="the model was not converted, or the optimizer has weights that it no longer uses",
-            fix="pass model and optimizer to accelerator.prepare, and load weights before; on "
-            "several GPUs start with torchrun, or show one with CUDA_VISIBLE_DEVICES=0",
-        )
-
     def stop(self, error: BaseException) -> None:
         """End the proof of a run that has failed, so that nothing of it watches later runs."""
         if (proof := self.proof) is not None:
             proof.stop(type(error).__name__)
-
-    def _check_prepared(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Reject the first step of a script that prepares nothing."""
-        matrices = any(p.dim() > 1 for group in optimizer.param_groups for p in group["params"])
-        if not matrices or self.patches.are_aside or self.precision.compute != "fp8":
-            return
-        is_prepared = optimizer in self._optimizers
-        if self.has_prepared or is_prepared:
-            self.patches.unprepared.check(optimizer, is_prepared=is_prepared)
-            return
-        raise OrderError(
-            "an optimizer steps, and no model was prepared",
-            where="optimizer.step() after setup_fp8_mixed_precision_training()",
-            why="nothing was converted: the model would train in its own precision",
-            fix="accelerator = setup_fp8_mixed_precision_training(...), then model, optimizer = "
-            "accelerator.prepare(model, optimizer); or build a Trainer; or call "
-            "teardown_fp8_mixed_precision_training() first",
-        )
 
     # ------------------------------------------------------------------------------------ receipt
 
@@ -362,14 +316,49 @@ def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
 
 def _describe_storage(model: nn.Module) -> None:
     """Record FP8 storage in the model's configuration, in case it is saved."""
-    from peft import PeftModel
     from transformers import PreTrainedModel
 
     from finetune.storage.quantizer import describe
 
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapters(model)
     if isinstance(base, PreTrainedModel):
         describe(base)
+
+
+GUARD = "_finetune_guard"
+"""Attribute of a model that a replaced session has reverted; see `guard`."""
+
+
+def guard(model: nn.Module, *, shares: bool = False) -> None:
+    """Reject training calls of a model that a replaced session has reverted.
+
+    Args:
+        shares: it was reverted since another model with the same layers was prepared.
+    """
+    what = "this model was prepared under a set-up that has been replaced"
+    where = "setup_fp8_mixed_precision_training() was called again, or a recipe was run"
+    fix = "prepare it again (or build the trainer again) after the last set-up"
+    if shares:
+        what = "layers of this model have been prepared with another model since"
+        where = "merge_and_unload() or unload() of PEFT, or two models with the same layers"
+        fix = "train the model that was prepared last; layers that two models share belong into "
+        fix += "one module, which is prepared as a whole"
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            why = "its layers are plain again; it would go on in BF16"
+            why = "they follow its plan, and nothing proves what this one runs" if shares else why
+            raise OrderError(what, where=where, why=why, fix=fix)
+
+    model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
+
+
+def unguard(model: nn.Module) -> None:
+    """Undo `guard`, of a model and of what is in it; without one nothing happens."""
+    for module in model.modules():
+        hook = module.__dict__.pop(GUARD, None)
+        if hook is not None:
+            hook.remove()
 
 
 # ---------------------------------------------------------------------------------- current session

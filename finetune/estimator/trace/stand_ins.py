@@ -50,7 +50,7 @@ from finetune.estimator.trace.trace import Recorder, plain_tensors
 from finetune.precision import kernels, weights
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
-from finetune.precision.layers import by_rows
+from finetune.precision.gemm import by_rows
 from finetune.precision.scaling import cast_current
 from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap

@@ -19,8 +19,7 @@ from finetune.errors import ConfigError
 from finetune.precision.backends.base import Fp8Mixin, restore
 from finetune.precision.backends.cached import CachedBackend, WeightCache
 from finetune.precision.formats import E2M1, E4M3, Format, decode_bits
-from finetune.precision.gemm import Codes, scaled_mm
-from finetune.precision.layers import by_rows, compute_dtype
+from finetune.precision.gemm import Codes, by_rows, compute_dtype, scaled_mm
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import (
     DelayedRule,

@@ -17,8 +17,8 @@ from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import has_triton, this_device
 from finetune.precision.backends.base import Backend, Fp8Mixin, feed
 from finetune.precision.formats import E4M3
+from finetune.precision.gemm import by_rows, compute_dtype
 from finetune.precision.kernels import transpose_codes
-from finetune.precision.layers import by_rows, compute_dtype
 from finetune.precision.planner import LayerPlan
 from finetune.precision.stored import StoredMixin
 from finetune.precision.weights import Arithmetic, FrozenLinear, Tile, cast

@@ -33,7 +33,7 @@ from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.backends.cached import CachedBackend, WeightCache, compiled_once
 from finetune.precision.formats import E4M3, E5M2
-from finetune.precision.layers import by_rows
+from finetune.precision.gemm import by_rows
 from finetune.precision.planner import LayerPlan
 
 

@@ -46,15 +46,8 @@ from finetune.precision.backends.base import in_backward
 from finetune.precision.compiling import recomputed
 from finetune.precision.convert import Conversion
 from finetune.precision.formats import amax, scale_from_amax, snr_db
-from finetune.precision.gemm import Codes
-from finetune.precision.layers import (
-    HEADS,
-    Role,
-    compute_dtype,
-    declared_matmuls,
-    is_conv1d,
-    is_low_rank,
-)
+from finetune.precision.gemm import Codes, compute_dtype
+from finetune.precision.layers import HEADS, Role, declared_matmuls, is_conv1d, is_low_rank
 from finetune.precision.overrides import part_of
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan, PrecisionPlan
