@@ -194,29 +194,6 @@ def uncompiled_with_hooks(layer: nn.Module, said: Callable[[], None]) -> None:
     layer._compiled_call_impl = call
 
 
-def store_operands_once() -> None:
-    """Tell Inductor that FP8 GEMMs read their operands from memory, as `mm` does.
-
-    Without it (torch 2.13) each GEMM gets a buffer of codes of its own, also those that share an
-    operand, as q, k and v do.
-    """
-    from torch._inductor.lowering import add_needs_realized_inputs
-
-    add_needs_realized_inputs(torch.ops.aten._scaled_mm)
-
-
-def allow_graphs() -> None:
-    """Let Dynamo make as many graphs of a decoder layer as a run of rows of all lengths needs.
-
-    Beyond `recompile_limit` (8 in torch 2.13) layers run uncompiled, with a line in torch's log. It
-    is reached by two lengths, each with padding and without, in training and evaluation; the first
-    layer's input needs no gradient under LoRA, which takes graphs of its own.
-    """
-    from torch._dynamo import config
-
-    config.recompile_limit = max(config.recompile_limit, GRAPHS)
-
-
 def counters() -> Any:
     """Dynamo's counters of this process: kind -> reason -> number."""
     from torch._dynamo.utils import counters
@@ -235,34 +212,26 @@ def left_out() -> tuple[int, int, int]:
     return limits, frames["total"] - frames["ok"], sum(found["graph_break"].values())
 
 
-def allow_counts_in_checkpoints() -> None:
-    """Let Dynamo trace a checkpoint in which attributes change, as those of `base.Tally` do.
-
-    Transformers (5.23) checkpoints inside a decoder layer's forward, hence in its graph. Without it
-    (torch 2.13) such a layer breaks, and runs uncompiled.
-    """
-    from torch._dynamo import config
-
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-
-
-def run_backward_without_autocast() -> None:
-    """Let AOTAutograd trace backward as it runs: outside of the trainer's autocast.
-
-    By default (torch 2.13) it is traced under that of forward, and layers that `precision.map`
-    gives fp32, or routers that a model keeps in fp32, multiply BF16 operands in backward.
-    """
-    from torch._functorch import config
-
-    config.backward_pass_autocast = "off"
-
-
 def prepare() -> None:
-    """Set torch up for compiled layers, in this process."""
-    run_backward_without_autocast()
-    store_operands_once()
-    allow_counts_in_checkpoints()
-    allow_graphs()
+    """Set torch (2.13) up for compiled layers, in this process."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as aot
+    from torch._inductor.lowering import add_needs_realized_inputs
+
+    # Backward is traced as it runs, outside of the trainer's autocast. Under that of forward, layers
+    # that `precision.map` gives fp32, or routers that a model keeps in fp32, multiply BF16 operands
+    # in backward.
+    aot.backward_pass_autocast = "off"
+    # FP8 GEMMs read their operands from memory, as `mm` does. Else each gets a buffer of codes of
+    # its own, also those that share an operand, as q, k and v do.
+    add_needs_realized_inputs(torch.ops.aten._scaled_mm)
+    # Transformers (5.23) checkpoints inside a decoder layer's forward, hence in its graph, in which
+    # `base.Tally` changes attributes. Such a layer would break, and run uncompiled.
+    dynamo.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # Beyond the limit (8) layers run uncompiled, with a line in torch's log. It is reached by two
+    # lengths, each with padding and without, in training and evaluation; the first layer's input
+    # needs no gradient under LoRA, which takes graphs of its own.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
 
 
 def why_uncompiled(before: tuple[int, int, int]) -> str:

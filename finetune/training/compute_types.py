@@ -35,9 +35,16 @@ from typing import Any
 
 import torch
 
-from finetune.config.schema import PrecisionConfig
+from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import PrecisionError, ProofError
 
+AUTOCAST: dict[Compute, torch.dtype | None] = {
+    "fp8": torch.bfloat16,  # around FP8 GEMMs
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": None,
+}
+"""Type of autocast by compute precision, in which FSDP2 gathers weights, too; None: as stored."""
 SMALLEST_SCALE = 1.0
 
 # ----------------------------------------------------------------------------------------- float16

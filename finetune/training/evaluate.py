@@ -32,7 +32,8 @@ from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, did_you_mean, first_line
 from finetune.hardware.requirements import EVAL_EXTRA, require
 from finetune.runs.receipt import describe
-from finetune.training.samples import autocast, undisturbed
+from finetune.training.compute_types import AUTOCAST
+from finetune.training.samples import undisturbed
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -257,7 +258,6 @@ def score(
     from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
 
-    around: Any = autocast(config.precision.compute, model.device.type)
     wanted, loaded = config.eval, manager_of(()).load(tasks)
     make: Any = HFLM
     score_all: Any = evaluate
@@ -272,7 +272,7 @@ def score(
             tokenizer=tokenizer,
             batch_size=wanted.batch_size,
             # lm-eval disables autocast around each forward unless it gets a type here.
-            mixed_precision_dtype=around.fast_dtype if isinstance(around, torch.autocast) else None,
+            mixed_precision_dtype=AUTOCAST[config.precision.compute],
         )
         results = score_all(
             scorer,

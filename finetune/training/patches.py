@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,13 +32,13 @@ from finetune.precision.layers import iter_weights
 from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
 from finetune.training import compute_types
 
-AUTOCAST: dict[Compute, str] = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "no"}
-"""Accelerate's mixed precision by compute precision: BF16 around FP8 GEMMs."""
-GATHERED_AS: dict[Compute, torch.dtype | None] = {
-    compute: {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed)
-    for compute, mixed in AUTOCAST.items()
+MIXED_PRECISION: dict[Compute, str] = {
+    "fp8": "bf16",  # around FP8 GEMMs
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp32": "no",
 }
-"""Dtype in which FSDP2 then gathers weights, by compute precision; None: as stored."""
+"""Accelerate's name of `compute_types.AUTOCAST`, by compute precision."""
 
 
 @contextlib.contextmanager
@@ -116,7 +115,7 @@ def patch_accelerator(session: Any) -> None:
             session.references.patch_trainers(patches)
             given = signature.bind(accelerator, *args, **kwargs).arguments
             _refuse_conflicts(given, precision)
-            given["mixed_precision"] = AUTOCAST[precision.compute]
+            given["mixed_precision"] = MIXED_PRECISION[precision.compute]
             del given["self"]
             # Accelerate keeps its first configuration process-wide: another precision would be
             # rejected, and a trainer's FSDP or compile settings silently ignored.
@@ -212,7 +211,7 @@ def _keep_output_types(accelerator: Any, precision: PrecisionConfig) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     if plugin is None or policy is None or plugin.fsdp_version != 2:
         return
-    computes = GATHERED_AS[precision.compute]
+    computes = compute_types.AUTOCAST[precision.compute]
     if policy.param_dtype != computes:
         named = str(computes).removeprefix("torch.") if computes else "that of the weights"
         raise PrecisionError(

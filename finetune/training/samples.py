@@ -28,11 +28,12 @@ from rich.text import Text
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerState
 
-from finetune.config.schema import RunConfig
+from finetune.config.schema import Compute, RunConfig
 from finetune.errors import ConfigError
 from finetune.hardware.device import generators
 from finetune.runs.receipt import Sample
 from finetune.training.callbacks import step_label
+from finetune.training.compute_types import AUTOCAST
 from finetune.training.memory_meter import MemoryMeter
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from finetune.data.dataset import Rows
     from finetune.training.callbacks import MetricsWriter
 
-AUTOCAST = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}
-"""Autocast type by compute precision; none with fp32."""
 PROMPTS, SEARCHED = 2, 64
 """Prompts taken from evaluation rows, and rows searched for them."""
 
@@ -128,7 +127,7 @@ def answer(
     prompts: list[str],
     max_new_tokens: int = 48,
     *,
-    compute: str = "bf16",
+    compute: Compute = "bf16",
     **generation: Any,
 ) -> list[Sample]:
     """Generate greedy answers in evaluation mode, one prompt at a time; restores training state.
@@ -148,11 +147,10 @@ def answer(
     return samples
 
 
-def autocast(compute: str, device: str) -> contextlib.AbstractContextManager[Any]:
+def autocast(compute: Compute, device: str) -> torch.autocast:
     """Autocast as in training: BF16 or FP16, none with FP32."""
-    if compute not in AUTOCAST:
-        return contextlib.nullcontext()
-    return torch.autocast(device, dtype=getattr(torch, AUTOCAST[compute]))
+    dtype = AUTOCAST[compute]
+    return torch.autocast(device, dtype, enabled=dtype is not None)
 
 
 @contextlib.contextmanager

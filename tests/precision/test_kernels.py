@@ -19,7 +19,7 @@ from finetune.errors import PrecisionError
 from finetune.hardware.device import has_triton
 from finetune.hardware.requirements import resolve
 from finetune.precision.backends.frozen import FrozenBackend
-from finetune.precision.compiling import store_operands_once
+from finetune.precision.compiling import prepare
 from finetune.precision.formats import E4M3
 from finetune.precision.kernels import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current
@@ -178,7 +178,7 @@ def test_inductor_stores_codes_once_for_all_who_read_them() -> None:
     def siblings(x: torch.Tensor) -> list[torch.Tensor]:
         return [FrozenLinear.apply(x, *cast(x.detach(), how), w, inverse, how) for w in weights]
 
-    store_operands_once()
+    prepare()
     leaf = x.requires_grad_()
     with config.patch(force_disable_caches=True):  # what pytest takes back is gone, in torch 2.13
         found, codes = run_and_get_code(torch.compile(siblings, fullgraph=True), leaf)

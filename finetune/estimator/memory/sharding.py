@@ -67,7 +67,7 @@ from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import KINDS
 from finetune.hardware.gpus import Place
 from finetune.precision.stored import refuse_sharded_copies
-from finetune.training.patches import GATHERED_AS
+from finetune.training.compute_types import AUTOCAST
 
 FLOAT32 = 4
 
@@ -326,7 +326,7 @@ def sharded_model(rehearsal: Rehearsal, config: RunConfig, gpus: int) -> Fsdp2:
     groups = tuple(replace(g, reshard=False) if kept else g for g in rehearsal.groups.groups)
     trains = sum(group.trainable for group in groups)
     compute = round(rehearsal.groups.trainable_bytes / trains) if trains else FLOAT32
-    mixed = GATHERED_AS[config.precision.compute] is not None
+    mixed = AUTOCAST[config.precision.compute] is not None
     return Fsdp2(groups, gpus, compute, stored=FLOAT32 if mixed else compute, reduce=compute)
 
 

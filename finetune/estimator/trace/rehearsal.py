@@ -75,8 +75,8 @@ from finetune.precision import convert
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
+from finetune.training.compute_types import AUTOCAST
 from finetune.training.model import VARLEN, resolve_attention, sketch
-from finetune.training.patches import GATHERED_AS
 from finetune.training.preflight import check_settings
 
 DOCUMENTS = 8
@@ -144,7 +144,7 @@ def rehearse(
     attention = resolve_attention(config, model, device)
     if plan is None or before is not None:  # the rows of a four-bit base say so
         plan = check_settings(config, model, resolution.precision)
-    gathered_as = GATHERED_AS[resolution.precision.compute] if sharded else None
+    gathered_as = AUTOCAST[resolution.precision.compute] if sharded else None
     stored = cast_to(model, gathered_as) if gathered_as is not None else {}
     with (
         _rehearsal_errors(config),

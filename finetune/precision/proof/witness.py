@@ -97,12 +97,10 @@ _VARLEN = {
 }
 """Attention over documents: `finetune.training.varlen`, and torch's kernel."""
 
-_RECURRENT = {
-    getattr(aten, f"{name}{direction}")
-    for name in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
-    for direction in ("", "_backward")
-    if hasattr(aten, f"{name}{direction}")
-}
+_RECURRENT = _existing(
+    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
+    *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"),
+)
 _CONTRACTING = {"_trilinear", "_cdist_forward", "_euclidean_dist", "sspaddmm", "_int_mm", "addr"}
 """Operators of `aten` without a formula in torch's own counter."""
 _SEEN_THROUGH = {
