@@ -218,9 +218,9 @@ def prepare() -> None:
     from torch._functorch import config as aot
     from torch._inductor.lowering import add_needs_realized_inputs
 
-    # Backward is traced as it runs, outside of the trainer's autocast. Under that of forward, layers
-    # that `precision.map` gives fp32, or routers that a model keeps in fp32, multiply BF16 operands
-    # in backward.
+    # Backward is traced as it runs, outside of the trainer's autocast. Under that of forward,
+    # layers that `precision.map` gives fp32, or routers that a model keeps in fp32, multiply BF16
+    # operands in backward.
     aot.backward_pass_autocast = "off"
     # FP8 GEMMs read their operands from memory, as `mm` does. Else each gets a buffer of codes of
     # its own, also those that share an operand, as q, k and v do.
