@@ -98,7 +98,7 @@ def _names_nothing(where: str, pattern: str, names: Iterable[str]) -> ConfigErro
 # ---------------------------------------------------------------------------------------- adapters
 
 
-def kept_out(base: nn.Module, config: RunConfig) -> dict[str, str]:
+def kept_out(base: Any, config: RunConfig) -> dict[str, str]:
     """Plain name of each linear layer of a base that shall get no adapter -> the reason.
 
     Raises:
