@@ -21,7 +21,8 @@ It comes from training rows (`input_amax`), so that the parity check's evaluatio
 a larger input saturates.
 
 Quantized are plain `nn.Linear` layers whose sizes are multiples of 16, except the output head,
-whose rounding would hit the logits directly. Embeddings, norms and biases stay as they are.
+whose rounding would hit the logits directly, and those that text does not reach (a vision tower),
+which neither calibration nor parity check runs. Embeddings, norms and biases stay as they are.
 
 Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, NVFP4;
 `compressors/nvfp4`, `quantization/utils/helpers.py: generate_gparam`) and llm-compressor.
@@ -42,6 +43,7 @@ from finetune.export.shards import Checkpoint
 from finetune.precision.formats import E2M1, E4M3, SMALLEST_INVERSE, amax, cast
 from finetune.precision.layers import without_adapters
 from finetune.precision.scaling import nvfp4_scales
+from finetune.storage.pretrained import beside_text
 
 BLOCK = 16
 """Values under one NVFP4 scale; sizes of quantized layers are multiples of it."""
@@ -69,17 +71,20 @@ def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
             why="several stored tensors make one parameter, as with experts",
             fix="--to merged, and quantize that with llm-compressor",
         )
+    unreached = {
+        id(m) for tower in beside_text(checkpoint.outline).values() for m in tower.modules()
+    }
     chosen = [
         name
         for name, layer in checkpoint.linears.items()
-        if not any(size % BLOCK for size in layer.weight.shape)
+        if id(layer) not in unreached and not any(size % BLOCK for size in layer.weight.shape)
     ]
     if not chosen:
         raise ConfigError(
             "this model has no layer that can be quantized",
             where=str(checkpoint.folder),
             why="only nn.Linear layers whose sizes are multiples of 16 are, except the output head "
-            "(GPT-2 has Conv1D layers, BDH plain parameters)",
+            "(GPT-2 has Conv1D layers, BDH plain parameters, Falcon a class of its own)",
             fix="--to merged",
         )
     kept = [n for n in checkpoint.linears if n not in chosen]

@@ -11,13 +11,20 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from finetune.errors import ConfigError
 from finetune.export import compressed_tensors
 from finetune.export.compressed_tensors import input_amax
 from finetune.export.shards import open_checkpoint
 from finetune.precision.formats import snr_db
+from tests.families import config_of, folder_of
 
 PRESETS = {"fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4"}
 FORMATS = {"fp8": "float-quantized", "nvfp4": "nvfp4-pack-quantized"}
@@ -129,6 +136,18 @@ def test_which_layers_are_quantised(make_llama, tmp_path):
         *(f"model.layers.{i}.mlp.{n}_proj" for i in (0, 1) for n in ("gate", "up", "down")),
         "lm_head",
     ]
+
+
+def test_a_tower_that_text_does_not_reach_stays_as_it_is(tmp_path):
+    """No row of text runs its layers, so that neither calibration nor check would see them."""
+    folder = folder_of("gemma3", tmp_path)
+    Gemma3ForConditionalGeneration(config_of("gemma3")).save_pretrained(folder)
+    chosen, kept = compressed_tensors.layers_to_quantize(open_checkpoint(folder))
+    assert len(chosen) == 2 * 7
+    assert all(name.startswith("model.language_model.layers.") for name in chosen)
+    tower = {name for name in kept if name.startswith("model.vision_tower.")}
+    assert {*kept} == tower | {"lm_head"}
+    assert len(tower) == 2 * 6 + 2
 
 
 def test_models_that_cannot_be_quantised_are_refused(tmp_path):
