@@ -352,9 +352,10 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         from finetune.hardware.device import this_device
         from finetune.hardware.requirements import check_here, resolve
         from finetune.training.model import resolve_attention, sketch
-        from finetune.training.preflight import check_settings
+        from finetune.training.preflight import check_settings, check_sharding
 
         config, device = checked.config, this_device()
+        check_sharding(config)
         model = sketch(config)
         the_plan, resolution = check_settings(config, model), None
         need = bound_of(config, model, the_plan)

@@ -46,18 +46,6 @@ SEED = 1234
 """Seed of lm-eval's own command line, for the choice of examples and for draws."""
 
 
-def refuse_sharded(config: RunConfig) -> None:
-    """Raise `ConfigError` if the weights to score would be sharded over processes."""
-    if config.eval.tasks and config.train.get("fsdp"):
-        raise ConfigError(
-            "tasks cannot be scored on weights that FSDP shards",
-            where=f"eval.tasks: {', '.join(config.eval.tasks)}",
-            why="lm-eval asks one process, and none has the whole model",
-            fix="~eval.tasks, and afterwards python -m finetune evaluate RUN --tasks "
-            + ",".join(config.eval.tasks),
-        )
-
-
 def load_tasks(eval: EvalConfig) -> list[Any]:
     """Load the requested tasks and groups of lm-eval with their rows; `[]` if there are none.
 

@@ -104,9 +104,8 @@ def preflight(
         MemoryShortError: memory is too small.
         MissingExtraError: a setting's optional library is not installed.
     """
-    _refuse_deepspeed(config)
+    check_sharding(config)
     _refuse_launch(config)
-    _refuse_sharding(config)
     check_here(config, device)
     model = sketch(config)
     try:
@@ -199,10 +198,18 @@ def _refuse_launch(config: RunConfig) -> None:
         )
 
 
-def _refuse_sharding(config: RunConfig) -> None:
-    """Reject what shards in another way than FSDP2 by layers: both ended in an error of torch's."""
+def check_sharding(config: RunConfig) -> None:
+    """Reject what shards in another way than FSDP2 by layers, or does not go with that.
+
+    Raises:
+        PrecisionError: DeepSpeed.
+        ConfigError: FSDP1, sharding by size, or tasks to score.
+    """
+    _refuse_deepspeed(config)
     settings = fsdp_settings(config.train)
-    if config.train.get("fsdp") and settings.version != 2:
+    if not config.train.get("fsdp"):
+        return
+    if settings.version != 2:
         raise ConfigError(
             "FSDP1 is not supported",
             where=f"train.fsdp_config: version {settings.version}",
@@ -210,13 +217,21 @@ def _refuse_sharding(config: RunConfig) -> None:
             "run goes on from its checkpoints",
             fix="version: 2 there, or ~train.fsdp_config, whose default it is",
         )
-    if config.train.get("fsdp") and settings.wrapping == "SIZE_BASED_WRAP":
+    if settings.wrapping == "SIZE_BASED_WRAP":
         raise ConfigError(
             "FSDP2 cannot shard by size",
             where=f"train.fsdp_config: auto_wrap_policy {settings.wrapping}",
             why="the largest part of a model is the list of its layers, which torch's fully_shard "
             "does not take",
             fix="TRANSFORMER_BASED_WRAP there, or ~train.fsdp_config, whose default it is",
+        )
+    if config.eval.tasks:
+        raise ConfigError(
+            "tasks cannot be scored on weights that FSDP shards",
+            where=f"eval.tasks: {', '.join(config.eval.tasks)}",
+            why="lm-eval asks one process, and none has the whole model",
+            fix="~eval.tasks, and afterwards python -m finetune evaluate RUN --tasks "
+            + ",".join(config.eval.tasks),
         )
 
 

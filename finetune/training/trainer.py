@@ -34,7 +34,7 @@ from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
-from finetune.training.evaluate import load_tasks, refuse_sharded, score
+from finetune.training.evaluate import load_tasks, score
 from finetune.training.evidence import refuse_disagreement
 from finetune.training.model import VARLEN, Attention, load_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
@@ -81,7 +81,6 @@ def train(
     Raises:
         FinetuneError: any error that the user can fix, see `finetune.errors`.
     """
-    refuse_sharded(recipe.config)
     with busy(console or output(), f"checking {recipe.name}"):
         ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
     run = _Run(recipe, ahead, Path(out), console, force=force)

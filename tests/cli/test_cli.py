@@ -324,6 +324,21 @@ def test_validate_shows_plan_memory_and_backend(cli, on):
     assert "frozen, stored in FP8 (per-row scale)" in done.out
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "train.deepspeed=z3.json",
+        "train.fsdp_config={version: 1}",
+        "eval.tasks=builtin:harbour_choice",
+    ],
+)
+def test_validate_refuses_what_train_refuses_of_sharding(cli, word, monkeypatch):
+    monkeypatch.setattr("finetune.config.sft.refuse_sharding_on_cpu", lambda: None)
+    done = cli("validate", "tiny_full_bf16", "train.fsdp=true", word)
+    assert done.code == 2
+    assert "valid (" not in done.out
+
+
 @pytest.mark.slow
 def test_validate_as_json_keeps_adapters_and_head_out_of_fp8(cli, on, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)

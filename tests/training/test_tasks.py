@@ -16,6 +16,7 @@ from finetune.config.schema import EvalConfig, PrecisionConfig
 from finetune.errors import ConfigError, DataError, DataNotFoundError, MissingExtraError
 from finetune.training import evaluate
 from finetune.training.evaluate import PACKAGED, load_tasks, score
+from finetune.training.preflight import check_sharding
 from tests.asset_makers import make_harbour_choice
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -195,7 +196,7 @@ def test_sharded_weights_are_refused() -> None:
     asked = [f"eval.tasks={BUILTIN}", "train.fsdp=full_shard"]
     config = load_recipe("tiny_lora_bf16", asked).config
     with pytest.raises(ConfigError, match="python -m finetune evaluate RUN --tasks"):
-        evaluate.refuse_sharded(config)
+        check_sharding(config)
 
 
 @pytest.mark.long
