@@ -147,11 +147,11 @@ class Conversion:
         stored: dict[str, dict[str, Arithmetic]] = {}
         for layer in self.plan.stored:
             if layer.kind == "parameter" and layer.stored and self.frozen is not None:
-                local = layer.name.rpartition(".")[2]
                 experts: Any = modules[layer.owner]
-                store_experts(experts, local, layer.stored)
-                how = self.frozen.arithmetic(tile_of(layer.stored, experts.codes(local).shape[1:]))
-                stored.setdefault(layer.owner, {})[local] = how
+                store_experts(experts, layer.local, layer.stored)
+                tile = tile_of(layer.stored, experts.codes(layer.local).shape[1:])
+                how = self.frozen.how._replace(tile=tile)
+                stored.setdefault(layer.owner, {})[layer.local] = how
         if self.plan.precision.compute != "fp32":
             in_fp8 = {modules[name] for name in self.plan.fp8_parameters}
             for module in [m for m in cast_experts(self.model) if m not in in_fp8]:
@@ -186,7 +186,8 @@ class Conversion:
             if isinstance(module, ConvertedExpertsMixin):
                 found |= {f"{name}.{local}" for local in module.fp8_how}
             if isinstance(module, ParameterMixin):
-                found |= {f"{name}.{each.local}".lstrip(".") for each in module.fp8_parameters}
+                local = [each.layer.local for each in module.fp8_parameters]
+                found |= {f"{name}.{each}".lstrip(".") for each in local}
         if planned != found:
             raise ConversionError(
                 "the model does not equal its precision plan",

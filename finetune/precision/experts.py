@@ -270,7 +270,7 @@ class ExpertsMixin(CodesMixin):
 
     def _planned(self) -> set[str]:
         """Parameters that multiply in FP8 without being stored so (`ParameterMixin`)."""
-        return {each.local for each in self.__dict__.get("fp8_parameters", ())}
+        return {each.layer.local for each in self.__dict__.get("fp8_parameters", ())}
 
 
 class CastExpertsMixin(ExpertsMixin):

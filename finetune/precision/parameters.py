@@ -58,11 +58,6 @@ class PlannedParameter:
     linear: Linear
     tally: Tally = field(default_factory=Tally)
 
-    @property
-    def local(self) -> str:
-        """Its name within the module."""
-        return self.layer.name.rpartition(".")[2]
-
 
 class Parameters:
     """Lookup from a tensor to the parameter it is, or is a view of."""
@@ -114,7 +109,7 @@ class ParameterMode(TorchFunctionMode):
         self._parameters = Parameters()
         self._taken = WeakTensorKeyDictionary()
         for name, entry in self.planned.items():
-            parameter = getattr(owner, entry.local)
+            parameter = getattr(owner, entry.layer.local)
             if type(parameter) not in PLAIN:
                 raise ConversionError(
                     f"{name!r} is planned in FP8 and is a {type(parameter).__name__} in its "

@@ -94,6 +94,11 @@ class LayerPlan:
         return self.name if self.kind == "linear" else self.name.rpartition(".")[0]
 
     @property
+    def local(self) -> str:
+        """The name of a parameter within its module."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def gemms(self) -> tuple[Gemm, ...]:
         """GEMMs that this layer may run in a training step."""
         return ("fprop", "dgrad") if self.frozen else GEMMS

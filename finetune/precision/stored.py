@@ -266,7 +266,7 @@ def store(module: nn.Module, granularity: Granularity = "row") -> None:
 
 
 @torch.no_grad()
-def requantize(module: nn.Module, granularity: Granularity) -> None:
+def requantize(module: StoredMixin, granularity: Granularity) -> None:
     """Change the granularity of a stored layer, in float32, some rows at a time.
 
     Nothing is cast where it is unchanged, and where one scale becomes one per row. Else a
@@ -275,8 +275,6 @@ def requantize(module: nn.Module, granularity: Granularity) -> None:
 
         ‖W - row(block(W))‖ ≈ (‖W - block(W)‖² + ‖W - row(W)‖²)^½
     """
-    if not isinstance(module, StoredMixin):
-        raise TypeError(f"{type(module).__name__} holds no FP8 codes")
     (n, k), old, inverse = module.bits.shape, module.stored_tile, module.weight_scale
     tile, one = tile_of(granularity, (n, k)), old == (n, k)
     if old == tile:
@@ -299,10 +297,8 @@ def requantize(module: nn.Module, granularity: Granularity) -> None:
 
 
 @torch.no_grad()
-def release(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+def release(module: StoredMixin, dtype: torch.dtype | None = None) -> None:
     """Turn a stored layer into a plain one with the dequantized weight, by default in its type."""
-    if not isinstance(module, StoredMixin):
-        raise TypeError(f"{type(module).__name__} holds no FP8 codes")
     dtype = dtype or module.compute_dtype
     w = module.weight_in(dtype)
     w = w.t().contiguous() if module.transposed_weight else w

@@ -141,13 +141,13 @@ def _kernels(conversion: Conversion | None) -> str:
     """Kernels that cast the operands of frozen weights; empty without them."""
     if conversion is None or conversion.frozen is None:
         return ""
-    own = conversion.frozen.own
-    casts = "inductor" if conversion.compiled else "triton" if own else "eager"
-    if conversion.frozen.own_cast:
+    how = conversion.frozen.how
+    casts = "inductor" if conversion.compiled else "triton" if how.own else "eager"
+    if how.own_cast:
         casts = "triton"
     if conversion.frozen.keeps_transposed:
         return f"{casts}; transposes: kept"
-    return f"{casts}; transposes: triton" if own and casts == "inductor" else casts
+    return f"{casts}; transposes: triton" if how.own and casts == "inductor" else casts
 
 
 def _saved_mlp(conversion: Conversion | None) -> dict[str, str]:

@@ -320,7 +320,7 @@ def fp8(**update) -> PrecisionConfig:
 def test_kernels_of_ours_run_where_nothing_fuses(update, emulate, eager, compiled) -> None:
     """Also in the first micro-step of layers that are compiled later."""
     x, g, bits, inverse = operands()
-    how = FrozenBackend(fp8(**update), emulate=emulate).arithmetic((1, x.shape[1]))
+    how = FrozenBackend(fp8(**update), emulate=emulate).how._replace(tile=(1, x.shape[1]))
     targets: set[str] = set()
 
     def keep(graph: torch.fx.GraphModule, _: object) -> object:
@@ -357,7 +357,7 @@ def test_a_cuda_build_without_triton_takes_torchs_kernels(monkeypatch) -> None:
     has_triton.cache_clear()
     try:
         assert not has_triton()
-        assert not FrozenBackend(fp8(compile="off"), emulate=False).own
+        assert not FrozenBackend(fp8(compile="off"), emulate=False).how.own
         with pytest.raises(PrecisionError, match="Triton kernels cannot be had on") as caught:
             resolve(fp8(kernels="triton"), H100)
         assert "triton does not import" in caught.value.why

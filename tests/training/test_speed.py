@@ -139,9 +139,8 @@ def test_optimizer_traffic_by_hand() -> None:
     optimizer = torch.optim.AdamW([p], lr=0.1)
     p.grad = torch.ones_like(p)
     optimizer.step()
-    step = optimizer.state[p]["step"].numel() * 4
     # weight read and written, gradient read, two moments read and written: 7 passes of 2 bytes
-    assert optimizer_bytes([p], optimizer) == 7 * 20 + 2 * step
+    assert optimizer_bytes([p], optimizer) == 7 * 20
     assert frozen.numel() == 99
 
 

@@ -21,7 +21,7 @@ from finetune.precision.gemm import by_rows, compute_dtype
 from finetune.precision.kernels import transpose_codes
 from finetune.precision.planner import LayerPlan
 from finetune.precision.stored import StoredMixin
-from finetune.precision.weights import Arithmetic, FrozenLinear, Tile, cast
+from finetune.precision.weights import Arithmetic, FrozenLinear, cast
 
 Cast = tuple[Tensor, Tensor]
 """Codes of an activation [M, K], and their inverse scale."""
@@ -86,27 +86,39 @@ class FrozenMixin(Fp8Mixin):
 
 
 class FrozenBackend(Backend):
-    """Backend that multiplies stored layers in FP8."""
+    """Backend that multiplies stored layers in FP8.
+
+    Attributes:
+        how: arithmetic of its layers, each of which has a tile of its own.
+        keeps_transposed: True if dgrad has a transposed copy of the codes.
+    """
 
     name = "frozen"
     mixin = FrozenMixin
 
     def __init__(self, precision: PrecisionConfig, *, emulate: bool) -> None:
         super().__init__(precision)
-        self.emulate = emulate
-        self.pow2 = bool(precision.power_of_two_scales)
-        self.high = precision.gemms_kept_high - {"wgrad"}
+        rowwise, pow2 = precision.scaling == "rowwise", bool(precision.power_of_two_scales)
+        high = precision.gemms_kept_high - {"wgrad"}
         # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than
         # casts apart; what it does not compile, or cannot join, runs in kernels of ours.
-        self.own = precision.kernels in ("auto", "triton") and not emulate and bool(has_triton())
-        self.own_cast = self.own and precision.kernels == "triton"
+        own = precision.kernels in ("auto", "triton") and not emulate and bool(has_triton())
         # `torch._scaled_grouped_mm` of torch 2.13 is for Hopper, scales by row and E4M3 alone.
         hopper = not emulate and this_device().capability == (9, 0)
-        self.grouped = hopper and precision.scaling == "rowwise" and not self.high
-        # The emulation multiplies codes in any layout.
-        self.keeps_transposed = (
-            precision.transposed_copy and not emulate and "dgrad" not in self.high
+        self.how = Arithmetic(
+            tile=(1, 1),
+            per_row=rowwise,
+            pow2=pow2,
+            emulate=emulate,
+            in_bf16=pow2 or precision.emulation != "exact",
+            high=high,
+            fast_accum=precision.fast_accum,
+            own=own,
+            own_cast=own and precision.kernels == "triton",
+            grouped=hopper and rowwise and not high,
         )
+        # The emulation multiplies codes in any layout.
+        self.keeps_transposed = precision.transposed_copy and not emulate and "dgrad" not in high
         self._transposed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Tensor]] = (
             weakref.WeakKeyDictionary()
         )
@@ -127,7 +139,7 @@ class FrozenBackend(Backend):
         known, copy = self._transposed.get(layer, (None, bits))
         if known != state:
             with torch.inference_mode(False), torch.no_grad():
-                copy = transpose_codes(bits) if self.own else bits.t().contiguous()
+                copy = transpose_codes(bits) if self.how.own else bits.t().contiguous()
             self._transposed[layer] = state, copy
         return copy.t()
 
@@ -163,40 +175,26 @@ class FrozenBackend(Backend):
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         assert isinstance(module, StoredMixin)
-        return {"fp8_how": self.arithmetic(module.stored_tile), "fp8_transposed": ()}
-
-    def arithmetic(self, tile: Tile) -> Arithmetic:
-        """Arithmetic of a layer with this storage."""
-        return Arithmetic(
-            tile=tile,
-            per_row=self.precision.scaling == "rowwise",
-            pow2=self.pow2,
-            emulate=self.emulate,
-            in_bf16=self.pow2 or self.precision.emulation != "exact",
-            high=self.high,
-            fast_accum=self.precision.fast_accum,
-            own=self.own,
-            own_cast=self.own_cast,
-            grouped=self.grouped,
-        )
+        how = self.how._replace(tile=module.stored_tile)
+        return {"fp8_how": how, "fp8_transposed": ()}
 
     def as_cast(
         self, module: Any, operand: Literal["x", "w", "g"], value: Tensor
     ) -> tuple[Tensor, PrecisionConfig]:
         if operand == "g" and module.weight_scale.numel() > 1:
             value = value.float() * module.weight_scale.t()
-        rule = {"format": "e4m3", "power_of_two_scales": self.pow2}
+        rule = {"format": "e4m3", "power_of_two_scales": self.how.pow2}
         return value, self.precision.model_copy(update=rule)
 
     def effective(self) -> dict[str, Any]:
         return {
-            "engine": "finetune emulation" if self.emulate else "torch._scaled_mm",
+            "engine": "finetune emulation" if self.how.emulate else "torch._scaled_mm",
             "scaling": self.precision.scaling,
             "x": E4M3.name,
             "w": f"{E4M3.name}, held",
             "g": E4M3.name,
-            "power_of_two_scales": self.pow2,
-            "high_gemms": sorted(self.high),
+            "power_of_two_scales": self.how.pow2,
+            "high_gemms": sorted(self.how.high),
             "saved_input": self.precision.saved_input,
             "fast_accum": self.precision.fast_accum,
             "transposed_copy": self.keeps_transposed,

@@ -139,7 +139,7 @@ class Sentinel:
                 weight = parameters.get(layer.name)
                 tally = next(e.tally for e in module.fp8_parameters if e.layer is layer)
             elif isinstance(module, ConvertedExpertsMixin):
-                weight, tally = None, module.fp8_tallies[layer.name.rpartition(".")[2]]
+                weight, tally = None, module.fp8_tallies[layer.local]
             else:
                 continue
             # A weight of two layers has gradients of either.

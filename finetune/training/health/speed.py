@@ -37,7 +37,7 @@ from torch.optim.optimizer import Optimizer
 
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import Gpu, find_gpu
-from finetune.precision.proof.movement import local_part
+from finetune.precision.proof.movement import local_part, stored_bytes
 from finetune.precision.proof.witness import ATTENTION
 from finetune.runs.receipt import LayerReceipt
 from finetune.training import compute_types, session
@@ -102,20 +102,8 @@ def _gemm_bytes(shape: tuple[int, int], flops: float, gemm: str, precision: str)
 
 def optimizer_bytes(parameters: Iterable[Tensor], optimizer: Optimizer) -> int:
     """Bytes that one optimizer step must move: weights and state twice, gradients once."""
-    total = 0
-    for parameter in parameters:
-        state = optimizer.state.get(parameter, {})
-        kept = sum(_nbytes(v) for k, v in state.items() if not k.startswith("qmap"))
-        total += 3 * _nbytes(parameter) + 2 * kept
-    return total
-
-
-def _nbytes(value: Any) -> int:
-    if not isinstance(value, Tensor):
-        return 0
-    local = local_part(value)
-    parts = [local.codes, local.scale] if getattr(local, "codes", None) is not None else [local]
-    return sum(part.numel() * part.element_size() for part in parts)
+    weights = sum(p.numel() * p.element_size() for p in map(local_part, parameters))
+    return 3 * weights + 2 * stored_bytes(optimizer)
 
 
 def mfu(work: Work, tokens: int, seconds: float, gpu: Gpu, *, tf32: bool = False) -> float | None:
