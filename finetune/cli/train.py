@@ -94,7 +94,7 @@ def resume(
 
 def _verify(file: str, start: Path, overrides: Iterable[str], *, force: bool) -> None:
     """Replay the steps between two checkpoints, or from the run's beginning to its first."""
-    from finetune.training.resume import checkpoint_before, replay
+    from finetune.training.replay import checkpoint_before, replay
 
     end, _ = find_checkpoint(str(start))
     begin = checkpoint_before(end)

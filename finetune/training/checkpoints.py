@@ -37,8 +37,8 @@ from finetune.runs.checkpoints import (
     scaling_file,
     superfluous,
 )
+from finetune.training.faults import is_of_the_disk, write_failure
 from finetune.training.patches import Patches
-from finetune.training.run_folder import is_of_the_disk, write_failure
 from finetune.training.session import Session
 from finetune.training.sharded import WholeFiles
 

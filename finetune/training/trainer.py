@@ -36,16 +36,14 @@ from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.evaluate import load_tasks, score
 from finetune.training.evidence import refuse_disagreement
+from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import VARLEN, Attention, load_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
     check_disk,
     discarded_unless_begun,
-    explained,
-    guard_trackers,
     make_folder,
     name_folder,
-    write_failure,
 )
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of

@@ -33,7 +33,7 @@ from finetune.runs.checkpoints import (
     resume_command,
     superfluous,
 )
-from finetune.training import run_folder
+from finetune.training import faults
 from finetune.training.checkpoints import refuse_unreadable
 from finetune.training.resume import (
     FIXED,
@@ -383,13 +383,13 @@ def test_a_file_that_cannot_be_read_is_no_full_disk(damage, says, tmp_path) -> N
         read = load_file if name != "optimizer.pt" else partial(torch.load, weights_only=True)
         with (
             pytest.raises(ConfigError, match=says if name == "optimizer.pt" else "damaged") as seen,
-            run_folder.explained(tmp_path, lambda: ""),
+            faults.explained(tmp_path, lambda: ""),
             reading(tmp_path),
         ):
             read(file)
         assert name in str(seen.value)
         assert "weights_only" not in str(seen.value), "torch's advice to read it in spite of that"
-        assert not run_folder.is_of_the_disk(seen.value.__cause__ or seen.value)
+        assert not faults.is_of_the_disk(seen.value.__cause__ or seen.value)
     assert not (tmp_path / "ran").exists()
 
 
@@ -403,10 +403,10 @@ def test_a_write_that_is_cut_short_is_of_the_disk(tmp_path) -> None:
     (tmp_path / "optimizer.pt").symlink_to("/dev/full")
     with pytest.raises(RuntimeError) as seen:
         torch.save({"a": torch.ones(100_000)}, tmp_path / "optimizer.pt")
-    assert run_folder.is_of_the_disk(seen.value)
+    assert faults.is_of_the_disk(seen.value)
     with pytest.raises(SafetensorError) as seen:
         save_file({"a": torch.ones(10)}, tmp_path / "no folder" / "model.safetensors")
-    assert run_folder.is_of_the_disk(seen.value)
+    assert faults.is_of_the_disk(seen.value)
 
 
 def test_an_optimizer_that_could_not_be_read_again_is_not_saved(tmp_path) -> None:

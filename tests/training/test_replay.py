@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.runs.checkpoints import CHECKPOINTS, STATE, Checkpoint
-from finetune.training.resume import _comparable, _differences
+from finetune.training.replay import _comparable, _differences
 from tests.forked import ended, start
 from tests.run_folders import sign
 

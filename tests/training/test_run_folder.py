@@ -12,7 +12,7 @@ from finetune import train
 from finetune.config.recipe import load_recipe
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from finetune.runs.checkpoints import Checkpoint
-from finetune.training import run_folder
+from finetune.training import faults, run_folder
 from finetune.training.preflight import preflight
 from tests.conftest import CPU
 
@@ -134,7 +134,7 @@ def test_a_lost_process_is_no_fault_of_a_row(wrapped, tmp_path, monkeypatch) -> 
         row.__cause__, error = error, row
     with (
         pytest.raises(RunFailedError, match="process 0: no such template"),
-        run_folder.explained(tmp_path, lambda: ""),
+        faults.explained(tmp_path, lambda: ""),
     ):
         raise error
 
