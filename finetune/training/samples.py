@@ -62,9 +62,8 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
             check_room_for(prompt, length_of(tokenizer, prompt), most, room, "data.prompts")
         return list(config.data.prompts)
     longest = int(config.train.get("max_length") or 1024)  # training truncated longer rows
-    few: Any = rows.first(SEARCHED)
-    if rows.eval is not None:
-        few = rows.eval.select(range(min(SEARCHED, len(rows.eval))))
+    few: Any = rows.eval  # a stream is not read for its first rows where there are others
+    few = rows.first(SEARCHED) if few is None else few.select(range(min(SEARCHED, len(few))))
     asked = (_question_of(row) for row in few)
     longest = longest if room is None else min(longest, room - most)
     fits = (prompt for prompt in asked if 0 < length_of(tokenizer, prompt) <= longest)

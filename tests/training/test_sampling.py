@@ -8,6 +8,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -240,6 +241,9 @@ def test_prompts_are_questions_that_leave_room_to_answer() -> None:
     turns = [[system, {"role": "user", "content": text}] for text in asked]
     rows = Rows(Dataset.from_list([{"messages": one} for one in turns]), None, "", {})
     assert prompts_of(config, rows, tokenizer) == ["First?", "Second?"]
+    unread: Any = None  # training rows, maybe a stream of the hub's
+    held_out = Rows(unread, cast(Dataset, rows.train), "", {})
+    assert prompts_of(config, held_out, tokenizer) == ["First?", "Second?"]
     pairs = Rows(Dataset.from_list([{"prompt": one} for one in turns]), None, "", {})
     assert prompts_of(config, pairs, tokenizer) == ["First?", "Second?"]
     tokenizer.chat_template = None
