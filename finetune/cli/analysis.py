@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
-from finetune.config.paths import list_recipes, user_path
+from finetune.config.paths import find_recipe, list_recipes, user_path
 from finetune.errors import ConfigError
 from finetune.hardware.device import rank
 from finetune.logging import busy, output, whole
@@ -57,8 +57,6 @@ def benchmark(
             fix="in a clone of the repository: "
             f"python -m tests.benchmarks.ladder {ladder} {recipe} [--only STEP]",
         )
-    from finetune.config.recipe import find_recipe
-
     find_recipe(recipe)  # before torch is imported
     from finetune.analysis.benchmark.benchmark import benchmark as measure
 

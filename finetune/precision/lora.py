@@ -49,9 +49,9 @@ from finetune.precision.formats import decode_bits
 from finetune.precision.gemm import by_rows, compute_dtype, mm
 from finetune.precision.layers import is_conv1d, linear_shape
 from finetune.precision.overrides import OverrideMixin
-from finetune.precision.stored import StoredMixin, refuse_merge
+from finetune.precision.stored import StoredMixin
 from finetune.precision.swap import Swapped, weight_matrix
-from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop
+from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop, refuse_merge
 
 
 class Adapter(NamedTuple):

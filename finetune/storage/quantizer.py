@@ -33,10 +33,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.errors import ConfigError, StorageNotComputeError, did_you_mean, some
-from finetune.precision.experts import SCALE as EXPERT_SCALE
 from finetune.precision.experts import put_experts, quantize_stack, release_experts, stored_names
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import experts_in, linear_shape, why_own_forward
+from finetune.precision.stored import SCALE as EXPERT_SCALE
 from finetune.precision.stored import (
     Fp8Bits,
     iter_stored,

@@ -26,13 +26,13 @@ from torch.utils.benchmark import Timer
 
 from finetune.analysis.diagnose.timeline import Slice, Timeline
 from finetune.estimator.speed.step_parts import StepPart
+from finetune.precision.planner import GEMMS
 from finetune.precision.proof import witness
+from finetune.precision.scaling import OPERANDS
 from finetune.runs.receipt import LayerReceipt, layer_groups, layer_kind
-from finetune.training.health.operands import GroupSums, Operand
+from finetune.training.health.operands import GroupSums
 
 LOW = frozenset({"fp8", "fp4"})
-GEMMS = ("fprop", "dgrad", "wgrad")
-OPERANDS: tuple[Operand, ...] = ("x", "w", "g")
 KERNELS, LEAST = 3, 0.02
 """Reported kernels of a group: the longest, each at least this share of the group's time."""
 MEASURED_S = 0.02

@@ -15,10 +15,11 @@ from rich.text import Text
 
 from finetune.analysis.diagnose.causes import Cause, percent
 from finetune.analysis.diagnose.facts import Facts, Prediction
-from finetune.analysis.diagnose.groups import GEMMS, LayerGroup
+from finetune.analysis.diagnose.groups import LayerGroup
 from finetune.estimator.knobs import as_typed
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.logging import plain_table
+from finetune.precision.planner import GEMMS
 from finetune.runs.folder import write_whole
 from finetune.runs.receipt import Receipt
 from finetune.units import short_time, shortened

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision.planner import LayerPlan
+from finetune.precision.scaling import Operand
 from finetune.precision.swap import Swapped, weight_matrix
 
 
@@ -282,12 +283,12 @@ class Backend:
     def begin_step(self) -> None:
         """Begin a training forward (not a recomputation, not an evaluation)."""
 
-    def scale_in_force(self, module: nn.Module, operand: Literal["x", "w", "g"]) -> Tensor | None:
+    def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
         """The current delayed scale of this operand, None without delayed scaling."""
         return None
 
     def as_cast(
-        self, module: nn.Module, operand: Literal["x", "w", "g"], value: Tensor
+        self, module: nn.Module, operand: Operand, value: Tensor
     ) -> tuple[Tensor, PrecisionConfig]:
         """The operand as it is cast, and its scaling rule."""
         return value, self.precision

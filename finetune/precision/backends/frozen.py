@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from finetune.precision.formats import E4M3
 from finetune.precision.gemm import by_rows, compute_dtype
 from finetune.precision.kernels import transpose_codes
 from finetune.precision.planner import LayerPlan
+from finetune.precision.scaling import Operand
 from finetune.precision.stored import StoredMixin
 from finetune.precision.weights import Arithmetic, FrozenLinear, cast
 
@@ -179,7 +180,7 @@ class FrozenBackend(Backend):
         return {"fp8_how": how, "fp8_transposed": ()}
 
     def as_cast(
-        self, module: Any, operand: Literal["x", "w", "g"], value: Tensor
+        self, module: Any, operand: Operand, value: Tensor
     ) -> tuple[Tensor, PrecisionConfig]:
         if operand == "g" and module.weight_scale.numel() > 1:
             value = value.float() * module.weight_scale.t()

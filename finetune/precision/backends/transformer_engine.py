@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from finetune.errors import PrecisionError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
 from finetune.precision.layers import alignment
 from finetune.precision.planner import LayerPlan
+from finetune.precision.scaling import Operand
 
 
 def te_recipe(precision: PrecisionConfig) -> Any:
@@ -197,7 +198,7 @@ class TransformerEngineBackend(Backend):
 
         return wrapped
 
-    def scale_in_force(self, module: nn.Module, operand: Literal["x", "w", "g"]) -> Tensor | None:
+    def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
         engine: Any = module.fp8_engine
         wanted, index = "scaling_bwd" if operand == "g" else "scaling_fwd", int(operand == "w")
         states = {direction: state.scale for direction, state in _delayed_states(engine)}
