@@ -14,10 +14,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from jinja2 import TemplateError
 from trl import SFTTrainer
@@ -32,6 +34,9 @@ from finetune.data.dataset import Rows, load_data
 from finetune.data.rows import TRAINED_TURNS, workers
 from finetune.errors import DataError, FinetuneError
 from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
+
+ROW_LENGTHS = "finetune_row_lengths"
+"""Key of an eval batch in one sequence: tokens of each row, in order."""
 
 
 @dataclass(frozen=True)
@@ -280,17 +285,32 @@ class AccountedTrainer(SFTTrainer):
         """TRL's, without the rows that Accelerate repeats to give each process a whole batch.
 
         Of 37 rows in batches of 4, two processes have 4 and 1 in the last step, and the second one
-        three of the first rows once more: these stood in the last row's loss. (They still do where
-        rows are packed or without padding, in one sequence of unknown bounds.)
+        three of the first rows once more: these stood in the last row's loss.
         """
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
-        size = self.args.per_device_eval_batch_size
+        size, lengths = self.args.per_device_eval_batch_size, inputs.pop(ROW_LENGTHS, None)
         several = self.accelerator.num_processes > 1 and state.end_of_dataloader
-        if several and state.remainder > 0 and labels is not None and len(labels) == size:
+        if several and state.remainder > 0 and labels is not None:
             own = max(0, state.remainder - self.accelerator.process_index * size)
             inputs = {**inputs, "labels": labels.clone()}
-            inputs["labels"][own:] = MASKED
+            if lengths is not None:  # [1, tokens]
+                inputs["labels"][:, int(lengths[:own].sum()) :] = MASKED
+            elif len(labels) == size:
+                inputs["labels"][own:] = MASKED
         return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; batches of one sequence, packed or without padding, say how long their rows are.
+
+        `prediction_step` could not tell otherwise which of them are repeated.
+        """
+        plain = self.data_collator
+        if self.padding_free and self.accelerator.num_processes > 1:
+            self.data_collator = partial(_with_lengths, plain)
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = plain
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Next batches; what is wrong with a stream's rows shows when they are read."""
@@ -300,6 +320,11 @@ class AccountedTrainer(SFTTrainer):
             if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
                 raise
             raise _not_formatted("train", error, step=self.state.global_step) from error
+
+
+def _with_lengths(collate: Callable[..., Any], examples: list[dict[str, Any]]) -> Any:
+    lengths = torch.tensor([len(example["input_ids"]) for example in examples])
+    return {**collate(examples), ROW_LENGTHS: lengths}
 
 
 def _only_trained_turns(row: dict[str, Any]) -> dict[str, Any]:

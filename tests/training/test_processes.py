@@ -64,10 +64,14 @@ def test_two_processes_have_the_loss_of_one_with_the_same_global_batch(tmp_path)
     assert two == pytest.approx(one, rel=1e-6)
 
 
-@pytest.mark.parametrize("rows", [186, 166])
-def test_the_eval_loss_of_uneven_rows_is_that_of_one_process(rows, tmp_path) -> None:
-    """37 rows are 36 and 1, 33 rows 32 and 1: then the second process has none of its own."""
+@pytest.mark.parametrize(("rows", "packing"), [(186, False), (166, False), (186, True)])
+def test_the_eval_loss_of_uneven_rows_is_that_of_one_process(rows, packing, tmp_path) -> None:
+    """37 rows are 36 and 1, 33 rows 32 and 1: then the second process has none of its own.
+
+    Packed rows and their repetitions stand in one sequence.
+    """
     words = ("tiny_lora_bf16", *SETTINGS, f"data.max_rows={rows}", "train.max_steps=1")
+    words += ("train.packing=true", "train.max_length=128") * packing
     words += ("train.eval_strategy=steps", "eval.at_start=true")
     words += ("train.per_device_eval_batch_size=4",)
     found = []

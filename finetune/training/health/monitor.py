@@ -10,6 +10,8 @@ reading is a warning, once per group and kind.
 
 *Every step* it checks losses and gradients before the optimizer uses them, and weights before they
 are saved; a nonfinite value ends the run (`finiteness`).
+
+*At the start* it says how many rows several processes train on once more (`repeats`).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from finetune.training.health.operands import (
 )
 from finetune.training.health.speed import Speed
 from finetune.training.patches import replaced
+from finetune.training.repeats import repeats_line
 
 Ratios = dict[str, Ratio]
 OVERFLOW_WARNING = 0.01
@@ -80,7 +83,7 @@ class HealthMonitor(TrainerCallback):
         self._update: Ratios = {}
         self._scale = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         # Unwrapping looks at every module for compiled ones, so it is done once.
         model: nn.Module = self.trainer.accelerator.unwrap_model(self.trainer.model)
         conversion = conversion_of(model)
@@ -98,6 +101,9 @@ class HealthMonitor(TrainerCallback):
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._speed.restart()
+        loader = more.get("train_dataloader") if state.is_world_process_zero else None
+        if line := repeats_line(loader, state.max_steps * args.gradient_accumulation_steps):
+            self._warn_once("repeats", line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()
