@@ -15,6 +15,7 @@ from finetune.config.schema import PrecisionConfig, Scaling
 from finetune.errors import FinetuneError, first_line
 from finetune.hardware.device import (
     BLOCK_CAPABILITY,
+    NO_ROWWISE,
     Device,
     Verdict,
     available_gib,
@@ -70,7 +71,8 @@ class Findings(JupyterMixin):
             mark = Text("yes", style="green") if verdict else Text("no", style="yellow")
             repeated = verdict.reason in shown_before and not verdict
             again = "as above" if self.fp8 else "no FP8 unit"
-            table.add_row(name, mark, again if repeated else verdict.reason)
+            # As text: markup would drop the `[te]` of what is to be installed.
+            table.add_row(name, mark, Text(again if repeated else verdict.reason))
             shown_before.add(verdict.reason)
         return Group(
             Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),
@@ -171,7 +173,8 @@ def advice(device: Device) -> str:
     capability = device.capability or (0, 0)
     if device.has_fp8:
         extra = " (MXFP8 and NVFP4 too)" if capability >= BLOCK_CAPABILITY else ""
-        return f"FP8 in hardware{extra}: python -m finetune llama_8b_lora_fp8"
+        scales = " precision.scaling=tensorwise" if capability[0] == NO_ROWWISE else ""
+        return f"FP8 in hardware{extra}: python -m finetune llama_8b_lora_fp8{scales}"
     if device.is_rocm:
         return "AMD GPUs are not supported in FP8 here: use _bf16 recipes"
     if capability >= (8, 0):

@@ -230,6 +230,21 @@ def has_transformer_engine() -> Verdict:
     return Verdict(True, f"transformer-engine {version('transformer-engine') or 'importable'}")
 
 
+def has_bitsandbytes() -> Verdict:
+    """True if bitsandbytes has loaded its kernels for the GPUs of this machine.
+
+    It imports without them, too (0.50), and raises at the first kernel, when a model is loaded.
+    """
+    try:
+        from bitsandbytes.cextension import lib
+    except (ImportError, OSError, RuntimeError) as error:
+        return Verdict(False, f"bitsandbytes does not import: {first_line(error)}")
+    if getattr(lib, "compiled_with_cuda", True):
+        return Verdict(True, f"bitsandbytes {version('bitsandbytes') or 'importable'}")
+    said = getattr(lib, "error_msg", "") or "it was built for CPUs alone"
+    return Verdict(False, f"bitsandbytes has no kernels for this GPU: {said.splitlines()[0]}")
+
+
 @functools.cache
 def has_triton() -> Verdict:
     """True if Triton imports; also on a machine without CUDA, which only predicts runs."""

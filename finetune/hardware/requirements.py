@@ -21,9 +21,11 @@ from finetune.hardware.device import (
     NO_ROWWISE,
     Device,
     Verdict,
+    has_bitsandbytes,
     has_transformer_engine,
     has_triton,
     shown_capability,
+    this_device,
     version,
 )
 from finetune.hardware.gpus import Place
@@ -350,9 +352,12 @@ def check_here(config: RunConfig, device: Device) -> None:
             require(f"train.report_to={name}", name, pip("tracking"))
     if config.model.storage == "nf4":
         require("model.storage=nf4", "bitsandbytes", pip("bnb"))
+        _check_bitsandbytes("model.storage=nf4", "model.storage=fp8", device)
     optimizer, liger = chosen(train), train.get("use_liger_kernel")
     if optimizer.install:
         require(f"train.optim={optimizer.name}", optimizer.library, optimizer.install)
+    if optimizer.library == "bitsandbytes":
+        _check_bitsandbytes(f"train.optim={optimizer.name}", "train.optim=adamw_torch_8bit", device)
     if liger:
         require("train.use_liger_kernel", "liger_kernel", pip("liger"))
     if config.eval.tasks:
@@ -372,6 +377,20 @@ def require(setting: str, module: str, install: str) -> None:
     if importlib.util.find_spec(module) is None:
         what = f"{setting} needs {module}, which is not installed"
         raise MissingExtraError(what, where=setting, fix=install)
+
+
+def _check_bitsandbytes(setting: str, instead: str, device: Device) -> None:
+    """Raise `MissingExtraError` where bitsandbytes has no kernels for the GPU of this machine."""
+    if device.kind != "cuda" or device != this_device():
+        return
+    if not (can := has_bitsandbytes()):
+        raise MissingExtraError(
+            f"{setting} cannot run on {device.name}",
+            where=setting,
+            why=can.reason,
+            fix="pip install -U bitsandbytes (`python -m bitsandbytes` says what it lacks), or "
+            f"{instead}",
+        )
 
 
 BITSANDBYTES_ON_CPU = (0, 50)

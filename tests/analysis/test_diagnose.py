@@ -11,17 +11,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
 
 import finetune
 from finetune import load_recipe
+from finetune.analysis.diagnose import diagnose as module
 from finetune.analysis.diagnose.facts import predict
-from finetune.analysis.diagnose.observer import Observer
+from finetune.analysis.diagnose.observer import PREFIX, Observer, Ranges
 from finetune.analysis.diagnose.result import Diagnosis
+from finetune.analysis.diagnose.timeline import Timeline
 from finetune.config.recipe import with_overrides
 from finetune.data.dataset import random_rows
+from finetune.errors import ProofError
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.training import session
-from tests.conftest import CPU, H100
+from tests.conftest import CPU, H100, batch
+from tests.traced import traced
 
 SMALL = (
     "data.max_rows=24",
@@ -64,6 +69,45 @@ def test_every_step_sees_the_micro_batch_whose_tokens_are_counted() -> None:
     assert observer.tokens == (14, 3)
     assert {tuple(inputs["input_ids"].shape) for inputs in seen} == {(2, 7)}
     assert len(seen) == 6
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+def test_compiled_layers_in_ranges_are_still_ours(make_llama, setup_backend) -> None:
+    """Else the proof takes their calls for a script's own, and no diagnosis on a GPU ends."""
+    with traced():
+        accelerator = setup_backend("torchao", compile="on", scaling="tensorwise")
+        model = make_llama().train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+
+        def step() -> None:
+            accelerator.backward(model(**batch()).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        step()
+        running = session.in_force()
+        assert running is not None
+        _, conversion = running.training
+        assert len(conversion.compiled) == 2
+        watched = profile(activities=[ProfilerActivity.CPU], acc_events=True)
+        with watched as seen, Ranges(conversion):
+            step()
+        step()
+    names = {event.name for event in seen.events()}
+    assert {f"{PREFIX}forward|model.layers.{i}" for i in (0, 1)} <= names
+
+
+def test_a_profile_without_kernels_is_no_diagnosis_of_a_gpu(monkeypatch) -> None:
+    """Containers withhold CUPTI; what is left are times of the host."""
+    monkeypatch.setattr(module, "read_profile", lambda *_, **__: Timeline((), 1, 1.0, on_gpu=False))
+    receipt = SimpleNamespace(layers=[])
+    conversion = SimpleNamespace(plan=SimpleNamespace(layers=[]))
+    running = SimpleNamespace(device=H100, receipt=lambda: receipt, training=(None, conversion))
+    seen = SimpleNamespace(events=[], steps=1, step_seconds=1.0)
+    with pytest.raises(ProofError, match="saw no kernel of the GPU"):
+        module._conclude("a recipe", None, running, seen, "rows", ())
 
 
 @pytest.mark.long

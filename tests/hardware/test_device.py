@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
+from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError
 from finetune.hardware.device import Device, available_gib, this_device
@@ -19,6 +20,7 @@ from finetune.hardware.requirements import AUTO_ORDER, FP8_GPUS, backend_verdict
 from finetune.units import GIB
 from tests import te
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
+from tests.hardware.test_gemm_engine import RTX5090
 
 AMD = Device("cuda", "AMD Instinct MI300X", (9, 4), 192.0, is_rocm=True)
 WITH_FP8 = (RTX4090, H100, B200)
@@ -356,6 +358,14 @@ def test_an_fp8_gpu_is_not_said_to_have_no_fp8_unit(no_te):
         console.print(examine(H100))
     assert "no FP8 unit" not in shown.get()
     assert "as above" in shown.get()
+    assert "pip install 'fp8-finetune[te]'" in shown.get()
+
+
+@named((*WITH_FP8, RTX5090))
+def test_the_recipe_that_the_doctor_advises_is_not_refused(no_te, device):
+    words = examine(device).advice.partition("python -m finetune ")[2].split()
+    precision = load_recipe(words[0], words[1:]).config.precision
+    assert resolve(precision, device).precision.backend == "torchao"
 
 
 def test_the_doctors_findings_are_json():

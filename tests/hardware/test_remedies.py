@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
+from finetune.hardware import requirements
 from finetune.hardware.requirements import FP8_GPUS, check_here, resolve
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 from tests.hardware.test_gemm_engine import RTX5090
@@ -77,3 +79,29 @@ def test_ligers_kernels_are_asked_for_and_then_refused_on_a_cpu(monkeypatch) -> 
     assert "liger_kernel" in found
     with pytest.raises(ConfigError, match="Liger's kernels were requested on a CPU"):
         check_here(load_recipe("tiny_full_fp8", overrides[:1], check_train=False).config, CPU)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "instead"),
+    [
+        ("tiny_qlora_bf16", "model.storage=nf4", "model.storage=fp8"),
+        ("tiny_full_fp8", "train.optim=adamw_8bit", "train.optim=adamw_torch_8bit"),
+    ],
+)
+def test_bitsandbytes_without_kernels_is_refused_before_a_model_is_loaded(
+    monkeypatch, recipe, override, instead
+) -> None:
+    """It imports nevertheless, and a model that it could not store was called broken."""
+    cextension = pytest.importorskip("bitsandbytes.cextension")
+    missing = "libcublas.so.13: cannot open shared object file"
+    lib = SimpleNamespace(compiled_with_cuda=False, error_msg=missing)
+    monkeypatch.setattr(cextension, "lib", lib)
+    monkeypatch.setattr(requirements, "this_device", lambda: H100)
+    config = load_recipe(recipe, [override], check_train=False).config
+    with pytest.raises(MissingExtraError, match=f"{override} cannot run on") as refused:
+        check_here(config, H100)
+    assert refused.value.why.endswith(missing)
+    assert refused.value.fix.endswith(instead)
+    check_here(config, RTX4090)  # some other machine's
+    lib.compiled_with_cuda = True
+    check_here(config, H100)

@@ -33,6 +33,7 @@ GIB = 2**30
 GPUS = {
     "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 79.6),
     "4090": ("NVIDIA GeForce RTX 4090", (8, 9), 23.6),
+    "L40S": ("NVIDIA L40S", (8, 9), 44.4),
     "B200": ("NVIDIA B200", (10, 0), 178.0),
     "5090": ("NVIDIA GeForce RTX 5090", (12, 0), 31.4),
 }
@@ -73,6 +74,7 @@ def install(name: str = "H100") -> None:
     _python_of_cuda(device, *GPUS[name])
     _operators()
     _watch(device)
+    _profiled()
     _without_triton()
 
 
@@ -328,6 +330,40 @@ def _without_triton() -> None:
         compile(self, *args, backend="aot_eager")
 
     nn.Module.compile = only_traced
+    from finetune.precision.backends import cached
+
+    cached.compiled_once = lambda function: function
+
+
+def _profiled() -> None:
+    """A profile's kernels: each operator of torch's that launches one is its own kernel."""
+    from torch import profiler
+    from torch.autograd import DeviceType
+
+    cuda, plain = profiler.ProfilerActivity.CUDA, profiler.profile
+
+    class Profile(plain):
+        def __init__(self, *, activities: Any = None, **settings: Any) -> None:
+            self.kernels = cuda in (activities or ())
+            super().__init__(activities=[x for x in activities or () if x != cuda], **settings)
+
+        def events(self) -> Any:
+            host: Any = super().events()
+            return [*host, *(kernel(event) for event in host if self.kernels and launches(event))]
+
+    def launches(event: Any) -> bool:
+        from finetune.estimator.speed.operators import LAUNCH_NOTHING
+
+        space, _, name = event.name.partition("::")
+        return space == "aten" and not event.cpu_children and name not in LAUNCH_NOTHING
+
+    def kernel(event: Any) -> Any:
+        return SimpleNamespace(
+            name=f"kernel of {event.name}", device_type=DeviceType.CUDA, is_async=False, id=-1,
+            is_user_annotation=False, time_range=event.time_range, linked_correlation_id=event.id,
+        )  # fmt: skip
+
+    profiler.profile = Profile
 
 
 _keep: list[Any] = []

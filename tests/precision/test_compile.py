@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -502,6 +505,36 @@ def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind, checkpointed) -> No
     assert len(eager) > 2
     for a, b in zip(compiled, eager, strict=True):  # autocast's casts stand elsewhere in the graph
         assert (a - b).norm() <= 0.02 * b.norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+@pytest.mark.parametrize(
+    "scaling", slow_but(["tensorwise"], ["tensorwise", "rowwise"], pytest.mark.slow)
+)
+def test_a_graph_for_changing_lengths_trains_on_fp8_units(scaling) -> None:
+    """Padding to 16 tokens of a transposed gradient made graphs that torch traced and refused."""
+    model = nn.Sequential(nn.Linear(32, 48)).train()
+    precision = PrecisionConfig(compute="fp8", backend="torchao", scaling=scaling)
+    convert.apply(model, plan(model, precision), hardware=True)  # CPUs have `torch._scaled_mm` too
+    padded: list[bool] = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        padded.append("constant_pad_nd" in graph.code)
+        return make_boxed_func(graph)
+
+    def step(run: nn.Module, tokens: int) -> list[Tensor]:
+        x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(tokens))
+        y = run(x)
+        return [y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))]
+
+    torch._dynamo.reset()
+    layer = model[0]
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=noted), fullgraph=True)
+    for tokens in (32, 48, 64, 80, 40, 24):
+        for a, b in zip(step(compiled, tokens), step(layer, tokens), strict=True):
+            assert torch.equal(a, b)
+        assert any(padded) == (tokens % 16 > 0)
+    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces

@@ -35,7 +35,7 @@ from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config, shortened
 from finetune.data.dataset import MASKING, Rows, load_data, random_rows
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, ProofError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.knobs import rows_of
 from finetune.estimator.speed.step_parts import StepPart
@@ -168,6 +168,15 @@ def _conclude(
         low=_low_layers(receipt),
         batched=any(layer.kind == "parameter" for layer in conversion.plan.layers),
     )
+    if running.device.kind == "cuda" and not timeline.on_gpu:
+        raise ProofError(
+            "the profiler saw no kernel of the GPU",
+            where=running.device.name,
+            why="torch.profiler gets them from CUPTI, which this container or driver withholds: "
+            "there are the operators of the host alone, whose times say nothing of the GPU's",
+            fix="another container or machine; `python -m finetune benchmark` measures speed "
+            "without a profiler",
+        )
     groups = with_times(with_noise(groups_of_receipt(receipt.layers), observer.sums), timeline)
     facts = _facts(config, running, receipt, groups, timeline)
     padded, real = observer.tokens

@@ -34,6 +34,7 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.hardware.device import synchronize
 from finetune.precision.backends.base import ObservedMixin, in_backward
+from finetune.precision.compiling import OURS
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import decoder_layers
 from finetune.precision.planner import PrecisionPlan
@@ -132,6 +133,7 @@ def _in_range(name: str) -> Callable[[Any], Any]:
             with record_function(_range_name(name)):
                 return call(*args, **kwargs)
 
+        setattr(named, OURS, True)  # a compiled call stays one of ours
         return named
 
     return wrap

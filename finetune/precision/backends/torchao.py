@@ -61,8 +61,7 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
         cast_config_input_for_grad_weight=cast("wgrad", x),
         cast_config_grad_output_for_grad_weight=cast("wgrad", g),
         round_scales_to_power_of_2=precision.pow2_scales,
-        # Tokens are contracted in wgrad; a last or packed batch need not be a multiple of 16.
-        pad_inner_dim=not emulate,
+        pad_inner_dim=not emulate,  # where tokens are no multiple of 16: `_unpadded`
         emulate=emulate,
     )
 
@@ -214,6 +213,20 @@ _library.impl("cast_weight", _cast_weight, "CompositeExplicitAutograd")
 _library.impl("cast_weight", _empty_cast, "Meta")
 
 
+TOKENS = 16
+"""Divisor of the inner dimension of `torch._scaled_mm`."""
+
+
+def _unpadded(mm: LinearMMConfig) -> LinearMMConfig:
+    """The GEMMs of tokens that are a multiple of 16, where there is nothing to pad.
+
+    torchao (0.18) pads by nothing, too: in eager mode a copy of each operand, and in a graph for
+    changing lengths an operator whose result is row-major when traced, and not when it pads nothing
+    (torch 2.13): `constant_pad_nd` of the transposed gradient, which `_scaled_mm` then refuses.
+    """
+    return LinearMMConfig(*(gemm._replace(pad_inner_dim=False) for gemm in mm))
+
+
 class TorchaoMixin(Fp8Mixin):
     """Forward of a linear layer that torchao multiplies."""
 
@@ -221,6 +234,7 @@ class TorchaoMixin(Fp8Mixin):
     fp8_codes: tuple[Tensor | None, ...]
     config: Float8LinearConfig
     linear_mm_config: LinearMMConfig
+    unpadded_mm_config: LinearMMConfig
 
     @classmethod
     def bases(cls, original: type[nn.Module]) -> tuple[type, ...]:
@@ -228,7 +242,10 @@ class TorchaoMixin(Fp8Mixin):
         return cls, Float8Linear if original is nn.Linear else original
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        mm, config, codes = self.linear_mm_config, self.config, self.fp8_backend.codes_for(self, w)
+        config, codes = self.config, self.fp8_backend.codes_for(self, w)
+        # wgrad contracts tokens: those of a last or packed batch need not be a multiple of 16.
+        aligned = x.shape[:-1].numel() % TOKENS == 0
+        mm = self.unpadded_mm_config if aligned else self.linear_mm_config
         # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
         if codes or not w.requires_grad or self.fp8_backend.precision.gemms_kept_high:
             given = codes or (None,) * 4
@@ -252,7 +269,8 @@ class TorchaoBackend(CachedBackend):
             model = Float8Linear(1, 1, bias=False, config=self.config)
         names = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight")
         facts = {name: getattr(model, name) for name in (*names, "scaling_type_grad_output")}
-        return super().attributes(module, layer) | facts
+        unpadded = {"unpadded_mm_config": _unpadded(model.linear_mm_config)}
+        return super().attributes(module, layer) | facts | unpadded
 
     def kept_codes(self, layer: Any, w: Tensor, cache: WeightCache[Any]) -> tuple[Any, ...]:
         """Numbers and scale for fprop and for dgrad, None where a GEMM has none of its own."""
