@@ -23,8 +23,10 @@ WHOLE = 16384
 """Longest row that stays in registers. Longer ones are read twice, the second time from the L2
 cache.
 """
-PIECE = 8192
-"""Numbers of a longer row processed at a time."""
+PIECE = 4096
+"""Numbers of a longer row processed at a time; with 8,192 Triton 3.6 spills on compute capability
+12.0.
+"""
 TILE = (64, 128)
 """Rows and columns of codes that one program transposes."""
 WARPS = 8
