@@ -127,7 +127,7 @@ def test_every_storage_is_allocated_once_and_freed_after_its_last_reader() -> No
             if event.nbytes > 0:
                 assert event.storage not in living
                 living.add(event.storage)
-            else:
+            elif event.nbytes:  # none: the empty tensors of a checkpoint under torch 2.10, 2.11
                 living.remove(event.storage)
                 assert event.at > last.get(event.storage, -1)
         assert moved(0) == 0
